@@ -1,0 +1,27 @@
+"""weft trains language models after pretraining: SFT, reward models, DPO, PPO, GRPO as dataflow graphs."""
+
+from weft.registry import (
+    register_backend,
+    register_dataset,
+    register_experiment,
+    register_function,
+    register_hf_family,
+    register_interface,
+    register_loss,
+    register_quickstart,
+    register_verifier,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "register_backend",
+    "register_dataset",
+    "register_experiment",
+    "register_function",
+    "register_hf_family",
+    "register_interface",
+    "register_loss",
+    "register_quickstart",
+    "register_verifier",
+]

@@ -1,0 +1,155 @@
+"""What a user sets for one role's network: plain values, no torch. These dataclasses are the `actor.*`, `model.*` options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from weft.data.spec import TokenizerSpec
+from weft.errors import ConfigError
+from weft.options import option
+from weft.topology import Layout
+
+SCHEDULERS = ("constant", "linear", "cosine")
+DTYPES = ("float32", "bfloat16", "float16")
+Head = Literal["lm", "value", "score"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning-rate schedule in optimizer steps of the real run; the runtime makes it, the engine follows it."""
+
+    total_steps: int
+    warmup_steps: int
+
+
+@dataclass
+class OptimizerSpec:
+    type: str = option("adamw", "optimizer: adamw, sgd, or lion", choices=("adamw", "sgd", "lion"))
+    lr: float = option(1e-5, "peak learning rate", at_least=0.0)
+    weight_decay: float = option(0.0, "decoupled weight decay of matrices; norms and biases are not decayed", at_least=0.0)
+    beta1: float = option(0.9, "decay of the gradient's moving average", at_least=0.0, at_most=1.0)
+    beta2: float = option(0.95, "decay of the squared gradient's moving average", at_least=0.0, at_most=1.0)
+    eps: float = option(1e-8, "added to the denominator of the update", at_least=0.0)
+    lr_scheduler_type: str = option("cosine", "course of the learning rate after warm-up", choices=SCHEDULERS)
+    warmup_steps_proportion: float | None = option(None, "share of optimizer steps that warm up (0.02 when no warm-up is set)", at_least=0.0, at_most=1.0)
+    warmup_steps: int | None = option(None, "optimizer steps that warm up; excludes the other warm-up options", at_least=0)
+    warmup_epochs: float | None = option(None, "epochs that warm up; excludes the other warm-up options", at_least=0.0)
+    min_lr_ratio: float | None = option(None, "last learning rate as a share of lr (0 when neither is set)", at_least=0.0, at_most=1.0)
+    end_lr: float | None = option(None, "last learning rate; excludes min_lr_ratio", at_least=0.0)
+    max_grad_norm: float = option(1.0, "largest L2 norm of the gradient; larger ones are scaled down; 0 turns clipping off", at_least=0.0)
+
+    def __post_init__(self) -> None:
+        warmups = [n for n in ("warmup_steps_proportion", "warmup_steps", "warmup_epochs") if getattr(self, n) is not None]
+        if len(warmups) > 1:
+            raise ConfigError(f"optimizer: {' and '.join(warmups)} exclude each other; set one of them")
+        if self.min_lr_ratio is not None and self.end_lr is not None:
+            raise ConfigError("optimizer: min_lr_ratio and end_lr exclude each other; set one of them")
+
+    def schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
+        """The schedule over `total_steps` optimizer steps. Raises `ConfigError` where there are none."""
+        if total_steps < 1:
+            raise ConfigError("the run has no optimizer steps: the dataset is smaller than one batch, or max_steps is 0")
+        warmup = (
+            self.warmup_steps
+            if self.warmup_steps is not None
+            else round(self.warmup_epochs * steps_per_epoch)
+            if self.warmup_epochs is not None
+            else round((0.02 if self.warmup_steps_proportion is None else self.warmup_steps_proportion) * total_steps)
+        )
+        return Schedule(total_steps=total_steps, warmup_steps=min(warmup, total_steps))
+
+    @property
+    def last_lr(self) -> float:
+        return self.end_lr if self.end_lr is not None else self.lr * (self.min_lr_ratio or 0.0)
+
+
+@dataclass
+class LoRASpec:
+    r: int = option(0, "rank of the adapters; 0 trains all parameters instead", at_least=0)
+    alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
+    dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, at_most=1.0)
+    targets: list[str] = option([], "linear layers that get adapters, by their canonical name (q, k, v, o, gate, up, down); empty: all")
+
+
+@dataclass
+class ParallelSpec:
+    pipeline_parallel_size: int = option(1, "pipeline stages", at_least=1)
+    data_parallel_size: int = option(1, "data-parallel ranks", at_least=1)
+    model_parallel_size: int = option(1, "tensor-parallel ranks", at_least=1)
+
+
+@dataclass
+class ModelSpec:
+    """One role's network, tokenizer and optimizer."""
+
+    path: str | None = option(None, "Hugging Face directory or hub name with config.json, weights and tokenizer")
+    type: str | None = option(None, "model family; read from config.json when absent")
+    init_from_scratch: bool = option(False, "take config and tokenizer from path, weights at random")
+    dtype: str = option("float32", "dtype of computation and of frozen weights; trained weights are float32", choices=DTYPES)
+    backend: str = option("torch", "torch (weft's own network), hf (the transformers module), or null (a tokenizer alone)")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, a third more time")
+    offload: bool = option(False, "keep the weights in host memory while the role is not at work")
+    trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
+    dropout: float | None = option(None, "dropout while training; the config's own when absent", at_least=0.0, at_most=1.0)
+    pooling: str = option("last", "what a score is read from: the last token's state, or the mean over tokens", choices=("last", "mean"))
+    layout: str | None = option(None, "parallel layout such as d2t2p1; the same as parallel.*")
+    prompt_prefix: str = option("", "text put before the prompt where this model sees the text in its own form")
+    prompt_suffix: str = option("", "text put after the prompt where this model sees the text in its own form")
+    parallel: ParallelSpec = option(ParallelSpec(), "degrees of parallelism; the same as layout")
+    lora: LoRASpec = option(LoRASpec(), "low-rank adapters")
+    optimizer: OptimizerSpec = option(OptimizerSpec(), "optimizer of a trained role")
+    tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer; the one in path when its path is absent")
+    head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
+    trained: bool = option(False, "", hidden=True)
+    schedule: Any = option(None, "", hidden=True)
+
+    def resolve_layout(self) -> Layout:
+        """The layout that `layout` or `parallel.*` asks for. Raises `ConfigError` where both are set and differ."""
+        sizes = self.parallel
+        named = Layout(
+            data=sizes.data_parallel_size,
+            fsdp=sizes.data_parallel_size if self.trained else 1,
+            tensor=sizes.model_parallel_size,
+            pipeline=sizes.pipeline_parallel_size,
+        )
+        if self.layout is None:
+            return named
+        parsed = Layout.parse(self.layout, trained=self.trained)
+        if named.num_devices != 1 and named != parsed:
+            raise ConfigError(f"layout={self.layout!r} and parallel.* ({named}) differ; set one of them")
+        return parsed
+
+    def with_head(self, head: Head, *, trained: bool) -> ModelSpec:
+        return replace(self, head=head, trained=trained)
+
+
+@dataclass
+class GenerationSpec:
+    """How completions are sampled: the `gen.*` options."""
+
+    max_new_tokens: int = option(256, "most tokens of a completion", at_least=1)
+    min_new_tokens: int = option(0, "no stop before this many tokens", at_least=0)
+    temperature: float = option(1.0, "logits are divided by it before sampling", at_least=0.0)
+    top_p: float = option(1.0, "sample from the likeliest tokens that hold this much probability; 1 is no limit", at_least=0.0, at_most=1.0)
+    top_k: int = option(0, "sample from this many likeliest tokens; 0 is no limit", at_least=0)
+    min_p: float = option(0.0, "drop tokens below this share of the likeliest one's probability; 0 is no limit", at_least=0.0, at_most=1.0)
+    greedy: bool = option(False, "take the likeliest token instead of sampling")
+    stop: list[str] = option([], "texts that end a completion, besides the end-of-sequence token")
+    stop_ids: list[int] = option([], "token ids that end a completion, besides the end-of-sequence token")
+    max_support: int = option(1024, "most ids a top-k/top-p/min-p limit may keep at a position when it is recorded for training", at_least=1)
+    seed: int = option(0, "", hidden=True)
+    record_support: bool = option(False, "", hidden=True)
+
+    def __post_init__(self) -> None:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"gen.min_new_tokens={self.min_new_tokens} exceeds gen.max_new_tokens={self.max_new_tokens}; lower the first"
+            )
+        if self.temperature == 0.0 and not self.greedy:
+            raise ConfigError("gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a limit on the vocabulary is in force, so that log-probs are normalised over the kept ids."""
+        return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)

@@ -1,0 +1,59 @@
+"""What weft raises. A `UserError` is the user's to mend: one message, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+MAX_REPORTS = 20
+
+
+class WeftError(Exception):
+    """Root of everything weft raises on purpose."""
+
+
+class UserError(WeftError, ValueError):
+    """Input that cannot be used. The message names the field, the value, the rule and the fix."""
+
+
+class ConfigError(UserError):
+    """An option with an unknown name, a wrong type or a value that breaks a rule."""
+
+
+class DataError(UserError):
+    """Rows or files that cannot be used; holds every report, up to `MAX_REPORTS`, as `FILE:LINE: what is wrong`."""
+
+    def __init__(self, reports: Sequence[str] | str) -> None:
+        self.reports = [reports] if isinstance(reports, str) else list(reports)
+        shown = self.reports[:MAX_REPORTS]
+        more = len(self.reports) - len(shown)
+        tail = [f"... and {more} more"] if more > 0 else []
+        super().__init__("\n".join(shown + tail))
+
+    def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
+        return type(self), (self.reports,)
+
+
+class CheckpointError(UserError):
+    """A model directory that is missing a file, is truncated, or does not fit what is asked of it."""
+
+
+class GraphError(UserError):
+    """A dataflow graph that has a cycle, a key nobody makes, or a call its interface does not implement."""
+
+
+class RunError(WeftError, RuntimeError):
+    """A run that cannot go on: a non-finite loss, a full disk, an expired deadline. Exit code 1."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The names most like `name`, best first; what an error about an unknown name suggests."""
+    return difflib.get_close_matches(name, sorted(known), n=count, cutoff=0.5)
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that nobody registered: says which names are near, or lists all of them."""
+    names = sorted(known)
+    close = nearest(name, names)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names) or 'none'}"
+    return ConfigError(f"unknown {kind} {name!r}; {hint}")

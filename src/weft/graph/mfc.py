@@ -1,0 +1,110 @@
+"""The nodes of a dataflow graph: model function calls and host functions, and the hooks around a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Method = Literal["generate", "inference", "train_step", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Hook: move the role's weights (or optimizer state) to host memory, or back before the call."""
+
+    what: Literal["weights", "optimizer"] = "weights"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Hook: call a user's function by registered name (`register_function`) as `fn(model, **args)`."""
+
+    function: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParamSync:
+    """Move parameters between roles: target = eta * source + (1 - eta) * target, after each firing of the node `after`."""
+
+    source: str
+    target: str
+    eta: float = 1.0
+    after: str = ""
+
+
+Hook = Offload | Call
+
+
+@dataclass(frozen=True)
+class MFCDef:
+    """One model function call: which role does what, with which keys, on how many ids at a time.
+
+    `input_keys` and `output_keys` are the interface's names; a remap gives the name on the graph's edge
+    (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read where some node or the dataset makes them.
+    """
+
+    name: str
+    role: str
+    interface: str
+    method: Method
+    batch_size: int
+    input_keys: Sequence[str] = ()
+    output_keys: Sequence[str] = ()
+    optional_keys: Sequence[str] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    input_key_remap: Mapping[str, str] = field(default_factory=dict)
+    output_key_remap: Mapping[str, str] = field(default_factory=dict)
+    max_tokens_per_microbatch: int | None = None
+    max_staleness: int = 0
+    pre_hooks: Sequence[Hook] = ()
+    post_hooks: Sequence[Hook] = ()
+    deadline_s: float | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.method == "train_step"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Keys on the graph's edges that this node needs."""
+        return tuple(self.input_key_remap.get(k, k) for k in self.input_keys)
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        return tuple(self.input_key_remap.get(k, k) for k in self.optional_keys)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Keys on the graph's edges that this node makes."""
+        return tuple(self.output_key_remap.get(k, k) for k in self.output_keys)
+
+
+@dataclass(frozen=True)
+class HostFunction:
+    """A node without a role: CPU code on a whole batch. `function` is a registered name (see `docs/host-functions.md`).
+
+    It may return fewer ids than it got (a filter); the loader refills. `tokenizer_role` names the role whose tokenizer
+    `context.tokenizer` is, for functions that read text.
+    """
+
+    name: str
+    function: str
+    batch_size: int
+    input_keys: Sequence[str] = ()
+    output_keys: Sequence[str] = ()
+    optional_keys: Sequence[str] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    input_key_remap: Mapping[str, str] = field(default_factory=dict)
+    output_key_remap: Mapping[str, str] = field(default_factory=dict)
+    tokenizer_role: str | None = None
+    deadline_s: float | None = None
+
+    trains = False
+    inputs = MFCDef.inputs
+    optional_inputs = MFCDef.optional_inputs
+    outputs = MFCDef.outputs
+
+
+Node = MFCDef | HostFunction

@@ -1,0 +1,52 @@
+"""What an interface receives and returns. An interface implements the methods it needs and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.engine.base import Engine
+
+
+@dataclass(frozen=True)
+class Model:
+    """The handle of a role. `tokenizer` is the role's own; `data_tokenizer` is the one that made the batch's token ids
+    (they are the same object unless the role has another tokenizer)."""
+
+    role: str
+    engine: Engine
+    tokenizer: Tokenizer
+    data_tokenizer: Tokenizer
+    device: str
+    dtype: str
+    step: int = 0  # the firing's index, counted from 0; seeds generation
+    seed: int = 0
+
+    @property
+    def version(self) -> int:
+        """Completed train steps."""
+        return self.engine.version
+
+
+@dataclass(frozen=True)
+class MFCResult:
+    """New keys by id (None where a call makes none) and metrics, logged as `{node}/{metric}`."""
+
+    outputs: SequenceSample | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class ModelInterface(Protocol):
+    """Built as `cls(**args)` with the node's args. A graph that calls a method its interface lacks is refused."""
+
+    def generate(self, model: Model, batch: SequenceSample) -> MFCResult: ...
+    def inference(self, model: Model, batch: SequenceSample) -> MFCResult: ...
+    def train_step(self, model: Model, batch: SequenceSample) -> MFCResult: ...
+    def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult: ...
+    def save(self, model: Model, directory: Path) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,0 +1,102 @@
+"""Names that configurations use, and the things they stand for.
+
+A shipped thing is found by its file: `data/datasets/prompt.py` registers the dataset `prompt`. So the names are known
+without importing anything (torch stays out of `--help`), and a new file is all that a new name needs. User code registers
+with the `register_*` functions, as decorators or plain calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, unknown_name
+
+ROOT = Path(__file__).parent
+
+
+class Registry:
+    """One kind of name. `package` is the folder below `weft` whose modules register themselves when imported."""
+
+    def __init__(self, kind: str, package: str = "") -> None:
+        self.kind = kind
+        self._package = package
+        self._things: dict[str, Any] = {}
+
+    def register(self, name: str, thing: Any = None) -> Any:
+        """Bind `name` once: `@register("x")` above a definition, or `register("x", thing)`. Taken names are an error."""
+        if thing is None:
+            return lambda decorated: self.register(name, decorated)
+        known = self._things.get(name)
+        if known is not None and not _same_definition(known, thing):
+            raise ConfigError(f"the {self.kind} {name!r} is registered twice; give the second one another name")
+        self._things[name] = thing
+        return thing
+
+    def shipped(self) -> list[str]:
+        """Names of the modules in the package, without importing them; those with a leading underscore are helpers."""
+        if not self._package:
+            return []
+        folder = ROOT.joinpath(*self._package.split("."))
+        return sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
+
+    def names(self) -> list[str]:
+        """Every name that `get` answers without importing more than one module, sorted."""
+        return sorted({*self.shipped(), *self._things})
+
+    def get(self, name: str) -> Any:
+        """The thing called `name`; imports its module first. Raises `ConfigError` with the nearest names."""
+        if name not in self._things and name in self.shipped():
+            importlib.import_module(f"weft.{self._package}.{name}")
+        if name not in self._things:
+            self.load_all()
+        if name not in self._things:
+            raise unknown_name(self.kind, name, self._things)
+        return self._things[name]
+
+    def load_all(self) -> list[str]:
+        """Import every shipped module (some register several names) and return all names."""
+        for module in self.shipped():
+            importlib.import_module(f"weft.{self._package}.{module}")
+        return sorted(self._things)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._things or name in self.shipped()
+
+
+def _same_definition(one: Any, other: Any) -> bool:
+    """A module imported twice (by file and by name) defines its things twice; that is no clash."""
+    try:
+        return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
+    except AttributeError:
+        return one is other
+
+
+Register = Callable[..., Any]
+
+datasets = Registry("dataset type", "data.datasets")
+interfaces = Registry("interface", "interfaces")
+functions = Registry("host function", "host")
+verifiers = Registry("verifier", "host.verifiers")
+backends = Registry("backend", "engine.backends")
+families = Registry("model family", "models.families")
+losses = Registry("loss", "algorithms")
+experiments = Registry("experiment")
+quickstarts = Registry("quickstart", "experiments")
+
+register_dataset: Register = datasets.register
+register_interface: Register = interfaces.register
+register_function: Register = functions.register
+register_verifier: Register = verifiers.register
+register_backend: Register = backends.register
+register_loss: Register = losses.register
+register_experiment: Register = experiments.register
+register_quickstart: Register = quickstarts.register
+
+
+def register_hf_family(family: Any) -> Any:
+    """Register a `weft.models.families.Family` under its own `name`."""
+    return families.register(family.name, family)

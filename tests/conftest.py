@@ -1,0 +1,29 @@
+"""Fixtures for all tests: where the real data lies, and one thread so that results repeat."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _data_dir() -> Path:
+    return Path(os.environ.get("WEFT_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real data; tests that need it skip where it is absent."""
+    path = _data_dir()
+    if not path.is_dir():
+        pytest.skip(f"no test data at {path}; set WEFT_TEST_DATA to the folder that holds it")
+    return path
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The repository's root."""
+    return ROOT
