@@ -25,7 +25,14 @@ def option(
     `check` returns what is wrong with a value, or None. `hidden` marks fields that weft fills in, absent from `--help`.
     A mutable default (list, dict, dataclass) is copied for every instance.
     """
-    metadata = {"help": help, "choices": choices, "at_least": at_least, "at_most": at_most, "check": check, "hidden": hidden}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "at_least": at_least,
+        "at_most": at_most,
+        "check": check,
+        "hidden": hidden,
+    }
     if default is MISSING:
         return field(metadata=metadata)
     if isinstance(default, (list, dict)) or is_dataclass(default):

@@ -16,6 +16,7 @@ from typing import Any
 from weft.errors import ConfigError, unknown_name
 
 ROOT = Path(__file__).parent
+SHARED = {"base", "common", "spec"}  # modules that hold what the others of their package share, not a name of their own
 
 
 class Registry:
@@ -37,11 +38,12 @@ class Registry:
         return thing
 
     def shipped(self) -> list[str]:
-        """Names of the modules in the package, without importing them; those with a leading underscore are helpers."""
+        """Names of the modules in the package, without importing them; shared ones and `_helpers` are left out."""
         if not self._package:
             return []
         folder = ROOT.joinpath(*self._package.split("."))
-        return sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
+        found = (module.name for module in pkgutil.iter_modules([str(folder)]))
+        return sorted(name for name in found if not name.startswith("_") and name not in SHARED)
 
     def names(self) -> list[str]:
         """Every name that `get` answers without importing more than one module, sorted."""

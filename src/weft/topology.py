@@ -33,7 +33,9 @@ class Layout:
             if degree < 1:
                 raise ConfigError(f"layout: {field.name} is {degree}; every degree is at least 1")
         if self.data % self.fsdp:
-            raise ConfigError(f"layout: f={self.fsdp} does not divide d={self.data}; f ranks of d share one sharded copy")
+            raise ConfigError(
+                f"layout: f={self.fsdp} does not divide d={self.data}; f ranks of d share one sharded copy"
+            )
 
     @classmethod
     def parse(cls, text: str, *, trained: bool = False) -> Layout:

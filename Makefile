@@ -1,0 +1,55 @@
+# Everything a fresh machine needs, from Python alone. `make demo` and `make test` set up their own virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST ?= $(BIN)/python -m pytest -n auto --dist loadfile
+STAMP := $(VENV)/.installed-
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help demo test test-slow check format format-check lint types install install-dev clean
+
+help: ## what there is to make
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(STAMP)run: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(STAMP)dev: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+install: $(STAMP)run ## the package in .venv
+install-dev: $(STAMP)dev ## the package and what its tests need
+
+demo: install ## a small model learns under SFT, PPO and GRPO on this CPU; minutes, no download
+	OMP_NUM_THREADS= $(BIN)/weft demo
+
+test: install-dev ## the default tests
+	$(PYTEST) -m "not slow"
+
+test-slow: install-dev ## the tests that take minutes: real runs, kills, benchmarks on tiny sizes
+	$(PYTEST) -m slow
+
+format: install-dev ## rewrite the code in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+format-check: install-dev
+	$(BIN)/ruff format --check .
+
+lint: install-dev
+	$(BIN)/ruff check .
+
+types: install-dev
+	$(BIN)/mypy
+
+check: format-check lint types test ## what CI runs before the slow tests
+
+clean: ## remove the environment and caches; runs stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
