@@ -1,0 +1,127 @@
+"""Where to cut a batch: pure arithmetic on token counts, no tensors. Everything that balances by tokens asks here."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.errors import ConfigError
+
+Costs = Sequence[int] | npt.NDArray[np.integer]
+
+
+def check_fits(costs: Costs, budget: int, field: str) -> None:
+    """Raise `ConfigError` naming `field` where a single item costs more than `budget` tokens."""
+    longest = int(np.max(np.asarray(costs), initial=0))
+    if longest > budget:
+        raise ConfigError(
+            f"{field}={budget}: a batch must hold the longest sequence, and that has {longest} tokens; "
+            f"set {field} to {longest} or more, or shorten the rows with dataset.max_seqlen"
+        )
+
+
+def cut_evenly(costs: Costs, parts: int) -> list[int]:
+    """Bounds (`parts` + 1 indices) of contiguous non-empty parts whose largest sum is as small as it can be.
+
+    Among such cuts each bound lies as near to its share of the total as the minimum allows.
+    Raises `ConfigError` where there are fewer items than parts.
+    """
+    count = len(costs)
+    if not 1 <= parts <= count:
+        raise ConfigError(f"{count} ids do not split into {parts} parts; every part holds at least one id")
+    sums = np.concatenate([[0], np.cumsum(np.asarray(costs, dtype=np.int64))])
+    largest = _smallest_largest(sums, parts)
+    bounds = [0]
+    earliest = _earliest_bounds(sums, parts, largest)
+    for index in range(1, parts):
+        start = bounds[-1]
+        reach = int(np.searchsorted(sums, sums[start] + largest, side="right")) - 1
+        low, high = max(earliest[index], start + 1), min(reach, count - (parts - index))
+        ideal = sums[-1] * index / parts
+        at = int(np.searchsorted(sums, ideal))
+        if at > 0 and at <= count and ideal - sums[at - 1] <= sums[at] - ideal:
+            at -= 1
+        bounds.append(min(max(at, low), high))
+    return [*bounds, count]
+
+
+def cut_by_budget(costs: Costs, budget: int, field: str = "max_tokens_per_microbatch") -> list[int]:
+    """Bounds of the fewest contiguous parts that cost at most `budget` each, evenly filled.
+
+    Raises `ConfigError` naming `field` where one item alone costs more.
+    """
+    check_fits(costs, budget, field)
+    if len(costs) == 0:
+        return [0]
+    sums = np.concatenate([[0], np.cumsum(np.asarray(costs, dtype=np.int64))])
+    return cut_evenly(costs, _parts_needed(sums, budget, len(costs)))
+
+
+def partition(costs: Costs, parts: int) -> list[list[int]]:
+    """`parts` lists of indices whose sums are nearly equal: the largest remaining item goes to the lightest part.
+
+    At most 4/3 of the best largest sum (Graham 1969, "Bounds on multiprocessing timing anomalies"); ties go to the part
+    with the lower index, and indices ascend within a part. Parts may be empty where there are fewer items than parts.
+    """
+    loads = [(0, part) for part in range(parts)]
+    members: list[list[int]] = [[] for _ in range(parts)]
+    for index in np.argsort(-np.asarray(costs, dtype=np.int64), kind="stable"):
+        load, part = heapq.heappop(loads)
+        members[part].append(int(index))
+        heapq.heappush(loads, (load + int(costs[index]), part))
+    return [sorted(part) for part in members]
+
+
+def fill(costs: Costs, budget: int, field: str = "max_tokens_per_microbatch") -> list[list[int]]:
+    """Few parts of at most `budget` tokens each, in any order: first-fit decreasing, then evened out where that fits.
+
+    Raises `ConfigError` naming `field` where one item alone costs more.
+    """
+    check_fits(costs, budget, field)
+    room: list[int] = []
+    members: list[list[int]] = []
+    for index in np.argsort(-np.asarray(costs, dtype=np.int64), kind="stable"):
+        cost = int(costs[index])
+        part = next((p for p, left in enumerate(room) if left >= cost), len(room))
+        if part == len(room):
+            room.append(budget)
+            members.append([])
+        room[part] -= cost
+        members[part].append(int(index))
+    even = partition(costs, len(members)) if members else []
+    if all(sum(int(costs[i]) for i in part) <= budget for part in even):
+        members = [part for part in even if part]
+    return [sorted(part) for part in members]
+
+
+def _parts_needed(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> int:
+    """Fewest contiguous parts of at most `largest`; stops counting past `at_most`."""
+    start, parts, count = 0, 0, len(sums) - 1
+    while start < count and parts <= at_most:
+        start = int(np.searchsorted(sums, sums[start] + largest, side="right")) - 1
+        parts += 1
+    return parts
+
+
+def _smallest_largest(sums: npt.NDArray[np.int64], parts: int) -> int:
+    low = max(int(np.max(np.diff(sums))), -(-int(sums[-1]) // parts))
+    high = int(sums[-1])
+    while low < high:
+        middle = (low + high) // 2
+        if _parts_needed(sums, middle, parts) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int) -> list[int]:
+    """The smallest index at which bound `i` may lie so that what follows still fits."""
+    bounds = [0] * (parts + 1)
+    bounds[parts] = len(sums) - 1
+    for index in range(parts - 1, 0, -1):
+        bounds[index] = int(np.searchsorted(sums, sums[bounds[index + 1]] - largest, side="left"))
+    return bounds

@@ -1,0 +1,368 @@
+"""SequenceSample: the packed, ragged batch on every edge of the graph. Immutable; its laws are property-tested.
+
+An id is a *group*: one shared prefix (`prompt`, one length) and K >= 1 continuations (`completion`, K lengths). Every other
+key has either K lengths an id (one for each completion) or one. Data of all ids lies in one tensor a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from weft.data import codec, groups, packing
+from weft.data.groups import PART, Rearranged
+from weft.errors import DataError, nearest
+
+Ints = npt.NDArray[np.int32]
+Values = Tensor | npt.NDArray[Any] | Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSample:
+    """Sequences of id i under `key` are `lengths[key][offsets[key][i]:offsets[key][i + 1]]`.
+
+    `ids` are unique texts; `lengths[key]` is int32 [num sequences]; `offsets[key]` is int32 [num_ids + 1]; `data[key]` is one
+    tensor [sum of lengths, *trailing], or absent (a description only); `metadata[key]` is a tuple of num_ids values that are
+    no tensors. Raises `DataError` naming the key where these do not fit together.
+    """
+
+    ids: tuple[str, ...]
+    lengths: Mapping[str, Ints]
+    offsets: Mapping[str, Ints]
+    data: Mapping[str, Tensor] = field(default_factory=dict)
+    metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _set(self, "ids", tuple(self.ids))
+        for name in ("lengths", "offsets"):
+            _set(self, name, {key: _frozen(value) for key, value in getattr(self, name).items()})
+        _set(self, "data", dict(self.data))
+        _set(self, "metadata", {key: tuple(value) for key, value in self.metadata.items()})
+        _check(self)
+
+    @classmethod
+    def from_default(
+        cls,
+        ids: Iterable[str],
+        seqlens: Sequence[int] | Mapping[str, Sequence[int]],
+        data: Mapping[str, Values],
+        metadata: Mapping[str, Sequence[Any]] | None = None,
+    ) -> SequenceSample:
+        """One sequence an id: `seqlens` is one integer an id, for every key of `data` or by key."""
+        by_key = seqlens if isinstance(seqlens, Mapping) else dict.fromkeys(data, seqlens)
+        single = {key: [[int(n)] for n in lengths] for key, lengths in by_key.items()}
+        return cls.from_groups(ids, single, data, metadata)
+
+    @classmethod
+    def from_groups(
+        cls,
+        ids: Iterable[str],
+        seqlens: Mapping[str, Sequence[Sequence[int]]],
+        data: Mapping[str, Values] | None = None,
+        metadata: Mapping[str, Sequence[Any]] | None = None,
+    ) -> SequenceSample:
+        """Any number of sequences an id: `seqlens[key][i]` lists the lengths of id i. Values become tensors."""
+        lengths, offsets = {}, {}
+        for key, by_id in seqlens.items():
+            lengths[key] = np.asarray([n for group in by_id for n in group], dtype=np.int32)
+            offsets[key] = _offsets([len(group) for group in by_id])
+        tensors = {key: torch.as_tensor(value) for key, value in (data or {}).items()}
+        return cls(tuple(ids), lengths, offsets, tensors, {k: tuple(v) for k, v in (metadata or {}).items()})
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.lengths)
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def seqlens(self) -> dict[str, list[Ints]]:
+        """Key -> one int32 vector of lengths an id."""
+        return {key: np.split(self.lengths[key], self.offsets[key][1:-1]) if self.ids else [] for key in self.lengths}
+
+    def num_sequences(self, key: str = "completion") -> int:
+        return len(_known(self, key, self.lengths))
+
+    def num_tokens(self, key: str = "completion") -> int:
+        return int(_known(self, key, self.lengths).sum())
+
+    def sequences(self, key: str) -> list[Tensor]:
+        """Every sequence of a key in order, as views of its tensor."""
+        return list(torch.split(_known(self, key, self.data), self.lengths[key].tolist()))
+
+    def group_of(self, key: str) -> npt.NDArray[np.int64]:
+        """int64 [num sequences]: the index of the id that each sequence belongs to."""
+        return np.repeat(np.arange(self.num_ids, dtype=np.int64), np.diff(_known(self, key, self.offsets)))
+
+    def token_costs(self) -> npt.NDArray[np.int64]:
+        """int64 [num_ids]: tokens an id sends through a network, its prompt counted once for each completion."""
+        if "completion" in self.lengths:
+            cost = _sums(self, "completion")
+            if "prompt" in self.lengths:
+                cost = cost + _sums(self, "prompt") * np.diff(self.offsets["completion"])
+            return cost
+        return np.max([_sums(self, key) for key in self.lengths], axis=0, initial=0) + np.zeros(self.num_ids, np.int64)
+
+    # -- whole batches and their parts
+
+    @classmethod
+    def gather(cls, samples: Sequence[SequenceSample], keys: Iterable[str] | None = None) -> SequenceSample:
+        """All ids of `samples` in order; `keys` defaults to those of the first. Metadata that a sample lacks is None."""
+        if not samples:
+            raise DataError("gather of no samples: give at least one")
+        names = list(samples[0].keys if keys is None else keys)
+        if keys is None:
+            _check_same_keys(samples)
+        lengths = {k: np.concatenate([_known(s, k, s.lengths) for s in samples]) for k in names}
+        offsets = {k: _offsets(np.concatenate([np.diff(s.offsets[k]) for s in samples])) for k in names}
+        held = [k for k in names if any(k in s.data for s in samples)]
+        data = {k: torch.cat([_known(s, k, s.data) for s in samples]) for k in held}
+        columns = dict.fromkeys(name for s in samples for name in s.metadata)
+        metadata = {c: tuple(v for s in samples for v in s.metadata.get(c, (None,) * s.num_ids)) for c in columns}
+        return cls(tuple(i for s in samples for i in s.ids), lengths, offsets, data, metadata)
+
+    def split(self, k: int) -> list[SequenceSample]:
+        """`k` parts of consecutive ids whose largest token cost is as small as it can be; `gather` undoes it."""
+        return self._cut(packing.cut_evenly(self.token_costs(), k))
+
+    def split_by_tokens(self, budget: int, field: str = "max_tokens_per_microbatch") -> list[SequenceSample]:
+        """The fewest parts of consecutive ids that cost at most `budget` tokens each, evenly filled.
+
+        Raises `ConfigError` naming `field` where one id alone costs more (`ungroup` cuts groups first).
+        """
+        return self._cut(packing.cut_by_budget(self.token_costs(), budget, field))
+
+    def unpack(self) -> list[SequenceSample]:
+        """One sample an id."""
+        return self._cut(list(range(self.num_ids + 1)))
+
+    def select(self, ids: Iterable[str] | None = None, keys: Iterable[str] | None = None) -> SequenceSample:
+        """These ids in this order, and these keys. Views where the ids are consecutive, copies otherwise."""
+        names = self.keys if keys is None else tuple(keys)
+        for name in names:
+            _known(self, name, self.lengths)
+        picked = self if keys is None else self._with_keys({name: name for name in names})
+        if ids is None:
+            return picked
+        place = {id: index for index, id in enumerate(self.ids)}
+        wanted = list(ids)
+        missing = [id for id in wanted if id not in place]
+        if missing:
+            raise DataError(f"ids {missing[:5]} are not in this sample of {self.num_ids} ids")
+        rows = [place[id] for id in wanted]
+        at = np.asarray(rows, dtype=np.int64)
+        counts = {key: np.diff(offset)[at].astype(np.int64) for key, offset in picked.offsets.items()}
+        index = {key: _ranges(offset[at], counts[key]) for key, offset in picked.offsets.items()}
+        return picked._rearrange(Rearranged(tuple(wanted), rows, index, counts))
+
+    def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
+        """Cut every group into runs of completions that cost at most `max_tokens`, each with the whole prompt.
+
+        A part is called `id[first:stop]`; `metadata["part"]` says what it was cut from. `regroup` is the inverse.
+        Raises `ConfigError` naming `field` where one completion with its prompt costs more.
+        """
+        return self._rearrange(groups.cut_groups(self.ids, self.lengths, self.offsets, max_tokens, field))
+
+    def regroup(self) -> SequenceSample:
+        """Join the parts that `ungroup` made, whatever their order; keys added since have one sequence a completion.
+
+        Ids come in the order of their first part. Raises `DataError` where a part of a group is missing.
+        """
+        if PART not in self.metadata:
+            return self
+        return self._rearrange(groups.join_groups(self.metadata[PART], self.offsets), drop=PART)
+
+    # -- other values of the same shape
+
+    def meta(self) -> SequenceSample:
+        """The description alone: ids, lengths and metadata without tensors."""
+        return SequenceSample(self.ids, self.lengths, self.offsets, {}, self.metadata)
+
+    def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
+        """The same sample with keys renamed old -> new. Raises `DataError` where two keys would get one name."""
+        names = {key: mapping.get(key, key) for key in self.keys}
+        if len(set(names.values())) < len(names):
+            raise DataError(f"remap {dict(mapping)} gives two of the keys {list(names)} the same name")
+        return self._with_keys(names)
+
+    def update(self, other: SequenceSample) -> SequenceSample:
+        """This sample with the keys (and metadata) of `other`, joined by id; both hold the same ids in any order."""
+        if set(self.ids) != set(other.ids):
+            apart = sorted(set(self.ids) ^ set(other.ids))
+            raise DataError(f"update joins samples of the same ids; these differ in {len(apart)}: {apart[:5]}")
+        new = other if other.ids == self.ids else other.select(ids=self.ids)
+        kept = {key: value for key, value in self.data.items() if key not in new.lengths}
+        return SequenceSample(
+            self.ids,
+            {**self.lengths, **new.lengths},
+            {**self.offsets, **new.offsets},
+            {**kept, **new.data},
+            {**self.metadata, **new.metadata},
+        )
+
+    def to(self, device: str | torch.device) -> SequenceSample:
+        data = {key: value.to(device) for key, value in self.data.items()}
+        return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
+
+    def to_bytes(self, compression: str | None = None) -> bytes:
+        """Bytes without pickle; `compression` is None or "zlib". Metadata must be JSON values (tuples become lists)."""
+        shapes = {f"lengths/{key}": torch.from_numpy(value.copy()) for key, value in self.lengths.items()}
+        shapes |= {f"offsets/{key}": torch.from_numpy(value.copy()) for key, value in self.offsets.items()}
+        tensors = {f"data/{key}": value for key, value in self.data.items()}
+        return codec.encode({**shapes, **tensors}, {"ids": self.ids, "metadata": dict(self.metadata)}, compression)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> SequenceSample:
+        """The sample that `to_bytes` wrote, on the CPU. Raises `DataError` for other or shortened bytes."""
+        tensors, values = codec.decode(raw)
+        fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
+        for name, tensor in tensors.items():
+            part, key = name.split("/", 1)
+            fields[part][key] = tensor if part == "data" else tensor.numpy()
+        return cls(tuple(values["ids"]), fields["lengths"], fields["offsets"], fields["data"], values["metadata"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Read-only mappings do not pickle; processes that share a machine may still send samples to each other.
+        fields = (self.lengths, self.offsets, self.data, self.metadata)
+        return SequenceSample, (self.ids, *(dict(value) for value in fields))
+
+    def __repr__(self) -> str:
+        keys = ", ".join(f"{key}[{self.num_tokens(key)}]{'' if key in self.data else '?'}" for key in self.keys)
+        return f"SequenceSample({self.num_ids} ids; {keys})"
+
+    def _with_keys(self, names: Mapping[str, str]) -> SequenceSample:
+        """Keys old -> new; the others are left out."""
+        lengths = {new: self.lengths[old] for old, new in names.items()}
+        offsets = {new: self.offsets[old] for old, new in names.items()}
+        data = {new: self.data[old] for old, new in names.items() if old in self.data}
+        return SequenceSample(self.ids, lengths, offsets, data, self.metadata)
+
+    def _cut(self, bounds: Sequence[int]) -> list[SequenceSample]:
+        """Consecutive ids between `bounds`; data are views."""
+        starts = {key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)]) for key, value in self.lengths.items()}
+        parts = []
+        for low, high in pairwise(bounds):
+            span = {key: (int(offset[low]), int(offset[high])) for key, offset in self.offsets.items()}
+            lengths = {key: self.lengths[key][a:b] for key, (a, b) in span.items()}
+            offsets = {key: self.offsets[key][low : high + 1] - a for key, (a, _) in span.items()}
+            data = {
+                key: value[int(starts[key][span[key][0]]) : int(starts[key][span[key][1]])]
+                for key, value in self.data.items()
+            }
+            metadata = {name: values[low:high] for name, values in self.metadata.items()}
+            parts.append(SequenceSample(self.ids[low:high], lengths, offsets, data, metadata))
+        return parts
+
+    def _rearrange(self, new: Rearranged, drop: str = "") -> SequenceSample:
+        """The sequences that `new` lists, with their ids' metadata except the column `drop`."""
+        lengths = {key: self.lengths[key][index] for key, index in new.index.items()}
+        offsets = {key: _offsets(counts) for key, counts in new.counts.items()}
+        data = {key: _pick(value, self.lengths[key], new.index[key]) for key, value in self.data.items()}
+        metadata = {k: tuple(v[row] for row in new.rows) for k, v in self.metadata.items() if k != drop}
+        return SequenceSample(new.ids, lengths, offsets, data, {**metadata, **new.metadata})
+
+
+def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
+    """`values[key]`, or the error that says why it is not there."""
+    if key in values:
+        return values[key]
+    if key in sample.lengths:
+        raise DataError(f"key {key!r} is described, but this sample holds no tensor for it")
+    close = nearest(key, sample.keys)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"it holds {', '.join(sample.keys) or 'none'}"
+    raise DataError(f"this sample has no key {key!r}; {hint}")
+
+
+def _sums(sample: SequenceSample, key: str) -> npt.NDArray[np.int64]:
+    """Tokens of a key by id."""
+    ends = np.concatenate([[0], np.cumsum(sample.lengths[key], dtype=np.int64)])[sample.offsets[key]]
+    return np.diff(ends)
+
+
+def _set(sample: SequenceSample, name: str, value: Any) -> None:
+    object.__setattr__(sample, name, MappingProxyType(value) if isinstance(value, dict) else value)
+
+
+def _frozen(value: npt.ArrayLike) -> Ints:
+    """An int32 vector that nobody can write to; the caller's own array stays writable."""
+    array = np.asarray(value, dtype=np.int32).view()
+    array.flags.writeable = False
+    return array
+
+
+def _offsets(counts: npt.ArrayLike) -> Ints:
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int32)
+
+
+def _ranges(starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """All of start, start + 1, ... (count of them), one range after another."""
+    ends = np.cumsum(counts)
+    shift = np.repeat(starts.astype(np.int64) - (ends - counts), counts)
+    return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) + shift
+
+
+def _pick(value: Tensor, lengths: Ints, index: npt.NDArray[np.int64]) -> Tensor:
+    """The sequences `index` of a packed tensor, one after another; a view where they are consecutive."""
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if len(index) == 0:
+        return value[:0]
+    if np.array_equal(index, np.arange(index[0], index[0] + len(index))):
+        return value[int(starts[index[0]]) : int(starts[index[-1] + 1])]
+    rows = _ranges(starts[index], lengths[index].astype(np.int64))
+    return value.index_select(0, torch.from_numpy(rows).to(value.device))
+
+
+def _check_same_keys(samples: Sequence[SequenceSample]) -> None:
+    keys = set(samples[0].keys)
+    for sample in samples[1:]:
+        apart = sorted(keys ^ set(sample.keys))
+        if apart:
+            raise DataError(
+                f"gather: samples differ in the keys {apart}; name the keys you want, or add what is missing"
+            )
+
+
+def _check(sample: SequenceSample) -> None:
+    ids = sample.ids
+    if not all(isinstance(id, str) for id in ids):
+        raise DataError(f"ids are texts, but one is {next(id for id in ids if not isinstance(id, str))!r}")
+    if len(set(ids)) < len(ids):
+        twice = sorted({id for id in ids if ids.count(id) > 1})[:5]
+        raise DataError(f"ids are unique within a sample, but {twice} are there more than once")
+    if sample.lengths.keys() != sample.offsets.keys():
+        raise DataError(
+            f"lengths have the keys {list(sample.lengths)}, offsets {list(sample.offsets)}; they must agree"
+        )
+    for key, lengths in sample.lengths.items():
+        offsets = sample.offsets[key]
+        if lengths.ndim != 1 or (len(lengths) and int(lengths.min()) < 0):
+            raise DataError(f"key {key!r}: lengths are one vector of counts, none below 0")
+        if (
+            offsets.shape != (len(ids) + 1,)
+            or offsets[0] != 0
+            or offsets[-1] != len(lengths)
+            or np.any(np.diff(offsets) < 0)
+        ):
+            raise DataError(f"key {key!r}: {len(lengths)} lengths do not belong to {len(ids)} ids as its offsets say")
+    for key, value in sample.data.items():
+        if key not in sample.lengths:
+            raise DataError(f"key {key!r} has a tensor but no lengths")
+        total = int(sample.lengths[key].sum(dtype=np.int64))
+        if value.ndim == 0 or value.shape[0] != total:
+            raise DataError(f"key {key!r}: its tensor has shape {tuple(value.shape)}, but its lengths sum to {total}")
+    for name, values in sample.metadata.items():
+        if len(values) != len(ids):
+            raise DataError(f"metadata {name!r} has {len(values)} values for {len(ids)} ids")
