@@ -17,7 +17,7 @@ Output = Literal["logprobs", "entropy", "values", "scores"]
 
 @dataclass(frozen=True)
 class Sum:
-    """A weighted mean: parts add up as sum of values over sum of weights. Weight 0 everywhere gives NaN, which is not logged."""
+    """A weighted mean: parts add up as sum of values over sum of weights. Without any weight it is left out."""
 
     value: Any
     weight: Any = 1.0

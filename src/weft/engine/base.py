@@ -91,7 +91,9 @@ class Engine(Protocol):
     version: int  # completed train steps
     max_tokens_per_microbatch: int  # set before a call; the most tokens of one forward pass
 
-    def forward(self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0) -> SequenceSample: ...
+    def forward(
+        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0
+    ) -> SequenceSample: ...
     def train(
         self, minibatches: Sequence[SequenceSample], loss: Loss, *, veto: Veto | None = None
     ) -> list[StepStats]: ...

@@ -27,20 +27,32 @@ class Schedule:
 class OptimizerSpec:
     type: str = option("adamw", "optimizer: adamw, sgd, or lion", choices=("adamw", "sgd", "lion"))
     lr: float = option(1e-5, "peak learning rate", at_least=0.0)
-    weight_decay: float = option(0.0, "decoupled weight decay of matrices; norms and biases are not decayed", at_least=0.0)
+    weight_decay: float = option(
+        0.0, "decoupled weight decay of matrices; norms and biases are not decayed", at_least=0.0
+    )
     beta1: float = option(0.9, "decay of the gradient's moving average", at_least=0.0, at_most=1.0)
     beta2: float = option(0.95, "decay of the squared gradient's moving average", at_least=0.0, at_most=1.0)
     eps: float = option(1e-8, "added to the denominator of the update", at_least=0.0)
     lr_scheduler_type: str = option("cosine", "course of the learning rate after warm-up", choices=SCHEDULERS)
-    warmup_steps_proportion: float | None = option(None, "share of optimizer steps that warm up (0.02 when no warm-up is set)", at_least=0.0, at_most=1.0)
-    warmup_steps: int | None = option(None, "optimizer steps that warm up; excludes the other warm-up options", at_least=0)
+    warmup_steps_proportion: float | None = option(
+        None, "share of optimizer steps that warm up (0.02 when no warm-up is set)", at_least=0.0, at_most=1.0
+    )
+    warmup_steps: int | None = option(
+        None, "optimizer steps that warm up; excludes the other warm-up options", at_least=0
+    )
     warmup_epochs: float | None = option(None, "epochs that warm up; excludes the other warm-up options", at_least=0.0)
-    min_lr_ratio: float | None = option(None, "last learning rate as a share of lr (0 when neither is set)", at_least=0.0, at_most=1.0)
+    min_lr_ratio: float | None = option(
+        None, "last learning rate as a share of lr (0 when neither is set)", at_least=0.0, at_most=1.0
+    )
     end_lr: float | None = option(None, "last learning rate; excludes min_lr_ratio", at_least=0.0)
-    max_grad_norm: float = option(1.0, "largest L2 norm of the gradient; larger ones are scaled down; 0 turns clipping off", at_least=0.0)
+    max_grad_norm: float = option(
+        1.0, "largest L2 norm of the gradient; larger ones are scaled down; 0 turns clipping off", at_least=0.0
+    )
 
     def __post_init__(self) -> None:
-        warmups = [n for n in ("warmup_steps_proportion", "warmup_steps", "warmup_epochs") if getattr(self, n) is not None]
+        warmups = [
+            n for n in ("warmup_steps_proportion", "warmup_steps", "warmup_epochs") if getattr(self, n) is not None
+        ]
         if len(warmups) > 1:
             raise ConfigError(f"optimizer: {' and '.join(warmups)} exclude each other; set one of them")
         if self.min_lr_ratio is not None and self.end_lr is not None:
@@ -49,7 +61,9 @@ class OptimizerSpec:
     def schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
         """The schedule over `total_steps` optimizer steps. Raises `ConfigError` where there are none."""
         if total_steps < 1:
-            raise ConfigError("the run has no optimizer steps: the dataset is smaller than one batch, or max_steps is 0")
+            raise ConfigError(
+                "the run has no optimizer steps: the dataset is smaller than one batch, or max_steps is 0"
+            )
         warmup = (
             self.warmup_steps
             if self.warmup_steps is not None
@@ -69,7 +83,9 @@ class LoRASpec:
     r: int = option(0, "rank of the adapters; 0 trains all parameters instead", at_least=0)
     alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
     dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, at_most=1.0)
-    targets: list[str] = option([], "linear layers that get adapters, by their canonical name (q, k, v, o, gate, up, down); empty: all")
+    targets: list[str] = option(
+        [], "linear layers that get adapters, by their canonical name (q, k, v, o, gate, up, down); empty: all"
+    )
 
 
 @dataclass
@@ -86,13 +102,23 @@ class ModelSpec:
     path: str | None = option(None, "Hugging Face directory or hub name with config.json, weights and tokenizer")
     type: str | None = option(None, "model family; read from config.json when absent")
     init_from_scratch: bool = option(False, "take config and tokenizer from path, weights at random")
-    dtype: str = option("float32", "dtype of computation and of frozen weights; trained weights are float32", choices=DTYPES)
-    backend: str = option("torch", "torch (weft's own network), hf (the transformers module), or null (a tokenizer alone)")
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, a third more time")
+    dtype: str = option(
+        "float32", "dtype of computation and of frozen weights; trained weights are float32", choices=DTYPES
+    )
+    backend: str = option(
+        "torch", "torch (weft's own network), hf (the transformers module), or null (a tokenizer alone)"
+    )
+    gradient_checkpointing: bool = option(
+        False, "recompute activations in the backward pass: less memory, a third more time"
+    )
     offload: bool = option(False, "keep the weights in host memory while the role is not at work")
     trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
-    dropout: float | None = option(None, "dropout while training; the config's own when absent", at_least=0.0, at_most=1.0)
-    pooling: str = option("last", "what a score is read from: the last token's state, or the mean over tokens", choices=("last", "mean"))
+    dropout: float | None = option(
+        None, "dropout while training; the config's own when absent", at_least=0.0, at_most=1.0
+    )
+    pooling: str = option(
+        "last", "what a score is read from: the last token's state, or the mean over tokens", choices=("last", "mean")
+    )
     layout: str | None = option(None, "parallel layout such as d2t2p1; the same as parallel.*")
     prompt_prefix: str = option("", "text put before the prompt where this model sees the text in its own form")
     prompt_suffix: str = option("", "text put after the prompt where this model sees the text in its own form")
@@ -131,13 +157,22 @@ class GenerationSpec:
     max_new_tokens: int = option(256, "most tokens of a completion", at_least=1)
     min_new_tokens: int = option(0, "no stop before this many tokens", at_least=0)
     temperature: float = option(1.0, "logits are divided by it before sampling", at_least=0.0)
-    top_p: float = option(1.0, "sample from the likeliest tokens that hold this much probability; 1 is no limit", at_least=0.0, at_most=1.0)
+    top_p: float = option(
+        1.0,
+        "sample from the likeliest tokens that hold this much probability; 1 is no limit",
+        at_least=0.0,
+        at_most=1.0,
+    )
     top_k: int = option(0, "sample from this many likeliest tokens; 0 is no limit", at_least=0)
-    min_p: float = option(0.0, "drop tokens below this share of the likeliest one's probability; 0 is no limit", at_least=0.0, at_most=1.0)
+    min_p: float = option(
+        0.0, "drop tokens below this share of the likeliest one's probability; 0 is no limit", at_least=0.0, at_most=1.0
+    )
     greedy: bool = option(False, "take the likeliest token instead of sampling")
     stop: list[str] = option([], "texts that end a completion, besides the end-of-sequence token")
     stop_ids: list[int] = option([], "token ids that end a completion, besides the end-of-sequence token")
-    max_support: int = option(1024, "most ids a top-k/top-p/min-p limit may keep at a position when it is recorded for training", at_least=1)
+    max_support: int = option(
+        1024, "most ids a top-k/top-p/min-p limit may keep at a position when it is recorded for training", at_least=1
+    )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
 
