@@ -1,0 +1,142 @@
+"""From logits to tokens: one uniform number a token, inverse CDF in vocabulary order, log-probs as sampled.
+
+Which ids take part: the `n` likeliest, ties going to the lower id, where `n` is set by top-k, then top-p over what top-k
+left, then min-p (the order of `transformers`). All three keep a head of the same ranking, so they meet in one `n`.
+
+Log-probs are those of the distribution that training recomputes: at `temperature`, normalised over the kept ids where a
+limit is in force and over the whole vocabulary otherwise. Ids that `min_new_tokens` bans leave the draw, and the kept ids,
+but not the whole-vocabulary normaliser: without a limit the policy's log-prob is the one over all ids. Under `greedy` the
+log-prob is the model's at temperature 1, since the likeliest token under a limit of one id has log-prob 0 and says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.engine.spec import GenerationSpec
+from weft.errors import RunError
+
+BLOCK = 128  # ids a step of the two-level search through the CDF
+HEAD = 1024  # likeliest ids looked at before a whole row is sorted
+
+
+@dataclass(frozen=True)
+class Draw:
+    """`tokens` int64 [R]; `logprobs` float32 [R]; `kept` bool [R, V], the ids a limit left, or None without a limit."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    kept: Tensor | None = None
+
+
+def limits(spec: GenerationSpec, vocab_size: int) -> bool:
+    """Whether the spec leaves ids of this vocabulary out; a top_k at or above the vocabulary is no limit."""
+    return not spec.greedy and (spec.top_p < 1.0 or 0 < spec.top_k < vocab_size or spec.min_p > 0.0)
+
+
+def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None = None) -> Draw:
+    """One token a row of `logits` [R, V] (any float dtype), by `uniforms` [R] in [0, 1).
+
+    `banned` is bool [R, V] or [1, V]: ids that may not be drawn. The arithmetic is float64, row by row, so a row's token does
+    not depend on the other rows (Apple's MPS has no float64: there the rows are drawn on the CPU).
+    """
+    if logits.device.type == "mps":
+        logits, uniforms, banned = logits.cpu(), uniforms.cpu(), None if banned is None else banned.cpu()
+    allowed = logits if banned is None else logits.masked_fill(banned, -math.inf)
+    if spec.greedy:
+        tokens = allowed.argmax(dim=-1)
+        scores = logits.double()
+        return Draw(tokens, (_at(scores, tokens) - scores.logsumexp(dim=-1)).float())
+    scores = allowed.double() / spec.temperature
+    kept = likeliest(scores, spec) if limits(spec, logits.shape[-1]) else None
+    if kept is not None:
+        scores = scores.masked_fill(~kept, -math.inf)
+    peak = scores.amax(dim=-1, keepdim=True)
+    weights = (scores - peak).exp_()
+    tokens, total = inverse_cdf(weights, uniforms)
+    if kept is None and banned is not None:
+        total = ((logits.double() / spec.temperature) - peak).exp_().sum(dim=-1)
+    return Draw(tokens, (_at(scores, tokens) - peak.squeeze(-1) - total.log()).float(), kept)
+
+
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids int64 [R], totals float64 [R]) for unnormalised `weights` float64 [R, V] >= 0.
+
+    The id is the first whose cumulative weight exceeds `uniform * total`: sums over blocks of ids first, then inside the
+    block found, so that no row needs a running sum over its whole vocabulary.
+    """
+    rows, vocab = weights.shape
+    blocks = torch.nn.functional.pad(weights, (0, -vocab % BLOCK)).view(rows, -1, BLOCK)
+    ends = blocks.sum(dim=-1).cumsum(dim=-1)
+    total = ends[:, -1]
+    target = uniforms.to(torch.float64) * total
+    block = _first_above(ends, target)
+    before = torch.where(block > 0, _at(ends, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks[torch.arange(rows, device=weights.device), block].cumsum(dim=-1)
+    return block * BLOCK + _first_above(inside, target - before), total
+
+
+def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
+    """bool [R, V]: the ids that top-k, top-p and min-p leave, for `scores` [R, V] = logits / temperature.
+
+    At least the likeliest id stays; ids with a score of -inf never do.
+    """
+    possible = scores > -math.inf
+    kept = possible
+    if spec.min_p > 0.0:
+        kept = kept & (scores >= scores.amax(dim=-1, keepdim=True) + math.log(spec.min_p))
+    vocab = scores.shape[-1]
+    limit = min(spec.top_k or vocab, vocab)
+    if spec.top_p >= 1.0 and limit == vocab:
+        return kept
+    ranked, count = _ranked_count(scores, limit, spec.top_p)
+    count = torch.minimum(count, possible.sum(dim=-1))
+    threshold = _at(ranked, count - 1).unsqueeze(-1)
+    above, level = scores > threshold, scores == threshold
+    wanted = count.unsqueeze(-1) - above.sum(dim=-1, keepdim=True)
+    return kept & (above | (level & (level.cumsum(dim=-1) <= wanted)))
+
+
+def supports(kept: Tensor, most: int) -> list[list[int]]:
+    """The kept ids of each row in vocabulary order. Raises `RunError` where a row keeps more than `most`."""
+    counts = kept.sum(dim=-1).tolist()
+    if max(counts, default=0) > most:
+        raise RunError(
+            f"gen.max_support={most}: the limits gen.top_k, gen.top_p and gen.min_p leave {max(counts)} ids at a position, "
+            "and training must be told all of them; raise gen.max_support or tighten a limit"
+        )
+    ids = kept.nonzero()[:, 1]
+    return [part.tolist() for part in ids.split(counts)]
+
+
+def _ranked_count(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """(scores of the likeliest ids, best first [R, w], how many of them stay [R]) under top-k `limit` and `top_p`.
+
+    The head of the ranking nearly always holds `top_p` of the probability; whole rows are sorted where it does not.
+    """
+    if top_p >= 1.0:
+        ranked = scores.topk(limit, dim=-1).values
+        return ranked, torch.full_like(ranked[:, 0], limit, dtype=torch.int64)
+    log_total = (scores if limit == scores.shape[-1] else scores.topk(limit, dim=-1).values).logsumexp(-1, keepdim=True)
+    for width in sorted({min(HEAD, limit), limit}):
+        ranked = scores.topk(width, dim=-1).values
+        mass = (ranked - log_total).exp_().cumsum(dim=-1)
+        if bool((mass[:, -1] >= top_p).all()):
+            break
+    return ranked, ((mass < top_p).sum(dim=-1) + 1).clamp(max=ranked.shape[-1])
+
+
+def _first_above(ends: Tensor, target: Tensor) -> Tensor:
+    """[R]: the first index at which the running sums `ends` [R, n] exceed `target` [R].
+
+    Where rounding leaves none above, the last index at which the sum grew: the first at which it has its largest value.
+    """
+    return torch.minimum((ends <= target.unsqueeze(-1)).sum(dim=-1), ends.argmax(dim=-1))
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
