@@ -1,0 +1,86 @@
+"""Every page under docs/ and the README: its files are written, its commands are run, as a reader would.
+
+A block opened by ```` ```python file=NAME ```` (or json, jsonl, jinja) is written to NAME in an empty folder; a block opened by
+```` ```console run ```` runs each line that begins with `$ `. `MODEL` on a page is a model directory; here it is a tiny random one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_llama, pair_rows, prompt_answer_rows, prompt_rows, write_jsonl
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+
+
+@dataclass
+class Page:
+    files: dict[str, str] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+
+
+def read_page(path: Path) -> Page:
+    page = Page()
+    for block in BLOCK.finditer(path.read_text()):
+        info = block["info"].split()
+        names = [word.removeprefix("file=") for word in info if word.startswith("file=")]
+        if names:
+            page.files[names[0]] = page.files.get(names[0], "") + block["body"]
+        elif info[:2] == ["console", "run"]:
+            joined = block["body"].replace("\\\n", " ")
+            page.commands += [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+    return page
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def prepare(folder: Path, page: Page, model: Path) -> None:
+    write_jsonl(folder / "data" / "sft.jsonl", prompt_answer_rows())
+    write_jsonl(folder / "data" / "pairs.jsonl", pair_rows())
+    write_jsonl(folder / "data" / "prompts.jsonl", prompt_rows())
+    (folder / "MODEL").symlink_to(model)
+    for name, body in page.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(body)
+
+
+def run_commands(folder: Path, commands: list[str]) -> None:
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    for command in commands:
+        words = shlex.split(command)
+        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if read_page(p).commands], ids=lambda p: p.name)
+def test_the_commands_of_a_page_work(path: Path, tmp_path: Path, model: Path) -> None:
+    page = read_page(path)
+    prepare(tmp_path, page, model)
+    run_commands(tmp_path, page.commands)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("**/*.md"), key=str), ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    if any(part.startswith(".") for part in path.relative_to(ROOT).parts):
+        pytest.skip("inside a hidden folder")
+    missing = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
+    assert missing == []
+
+
+def test_a_failing_command_is_seen(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(AssertionError, match="unknown"):
+        run_commands(tmp_path, ["weft quickstart sftt experiment_name=e trial_name=t"])
