@@ -37,12 +37,19 @@ class ParamSync:
 Hook = Offload | Call
 
 
+def _on_edges(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(remap.get(key, key) for key in keys)
+
+
 @dataclass(frozen=True)
 class MFCDef:
     """One model function call: which role does what, with which keys, on how many ids at a time.
 
     `input_keys` and `output_keys` are the interface's names; a remap gives the name on the graph's edge
     (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read where some node or the dataset makes them.
+    `batch_size` 0 takes the loader's batches as they come (batches laid out by a token budget). `cache` keeps the outputs
+    of a frozen role's inference on disk, so that an id is computed once a run (or once for all runs that share
+    `dataset.cache_dir`).
     """
 
     name: str
@@ -61,6 +68,7 @@ class MFCDef:
     pre_hooks: Sequence[Hook] = ()
     post_hooks: Sequence[Hook] = ()
     deadline_s: float | None = None
+    cache: bool = False
 
     @property
     def trains(self) -> bool:
@@ -69,16 +77,16 @@ class MFCDef:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Keys on the graph's edges that this node needs."""
-        return tuple(self.input_key_remap.get(k, k) for k in self.input_keys)
+        return _on_edges(self.input_keys, self.input_key_remap)
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        return tuple(self.input_key_remap.get(k, k) for k in self.optional_keys)
+        return _on_edges(self.optional_keys, self.input_key_remap)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Keys on the graph's edges that this node makes."""
-        return tuple(self.output_key_remap.get(k, k) for k in self.output_keys)
+        return _on_edges(self.output_keys, self.output_key_remap)
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,18 @@ class HostFunction:
     deadline_s: float | None = None
 
     trains = False
-    inputs = MFCDef.inputs
-    optional_inputs = MFCDef.optional_inputs
-    outputs = MFCDef.outputs
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return _on_edges(self.input_keys, self.input_key_remap)
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        return _on_edges(self.optional_keys, self.input_key_remap)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return _on_edges(self.output_keys, self.output_key_remap)
 
 
 Node = MFCDef | HostFunction

@@ -1,0 +1,203 @@
+"""The dataflow graph: which node makes the keys that another wants, and which weights a node waits for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weft.errors import GraphError, nearest, unknown_name
+from weft.graph.mfc import MFCDef, Node, ParamSync
+
+DATASET = "dataset"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`consumer` reads `keys` that `producer` makes; `producer` is `dataset` for keys that come with the rows."""
+
+    producer: str
+    consumer: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class VersionEdge:
+    """`consumer` runs on weights that `producer` makes: at most `max_staleness` firings of `producer` may lie between
+    the weights that `consumer` used for an id and those that `producer` finds when it comes to that id."""
+
+    producer: str
+    consumer: str
+    max_staleness: int
+
+
+@dataclass(frozen=True)
+class DataflowGraph:
+    """Nodes, joined by the keys they make and want. `dataset_keys` are what the rows bring; a node's own key goes first.
+
+    Raises `GraphError` on construction: two nodes of one name, a key made twice, a key nobody makes (named with the node
+    that wants it and all keys that exist), a cycle, a parameter sync from or after something that is not there.
+    """
+
+    nodes: Sequence[Node]
+    dataset_keys: Sequence[str] = ()
+    syncs: Sequence[ParamSync] = ()
+    edges: tuple[Edge, ...] = field(init=False, repr=False, compare=False)
+    version_edges: tuple[VersionEdge, ...] = field(init=False, repr=False, compare=False)
+    order: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        object.__setattr__(self, "dataset_keys", tuple(self.dataset_keys))
+        object.__setattr__(self, "syncs", tuple(_resolve_sync(s, self.nodes) for s in self.syncs))
+        _check_nodes(self.nodes)
+        makers = _makers(self.nodes)
+        object.__setattr__(self, "edges", tuple(_edges(self.nodes, makers, self.dataset_keys)))
+        object.__setattr__(self, "order", _topological(self.nodes, self.edges))
+        object.__setattr__(self, "version_edges", tuple(_version_edges(self.nodes, self.syncs)))
+
+    def node(self, name: str) -> Node:
+        """The node called `name`. Raises `ConfigError` with the nearest names."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise unknown_name("node", name, [n.name for n in self.nodes])
+
+    def producers(self, consumer: str) -> tuple[str, ...]:
+        """Nodes that `consumer` reads a key from, required or optional, in topological order."""
+        found = {e.producer for e in self.edges if e.consumer == consumer} - {DATASET}
+        return tuple(name for name in self.order if name in found)
+
+    def waits_for(self, consumer: str) -> tuple[VersionEdge, ...]:
+        """The version edges into `consumer`."""
+        return tuple(e for e in self.version_edges if e.consumer == consumer)
+
+    def model_calls(self) -> tuple[MFCDef, ...]:
+        return tuple(n for n in self.nodes if isinstance(n, MFCDef))
+
+    def required_dataset_keys(self) -> dict[str, str]:
+        """Key -> the first node that cannot do without it, for keys that must come with the rows."""
+        made = set(_makers(self.nodes))
+        required: dict[str, str] = {}
+        for node in self.nodes:
+            for key in node.inputs:
+                if key not in made:
+                    required.setdefault(key, node.name)
+        return required
+
+
+def _check_nodes(nodes: Sequence[Node]) -> None:
+    seen: set[str] = set()
+    if not nodes:
+        raise GraphError("the graph has no nodes; give it at least one model function call")
+    for node in nodes:
+        if node.name in seen or node.name == DATASET:
+            rule = "is a name that two nodes have" if node.name in seen else "is kept for the rows themselves"
+            raise GraphError(f"node {node.name!r}: {node.name!r} {rule}; rename one of them")
+        seen.add(node.name)
+        if node.batch_size < 0:
+            raise GraphError(
+                f"node {node.name!r}: batch_size={node.batch_size}; 0 means the loader's batch, else at least 1"
+            )
+        if isinstance(node, MFCDef) and node.max_staleness < 0:
+            raise GraphError(
+                f"node {node.name!r}: max_staleness={node.max_staleness}; 0 is on-policy, more lets it lag"
+            )
+        for remap, keys in (
+            (node.input_key_remap, {*node.input_keys, *node.optional_keys}),
+            (node.output_key_remap, set(node.output_keys)),
+        ):
+            for key in remap:
+                if key not in keys:
+                    raise GraphError(f"node {node.name!r} remaps {key!r}, which is none of its keys: {_listed(keys)}")
+
+
+def _makers(nodes: Sequence[Node]) -> dict[str, str]:
+    """Key on an edge -> the node that makes it."""
+    makers: dict[str, str] = {}
+    for node in nodes:
+        for key in node.outputs:
+            if key in makers:
+                raise GraphError(
+                    f"key {key!r} is made by node {makers[key]!r} and by node {node.name!r}; "
+                    "give one of them another name with output_key_remap"
+                )
+            makers[key] = node.name
+    return makers
+
+
+def _edges(nodes: Sequence[Node], makers: Mapping[str, str], dataset_keys: Sequence[str]) -> Iterable[Edge]:
+    for node in nodes:
+        sources: dict[str, list[str]] = {}
+        for key in (*node.inputs, *node.optional_inputs):
+            maker = makers.get(key) or (DATASET if key in dataset_keys else None)
+            if maker is not None:
+                sources.setdefault(maker, []).append(key)
+            elif key in node.inputs:
+                raise _missing_key(node.name, key, makers, dataset_keys)
+        for producer, keys in sources.items():
+            yield Edge(producer, node.name, tuple(dict.fromkeys(keys)))
+
+
+def _missing_key(node: str, key: str, makers: Mapping[str, str], dataset_keys: Sequence[str]) -> GraphError:
+    there = [*(f"{k} (dataset)" for k in dataset_keys), *(f"{k} ({maker})" for k, maker in makers.items())]
+    close = nearest(key, [*dataset_keys, *makers])
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    rule = "which no node makes and the dataset does not hold"
+    return GraphError(f"node {node!r} wants key {key!r}{hint}, {rule}; keys there are: {_listed(there)}")
+
+
+def _topological(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[str, ...]:
+    """Names so that makers come before readers; nodes that could stand in any order keep the one they were given in."""
+    waiting = {n.name: {e.producer for e in edges if e.consumer == n.name} - {DATASET} for n in nodes}
+    order: list[str] = []
+    while waiting:
+        free = next((name for name, before in waiting.items() if not before), None)
+        if free is None:
+            raise _cycle(waiting, edges)
+        order.append(free)
+        del waiting[free]
+        for before in waiting.values():
+            before.discard(free)
+    return tuple(order)
+
+
+def _cycle(waiting: Mapping[str, set[str]], edges: Sequence[Edge]) -> GraphError:
+    """Walk back from any node that waits until one repeats; every node left has a producer that is left, too."""
+    path = [next(iter(waiting))]
+    while path.count(path[-1]) < 2:
+        path.append(sorted(waiting[path[-1]])[0])
+    loop = path[path.index(path[-1]) :][::-1]
+    keys = {(e.producer, e.consumer): ", ".join(e.keys) for e in edges}
+    steps = "; ".join(f"{b!r} wants {keys[a, b]} from {a!r}" for a, b in itertools.pairwise(loop))
+    return GraphError(f"the graph has a cycle: {steps}; rename a key with a remap, or drop one of these")
+
+
+def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
+    """A sync without `after` follows the node that trains its source."""
+    calls = [n for n in nodes if isinstance(n, MFCDef)]
+    after = sync.after or next((n.name for n in calls if n.role == sync.source and n.trains), "")
+    if after not in {n.name for n in nodes}:
+        wanted = f"after {sync.after!r}" if sync.after else f"after the node that trains {sync.source!r}"
+        raise GraphError(
+            f"sync {sync.source} -> {sync.target} runs {wanted}, and there is none; nodes: {_listed(n.name for n in nodes)}"
+        )
+    if sync.source == sync.target:
+        raise GraphError(f"sync {sync.source} -> {sync.target}: a role cannot follow itself; name two roles")
+    if not 0.0 < sync.eta <= 1.0:
+        raise GraphError(f"sync {sync.source} -> {sync.target}: eta={sync.eta}; it lies above 0 and up to 1 (1 copies)")
+    return ParamSync(sync.source, sync.target, sync.eta, after)
+
+
+def _version_edges(nodes: Sequence[Node], syncs: Sequence[ParamSync]) -> Iterable[VersionEdge]:
+    """From every node that changes a role's weights to the role's other calls."""
+    calls = [n for n in nodes if isinstance(n, MFCDef)]
+    changes = {(n.name, n.role): None for n in calls if n.trains} | {(s.after, s.target): None for s in syncs}
+    for producer, role in changes:
+        for call in calls:
+            if call.role == role and call.name != producer and not call.trains:
+                yield VersionEdge(producer, call.name, call.max_staleness)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

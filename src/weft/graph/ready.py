@@ -1,0 +1,177 @@
+"""Which node may run next, and on which ids. Pure: the whole of the scheduling, without a tensor or a clock in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.graph.graph import DataflowGraph, VersionEdge
+
+
+@dataclass(frozen=True)
+class Firing:
+    """One run of a node: on these ids, in loader order. `step` counts the node's firings from 0."""
+
+    node: str
+    ids: tuple[str, ...]
+    step: int
+
+
+@dataclass
+class Entry:
+    """What is known of one id: the keys that exist, the nodes that took it (`started`) and those that are through."""
+
+    id: str
+    batch: int  # which of the loader's batches brought it
+    keys: set[str]
+    started: set[str] = field(default_factory=set)
+    done: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Buffer:
+    """(id, key) descriptions in loader order; never tensors. Ids of one epoch at a time, so an id is here at most once.
+
+    `closed`: the loader has given all ids of this epoch. `fired` counts the firings of each node.
+    """
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    fired: dict[str, int] = field(default_factory=dict)
+    closed: bool = False
+    num_batches: int = 0
+
+    def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
+        """Take in one batch of the loader. An id that is still here is a broken loader: ids are unique in an epoch."""
+        known = set(keys)
+        for id in ids:
+            assert id not in self.entries, f"the loader gave id {id!r} twice in one epoch"
+            self.entries[id] = Entry(id, self.num_batches, set(known))
+        self.num_batches += 1
+
+    def start(self, firing: Firing) -> None:
+        """Note that a node took its ids."""
+        for id in firing.ids:
+            self.entries[id].started.add(firing.node)
+        self.fired[firing.node] = self.fired.get(firing.node, 0) + 1
+
+    def finish(self, firing: Firing, kept: Collection[str], keys: Iterable[str], num_nodes: int) -> list[str]:
+        """Note what a firing made. Ids outside `kept` were filtered out. Returns the ids that nobody needs any more."""
+        made, gone, keep = set(keys), [], set(kept)
+        for id in firing.ids:
+            entry = self.entries[id]
+            entry.done.add(firing.node)
+            entry.keys |= made
+            if id not in keep or len(entry.done) == num_nodes:
+                gone.append(id)
+                del self.entries[id]
+        return gone
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values; only between steps, with nothing in flight."""
+        rows = [[e.id, e.batch, sorted(e.keys), sorted(e.done)] for e in self.entries.values()]
+        return {"entries": rows, "fired": dict(self.fired), "closed": self.closed, "num_batches": self.num_batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.entries = {
+            id: Entry(id, batch, set(keys), set(done), set(done)) for id, batch, keys, done in state["entries"]
+        }
+        self.fired, self.closed, self.num_batches = dict(state["fired"]), state["closed"], state["num_batches"]
+
+
+def ready(
+    graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], running: Collection[Firing]
+) -> list[Firing]:
+    """Every firing that may start now, oldest ids first, then in the graph's order. Nothing is changed.
+
+    A node fires when `batch_size` ids hold its inputs and its version edges leave room for them; it takes the oldest.
+    Where nothing runs, nothing is full and the loader cannot help (`wants_rows`), the first node in the graph's order
+    that has any ids fires with what there is: the short last batch of an epoch, or the refill behind a filter.
+
+    `versions[node]` counts the firings of `node` whose weights are in place; a node of `running` does not fire again
+    before it is through.
+    """
+    busy = {firing.node for firing in running}
+    reaches = {name: _reach(graph, buffer, versions, name) for name in graph.order}
+    full = [name for name, reach in reaches.items() if name not in busy and reach.full]
+    if full or running:
+        position = {id: i for i, id in enumerate(buffer.entries)}
+        full.sort(key=lambda name: position[reaches[name].ids[0]])  # stable: ties stay in the graph's order
+        return [_firing(buffer, name, reaches[name].ids) for name in full]
+    if any(reach.wants_rows for reach in reaches.values()):
+        return []
+    return [_firing(buffer, name, reach.ids) for name, reach in reaches.items() if reach.ids][:1]
+
+
+def wants_rows(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int]) -> bool:
+    """Whether another batch of the loader could help a node that reads rows alone to fire."""
+    return any(_reach(graph, buffer, versions, name).wants_rows for name in graph.order)
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """The ids a node could take now, oldest first; whether they make a full batch; whether more rows would help."""
+
+    ids: tuple[str, ...]
+    full: bool
+    wants_rows: bool
+
+
+def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], name: str) -> _Reach:
+    node, producers = graph.node(name), graph.producers(name)
+    open_entries = [e for e in buffer.entries.values() if name not in e.started]
+    able = [e for e in open_entries if e.keys.issuperset(node.inputs) and e.done.issuperset(producers)]
+    edges = graph.waits_for(name)
+    allowed = _allowed(graph, buffer, versions, edges, able)
+    if node.batch_size:
+        wanted = min([node.batch_size, *(_most(graph, edge) or node.batch_size for edge in edges)])
+        taken = allowed[:wanted]
+    else:
+        taken = [e for e in allowed if e.batch == allowed[0].batch]
+        wanted = sum(e.batch == taken[0].batch for e in open_entries) if taken else 1
+    more = False
+    if not buffer.closed and not producers and len(taken) < wanted:
+        another = Entry("", buffer.num_batches, set(node.inputs))
+        more = len(_allowed(graph, buffer, versions, edges, [*able, another])) > len(allowed)
+    return _Reach(tuple(e.id for e in taken), bool(taken) and len(taken) >= wanted, more)
+
+
+def _most(graph: DataflowGraph, edge: VersionEdge) -> int:
+    """The most ids that a version edge ever lets pass before new weights; 0 where the loader's batches decide."""
+    return (edge.max_staleness + 1) * graph.node(edge.producer).batch_size
+
+
+def _allowed(
+    graph: DataflowGraph,
+    buffer: Buffer,
+    versions: Mapping[str, int],
+    edges: Sequence[VersionEdge],
+    able: Sequence[Entry],
+) -> list[Entry]:
+    """The oldest of `able` that the node may take before its weights would be too old for them.
+
+    Ids that the node took and the training node has not yet taken fill the firings that come before new weights; so do
+    firings of the training node under way (started, weights not in place).
+    """
+    count = len(able)
+    for edge in edges:
+        pending = [e for e in buffer.entries.values() if edge.consumer in e.started and edge.producer not in e.started]
+        under_way = buffer.fired.get(edge.producer, 0) - versions.get(edge.producer, 0)
+        free = edge.max_staleness + 1 - under_way
+        size = graph.node(edge.producer).batch_size
+        if size:
+            count = min(count, max(0, free * size - len(pending)))
+            continue
+        batches = {e.batch for e in pending}
+        fitting = 0
+        for entry in able:
+            batches.add(entry.batch)
+            if len(batches) > free:
+                break
+            fitting += 1
+        count = min(count, fitting)
+    return list(able[:count])
+
+
+def _firing(buffer: Buffer, node: str, ids: tuple[str, ...]) -> Firing:
+    return Firing(node, ids, buffer.fired.get(node, 0))

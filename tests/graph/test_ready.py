@@ -1,0 +1,191 @@
+"""Laws of the schedule, on graphs and batch sizes drawn at random."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import HostFunction, MFCDef, ParamSync
+from weft.graph.ready import Buffer, Firing, ready, wants_rows
+
+
+def ppo(sizes: dict[str, int] | int = 4, staleness: int = 0, ref_follows: bool = False) -> DataflowGraph:
+    size = sizes if isinstance(sizes, dict) else defaultdict(lambda: sizes)
+    nodes = [
+        MFCDef("gen", "actor", "g", "generate", size["gen"], ["prompt"], ["completion"], max_staleness=staleness),
+        MFCDef("ref_inf", "ref", "i", "inference", size["ref_inf"], ["completion"], ["ref"], max_staleness=staleness),
+        HostFunction("reward", "r", size["reward"], ["completion"], ["rewards"]),
+        HostFunction("filter", "f", size["filter"], ["rewards"], ["kept"]),
+        MFCDef(
+            "critic_inf", "critic", "i", "inference", size["critic_inf"], ["kept"], ["values"], max_staleness=staleness
+        ),
+        HostFunction("advantages", "a", size["advantages"], ["values", "ref", "kept"], ["adv"]),
+        MFCDef("actor_train", "actor", "t", "train_step", size["actor_train"], ["adv"]),
+        MFCDef("critic_train", "critic", "t", "train_step", size["critic_train"], ["adv"]),
+    ]
+    return DataflowGraph(nodes, ["prompt"], [ParamSync("actor", "ref", 0.1, "actor_train")] if ref_follows else [])
+
+
+class Simulation:
+    """A loader, a filter and workers that finish at once: what is left is the schedule."""
+
+    def __init__(self, graph: DataflowGraph, num_ids: int, batch: int, epochs: int = 1, drop=lambda id: False) -> None:
+        self.graph, self.drop = graph, drop
+        self.epochs = [[f"{e}-{i}" for i in range(num_ids)] for e in range(epochs)]
+        self.batch, self.buffer, self.versions = batch, Buffer(), {}
+        self.log: list[Firing] = []
+        self.used: dict[tuple[str, str], dict[str, int]] = {}  # (node, id) -> versions when it was taken
+
+    def run(self) -> Simulation:
+        for ids in self.epochs:
+            waiting = list(ids)
+            self.buffer.closed = False
+            while waiting or self.buffer.entries:
+                firings = ready(self.graph, self.buffer, self.versions, [])
+                if firings:
+                    self.fire(firings[0])
+                    continue
+                assert waiting and wants_rows(self.graph, self.buffer, self.versions), "the schedule is stuck"
+                self.buffer.add(waiting[: self.batch], ["prompt"])
+                waiting = waiting[self.batch :]
+                self.buffer.closed = not waiting
+        return self
+
+    def fire(self, firing: Firing) -> None:
+        self.buffer.start(firing)
+        self.log.append(firing)
+        for id in firing.ids:
+            self.used[firing.node, id] = dict(self.versions)
+        node = self.graph.node(firing.node)
+        kept = [i for i in firing.ids if not (firing.node == "filter" and self.drop(i))]
+        self.buffer.finish(firing, kept, node.outputs, len(self.graph.nodes))
+        self.versions[firing.node] = self.versions.get(firing.node, 0) + 1
+
+    def ids(self, node: str) -> list[str]:
+        return [id for f in self.log if f.node == node for id in f.ids]
+
+
+NAMES = [n.name for n in ppo().nodes]
+SIZES = st.fixed_dictionaries({name: st.integers(1, 7) for name in NAMES})
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.integers(0, 2), st.integers(1, 25), st.integers(1, 6), st.booleans(), st.sets(st.integers(0, 24)))
+def test_every_id_goes_through_every_node_once_and_weights_are_never_too_old(
+    sizes, staleness, num_ids, batch, ref_follows, dropped
+):
+    graph = ppo(sizes, staleness, ref_follows)
+    drop = lambda id: int(id.split("-")[1]) in dropped  # noqa: E731
+    done = Simulation(graph, num_ids, batch, epochs=2, drop=drop).run()
+    everything = [id for epoch in done.epochs for id in epoch]
+    kept = [id for id in everything if not drop(id)]
+    for name in NAMES:
+        seen = done.ids(name)
+        assert len(seen) == len(set(seen)), "an id goes through a node once"
+        assert [i for i in seen if not drop(i)] == kept, "in loader order, none lost"
+    assert all(len(f.ids) <= sizes[f.node] for f in done.log)
+    for edge in graph.version_edges:
+        for id in kept:
+            age = done.used[edge.producer, id].get(edge.producer, 0) - done.used[edge.consumer, id].get(
+                edge.producer, 0
+            )
+            assert 0 <= age <= edge.max_staleness
+    assert done.buffer.entries == {}
+    for name in NAMES:
+        steps = [f.step for f in done.log if f.node == name]
+        assert steps == list(range(len(steps)))
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 8))
+def test_without_a_filter_only_the_last_batch_of_an_epoch_is_short(num_ids, size, batch):
+    done = Simulation(ppo(size), num_ids, batch, epochs=2).run()
+    for name in NAMES:
+        expected = 2 * ([size] * (num_ids // size) + ([num_ids % size] if num_ids % size else []))
+        assert [len(f.ids) for f in done.log if f.node == name] == expected
+
+
+def test_a_filter_is_refilled_before_training():
+    dropped = {"0-0", "0-1", "0-5", "0-9"}
+    done = Simulation(ppo(4), 12, 4, drop=dropped.__contains__).run()
+    assert [len(f.ids) for f in done.log if f.node == "actor_train"] == [4, 4]
+    assert [len(f.ids) for f in done.log if f.node == "gen"][:2] == [4, 2], "only what is missing is sampled again"
+    assert set(done.ids("critic_inf")).isdisjoint(dropped)
+
+
+def test_generation_waits_for_the_weights_of_the_step_before():
+    graph, buffer = ppo(2), Buffer()
+    buffer.add(["a", "b", "c", "d"], ["prompt"])
+    first = ready(graph, buffer, {}, [])
+    assert first == [Firing("gen", ("a", "b"), 0)]
+    buffer.start(first[0])
+    assert ready(graph, buffer, {}, first) == []
+    buffer.finish(first[0], first[0].ids, ["completion"], 8)
+    assert [f.node for f in ready(graph, buffer, {}, [])] == ["ref_inf", "reward"], "both at the same time"
+    lagging = ppo(2, staleness=1)
+    assert [f.node for f in ready(lagging, buffer, {}, [])] == ["ref_inf", "reward", "gen"], "oldest ids first"
+
+
+def test_training_under_way_holds_generation_back_until_its_weights_are_in_place():
+    graph = DataflowGraph(
+        [
+            MFCDef("gen", "actor", "g", "generate", 1, ["prompt"], ["completion"]),
+            MFCDef("train", "actor", "t", "train_step", 1, ["completion"]),
+        ],
+        ["prompt"],
+    )
+    buffer = Buffer()
+    buffer.add(["a", "b"], ["prompt"])
+    for name in ("gen", "train"):
+        (firing,) = ready(graph, buffer, {}, [])
+        assert firing.node == name
+        buffer.start(firing)
+        if name == "gen":
+            buffer.finish(firing, firing.ids, ["completion"], 2)
+    assert ready(graph, buffer, {"train": 0}, [firing]) == []
+    assert ready(graph, buffer, {"train": 1}, [])[0] == Firing("gen", ("b",), 1)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 1))
+def test_batch_size_0_takes_the_batches_of_the_loader(sizes, staleness):
+    graph = ppo(0, staleness)
+    buffer, versions, seen, number = Buffer(), {}, [], 0
+    for i, size in enumerate(sizes):
+        buffer.add([f"{number + j}" for j in range(size)], ["prompt"])
+        number += size
+        buffer.closed = i == len(sizes) - 1
+        while firings := ready(graph, buffer, versions, []):
+            firing = firings[0]
+            buffer.start(firing)
+            buffer.finish(firing, firing.ids, graph.node(firing.node).outputs, 8)
+            versions[firing.node] = versions.get(firing.node, 0) + 1
+            seen.append(firing)
+    assert buffer.entries == {}
+    for name in NAMES:
+        assert [len(f.ids) for f in seen if f.node == name] == sizes
+
+
+def test_ready_changes_nothing_and_the_buffer_survives_a_restart():
+    graph, buffer = ppo(4, staleness=1), Buffer()
+    buffer.add([str(i) for i in range(10)], ["prompt"])
+    for _ in range(4):
+        firing = ready(graph, buffer, {}, [])[0]
+        buffer.start(firing)
+        buffer.finish(firing, firing.ids[1:], graph.node(firing.node).outputs, 8)
+    before = json.dumps(buffer.state_dict())
+    expected = ready(graph, buffer, {}, [])
+    assert json.dumps(buffer.state_dict()) == before
+    other = Buffer()
+    other.load_state_dict(json.loads(before))
+    assert ready(graph, other, {}, []) == expected and list(other.entries) == list(buffer.entries)
+
+
+def test_a_loader_that_repeats_an_id_is_caught():
+    buffer = Buffer()
+    buffer.add(["a"], ["prompt"])
+    with pytest.raises(AssertionError, match="'a' twice"):
+        buffer.add(["a"], ["prompt"])
