@@ -1,13 +1,22 @@
-"""How a configuration field carries its help text and its rule. Configurations are dataclasses beside what they configure."""
+"""How a configuration is described, read and checked. Configurations are dataclasses beside what they configure.
+
+A field made by `option` carries its help text and its rule. `read` fills a configuration from nested plain values (a command
+line, a YAML file), `leaves` lists its options for `--help`, `validate` checks types and rules, `to_mapping` writes it out.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, field, fields, is_dataclass
-from typing import Any
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, nearest
+
+Config = TypeVar("Config")
 
 
 def option(
@@ -40,6 +49,145 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+# -- what options there are
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One option: its dotted name, its type as users write it, its default and its help text."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
+    """Every option of a configuration (an instance: its values are the defaults shown), nested ones too."""
+    hints = _hints(type(config))
+    for spec in visible(config):
+        value, name = getattr(config, spec.name), f"{prefix}{spec.name}"
+        if is_dataclass(value):
+            yield from leaves(value, f"{name}.")
+        else:
+            choices = spec.metadata.get("choices")
+            shown = "|".join(map(str, choices)) if choices else describe_type(hints[spec.name])
+            yield Leaf(name, shown, value, spec.metadata.get("help", ""))
+
+
+def visible(config: Any) -> list[Field[Any]]:
+    """The fields that users set; the hidden ones are weft's own."""
+    return [spec for spec in fields(config) if not spec.metadata.get("hidden")]
+
+
+def describe_type(hint: Any) -> str:
+    """A type as an option's help shows it: `int`, `str or null`, `list of str`."""
+    if hint is Any:
+        return "any"
+    if hint is type(None):
+        return "null"
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe_type(a) for a in arguments)
+    if origin is typing.Literal:
+        return "|".join(map(str, arguments))
+    if origin is not None and issubclass(origin, Mapping):
+        return "mapping"
+    if origin is not None and issubclass(origin, Sequence):
+        return f"list of {describe_type(arguments[0])}"
+    return str(hint.__name__)
+
+
+# -- plain values -> configuration
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A value of a command line together with its spelling: `trial_name=1.10` is the text "1.10", not the number 1.1."""
+
+    value: Any
+    text: str
+
+
+def read(base: Config, values: Mapping[str, Any], prefix: str = "", *, known: Sequence[str] = ()) -> Config:
+    """A copy of `base` with the nested `values` in place of its own, each brought to its field's type.
+
+    Raises `ConfigError`: for an unknown name with the nearest ones, for a wrong type with option, value and rule.
+    """
+    names = known or [leaf.name for leaf in leaves(base)]
+    hints, allowed = _hints(type(base)), {spec.name: spec for spec in visible(base)}
+    changed = {spec.name: getattr(base, spec.name) for spec in fields(base) if spec.init}  # type: ignore[arg-type]
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in allowed:
+            raise unknown_option(name, names)
+        current = changed[key]
+        if is_dataclass(current) and isinstance(value, Mapping):
+            changed[key] = read(current, value, f"{name}.", known=names)
+        else:
+            changed[key] = coerce(value, hints[key], name)
+    return type(base)(**changed)
+
+
+def unknown_option(name: str, known: Sequence[str]) -> ConfigError:
+    """The error for an option that does not exist. Near are options of the same last name, then like spellings."""
+    root, last = name.split(".")[0], name.rsplit(".", 1)[-1]
+    same_end = sorted((k for k in known if k.rsplit(".", 1)[-1] == last), key=lambda k: k.split(".")[0] != root)
+    close = list(dict.fromkeys([*same_end, *nearest(name, known)]))[:3]
+    hint = f"did you mean {' or '.join(close)}?" if close else "--help lists every option"
+    return ConfigError(f"unknown option {name!r}; {hint}")
+
+
+def coerce(value: Any, hint: Any, name: str) -> Any:
+    """`value` as the type `hint`: 1e-5 is a number however it is spelled, 1.5 is no int. Raises `ConfigError`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, Scalar):
+        value = value.text if _wants_text(hint) and value.value is not None else value.value
+    if hint is Any or isinstance(hint, TypeVar):
+        return plain(value)
+    if origin in (typing.Union, types.UnionType):
+        return _coerce_union(value, arguments, name)
+    if origin is typing.Literal:
+        if value in arguments:
+            return value
+        raise _wrong(name, value, f"must be one of {', '.join(map(str, arguments))}")
+    if is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        if isinstance(value, Mapping):
+            return read(hint(), value, f"{name}.")
+        raise _wrong(name, value, f"is a group of options; set one of them, such as {_first_option(hint, name)}")
+    container = origin or hint
+    if isinstance(container, type) and issubclass(container, Mapping):
+        return _coerce_mapping(value, name)
+    if isinstance(container, type) and issubclass(container, Sequence) and container is not str:
+        item = arguments[0] if arguments else Any
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return [coerce(each, item, f"{name}[{index}]") for index, each in enumerate(items)]
+    return _coerce_scalar(value, hint, name)
+
+
+def plain(value: Any) -> Any:
+    """`value` without `Scalar`s, nested ones too."""
+    if isinstance(value, Scalar):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The options as nested plain values that `read` takes back, for YAML and for comparing runs."""
+    mapping = {}
+    for spec in visible(config):
+        value = getattr(config, spec.name)
+        mapping[spec.name] = to_mapping(value) if is_dataclass(value) else plain(value)
+    return mapping
+
+
+# -- rules
+
+
 def problem(spec: Field[Any], value: Any) -> str | None:
     """What is wrong with `value` for the field `spec`, as `rule; fix`, or None."""
     rules = spec.metadata
@@ -57,11 +205,88 @@ def problem(spec: Field[Any], value: Any) -> str | None:
 
 
 def validate(config: Any, path: str = "") -> None:
-    """Check every field of a dataclass, nested ones too. Raises `ConfigError` naming the dotted option, value and rule."""
+    """Check type and rule of every field of a dataclass, nested ones too.
+
+    Raises `ConfigError` naming the dotted option, its value and the rule. Types are checked as they stand: what a command
+    line spells has been brought to its type by `read`, and code that passes "3" for a number hears of it here.
+    """
+    hints = _hints(type(config))
     for spec in fields(config):
         value, name = getattr(config, spec.name), f"{path}{spec.name}"
         if is_dataclass(value) and not isinstance(value, type):
             validate(value, f"{name}.")
+            continue
+        wanted = coerce(value, hints[spec.name], name)
+        if wanted != value and not (isinstance(value, tuple) and list(value) == wanted):
+            raise _wrong(name, value, f"must be {describe_type(hints[spec.name])}; write {wanted!r}")
         wrong = problem(spec, value)
         if wrong:
-            raise ConfigError(f"{name}={value!r}: {wrong}")
+            raise _wrong(name, value, wrong)
+
+
+def _wrong(name: str, value: Any, rule: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r}: {rule}")
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _wants_text(hint: Any) -> bool:
+    return hint is str or str in typing.get_args(hint)
+
+
+def _first_option(cls: type, name: str) -> str:
+    return next(leaf.name for leaf in leaves(cls(), f"{name}."))
+
+
+def _coerce_union(value: Any, arguments: tuple[Any, ...], name: str) -> Any:
+    if type(None) in arguments and (value is None or value in ("None", "null")):
+        return None
+    wanted = [a for a in arguments if a is not type(None)]
+    failures = []
+    for hint in wanted:
+        try:
+            return coerce(value, hint, name)
+        except ConfigError as failure:
+            failures.append(failure)
+    if len(failures) == 1:
+        raise failures[0]
+    raise _wrong(name, value, f"must be {' or '.join(describe_type(a) for a in arguments)}")
+
+
+def _coerce_mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, f"must be a mapping; write {name}.KEY=VALUE or '{name}={{KEY: VALUE}}'")
+    return {str(key): plain(each) for key, each in value.items()}
+
+
+def _coerce_scalar(value: Any, hint: Any, name: str) -> Any:
+    if hint is bool:
+        spelled = {"true": True, "false": False}.get(str(value).lower())
+        if not isinstance(value, (bool, str)) or spelled is None:
+            raise _wrong(name, value, "must be true or false")
+        return spelled
+    if hint is str:
+        if not isinstance(value, str):
+            raise _wrong(name, value, f"must be a text; quote it: {name}='{value}'")
+        return value
+    if hint in (int, float):
+        return _coerce_number(value, hint, name)
+    raise _wrong(name, value, f"has the type {describe_type(hint)}, which no command line can write; set it in code")
+
+
+def _coerce_number(value: Any, hint: Any, name: str) -> int | float:
+    rule = "must be a whole number, such as 8" if hint is int else "must be a number, such as 0.1 or 1e-5"
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise _wrong(name, value, rule)
+    try:
+        number = float(value)
+    except ValueError:
+        raise _wrong(name, value, rule) from None
+    if hint is float:
+        return number
+    if not number.is_integer():
+        raise _wrong(name, value, rule)
+    return int(value) if not isinstance(value, str) or value.lstrip("+-").isdigit() else int(number)
