@@ -1,0 +1,188 @@
+"""`weft demo`: a small model learns two-digit addition under SFT, then PPO with a reward model, then GRPO with a verifier."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.cli import demo_task as task
+from weft.experiments import GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
+
+NAME = "demo"
+
+
+@dataclass
+class Demo:
+    """One walk through the demo, in `root/{name}`."""
+
+    root: Path
+    name: str
+    seed: int
+    accuracy: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.name
+
+    @property
+    def material(self) -> Path:
+        return self.folder / "material"
+
+    def options(self, trial: str, **others: Any) -> dict[str, Any]:
+        """The run options that every stage shares."""
+        own = {"experiment_name": self.name, "trial_name": trial, "fileroot": str(self.root), "seed": self.seed}
+        return {**own, **others}
+
+    def run(self, config: Any) -> Any:
+        """Run one stage; its time counts for its trial's name."""
+        from weft.launch.run import run
+
+        begun = time.monotonic()
+        result = run(config)
+        self.seconds[config.trial_name] = time.monotonic() - begun
+        return result
+
+    def generate(self, model: Path, rows: Path, trial: str, *, greedy: bool) -> Path:
+        """Complete every prompt of `rows` once; returns generations.jsonl."""
+        config = GenConfig(**self.options(trial, progress=False))
+        config.model.path = str(model)
+        config.dataset.path = str(rows)
+        config.dataset.train_bs_n_seqs = 250
+        config.gen.max_new_tokens = 5
+        config.gen.greedy = greedy
+        return self.run(config).directory / "generations.jsonl"
+
+    def measure(self, stage: str, model: Path) -> float:
+        """Accuracy on the held-out problems under greedy decoding."""
+        rows = self.material / "held_out.jsonl"
+        self.accuracy[stage] = task.share_right(self.generate(model, rows, f"accuracy-{stage}", greedy=True))
+        return self.accuracy[stage]
+
+
+def prepare(demo: Demo) -> None:
+    """Write the problems, the tokenizer and the model's configuration."""
+    training, held_out = task.problems(demo.seed, held_out=500)
+    task.write_rows(demo.material / "sft.jsonl", task.answer_rows(training[:6000]))
+    task.write_rows(demo.material / "prompts.jsonl", task.prompt_rows(training[:6000]))
+    task.write_rows(demo.material / "reward_prompts.jsonl", task.prompt_rows(training[6000:]))
+    task.write_rows(demo.material / "held_out.jsonl", task.prompt_rows(held_out))
+    task.write_model(demo.material / "model")
+
+
+def supervise(demo: Demo) -> Path:
+    """SFT from random weights, stopped while there is still something to learn."""
+    config = SFTConfig(**demo.options("sft", total_train_epochs=5, max_steps=190))
+    config.model.path = str(demo.material / "model")
+    config.model.init_from_scratch = True
+    config.model.optimizer.lr = 2e-3
+    config.model.optimizer.lr_scheduler_type = "linear"
+    config.model.optimizer.warmup_steps = 20
+    config.dataset.train_path = str(demo.material / "sft.jsonl")
+    config.dataset.train_bs_n_seqs = 128
+    return demo.run(config).checkpoint("model")
+
+
+def judge(demo: Demo, model: Path) -> Path:
+    """A reward model that prefers right sums to the mistakes the model makes."""
+    samples = demo.generate(model, demo.material / "reward_prompts.jsonl", "mistakes", greedy=False)
+    pairs = task.write_rows(demo.material / "pairs.jsonl", task.pair_rows(samples))
+    config = RWConfig(**demo.options("reward", total_train_epochs=3))
+    config.model.path = str(model)
+    config.model.optimizer.lr = 1e-3
+    config.model.optimizer.warmup_steps = 5
+    config.dataset.train_path = str(pairs)
+    config.dataset.train_bs_n_seqs = 64
+    return demo.run(config).checkpoint("model")
+
+
+def ppo(demo: Demo, model: Path, reward: Path) -> Path:
+    """PPO against the reward model, near the supervised model."""
+    config = PPOConfig(**demo.options("ppo", total_train_epochs=1, max_steps=40))
+    for role in (config.actor, config.ref):
+        role.path = str(model)
+    for role in (config.critic, config.rew):
+        role.path = str(reward)
+    config.actor.optimizer.lr = 3e-4
+    config.critic.optimizer.lr = 5e-4
+    for role in (config.actor, config.critic):
+        role.optimizer.lr_scheduler_type = "constant"
+    config.dataset.path = str(demo.material / "prompts.jsonl")
+    config.dataset.train_bs_n_seqs = 128
+    config.ppo.gen.max_new_tokens = 5
+    config.ppo.ppo_n_minibatches = 2
+    config.ppo.kl_ctl = 0.02
+    return demo.run(config).checkpoint("actor")
+
+
+def grpo(demo: Demo, model: Path) -> Path:
+    """GRPO with the verifier: 1 for the right number, 0 otherwise."""
+    config = GRPOConfig(**demo.options("grpo", total_train_epochs=1, max_steps=40))
+    for role in (config.actor, config.ref):
+        role.path = str(model)
+    config.actor.optimizer.lr = 3e-4
+    config.actor.optimizer.lr_scheduler_type = "constant"
+    config.dataset.path = str(demo.material / "prompts.jsonl")
+    config.dataset.train_bs_n_seqs = 32
+    config.grpo.group_size = 8
+    config.grpo.gen.max_new_tokens = 5
+    config.reward = "gsm8k"
+    return demo.run(config).checkpoint("actor")
+
+
+def walk(demo: Demo, say: Callable[[str], None]) -> None:
+    """All stages, with the accuracy on held-out problems before and after each."""
+    prepare(demo)
+    say("[bold]1. SFT[/]: a model of 1.3 million random weights sees 6,000 sums such as 47+38=85")
+    actor = supervise(demo)
+    say(f"   held-out accuracy {demo.measure('sft', actor):.1%}")
+    say("[bold]2. Reward model[/]: learns to prefer right sums to the model's own mistakes")
+    reward = judge(demo, actor)
+    say("[bold]3. PPO[/] with that reward model")
+    actor = ppo(demo, actor, reward)
+    say(f"   held-out accuracy {demo.accuracy['sft']:.1%} -> {demo.measure('ppo', actor):.1%}")
+    say("[bold]4. GRPO[/] with a verifier: 1 for the right number, 0 otherwise")
+    actor = grpo(demo, actor)
+    say(f"   held-out accuracy {demo.accuracy['ppo']:.1%} -> {demo.measure('grpo', actor):.1%}")
+
+
+def conclude(demo: Demo, say: Callable[[str], None]) -> None:
+    """The table at the end, and where to go on."""
+    import resource
+
+    say("")
+    say(f"{'stage':<8}{'held-out accuracy':>20}{'seconds':>10}")
+    for stage in ("sft", "ppo", "grpo"):
+        say(f"{stage:<8}{demo.accuracy[stage]:>20.1%}{demo.seconds[stage]:>10.0f}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    say(f"in all {sum(demo.seconds.values()):.0f} s, peak memory {peak:.2f} GB")
+    say("")
+    say(f"report   {demo.folder / 'grpo' / 'report.html'}")
+    say(f"talk     weft chat {demo.folder / 'grpo'}    (then type 47+38)")
+
+
+def free_name(root: Path) -> str:
+    """`demo`, or the first `demo-N` that does not exist: an earlier demo is never touched."""
+    names = [NAME, *(f"{NAME}-{i}" for i in range(2, 10_000))]
+    return next(name for name in names if not (root / name).exists())
+
+
+def main(argv: list[str]) -> int:
+    """Parse the command line and walk."""
+    parser = argparse.ArgumentParser(prog="weft demo", description=__doc__)
+    parser.add_argument("--fileroot", default="./runs", help="folder of runs (default ./runs)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of weights, problems and sampling (default 1)")
+    given = parser.parse_args(argv)
+
+    from rich.console import Console
+
+    root = Path(given.fileroot)
+    demo = Demo(root, free_name(root), given.seed)
+    say = Console(highlight=False).print
+    walk(demo, say)
+    conclude(demo, say)
+    return 0

@@ -1,0 +1,116 @@
+"""The demo's world, made on the spot: two-digit addition, a tokenizer of single characters, a model from scratch."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHARACTERS = "0123456789+="
+# A problem is answered on its own: the template shows the model what follows the last question, not the talk before it.
+CHAT_TEMPLATE = (
+    "{% set last = namespace(at=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages[last.at:] %}{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', '') }}="
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`left` + `right`, both of two digits."""
+
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}+{self.right}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.left + self.right)
+
+
+def problems(seed: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
+    """All 8,100 problems in random order: (for training, `held_out` of them never trained on)."""
+    every = [Problem(left, right) for left in range(10, 100) for right in range(10, 100)]
+    random.Random(seed).shuffle(every)
+    return every[held_out:], every[:held_out]
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompt_rows(chosen: Iterable[Problem]) -> list[dict[str, Any]]:
+    """Rows of the `prompt` form with the answer for the verifier; the id is the problem itself."""
+    return [{"id": p.prompt, "prompt": p.prompt, "answer": p.answer} for p in chosen]
+
+
+def answer_rows(chosen: Iterable[Problem]) -> list[dict[str, Any]]:
+    """Rows of the `prompt_answer` form."""
+    return [{"id": p.prompt, "prompt": p.prompt, "answer": p.answer} for p in chosen]
+
+
+def write_model(directory: Path) -> Path:
+    """The tokenizer and the configuration of a Llama of 1.3 million parameters; its weights are drawn by the first run."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "</s>", "<unk>", *CHARACTERS])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=160,
+        intermediate_size=480,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=vocabulary["</s>"],
+        pad_token_id=vocabulary["<pad>"],
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(directory)
+    return directory
+
+
+def share_right(generations: Path) -> float:
+    """Accuracy of a `generations.jsonl`: the share of completions that are the sum, exactly."""
+    rows = [json.loads(line) for line in generations.read_text().splitlines()]
+    return sum(is_right(row["prompt"], row["completion"]) for row in rows) / len(rows)
+
+
+def is_right(prompt: str, completion: str) -> bool:
+    """Whether `completion` (with or without its end token) is the sum that `prompt` asks for."""
+    left, right = prompt.rstrip("=").split("+")
+    return completion.replace("</s>", "").strip() == str(int(left) + int(right))
+
+
+def pair_rows(generations: Path) -> list[dict[str, Any]]:
+    """Preference pairs: the right sum over what the model itself got wrong."""
+    pairs = {}
+    for line in generations.read_text().splitlines():
+        row = json.loads(line)
+        wrong = row["completion"].replace("</s>", "").strip()
+        if wrong and not is_right(row["prompt"], wrong):
+            left, right = row["prompt"].rstrip("=").split("+")
+            answer = str(int(left) + int(right))
+            pairs[row["prompt"], wrong] = {"prompt": row["prompt"], "pos_answers": [answer], "neg_answers": [wrong]}
+    return list(pairs.values())
