@@ -11,8 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
 Array = Any
-Output = Literal["logprobs", "entropy", "values", "scores"]
+# `top1` [N] is 1 where the label is the likeliest token, else 0; no gradient (token accuracy needs it).
+Output = Literal["logprobs", "entropy", "values", "scores", "top1"]
+
+LOG_RATIO_BOUND = 20.0  # a log-ratio is cut to +-20 before `exp`: e^20 = 5e8 still squares within float32
 
 
 @dataclass(frozen=True)
@@ -67,13 +74,26 @@ class RowBatch(Protocol):
         ...
 
 
+class Sample(Protocol):
+    """What `denominators` reads of a `SequenceSample` (which lives a floor higher)."""
+
+    @property
+    def num_ids(self) -> int: ...
+    @property
+    def lengths(self) -> Mapping[str, npt.NDArray[np.int32]]: ...
+    @property
+    def data(self) -> Mapping[str, Array]: ...
+    def group_of(self, key: str) -> npt.NDArray[np.int64]: ...
+
+
 class Loss(Protocol):
-    """A trainable objective. Shipped losses are frozen dataclasses whose fields are their options; they inherit `veto`."""
+    """A trainable objective. Shipped losses are frozen dataclasses whose fields are their options; they inherit `veto`
+    and `summary`."""
 
     outputs: frozenset[Output]
     unit: Literal["sequence", "group"]  # group: needs all completions of an id together
 
-    def denominators(self, minibatch: Any) -> Mapping[str, float]:
+    def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Sums over the ids of a `SequenceSample` that `__call__` divides by; additive over ids, from data alone."""
         ...
 
@@ -86,6 +106,11 @@ class Loss(Protocol):
     def veto(self, stats: Mapping[str, float]) -> str | None:
         """Why the optimizer must not step on this minibatch, from its reduced statistics, or None."""
         return None
+
+    def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """The metrics to log, from the reduced statistics: what is no sum over samples (a perplexity, an explained
+        variance) is made here, after all parts and ranks have been joined."""
+        return dict(stats)
 
 
 def reduce_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, float]:
@@ -105,3 +130,56 @@ def _reduce(stats: list[Stat]) -> float:
         return sum(float(s.value) for s in stats) / weight if weight else float("nan")
     pick = max if isinstance(first, Max) else min
     return pick(float(s.value) for s in stats)
+
+
+def fixed(array: Array) -> Array:
+    """The same values as a constant: no gradient flows through. The array API has no name for this."""
+    return array.detach() if array_api_compat.is_torch_array(array) else array
+
+
+def exp_ratio(log_ratio: Array) -> Array:
+    """exp of a log-ratio of any shape, which is cut to +-`LOG_RATIO_BOUND` first; beyond it the gradient is 0."""
+    xp = array_api_compat.array_namespace(log_ratio)
+    return xp.exp(xp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def log_sigmoid(x: Array) -> Array:
+    """log(1 / (1 + exp(-x))) of any shape, stable at both ends; its gradient at 0 is exactly 1/2."""
+    xp = array_api_compat.array_namespace(x)
+    return -xp.logaddexp(xp.zeros_like(x), -x)
+
+
+def masked_sum(values: Array, mask: Array) -> Array:
+    """Sum of `values` [N] where `mask` [N] is not 0, weighted by it; what a masked row holds (inf, NaN) does not matter."""
+    xp = array_api_compat.array_namespace(values, mask)
+    return xp.sum(xp.where(mask != 0, values, xp.zeros_like(values)) * mask)
+
+
+def masked_mean(values: Array, mask: Array) -> Sum:
+    """The statistic "mean of `values` [N] over trained rows"; no gradient."""
+    xp = array_api_compat.array_namespace(values, mask)
+    return Sum(masked_sum(fixed(values), mask), xp.sum(mask))
+
+
+def host_array(array: Array) -> npt.NDArray[Any]:
+    """The array in host memory, as numpy."""
+    return np.asarray(array_api_compat.to_device(fixed(array), "cpu"))
+
+
+def trained_rows(minibatch: Sample) -> npt.NDArray[np.float64]:
+    """float64 [S]: trained rows of each completion, as `RowBatch.lengths` counts them, from data alone.
+
+    The sum of its `loss_mask` (its length where there is none), without the first token where nothing precedes it.
+    """
+    lengths = minibatch.lengths["completion"].astype(np.int64)
+    starts = np.cumsum(lengths) - lengths
+    mask = np.ones(int(lengths.sum()))
+    if "loss_mask" in minibatch.data:
+        mask = host_array(minibatch.data["loss_mask"]).astype(np.float64)
+    prompts = np.zeros(minibatch.num_ids, dtype=np.int64)
+    if "prompt" in minibatch.lengths:
+        prompts = minibatch.lengths["prompt"].astype(np.int64)
+    unpredicted = (prompts[minibatch.group_of("completion")] == 0) & (lengths > 0)
+    mask[starts[unpredicted]] = 0.0
+    sums = np.concatenate([[0.0], np.cumsum(mask)])
+    return sums[starts + lengths] - sums[starts]
