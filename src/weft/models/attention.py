@@ -1,0 +1,113 @@
+"""Attention: one function, few kernels. No position attends across a sequence boundary.
+
+Training and prefill lay the pack's sequences out as rectangles of like length (`Dense.buckets`) with padding after each
+sequence: causal attention never looks there, so the fast causal kernel is exact without a mask. Soft-capping has no fused
+kernel on CPU and takes the written-out form. A decode step is one masked rectangle over the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.models.packed import AttentionContext, Cached, Dense
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How q k^T becomes attention weights."""
+
+    scale: float
+    window: int | None = None  # keys a position sees, itself included
+    softcap: float | None = None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scores: Scores, layer: int) -> Tensor:
+    """Causal attention within each sequence: q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim].
+
+    heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads).
+    """
+    if isinstance(context, Cached):
+        context.cache.write(layer, context, k, v)
+        if context.max_len == 1:
+            return _decode(q, context, scores, layer)
+        if not context.fresh:
+            return _chunk(q, context, scores, layer)
+        context = context.dense
+    return _dense(q, k, v, context, scores)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, context: Dense, scores: Scores) -> Tensor:
+    outputs = []
+    for bucket in context.buckets:
+        parts = []
+        for x in (q, k, v):
+            if bucket.span is not None:
+                cells = x[bucket.span[0] : bucket.span[1]]
+            else:
+                cells = x.index_select(0, bucket.index.flatten())
+            parts.append(cells.unflatten(0, tuple(bucket.index.shape)).transpose(1, 2))
+        out = _causal(*parts, scores).transpose(1, 2).flatten(0, 1)
+        outputs.append(out if bucket.valid is None else out.index_select(0, bucket.valid))
+    joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return joined if context.restore is None else joined.index_select(0, context.restore)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Rectangles: q [n, heads, L, dim], k and v [n, kv_heads, L, dim] -> [n, heads, L, dim]."""
+    length = q.shape[2]
+    limited = scores.window is not None and scores.window < length
+    if scores.softcap is None and not limited:
+        return F.scaled_dot_product_attention(q, *_repeat(q, k, v), is_causal=True, scale=scores.scale)
+    places = torch.arange(length, device=q.device)
+    return _masked(q, k, v, _visible(places[:, None], places, scores), scores)
+
+
+def _decode(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
+    """One new token a row: the query heads that share a kv head stand in the query dimension, so nothing is repeated."""
+    k, v = context.cache.read(layer, context)
+    grouped = q.unflatten(1, (k.shape[1], -1))  # [R, kv_heads, group, dim]
+    places = torch.arange(k.shape[2], device=q.device)
+    visible = _visible(context.used[:, None], places, scores)[:, None, None]
+    return _masked(grouped, k, v, visible, scores).flatten(1, 2)
+
+
+def _chunk(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
+    """Some new tokens a row after cached ones, row by row."""
+    starts, outputs = context.dense.starts, []
+    keys, values = context.cache.keys[layer], context.cache.values[layer]
+    for row, (slot, used) in enumerate(zip(context.slots_host, context.used_host, strict=True)):
+        new = q[starts[row] : starts[row + 1]].transpose(0, 1)[None]
+        stop = used + new.shape[2]
+        places = torch.arange(stop, device=q.device)
+        visible = _visible(places[used:, None], places, scores)
+        out = _masked(new, keys[slot : slot + 1, :, :stop], values[slot : slot + 1, :, :stop], visible, scores)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _visible(query: Tensor, key: Tensor, scores: Scores) -> Tensor:
+    """bool: whether the position `query` sees the position `key` (broadcast)."""
+    seen = key <= query
+    return seen if scores.window is None else seen & (key > query - scores.window)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scores: Scores) -> Tensor:
+    k, v = _repeat(q, k, v)
+    if scores.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scores.scale)
+    logits = torch.matmul(q, k.transpose(-1, -2)) * scores.scale
+    logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    logits = logits.masked_fill(~visible, float("-inf"))
+    kept = torch.promote_types(q.dtype, torch.float32)
+    return torch.matmul(torch.softmax(logits, dim=-1, dtype=kept).to(q.dtype), v)
+
+
+def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    if group == 1:
+        return k, v
+    return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -1,0 +1,148 @@
+"""Keys and values of sequences that are being generated: one contiguous slot a sequence, grown by doubling.
+
+    cache = KVCache(network.config, device=..., dtype=...)
+    slot = cache.allocate()
+    packed = cache.extend([slot], [prompt_ids])          # Packed with a Cached context: a prefill, whole or a chunk
+    hidden = network.hidden(packed)                       # writes keys and values
+    packed = cache.extend(slots, next_tokens)             # a decode step: int64 [R], one token a slot
+    cache.release(slot)
+
+`extend` makes room and counts the new tokens as used; the network's pass then fills them. All under `torch.no_grad()`.
+Slots that are consecutive are read without a copy, so generators keep theirs dense: `release` says which one moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.models.config import TransformerConfig
+from weft.models.packed import Cached, Packed
+
+
+class KVCache:
+    """`keys[layer]`, `values[layer]`: [num_slots, kv_heads, capacity, head_dim]; slot s holds `used[s]` tokens."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        slots: int = 8,
+        room: int = 64,
+    ) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        shape = (slots, config.num_kv_heads, room, config.head_dim)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self.used = np.zeros(slots, dtype=np.int64)
+        self.num_active = 0
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.used)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a slot has room for now."""
+        return self.keys[0].shape[2]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def allocate(self, count: int = 1) -> list[int]:
+        """New empty slots, numbered on from the active ones: active slots are always 0 .. num_active - 1."""
+        first, self.num_active = self.num_active, self.num_active + count
+        if self.num_active > self.num_slots:
+            self._grow(dim=0, to=max(self.num_active, 2 * self.num_slots))
+        self.used[first : self.num_active] = 0
+        return list(range(first, self.num_active))
+
+    def release(self, slot: int) -> int:
+        """Give a slot back. The last active slot moves into its place; returns the number it had (`slot` itself: none moved)."""
+        assert 0 <= slot < self.num_active, f"slot {slot} is not active"
+        self.num_active -= 1
+        last = self.num_active
+        if slot != last:
+            filled = int(self.used[last])
+            for stored in (*self.keys, *self.values):
+                stored[slot, :, :filled] = stored[last, :, :filled]
+            self.used[slot] = self.used[last]
+        self.used[last] = 0
+        return last
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` tokens of a slot."""
+        assert 0 <= length <= self.used[slot]
+        self.used[slot] = length
+
+    def fork(self, slot: int, count: int) -> list[int]:
+        """`count` new slots that hold what `slot` holds: one prompt, many samples."""
+        new, filled = self.allocate(count), int(self.used[slot])
+        for stored in (*self.keys, *self.values):
+            stored[new[0] : new[-1] + 1, :, :filled] = stored[slot, :, :filled]
+        self.used[new] = filled
+        return new
+
+    def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
+        """The pack that appends `tokens` (int64 [R], one a slot; or R tensors, each int64 [n >= 1]) to `slots`.
+
+        Its `rows` are the last new token of each slot, its `labels` those tokens: `hidden[rows]` predicts what comes next.
+        """
+        lengths = np.ones(len(slots), np.int64) if isinstance(tokens, Tensor) else np.array([len(t) for t in tokens])
+        where = np.asarray(slots, dtype=np.int64)
+        used = self.used[where]
+        after = used + lengths
+        most = int(after.max())
+        if most > self.capacity:
+            self._grow(dim=2, to=max(most, 2 * self.capacity))
+        self.used[where] = after
+        ends = np.cumsum(lengths)
+        flat = tokens if isinstance(tokens, Tensor) else torch.cat([t.to(self.device) for t in tokens])
+        positions = np.arange(ends[-1]) + np.repeat(used - (ends - lengths), lengths)
+        rows = self._put(ends - 1)
+        context = Cached(
+            cache=self, slots=self._put(where), used=self._put(used),
+            cu_seqlens=self._put(np.concatenate([[0], ends]).astype(np.int32)), max_len=int(lengths.max()), max_used=most,
+            slots_host=tuple(where.tolist()), used_host=tuple(used.tolist()),
+        )  # fmt: skip
+        flat = flat.to(self.device)
+        return Packed(tokens=flat, positions=self._put(positions), attention=context, rows=rows, labels=flat[rows])
+
+    def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
+        keys, values = self.keys[layer], self.values[layer]
+        if context.max_len == 1:
+            keys[context.slots, :, context.used] = k
+            values[context.slots, :, context.used] = v
+            return
+        starts = context.dense.starts
+        for row, (slot, used) in enumerate(zip(context.slots_host, context.used_host, strict=True)):
+            new = slice(starts[row], starts[row + 1])
+            stop = used + starts[row + 1] - starts[row]
+            keys[slot, :, used:stop] = k[new].transpose(0, 1)
+            values[slot, :, used:stop] = v[new].transpose(0, 1)
+
+    def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows, each [R, kv_heads, max_used, head_dim]; entries past a row's length are garbage."""
+        which = context.slots if context.span is None else context.span
+        return self.keys[layer][which, :, : context.max_used], self.values[layer][which, :, : context.max_used]
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _grow(self, dim: int, to: int) -> None:
+        for stored in (self.keys, self.values):
+            for layer, old in enumerate(stored):
+                shape = list(old.shape)
+                shape[dim] = to
+                new = old.new_zeros(shape)
+                new[: old.shape[0], :, : old.shape[2]] = old
+                stored[layer] = new
+        if dim == 0:
+            self.used = np.concatenate([self.used, np.zeros(to - len(self.used), np.int64)])

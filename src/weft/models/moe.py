@@ -1,0 +1,54 @@
+"""A mixture of experts in place of an MLP: each token goes to its `top_k` experts, none is dropped for lack of capacity."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.activations import activate
+from weft.models.config import TransformerConfig
+
+
+class ExpertStack(nn.Module):
+    """One matrix of every expert: weight [experts, out, in]."""
+
+    def __init__(self, num: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, outputs, inputs))
+
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """x [sum of sizes, in], sorted by expert -> [same, out]; `sizes[e]` rows go through expert e."""
+        parts = x.split(sizes)
+        return torch.cat([nn.functional.linear(part, self.weight[e]) for e, part in enumerate(parts) if len(part)])
+
+
+class MoE(nn.Module):
+    """[T, hidden] -> [T, hidden]. The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        assert config.experts is not None and config.gated
+        experts, hidden = config.experts, config.hidden_size
+        self.top_k, self.normalize, self.activation = experts.top_k, experts.normalize, config.activation
+        self.router = nn.Linear(hidden, experts.num, bias=False)
+        self.experts = nn.ModuleDict(
+            {
+                "gate": ExpertStack(experts.num, hidden, experts.intermediate_size),
+                "up": ExpertStack(experts.num, hidden, experts.intermediate_size),
+                "down": ExpertStack(experts.num, experts.intermediate_size, hidden),
+            }
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)  # pairs (token, choice), by expert
+        token = order // self.top_k
+        sizes = chosen.flatten().bincount(minlength=self.router.out_features).tolist()
+        inputs = x.index_select(0, token)
+        inner = activate(self.experts["gate"](inputs, sizes), self.activation) * self.experts["up"](inputs, sizes)
+        outputs = self.experts["down"](inner, sizes) * weights.flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, token, outputs)

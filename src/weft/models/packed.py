@@ -1,0 +1,179 @@
+"""What a network is fed: tokens of many sequences in one row, and who may attend to whom.
+
+`Packed(tokens, positions, attention, rows, labels)`: `rows[n]` is the index of a hidden state in the pack and `labels[n]` the
+token it is asked about; a row may repeat. `attention` is `Dense` (whole sequences, one after the other) or `Cached` (new
+tokens of sequences whose earlier keys and values lie in a `weft.models.kv_cache.KVCache`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from weft.models.kv_cache import KVCache
+
+PADDING_SHARE = 0.25  # of a bucket's area at most; more padding costs more than another kernel launch saves
+SHORT = 16  # sequences up to this length share a bucket whatever the padding
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of like length as one rectangle. Padding stands after a sequence, where causal attention never looks."""
+
+    index: Tensor  # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
+    valid: Tensor | None  # int64 [tokens]: cells (row-major) that are no padding; None where all are
+    span: tuple[int, int] | None  # (start, stop) where the cells are the tokens from start to stop, in order
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Whole sequences: sequence s is the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]`; causal within each."""
+
+    cu_seqlens: Tensor  # int32 [S + 1]
+    max_len: int
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def dense(self) -> Dense:
+        """The tokens of this pass by themselves; `Cached` has the same name for its new ones."""
+        return self
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """`cu_seqlens` on the host."""
+        return [int(start) for start in self.cu_seqlens.tolist()]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 [S] on the device."""
+        return self.cu_seqlens.diff().long()
+
+    @cached_property
+    def token_lengths(self) -> Tensor:
+        """int64 [T]: the length of the sequence that a token belongs to."""
+        return self.lengths.repeat_interleave(self.lengths)
+
+    @cached_property
+    def last(self) -> Tensor:
+        """int64 [S]: index of each sequence's last token."""
+        return self.cu_seqlens[1:].long() - 1
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The sequences as rectangles, longest first; empty sequences are in none."""
+        return [_bucket(self.starts, members, self.cu_seqlens.device) for members in _group(self.starts)]
+
+    @cached_property
+    def restore(self) -> Tensor | None:
+        """int64 [T]: for each token its place in the buckets' valid cells laid end to end; None where that is its own."""
+        order = [t for members in _group(self.starts) for s in members for t in (self.starts[s], self.starts[s + 1])]
+        if all(a <= b for a, b in zip(order, order[1:], strict=False)):
+            return None
+        cells = [b.index.flatten() if b.valid is None else b.index.flatten()[b.valid] for b in self.buckets]
+        return torch.argsort(torch.cat(cells))
+
+
+@dataclass(frozen=True)
+class Cached:
+    """New tokens of cached sequences; made by `KVCache.extend`, which has made room for them.
+
+    Row r's new tokens are `cu_seqlens[r]` to `cu_seqlens[r + 1]` of the pack, at positions `used[r]`, `used[r] + 1`, ...;
+    they see the `used[r]` tokens in slot `slots[r]` and themselves, causally. The network writes their keys and values there.
+    """
+
+    cache: KVCache
+    slots: Tensor  # int64 [R], distinct
+    used: Tensor  # int64 [R]: tokens that the slot held before
+    cu_seqlens: Tensor  # int32 [R + 1]
+    max_len: int  # most new tokens of a row; 1 in a decode step
+    max_used: int  # most tokens of a row, new ones included
+    slots_host: tuple[int, ...]
+    used_host: tuple[int, ...]
+
+    @cached_property
+    def dense(self) -> Dense:
+        """The new tokens by themselves."""
+        return Dense(self.cu_seqlens, self.max_len)
+
+    @cached_property
+    def token_lengths(self) -> Tensor:
+        """int64 [T]: tokens of the sequence a new token belongs to, itself and the later new ones included."""
+        lengths = self.dense.lengths
+        return (self.used + lengths).repeat_interleave(lengths)
+
+    @cached_property
+    def fresh(self) -> bool:
+        """Whether nothing was cached before: a first prefill."""
+        return not any(self.used_host)
+
+    @cached_property
+    def span(self) -> slice | None:
+        """The slots as a slice where they are consecutive (their keys are then read without a copy)."""
+        first, count = self.slots_host[0], len(self.slots_host)
+        return slice(first, first + count) if self.slots_host == tuple(range(first, first + count)) else None
+
+
+AttentionContext = Dense | Cached
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One forward pass of a network. `positions` count from 0 in each sequence."""
+
+    tokens: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    attention: AttentionContext
+    rows: Tensor  # int64 [N]: the hidden state (a token's index) that each wanted output is read from
+    labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
+
+
+def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
+    """Whole sequences, each int64 [L >= 1], with one row for every token but each sequence's last: the next-token form."""
+    lengths = torch.tensor([len(s) for s in sequences])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    tokens = torch.cat([s.to(device) for s in sequences])
+    positions = torch.arange(len(tokens)) - cu_seqlens[:-1].repeat_interleave(lengths)
+    keep = torch.ones(len(tokens), dtype=torch.bool)
+    keep[cu_seqlens[1:] - 1] = False
+    rows = keep.nonzero().flatten().to(device)
+    attention = Dense(cu_seqlens.to(device=device, dtype=torch.int32), int(lengths.max()))
+    return Packed(tokens, positions.to(device), attention, rows, tokens[rows + 1])
+
+
+def _group(starts: list[int]) -> list[list[int]]:
+    """Sequence numbers by bucket. Sequences keep their order where all share one length."""
+    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    groups: list[list[int]] = []
+    room = 0  # cells of padding the open bucket may still take
+    for s in sorted((s for s, n in enumerate(lengths) if n), key=lambda s: -lengths[s]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        padding = longest - lengths[s]
+        if groups and (longest <= SHORT or padding <= room + PADDING_SHARE * longest):
+            room += int(PADDING_SHARE * longest) - padding
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+            room = 0
+    return [sorted(members) for members in groups]
+
+
+def _bucket(starts: list[int], members: list[int], device: torch.device) -> Bucket:
+    lengths = torch.tensor([starts[s + 1] - starts[s] for s in members])
+    first = torch.tensor([starts[s] for s in members])
+    longest = int(lengths.max())
+    offsets = torch.arange(longest)
+    index = first[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
+    if bool((lengths == longest).all()):
+        span = (starts[members[0]], starts[members[-1] + 1])
+        adjoining = span[1] - span[0] == index.numel()
+        return Bucket(index.to(device), None, span if adjoining else None)
+    valid = (offsets < lengths[:, None]).flatten().nonzero().flatten()
+    return Bucket(index.to(device), valid.to(device), None)
