@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.packed import AttentionContext, Cached, Dense
+from weft.models.packed import AttentionContext, Bucket, Cached, Dense
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scores: S
 def _dense(q: Tensor, k: Tensor, v: Tensor, context: Dense, scores: Scores) -> Tensor:
     outputs = []
     for bucket in context.buckets:
-        parts = []
-        for x in (q, k, v):
-            if bucket.span is not None:
-                cells = x[bucket.span[0] : bucket.span[1]]
-            else:
-                cells = x.index_select(0, bucket.index.flatten())
-            parts.append(cells.unflatten(0, tuple(bucket.index.shape)).transpose(1, 2))
-        out = _causal(*parts, scores).transpose(1, 2).flatten(0, 1)
+        out = _causal(_cells(q, bucket), _cells(k, bucket), _cells(v, bucket), scores).transpose(1, 2).flatten(0, 1)
         outputs.append(out if bucket.valid is None else out.index_select(0, bucket.valid))
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return joined if context.restore is None else joined.index_select(0, context.restore)
+
+
+def _cells(x: Tensor, bucket: Bucket) -> Tensor:
+    """[T, heads, dim] -> [n, heads, L, dim]; without a copy where the cells are consecutive tokens."""
+    cells = x.index_select(0, bucket.index.flatten()) if bucket.span is None else x[bucket.span[0] : bucket.span[1]]
+    return cells.unflatten(0, tuple(bucket.index.shape)).transpose(1, 2)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:

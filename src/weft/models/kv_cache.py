@@ -64,7 +64,7 @@ class KVCache:
         return list(range(first, self.num_active))
 
     def release(self, slot: int) -> int:
-        """Give a slot back. The last active slot moves into its place; returns the number it had (`slot` itself: none moved)."""
+        """Give a slot back. The last active slot moves into its place; returns the number that one had (or `slot`)."""
         assert 0 <= slot < self.num_active, f"slot {slot} is not active"
         self.num_active -= 1
         last = self.num_active

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +76,7 @@ class Dense:
     def restore(self) -> Tensor | None:
         """int64 [T]: for each token its place in the buckets' valid cells laid end to end; None where that is its own."""
         order = [t for members in _group(self.starts) for s in members for t in (self.starts[s], self.starts[s + 1])]
-        if all(a <= b for a, b in zip(order, order[1:], strict=False)):
+        if all(a <= b for a, b in pairwise(order)):
             return None
         cells = [b.index.flatten() if b.valid is None else b.index.flatten()[b.valid] for b in self.buckets]
         return torch.argsort(torch.cat(cells))
@@ -150,7 +151,7 @@ def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
 
 def _group(starts: list[int]) -> list[list[int]]:
     """Sequence numbers by bucket. Sequences keep their order where all share one length."""
-    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    lengths = [stop - start for start, stop in pairwise(starts)]
     groups: list[list[int]] = []
     room = 0  # cells of padding the open bucket may still take
     for s in sorted((s for s, n in enumerate(lengths) if n), key=lambda s: -lengths[s]):
