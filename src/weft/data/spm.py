@@ -1,0 +1,166 @@
+"""A sentencepiece `tokenizer.model` as a `tokenizers.Tokenizer` with the same ids, byte fallback included.
+
+The file is a protobuf message (sentencepiece_model.proto in google/sentencepiece); the few fields needed are read here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from weft.errors import DataError
+
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # SentencePiece.Type
+SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a sentencepiece file says: (piece, score, type) by id, and how text is normalised before it is cut."""
+
+    pieces: tuple[tuple[str, float, int], ...]
+    unigram: bool
+    charsmap: bytes
+    add_dummy_prefix: bool
+    remove_extra_whitespaces: bool
+    unk_id: int
+    bos_id: int
+    eos_id: int
+    pad_id: int
+
+    def piece(self, index: int) -> str | None:
+        """The piece with this id, or None where the id is -1 (the model has none)."""
+        return self.pieces[index][0] if 0 <= index < len(self.pieces) else None
+
+
+def is_sentencepiece(path: Path) -> bool:
+    """Whether a file called `tokenizer.model` is one: its first field is a piece (tiktoken files of that name are text)."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\x0a"
+
+
+def read_model(path: Path) -> Model:
+    """Parse a sentencepiece file. Raises `DataError` where it is something else or cut short."""
+    pieces: list[tuple[str, float, int]] = []
+    trainer: dict[int, bytes | int] = {}
+    normalizer: dict[int, bytes | int] = {}
+    try:
+        for number, value in _fields(path.read_bytes()):
+            if number == 1 and isinstance(value, bytes):
+                piece = dict(_fields(value))
+                score = piece.get(2, b"\0\0\0\0")
+                kind = piece.get(3, 1)
+                text = piece[1]
+                assert isinstance(text, bytes) and isinstance(score, bytes) and isinstance(kind, int)
+                pieces.append((text.decode(), struct.unpack("<f", score)[0], kind))
+            elif number == 2 and isinstance(value, bytes):
+                trainer = dict(_fields(value))
+            elif number == 3 and isinstance(value, bytes):
+                normalizer = dict(_fields(value))
+    except (IndexError, KeyError, AssertionError, UnicodeDecodeError, struct.error, ValueError) as error:
+        raise DataError(f"{path}: not a sentencepiece model, or cut short ({error})") from error
+    if not pieces:
+        raise DataError(f"{path}: a sentencepiece model without pieces")
+    charsmap = normalizer.get(2, b"")
+    return Model(
+        pieces=tuple(pieces),
+        unigram=trainer.get(3, 1) == 1,
+        charsmap=charsmap if isinstance(charsmap, bytes) else b"",
+        add_dummy_prefix=bool(normalizer.get(3, 1)),
+        remove_extra_whitespaces=bool(normalizer.get(4, 1)),
+        unk_id=_id(trainer, 40, 0),
+        bos_id=_id(trainer, 41, 1),
+        eos_id=_id(trainer, 42, 2),
+        pad_id=_id(trainer, 43, -1),
+    )
+
+
+def convert(model: Model) -> tokenizers.Tokenizer:
+    """The same cutting as a `tokenizers.Tokenizer`; control pieces are special tokens."""
+    byte_fallback = any(kind == BYTE for _, _, kind in model.pieces)
+    if model.unigram:
+        scored = [(piece, score) for piece, score, _ in model.pieces]
+        core = tokenizers.Tokenizer(models.Unigram(scored, model.unk_id, byte_fallback))
+    else:
+        vocab = {piece: index for index, (piece, _, _) in enumerate(model.pieces)}
+        unk = model.piece(model.unk_id)
+        core = tokenizers.Tokenizer(
+            models.BPE(vocab, _merges(model, vocab), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback)
+        )
+    steps: list[normalizers.Normalizer] = []
+    if model.charsmap:
+        steps.append(normalizers.Precompiled(model.charsmap))
+    if model.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+    if model.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    undo: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.add_dummy_prefix:
+        undo.append(decoders.Strip(" ", 1, 0))
+    core.decoder = decoders.Sequence(undo)
+    for kind in (CONTROL, USER_DEFINED):
+        found = [
+            tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL) for p, _, k in model.pieces if k == kind
+        ]
+        core.add_tokens(found)
+    return core
+
+
+def _merges(model: Model, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Every pair of pieces that makes a piece, the piece with the highest score first."""
+    mergeable = {piece for piece, _, kind in model.pieces if kind not in (UNKNOWN, CONTROL, BYTE)}
+    pairs = []
+    for piece, score, _ in model.pieces:
+        if piece not in mergeable:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in mergeable and right in mergeable:
+                pairs.append((-score, vocab[left], vocab[right], left, right))
+    pairs.sort()
+    return [(left, right) for *_, left, right in pairs]
+
+
+def _id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
+    """An int32 field; -1 is written as ten bytes of two's complement."""
+    value = trainer.get(field, default)
+    assert isinstance(value, int)
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """(field number, value) of a protobuf message: varints as integers, everything else as bytes."""
+    at = 0
+    while at < len(raw):
+        tag, at = _varint(raw, at)
+        number, wire = tag >> 3, tag & 7
+        if wire == 0:
+            value, at = _varint(raw, at)
+            yield number, value
+            continue
+        if wire not in (1, 2, 5):
+            raise ValueError(f"wire type {wire} at byte {at}")
+        size = 8 if wire == 1 else 4
+        if wire == 2:
+            size, at = _varint(raw, at)
+        if at + size > len(raw):
+            raise ValueError("a field runs past the end")
+        yield number, raw[at : at + size]
+        at += size
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = raw[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7

@@ -1,0 +1,362 @@
+"""Text to token ids and back: one encode path for training, generation, chat and rewards.
+
+Wraps a `transformers` tokenizer. What weft adds: overrides that must be in the vocabulary, at most one BOS, chat rendering
+with the mask of what the assistant wrote, exact sentencepiece ids from a bare `tokenizer.model`, a decoder for streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from weft.data import chat, spm
+from weft.data.spec import TokenizerSpec
+from weft.errors import ConfigError, DataError, UserError, nearest
+
+SENTENCEPIECE = "tokenizer.model"
+CLASSES_WITH_BOS = (
+    "Llama",
+    "CodeLlama",
+    "Gemma",
+)  # their sentencepiece tokenizers begin with BOS unless told otherwise
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer as weft uses it; `Tokenizer.load` makes one. `hf` is the `transformers` tokenizer beneath."""
+
+    hf: PreTrainedTokenizerBase
+    add_bos: bool = False  # whether `encode` begins with BOS
+    chat_bos: bool = False  # whether a conversation gets BOS where its template writes none (add_bos_token=true)
+
+    @classmethod
+    def load(cls, spec: TokenizerSpec, model_path: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+        """Read `spec.path` (or the model's own) and apply the overrides.
+
+        A path is an HF directory, a `tokenizer.json`, a sentencepiece `tokenizer.model`, or a hub name. Raises `UserError`
+        where nothing can be read, a named token is not in the vocabulary, or the chat template does not compile.
+        """
+        path = spec.path or model_path
+        if path is None:
+            raise ConfigError("tokenizer.path is not set and there is no model path to take a tokenizer from; set one")
+        with _quiet():
+            hf = _read(path, trust_remote_code)
+        for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
+            _override(hf, name, getattr(spec, name), path)
+        if spec.chat_template is not None:
+            hf.chat_template = _template(spec.chat_template)
+        add_bos = _begins_with_bos(hf) if spec.add_bos_token is None else spec.add_bos_token
+        if spec.add_bos_token:
+            _need_bos(hf, path)
+        if spec.add_bos_token is not None:
+            _set_habit(hf, spec.add_bos_token)
+        return cls(hf, add_bos, chat_bos=bool(spec.add_bos_token))
+
+    # -- ids and text
+
+    def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
+        """Token ids of a text, without EOS. `bos`: begin with BOS (None: the tokenizer's habit); never two of them."""
+        ids = list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if (self.add_bos if bos is None else bos) and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """The text of token ids, exactly as they stand; `skip_special` leaves out special tokens."""
+        return str(self.hf.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Ids (no BOS is added) and the characters [start, stop) each came from; None where the tokenizer cannot tell."""
+        if not self.hf.is_fast:
+            return None
+        found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
+
+    # -- chat
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja template; the one called "default" where the tokenizer has several."""
+        found = self.hf.chat_template
+        return found.get("default") if isinstance(found, dict) else found
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+    ) -> str:
+        """The text of a conversation. Raises `DataError` where the template refuses these messages."""
+        self.require_chat_template()
+        try:
+            text = self.hf.apply_chat_template(
+                [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            raise DataError(f"the chat template refuses these messages: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation. BOS is the template's own; `add_bos_token=true` adds one that is missing."""
+        text = self.render(chat.normalise(messages), chat.normalise_tools(tools), add_generation_prompt)
+        return self.encode(text, bos=self.chat_bos)
+
+    def encode_chat_with_mask(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None
+    ) -> tuple[list[int], list[bool]]:
+        """(ids, mask): the mask is True on what the assistant wrote and the token that ends each of its turns.
+
+        Built from spans of the rendered text (`weft.data.chat`), never from ids. A template that ends the last reply with no
+        token of its own gets EOS there. Raises `DataError` where the assistant's turns cannot be found.
+        """
+        template = chat.Template(
+            self.render,
+            lambda text: self.encode(text, bos=False),
+            self.encode_with_offsets,
+            self._marked,
+            self.turn_end,
+        )
+        ids, mask = chat.mask_tokens(template, chat.normalise(messages), chat.normalise_tools(tools))
+        if self.chat_bos and ids[:1] != [self.bos_id]:
+            ids, mask = [int(self.bos_id or 0), *ids], [False, *mask]
+        return self._ended(ids, mask)
+
+    def _ended(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+        """The conversation with EOS after a last reply that the template ends with no token of its own."""
+        if self.turn_end is not None or self.eos_id is None or not any(mask):
+            return ids, mask
+        last = len(mask) - mask[::-1].index(True)
+        if ids[last - 1] == self.eos_id or self.decode(ids[last:]).strip():
+            return ids, mask
+        return [*ids[:last], self.eos_id], [*mask[:last], True]
+
+    def _marked(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[tuple[int, int]] | None:
+        return chat.generation_spans(self.require_chat_template(), messages, tools, dict(self.hf.special_tokens_map))
+
+    @cached_property
+    def turn_end(self) -> str | None:
+        """The token that the chat template puts after a reply, found by rendering one; None where it puts none."""
+        if self.chat_template is None:
+            return None
+        try:
+            after = chat.after_reply(self.render)
+        except DataError:
+            return None
+        added = sorted((token.content for token in self.hf.added_tokens_decoder.values()), key=len, reverse=True)
+        return next((token for token in added if token and after.lstrip().startswith(token)), None)
+
+    def stop_ids(self) -> list[int]:
+        """Ids that end a completion: EOS, and the template's end-of-turn token where that is another."""
+        found = [self.eos_id, None if self.turn_end is None else self.hf.convert_tokens_to_ids(self.turn_end)]
+        return list(dict.fromkeys(id for id in found if isinstance(id, int)))
+
+    # -- what it is
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.hf.eos_token_id
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.hf.bos_token_id
+
+    @property
+    def pad_id(self) -> int | None:
+        return self.hf.pad_token_id
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.hf.eos_token
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included: what an embedding must hold."""
+        return max(self.hf.get_vocab().values(), default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over everything that affects token ids: vocabulary, merges, special tokens, template, BOS habit."""
+        if isinstance(self.hf, PreTrainedTokenizerFast):
+            core = self.hf.backend_tokenizer.to_str()
+        else:
+            core = json.dumps([type(self.hf).__name__, sorted(self.hf.get_vocab().items())])
+        special = {name: str(token) for name, token in self.hf.special_tokens_map.items()}
+        rest = json.dumps([special, self.chat_template, self.add_bos], sort_keys=True)
+        return hashlib.sha256(f"{core}\n{rest}".encode()).hexdigest()
+
+    def require_eos(self) -> int:
+        """The id of EOS. Raises `UserError` where the tokenizer has none."""
+        if self.eos_id is None:
+            hint = ", ".join(token.content for token in list(self.hf.added_tokens_decoder.values())[:8]) or "none"
+            raise UserError(
+                "the tokenizer has no end-of-sequence token, and completions need one to end with; "
+                f"set tokenizer.eos_token to a token of its vocabulary (its special tokens: {hint})"
+            )
+        return self.eos_id
+
+    def require_chat_template(self) -> str:
+        """The template. Raises `UserError` where the tokenizer has none."""
+        if self.chat_template is None:
+            raise UserError(
+                "the tokenizer has no chat template, and message lists need one; "
+                "set tokenizer.chat_template to a jinja file, or use text columns"
+            )
+        return self.chat_template
+
+    def save(self, directory: str | Path) -> None:
+        """Write the tokenizer files, chat template included, as `transformers` reads them."""
+        self.hf.save_pretrained(str(directory))
+        config = Path(directory) / "tokenizer_config.json"
+        values = json.loads(config.read_text())
+        if values.get("tokenizer_class") == "TokenizersBackend":
+            values["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows too
+            config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+class StreamDecoder:
+    """Text of a growing completion: `feed` returns what is new and will not change, `flush` the rest.
+
+    A character whose bytes are spread over several tokens comes out when its last byte has come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._ids: list[int] = []
+        self._start = 0  # decoding begins here, a few tokens back, because a token's text can depend on the one before
+        self._read = 0  # tokens whose text has been given out
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        given = ""
+        for id in ids:
+            self._ids.append(id)
+            before, now = self._texts()
+            if len(now) > len(before) and not now.endswith("\ufffd"):
+                given += now[len(before) :]
+                self._start, self._read = self._read, len(self._ids)
+        return given
+
+    def flush(self) -> str:
+        """What is left at the end; an unfinished character shows as U+FFFD."""
+        before, now = self._texts()
+        self._start = self._read = len(self._ids)
+        return now[len(before) :]
+
+    def _texts(self) -> tuple[str, str]:
+        window = self._ids[self._start :]
+        decode = self._tokenizer.decode
+        return decode(window[: self._read - self._start], self._skip_special), decode(window, self._skip_special)
+
+
+def _read(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    place = Path(path).expanduser()
+    if place.is_file():
+        if place.suffix == ".json":
+            return PreTrainedTokenizerFast(tokenizer_file=str(place))
+        if place.suffix == ".model" and spm.is_sentencepiece(place):
+            return _from_sentencepiece(place, {})
+        raise UserError(f"tokenizer.path={path}: a file must be a tokenizer.json or a sentencepiece tokenizer.model")
+    if place.is_dir() and not (place / "tokenizer.json").exists():
+        model = place / SENTENCEPIECE
+        if model.exists() and spm.is_sentencepiece(model):
+            config = place / "tokenizer_config.json"
+            return _from_sentencepiece(model, json.loads(config.read_text()) if config.exists() else {})
+    if not place.exists() and (place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
+        raise UserError(f"tokenizer.path={path}: no such file or directory")
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(place) if place.is_dir() else path, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"tokenizer.path={path}: no tokenizer can be read there ({reason}); "
+            "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
+        ) from error
+
+
+def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """The tokenizer of a sentencepiece file, with the special tokens of `config` (a tokenizer_config.json)."""
+    model = spm.read_model(path)
+    names = {"unk_token": model.unk_id, "bos_token": model.bos_id, "eos_token": model.eos_id, "pad_token": model.pad_id}
+    tokens: dict[str, str | None] = {name: model.piece(id) for name, id in names.items()}
+    for name in (*names, "sep_token"):
+        token = config.get(name)
+        tokens[name] = (token["content"] if isinstance(token, Mapping) else token) or tokens.get(name)
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=spm.convert(model), **{name: token for name, token in tokens.items() if token is not None}
+    )
+    added = sorted((int(id), token) for id, token in config.get("added_tokens_decoder", {}).items())
+    known = hf.get_vocab()
+    hf.add_tokens([token["content"] for _, token in added if token["content"] not in known], special_tokens=True)
+    hf.chat_template = config.get("chat_template")
+    habit = str(config.get("tokenizer_class", "")).startswith(CLASSES_WITH_BOS)
+    _set_habit(hf, bool(config.get("add_bos_token", habit)) and hf.bos_token is not None)
+    return hf
+
+
+def _set_habit(hf: Any, add_bos: bool) -> None:
+    """Tell `transformers` too, so that the saved tokenizer does the same."""
+    if isinstance(hf, PreTrainedTokenizerFast):
+        hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
+
+
+def _override(hf: PreTrainedTokenizerBase, name: str, token: str | None, path: str) -> None:
+    if token is None:
+        return
+    vocab = hf.get_vocab()
+    if token not in vocab:
+        near = nearest(token, [known for known in vocab if known.startswith(token[:1])])
+        hint = f"near it: {', '.join(near)}" if near else "name a token that it has"
+        raise ConfigError(
+            f"tokenizer.{name}={token!r} is not in the vocabulary of {path} ({len(vocab)} tokens); {hint}"
+        )
+    hf.add_special_tokens({name: token})
+
+
+def _template(given: str) -> str:
+    """The template's text: `given` is that, or a file that holds it. Raises `ConfigError` where it is neither."""
+    path = Path(given).expanduser()
+    if "{" not in given:
+        if not path.is_file():
+            raise ConfigError(
+                f"tokenizer.chat_template={given!r}: neither a file nor a jinja template; give one of them"
+            )
+        given = path.read_text()
+    problem = chat.template_problem(given)
+    if problem:
+        raise ConfigError(f"tokenizer.chat_template does not compile, {problem}; mend the template")
+    return given
+
+
+def _begins_with_bos(hf: PreTrainedTokenizerBase) -> bool:
+    return hf.bos_token_id is not None and list(hf("a", verbose=False)["input_ids"])[:1] == [hf.bos_token_id]
+
+
+def _need_bos(hf: PreTrainedTokenizerBase, path: str) -> None:
+    if hf.bos_token_id is None:
+        raise ConfigError(f"tokenizer.add_bos_token=true, but {path} has no BOS token; set tokenizer.bos_token")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep `transformers` from narrating while it tries one file format after another; errors are raised, not logged."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
