@@ -1,0 +1,234 @@
+"""PPO: the clipped policy loss, which GRPO shares, and the clipped value loss (Schulman et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import array_api_compat
+from jaxtyping import Float
+
+from weft.algorithms.base import (
+    Array,
+    Loss,
+    Max,
+    RowBatch,
+    Sample,
+    Stat,
+    exp_ratio,
+    fixed,
+    masked_mean,
+    masked_sum,
+    trained_rows,
+)
+from weft.algorithms.kl import kl_estimate
+from weft.errors import ConfigError
+from weft.registry import register_loss
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The range [1 - low, 1 + high] of the importance ratio outside which a token stops pulling.
+
+    `high` above `low` is DAPO's clip-higher (Yu et al. 2025, section 3.1); None means `low`. `dual` (c > 1) bounds the loss
+    of a token with a negative advantage by c * |advantage| (Ye et al. 2020, eq. 5); None leaves it unbounded.
+    """
+
+    low: float = 0.2
+    high: float | None = None
+    dual: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.low < 1.0:
+            raise ConfigError(f"eps_clip={self.low} must be at least 0 and below 1")
+        if self.high is not None and self.high < 0.0:
+            raise ConfigError(
+                f"eps_clip_high={self.high} must be at least 0; leave it out to use eps_clip on both sides"
+            )
+        if self.dual is not None and self.dual <= 1.0:
+            raise ConfigError(
+                f"dual_clip={self.dual} must be above 1, or 1 would bind on-policy; leave it out to turn it off"
+            )
+
+    @property
+    def upper(self) -> float:
+        return 1.0 + (self.low if self.high is None else self.high)
+
+
+def clipped_surrogate(
+    log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], clip: Clip
+) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """(loss, 1 where a bound holds the gradient back) of each token, with w = exp(log pi_new - log pi_old):
+
+        -min(w A, clip(w, 1 - low, 1 + high) A)          Schulman et al. 2017, eq. 7
+        and, where A < 0, at most -c A                    dual clip
+
+    `log_ratio` is cut before `exp` (rule 5.4). The sign follows the field: a loss, to be minimised.
+    """
+    xp = array_api_compat.array_namespace(log_ratio, advantages)
+    ratio = exp_ratio(log_ratio)
+    plain, bounded = -ratio * advantages, -xp.clip(ratio, 1.0 - clip.low, clip.upper) * advantages
+    loss = xp.maximum(plain, bounded)
+    held = bounded > plain
+    if clip.dual is not None:
+        bound = -clip.dual * advantages
+        binds = (advantages < 0) & (loss > bound)
+        loss, held = xp.where(binds, bound, loss), held | binds
+    return loss, xp.astype(held, log_ratio.dtype)
+
+
+def policy_stats(out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array, "N"]) -> dict[str, Stat]:
+    """What every policy node logs, means over trained tokens unless said otherwise.
+
+    `entropy` nats; `clip_ratio` share of tokens held back by a bound; `approx_kl` k3 of the policy that sampled against the
+    one trained; `importance_ratio` and its largest, `importance_ratio_max`; `sampler_logprob_diff` |log-prob as sampled -
+    log-prob now| and its largest (before the first update of a batch: the gap between sampler and trainer); `kl` k3 to the
+    reference where the batch holds `ref_logprobs`.
+    """
+    now, sampled, mask = fixed(out["logprobs"]), batch["logprobs"], batch.mask
+    xp = array_api_compat.array_namespace(now)
+    gap = xp.where(mask != 0, now - sampled, xp.zeros_like(now))
+    ratio = exp_ratio(gap)
+    stats: dict[str, Stat] = {
+        "entropy": masked_mean(out["entropy"], mask),
+        "clip_ratio": masked_mean(clipped, mask),
+        "approx_kl": masked_mean(ratio - 1 - gap, mask),
+        "importance_ratio": masked_mean(ratio, mask),
+        "importance_ratio_max": Max(xp.max(xp.where(mask != 0, ratio, xp.zeros_like(ratio)))),
+        "sampler_logprob_diff": masked_mean(xp.abs(gap), mask),
+        "sampler_logprob_diff_max": Max(xp.max(xp.abs(gap))),
+    }
+    if "ref_logprobs" in batch:
+        stats["kl"] = masked_mean(kl_estimate(now, batch["ref_logprobs"], "k3"), mask)
+    return stats
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """Bounds beyond which a minibatch has drifted too far for its loss to mean anything; None is no bound."""
+
+    imp_ratio: float | None = None
+    kl: float | None = None
+
+    def __call__(self, stats: Mapping[str, float]) -> str | None:
+        """Why not to step, from the reduced statistics of `policy_stats`, or None."""
+        ratio, kl = stats.get("importance_ratio"), stats.get("approx_kl")
+        if self.imp_ratio is not None and ratio is not None and ratio > self.imp_ratio:
+            return f"mean importance ratio {ratio:.3g} is above early_stop_imp_ratio={self.imp_ratio}"
+        if self.kl is not None and kl is not None and kl > self.kl:
+            return f"approx_kl {kl:.3g} is above early_stop_kl={self.kl}"
+        return None
+
+
+@register_loss("ppo_actor")
+@dataclass(frozen=True)
+class PPOActorLoss(Loss):
+    """Mean over the minibatch's trained tokens of `clipped_surrogate` - entropy_coef * entropy.
+
+    Keys: `advantages` (whitened by the host function) and `logprobs` (as sampled: the policy of the ratio's denominator).
+    Token mean, as the PPO of InstructGPT's descendants (ReaLHF, OpenRLHF, verl); an average over sequences is GRPO's.
+    A minibatch whose mean importance ratio exceeds `early_stop_imp_ratio` takes no step (ReaLHF multiplies its loss by 0,
+    which still lets momentum and weight decay move the parameters).
+    """
+
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None
+    dual_clip: float | None = None
+    entropy_coef: float = 0.0
+    early_stop_imp_ratio: float | None = 5.0
+    early_stop_kl: float | None = None
+
+    outputs = frozenset({"logprobs", "entropy"})
+    unit = "sequence"
+
+    def __post_init__(self) -> None:
+        _ = self.clip  # checks the bounds
+
+    @property
+    def clip(self) -> Clip:
+        return Clip(self.eps_clip, self.eps_clip_high, self.dual_clip)
+
+    def denominators(self, minibatch: Sample) -> Mapping[str, float]:
+        """`tokens`: trained tokens."""
+        return {"tokens": float(trained_rows(minibatch).sum())}
+
+    def __call__(
+        self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
+    ) -> tuple[Array, Mapping[str, Stat]]:
+        log_ratio = out["logprobs"] - batch["logprobs"]
+        each, clipped = clipped_surrogate(log_ratio, batch["advantages"], self.clip)
+        stats = policy_stats(out, batch, fixed(clipped))
+        stats["policy_loss"] = masked_mean(each, batch.mask)
+        if self.entropy_coef:
+            each = each - self.entropy_coef * out["entropy"]
+        return masked_sum(each, batch.mask) / max(total["tokens"], 1.0), stats
+
+    def veto(self, stats: Mapping[str, float]) -> str | None:
+        return EarlyStop(self.early_stop_imp_ratio, self.early_stop_kl)(stats)
+
+
+def clipped_value_loss(
+    values: Float[Array, "N"], old: Float[Array, "N"], returns: Float[Array, "N"], eps: float | None
+) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """(loss, 1 where the bound holds the gradient back): max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2.
+
+    The value clipping of OpenAI baselines; without it (eps None) plain squared error. The half is that of baselines, trlX,
+    ReaLHF, verl and OpenRLHF. V, V_old, R are in one unit: the running-normalised one where values are normalised.
+    """
+    xp = array_api_compat.array_namespace(values, old, returns)
+    plain = xp.square(values - returns) / 2
+    if eps is None:
+        return plain, xp.zeros_like(plain)
+    bounded = xp.square(old + xp.clip(values - old, -eps, eps) - returns) / 2
+    return xp.maximum(plain, bounded), xp.astype(bounded > plain, values.dtype)
+
+
+@register_loss("ppo_critic")
+@dataclass(frozen=True)
+class PPOCriticLoss(Loss):
+    """Mean over the minibatch's trained tokens of `clipped_value_loss`.
+
+    Keys: `values` (as predicted when the batch was made) and `returns`. Metrics: `value_loss`, `value_clip_ratio`, `value`,
+    `return` (means over tokens) and `explained_variance` = 1 - Var(R - V) / Var(R) over the minibatch's tokens.
+    """
+
+    value_eps_clip: float | None = 0.2
+
+    outputs = frozenset({"values"})
+    unit = "sequence"
+
+    def __post_init__(self) -> None:
+        if self.value_eps_clip is not None and self.value_eps_clip <= 0.0:
+            raise ConfigError(f"value_eps_clip={self.value_eps_clip} must be above 0; null turns value clipping off")
+
+    def denominators(self, minibatch: Sample) -> Mapping[str, float]:
+        """`tokens`: trained tokens."""
+        return {"tokens": float(trained_rows(minibatch).sum())}
+
+    def __call__(
+        self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
+    ) -> tuple[Array, Mapping[str, Stat]]:
+        returns, mask = batch["returns"], batch.mask
+        each, clipped = clipped_value_loss(out["values"], batch["values"], returns, self.value_eps_clip)
+        xp = array_api_compat.array_namespace(returns)
+        now = fixed(out["values"])
+        stats = {
+            "value_loss": masked_mean(each, mask),
+            "value_clip_ratio": masked_mean(clipped, mask),
+            "value": masked_mean(now, mask),
+            "return": masked_mean(returns, mask),
+            "return_square": masked_mean(xp.square(returns), mask),
+            "error_square": masked_mean(xp.square(returns - now), mask),
+        }
+        return masked_sum(each, mask) / max(total["tokens"], 1.0), stats
+
+    def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """`explained_variance` in place of the moments it is made of; absent where all returns are alike."""
+        made = dict(stats)
+        square, error = made.pop("return_square", None), made.pop("error_square", None)
+        if square is not None and error is not None:
+            variance = square - made["return"] ** 2
+            bias = made["return"] - made["value"]
+            if variance > 1e-12:
+                made["explained_variance"] = 1.0 - (error - bias**2) / variance
+        return made

@@ -1,0 +1,105 @@
+"""Reward models: a score a completion, trained on which of two is better (Bradley-Terry)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Float, Int
+
+from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, Sum, fixed, host_array, log_sigmoid
+from weft.errors import ConfigError
+from weft.registry import register_loss
+
+
+def pair_loss(better: Float[Array, "P"], worse: Float[Array, "P"], margin: Float[Array, "P"]) -> Float[Array, "P"]:
+    """-log sigmoid(better - worse - margin) of each pair of scores.
+
+    Bradley-Terry (Ouyang et al. 2022, eq. 1); the margin as in Llama 2 (Touvron et al. 2023, eq. 2).
+    """
+    return -log_sigmoid(better - worse - margin)
+
+
+def pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]:
+    """1 / (pairs of the same group), in `dtype`: every group weighs the same, however many pairs its ranking gives.
+
+    InstructGPT's 1 / C(K, 2) and Open-Assistant's mean over groups of means; TRL knows pairs only, where it is 1.
+    """
+    xp = array_api_compat.array_namespace(group)
+    counts = xp.take(xp.unique_counts(group).counts, xp.unique_inverse(group).inverse_indices)
+    return 1.0 / xp.astype(counts, dtype)
+
+
+def num_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
+    """int64 [num_ids]: pairs (better, worse) of each id, as `RowBatch.pairs` lists them, from `rank` and `comparison`."""
+    rank = host_array(minibatch.data["rank"])
+    comparison = host_array(minibatch.data["comparison"]) if "comparison" in minibatch.data else np.zeros_like(rank)
+    group = minibatch.group_of("rank")
+    # Pairs of a comparison = C(n, 2) less those of equal rank.
+    pairs = np.zeros(minibatch.num_ids, dtype=np.int64)
+    for columns, sign in (((group, comparison), 1), ((group, comparison, rank), -1)):
+        rows, counts = np.unique(np.stack(columns, axis=-1), axis=0, return_counts=True)
+        np.add.at(pairs, rows[:, 0], sign * (counts * (counts - 1) // 2))
+    return pairs
+
+
+@register_loss("rw")
+@dataclass(frozen=True)
+class RewardLoss(Loss):
+    """Mean over groups of the mean over a group's pairs (all C(k, 2) of a ranking) of
+
+        -log sigmoid(s_better - s_worse - margin) + score_l2 (s_better^2 + s_worse^2) / 2 + center (s_better + s_worse)^2
+
+    `score_l2` is Open-Assistant's `score_l2_reg` (0.001 there), `center` is TRL's `center_rewards_coefficient` (Eisenstein et
+    al. 2023; 0.01 recommended): the first keeps scores small, the second keeps a pair's mean at 0. `margin` is read where the
+    batch holds it. Metrics: `accuracy` (share of pairs in the right order; a tie is wrong) and `margin` (mean difference) over
+    pairs; `kendalltau` = (right - wrong) / pairs within a group, over groups: Kendall's tau-a over the pairs that the ranking
+    orders (equal to tau-b where nothing is tied).
+    """
+
+    score_l2: float = 0.0
+    center: float = 0.0
+
+    outputs = frozenset({"scores"})
+    unit = "group"
+
+    def __post_init__(self) -> None:
+        for name in ("score_l2", "center"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"rw.{name}={getattr(self, name)} must be at least 0")
+
+    def denominators(self, minibatch: Sample) -> Mapping[str, float]:
+        """`groups`: ids with at least one pair."""
+        return {"groups": float(np.count_nonzero(num_pairs(minibatch)))}
+
+    def __call__(
+        self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
+    ) -> tuple[Array, Mapping[str, Stat]]:
+        scores = out["scores"]
+        xp = array_api_compat.array_namespace(scores)
+        better, worse = batch.pairs()
+        high, low = xp.take(scores, better), xp.take(scores, worse)
+        margin = xp.take(batch["margin"], better) if "margin" in batch else xp.zeros_like(high)
+        each = pair_loss(high, low, margin)
+        if self.score_l2:
+            each = each + self.score_l2 * (xp.square(high) + xp.square(low)) / 2
+        if self.center:
+            each = each + self.center * xp.square(high + low)
+        shares = pair_shares(xp.take(batch.group, better), scores.dtype)
+        return xp.sum(each * shares) / max(total["groups"], 1.0), _stats(fixed(scores), fixed(high - low), shares)
+
+
+def _stats(scores: Float[Array, "S"], gap: Float[Array, "P"], shares: Float[Array, "P"]) -> Mapping[str, Stat]:
+    xp = array_api_compat.array_namespace(scores)
+    right = xp.astype(gap > 0, scores.dtype)
+    wrong = xp.astype(gap < 0, scores.dtype)
+    return {
+        "accuracy": Sum(xp.sum(right), float(gap.shape[0])),
+        "margin": Sum(xp.sum(gap), float(gap.shape[0])),
+        "kendalltau": Sum(xp.sum((right - wrong) * shares), xp.sum(shares)),
+        "score": Sum(xp.sum(scores), float(scores.shape[0])),
+    }

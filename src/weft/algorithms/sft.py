@@ -1,0 +1,75 @@
+"""Supervised fine-tuning: cross-entropy of the answer's tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import array_api_compat
+import numpy as np
+from jaxtyping import Float
+
+from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, masked_mean, masked_sum, trained_rows
+from weft.errors import unknown_name
+from weft.registry import register_loss
+
+Average = Literal["token", "sequence"]
+
+
+def negative_log_likelihood(logprobs: Float[Array, "N"], weights: Float[Array, "N"]) -> Float[Array, ""]:
+    """-sum over rows of weight * log p(label), nats."""
+    return -masked_sum(logprobs, weights)
+
+
+@register_loss("sft")
+@dataclass(frozen=True)
+class SFTLoss(Loss):
+    """Mean over the minibatch of -log p(token | what precedes it) of trained tokens, nats.
+
+    `average`: "token", every trained token of the minibatch weighs the same (the definition of cross-entropy; TRL since 2025);
+    "sequence", every answer weighs the same, however long. Averaging each micro-batch first and then the averages, as older
+    trainers do, is neither and depends on the micro-batch size.
+    """
+
+    average: Average = "token"
+
+    outputs = frozenset({"logprobs", "top1"})
+    unit = "sequence"
+
+    def __post_init__(self) -> None:
+        if self.average not in get_args(Average):
+            raise unknown_name("average", self.average, get_args(Average))
+
+    def denominators(self, minibatch: Sample) -> Mapping[str, float]:
+        """`tokens`: trained tokens; `sequences`: completions with at least one of them."""
+        rows = trained_rows(minibatch)
+        return {"tokens": float(rows.sum()), "sequences": float(np.count_nonzero(rows))}
+
+    def __call__(
+        self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
+    ) -> tuple[Array, Mapping[str, Stat]]:
+        logprobs, mask = out["logprobs"], batch.mask
+        weights = row_weights(batch, total, self.average)
+        stats: dict[str, Stat] = {"nll": masked_mean(-logprobs, mask), "accuracy": masked_mean(out["top1"], mask)}
+        return negative_log_likelihood(logprobs, weights), stats
+
+    def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """Adds `perplexity` = exp(mean nll over tokens); above e^20 it is given as e^20."""
+        made = dict(stats)
+        if "nll" in made:
+            made["perplexity"] = math.exp(min(made["nll"], 20.0))
+        return made
+
+
+def row_weights(batch: RowBatch, total: Mapping[str, float], average: Average) -> Float[Array, "N"]:
+    """What each row counts, [N], so that the sum of weight * value over all micro-batches is the minibatch's mean.
+
+    "token": mask / trained tokens. "sequence": mask / (trained rows of the sequence * sequences with any).
+    """
+    if average == "token":
+        return batch.mask / max(total["tokens"], 1.0)
+    xp = array_api_compat.array_namespace(batch.mask)
+    per_sequence = 1.0 / xp.clip(batch.lengths, 1.0, None)
+    return batch.mask * batch.spread(per_sequence) / max(total["sequences"], 1.0)
