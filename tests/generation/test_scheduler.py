@@ -12,37 +12,47 @@ from weft.errors import RunError
 
 
 class Machine:
-    """Runs plans over a pretended cache: `held[slot]` lists the tokens whose keys and values lie there."""
+    """Runs plans over a pretended cache: `held[key]` lists the tokens whose keys and values are stored."""
 
     def __init__(self, budget: Budget) -> None:
         self.slots = Slots(budget.max_sequences, budget.max_tokens)
         self.scheduler = Scheduler(budget, self.slots)
-        self.held: dict[int, tuple[int, ...]] = {}
+        self.held: dict[tuple[str, int], tuple[int, ...]] = {}
         self.prefilled = 0
         self.done: list[tuple[str, int]] = []
 
     def step(self) -> Plan:
         plan = self.scheduler.plan()
-        for source, target in self.slots.moves():
-            self.held[target] = self.held[source]
-        assert len(self.slots) * self.slots.capacity <= self.scheduler.budget.max_tokens
-        decoding = {self.slots.slot(sequence.key) for sequence in plan.decodes}
-        assert decoding == set(range(len(plan.decodes))), "what decodes is one view of the first slots"
+        for sequence in plan.preempted:
+            del self.held[sequence.key]
         for sequence in plan.decodes:
-            slot = self.slots.slot(sequence.key)
-            assert self.held[slot] == sequence.known()[:-1], "a slot holds all but the last token of its sequence"
-            self.held[slot] = sequence.known()
+            assert self.held[sequence.key] == sequence.known()[:-1], "stored is all but the last token"
+            self.held[sequence.key] = sequence.known()
         for prefill in plan.prefills:
             self.prefilled += len(prefill.tokens)
             for sequence in prefill.sequences:
-                assert sequence.known() == prefill.tokens
-                self.held[self.slots.slot(sequence.key)] = prefill.tokens
+                assert sequence.known() == prefill.tokens and sequence.key not in self.held
+                self.held[sequence.key] = prefill.tokens
+        assert len(self.held) == len(self.slots) == len(self.scheduler.running)
+        assert len(self.slots) * self.slots.capacity <= self.scheduler.budget.max_tokens
+        assert max(map(len, self.held.values())) <= self.slots.capacity
         for sequence in [*plan.decodes, *(s for prefill in plan.prefills for s in prefill.sequences)]:
             sequence.tokens.append(1000 * sequence.k + len(sequence.tokens))
             if len(sequence.tokens) == sequence.limit:
                 self.scheduler.finish(sequence)
+                del self.held[sequence.key]
                 self.done.append(sequence.key)
         return plan
+
+    def restart(self) -> None:
+        self.scheduler.restart()
+        self.held.clear()
+
+    def abort(self, *ids: str) -> list[tuple[str, int]]:
+        gone = [sequence.key for sequence in self.scheduler.abort(ids)]
+        for key in gone:
+            self.held.pop(key, None)
+        return gone
 
 
 def sequence(id: str, k: int = 0, prompt: int = 3, limit: int = 4) -> Sequence:
@@ -70,7 +80,7 @@ def test_everything_submitted_finishes_within_the_budget(
         if machine.scheduler.idle:
             break
         if step == restart_at:
-            machine.scheduler.restart()
+            machine.restart()
         plan = machine.step()
         assert plan.prefills or plan.decodes, "a step that does nothing would go on for ever"
         assert len(machine.scheduler.running) <= max_sequences
@@ -119,10 +129,10 @@ def test_abort_takes_running_and_waiting_sequences_of_an_id() -> None:
         machine.scheduler.submit(sequence("a", k))
         machine.scheduler.submit(sequence("b", k))
     machine.step()
-    assert [s.key for s in machine.scheduler.abort(["a"])] == [("a", 0), ("a", 1)]
+    assert machine.abort("a") == [("a", 0), ("a", 1)]
     machine.step()
     assert sorted(s.key for s in machine.scheduler.running) == [("b", 0), ("b", 1)]
-    assert machine.scheduler.abort(["a", "unknown"]) == []
+    assert machine.abort("a", "unknown") == []
 
 
 def test_a_completion_is_submitted_once() -> None:
@@ -145,9 +155,8 @@ def test_slots_double_together_and_shrink_when_empty() -> None:
     assert slots.admit("a", 10) and slots.admit("b", 65)
     assert slots.capacity == 128
     assert slots.extend("a", 129) and slots.capacity == 256
-    assert not slots.extend("a", 600), "two slots of 1024 tokens are too many"
-    assert slots.capacity == 256
-    slots.release("a")
-    assert slots.moves() == [(1, 0)] and slots.slot("b") == 0
-    slots.release("b")
-    assert (len(slots), slots.capacity, slots.moves()) == (0, 0, [])
+    assert not slots.extend("a", 600), "two slots of 600 tokens are too many"
+    assert slots.admit("c", 256) and not slots.admit("d", 1)
+    for key in "abc":
+        slots.release(key)
+    assert (len(slots), slots.capacity) == (0, 0)

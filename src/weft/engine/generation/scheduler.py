@@ -61,10 +61,12 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: a forward pass over `prefills` and one over the last tokens of `decodes`; each sequence gets one token."""
+    """One step: `preempted` give their memory back, then a forward pass over the last tokens of `decodes` and one over
+    `prefills`; each sequence of these gets one token."""
 
-    prefills: list[Prefill]
+    preempted: list[Sequence]
     decodes: list[Sequence]
+    prefills: list[Prefill]
 
 
 class Scheduler:
@@ -95,9 +97,9 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """What the next step runs; whatever is planned counts as running from now on."""
-        self._make_room()
+        preempted = self._make_room()
         decodes = list(self.running)
-        return Plan(self._admit(), decodes)
+        return Plan(preempted, decodes, self._admit())
 
     def finish(self, sequence: Sequence) -> None:
         """A running sequence is done."""
@@ -119,13 +121,13 @@ class Scheduler:
 
     def restart(self) -> None:
         """Send everything that runs back to the head of the queue: its keys and values are to be computed again."""
-        for sequence in reversed(self.running):
+        for sequence in self.running:
             self.blocks.release(sequence.key)
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
 
-    def _make_room(self) -> None:
-        held = 0
+    def _make_room(self) -> list[Sequence]:
+        held, preempted = 0, []
         while held < len(self.running):
             # A sequence's last token has no keys and values yet; this step computes them.
             sequence = self.running[held]
@@ -135,6 +137,8 @@ class Scheduler:
             youngest = self.running.pop()
             self.blocks.release(youngest.key)
             self.waiting.appendleft(youngest)
+            preempted.append(youngest)
+        return preempted
 
     def _admit(self) -> list[Prefill]:
         prefills: dict[tuple[int, ...], Prefill] = {}
