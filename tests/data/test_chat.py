@@ -1,0 +1,226 @@
+"""The mask covers what the assistant wrote and its end token, whatever the template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import templates
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weft.data.chat import normalise, normalise_tools
+from weft.data.spec import TokenizerSpec
+from weft.data.tokenizer import Tokenizer
+from weft.errors import DataError, UserError
+
+Make = Callable[..., Tokenizer]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello there!"},
+    {"role": "user", "content": "日本 <b>?"},
+    {"role": "assistant", "content": "🤗 ok <b>\n\nbye"},
+]
+
+
+def trained(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[bool]) -> list[str]:
+    """The text of each run of trained tokens."""
+    runs: list[list[int]] = []
+    for index, (id, on) in enumerate(zip(ids, mask, strict=True)):
+        if on and index and mask[index - 1]:
+            runs[-1].append(id)
+        elif on:
+            runs.append([id])
+    return [tokenizer.decode(run) for run in runs]
+
+
+def check(tokenizer: Tokenizer, messages: Any, wanted: list[str], tools: Any = None) -> None:
+    ids, mask = tokenizer.encode_chat_with_mask(messages, tools)
+    assert trained(tokenizer, ids, mask) == wanted
+    assert ids == tokenizer.encode_chat(messages, tools)
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("CHATML", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]),
+        ("MARKED", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]),
+        ("HEADERS", ["Hello there!<|eot_id|>", "🤗 ok <b>\n\nbye<|eot_id|>"]),
+        ("INST", [" Hello there! </s>", " 🤗 ok <b>\n\nbye </s>"]),
+        ("WORDS", ["Hello there!</s>", "🤗 ok <b>\n\nbye</s>"]),
+        ("THINKING", ["Hello there!<|im_end|>", "<think>\n\n</think>\n\n🤗 ok <b>\n\nbye<|im_end|>"]),
+        ("OPENS", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]),
+        ("LATE_TOOLS", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]),
+    ],
+)
+def test_the_mask_is_what_the_assistant_wrote(with_template: Make, template: str, wanted: list[str]) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}] if template == "LATE_TOOLS" else None
+    check(with_template(getattr(templates, template)), TALK, wanted, tools)
+
+
+def test_a_reply_that_begins_like_the_generation_prompt(with_template: Make) -> None:
+    talk = [TALK[1], {"role": "assistant", "content": "<b>yes</b>"}]
+    check(with_template(templates.OPENS), talk, ["<b>yes</b><|im_end|>"])
+
+
+def test_reasoning_is_the_assistants(with_template: Make) -> None:
+    talk = [TALK[1], {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]
+    check(with_template(templates.THINKING), talk, ["<think>\n2+2\n</think>\n\n4<|im_end|>"])
+
+
+def test_a_template_without_end_tokens_gets_eos_after_the_last_reply(with_template: Make) -> None:
+    tokenizer = with_template(templates.PLAIN)
+    ids, mask = tokenizer.encode_chat_with_mask(TALK[1:])
+    assert trained(tokenizer, ids, mask) == [" Hello there!", " 🤗 ok <b>\n\nbye</s>"]
+    assert ids[-1] == tokenizer.eos_id
+    assert tokenizer.turn_end is None and tokenizer.stop_ids() == [tokenizer.eos_id]
+    ids, mask = tokenizer.encode_chat_with_mask(TALK[1:4])
+    assert ids[-1] != tokenizer.eos_id  # the user has the last word
+
+
+def test_end_tokens_stop_generation(with_template: Make) -> None:
+    tokenizer = with_template(templates.CHATML)
+    assert [tokenizer.decode([id]) for id in tokenizer.stop_ids()] == ["</s>", "<|im_end|>"]
+    assert tokenizer.turn_end == "<|im_end|>"
+
+
+def test_a_turn_can_be_left_out(with_template: Make) -> None:
+    talk = [TALK[1], {**TALK[2], "train": False}, TALK[3], {**TALK[4], "loss_weight": 1.0}]
+    check(with_template(templates.CHATML), talk, ["🤗 ok <b>\n\nbye<|im_end|>"])
+
+
+texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r"), min_size=1, max_size=20).filter(
+    lambda text: text.strip() == text and "<" not in text
+)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    st.lists(st.tuples(texts, texts), min_size=1, max_size=3),
+    st.sampled_from(["CHATML", "MARKED", "HEADERS", "THINKING"]),
+)
+def test_any_text_comes_back(with_template: Make, turns: list[tuple[str, str]], template: str) -> None:
+    tokenizer = with_template(getattr(templates, template))
+    talk = [m for ask, say in turns for m in ({"role": "user", "content": ask}, {"role": "assistant", "content": say})]
+    end = tokenizer.turn_end
+    wanted = [f"{say}{end}" for _, say in turns]
+    if template == "THINKING":
+        wanted[-1] = f"<think>\n\n</think>\n\n{wanted[-1]}"
+    check(tokenizer, talk, wanted)
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text()
+    return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("file", "exact", "calls"),
+    [
+        ("fastchat/dummy_conversation.json", 500, 0),
+        ("llamafactory_sft/v1_sft_demo.jsonl", 500, 0),
+        ("llamafactory_sft/glaive_toolcall_en_demo.json", 147, 153),
+        ("llamafactory_sft/reason_tool_use_demo_50.jsonl", 19, 31),
+    ],
+)
+def test_real_conversations_with_qwens_template(
+    data_dir: Path, qwen: Tokenizer, file: str, exact: int, calls: int
+) -> None:
+    plain = with_calls = 0
+    for row in load(data_dir / file):
+        talk = row.get("messages") or row["conversations"]
+        ids, mask = qwen.encode_chat_with_mask(talk, row.get("tools"))
+        found = trained(qwen, ids, mask)
+        turns = [m for m in normalise(talk) if m["role"] == "assistant"]
+        assert len(found) == len(turns)
+        for text, turn in zip(found, turns, strict=True):
+            assert text.endswith("<|im_end|>")
+            names = [f"<tool_call>\n<function={call['function']['name']}>" for call in turn.get("tool_calls", ())]
+            assert all(name in text for name in names)
+            assert names or text == turn["content"] + "<|im_end|>"
+        if any("tool_calls" in turn for turn in turns):
+            with_calls += 1
+        else:
+            plain += 1
+    assert (plain, with_calls) == (exact, calls)
+
+
+def test_real_conversations_with_llama2(data_dir: Path, llama2: Tokenizer) -> None:
+    llama2 = Tokenizer.load(
+        TokenizerSpec(path=str(data_dir / "tokenizers/llama2/tokenizer.model"), chat_template=templates.INST)
+    )
+    for row in load(data_dir / "fastchat/dummy_conversation.json"):
+        ids, mask = llama2.encode_chat_with_mask(row["conversations"])
+        wanted = [f"{m['value'].strip()} </s>" for m in row["conversations"] if m["from"] == "gpt"]
+        assert [text.strip() for text in trained(llama2, ids, mask)] == wanted
+        assert ids.count(1) == sum(m["from"] == "human" for m in row["conversations"])
+
+
+def test_the_arithmetic_fixtures_template(data_dir: Path, with_template: Make) -> None:
+    config = json.loads((data_dir / "weights/verl_arithmetic_llama_random/tokenizer_config.json").read_text())
+    tokenizer = with_template(config["chat_template"])
+    ids, mask = tokenizer.encode_chat_with_mask(
+        [{"role": "user", "content": "0,1:"}, {"role": "assistant", "content": "2"}]
+    )
+    assert trained(tokenizer, ids, mask) == ["2</s>"]
+    with pytest.raises(DataError, match="refuses these messages: System role not supported"):
+        tokenizer.encode_chat(TALK)
+
+
+# -- messages in one shape
+
+
+def test_shapes_of_messages() -> None:
+    assert normalise([{"from": "prompter", "value": "a"}, {"from": "bot", "value": "b"}]) == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    parts = [{"role": "assistant", "content": [{"type": "reasoning", "value": "r"}, {"type": "text", "text": "t"}]}]
+    assert normalise(parts) == [{"role": "assistant", "content": "t", "reasoning_content": "r"}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    sharegpt = [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]
+    openai = [
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]}
+    ]
+    for shape in (sharegpt, openai):
+        assert normalise(shape) == [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    for talk in (TALK, parts, sharegpt, openai):
+        assert normalise(normalise(talk)) == normalise(talk)
+
+
+@pytest.mark.parametrize(
+    ("messages", "wrong"),
+    [
+        ("hello", "must be a list"),
+        ([], "is empty"),
+        ([1], "message 1 must be a mapping"),
+        ([{"content": "x"}], "message 1 has no role"),
+        ([{"role": "usr", "content": "x"}], "unknown role 'usr'; did you mean user"),
+        ([{"role": "user"}], "message 1 has no content"),
+        ([{"role": "user", "content": 3}], "content must be text, not int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "type 'image_url' is no text"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "needs a name"),
+        ([{"from": "function_call", "value": "{"}], "function_call is not JSON"),
+    ],
+)
+def test_bad_messages_are_named(messages: Any, wrong: str) -> None:
+    with pytest.raises(DataError, match=wrong):
+        normalise(messages)
+
+
+def test_tools_come_as_text_or_lists() -> None:
+    assert normalise_tools('[{"name": "f"}]') == [{"name": "f"}]
+    assert normalise_tools("") is None and normalise_tools([]) is None
+    with pytest.raises(DataError, match="tools is not JSON"):
+        normalise_tools("{")
+    with pytest.raises(DataError, match="list of JSON schemas"):
+        normalise_tools([1])
+
+
+def test_a_tokenizer_without_a_template_says_so(with_template: Make) -> None:
+    with pytest.raises(UserError, match=r"no chat template.*set tokenizer\.chat_template"):
+        with_template(None).encode_chat(TALK)
