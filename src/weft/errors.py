@@ -9,11 +9,15 @@ MAX_REPORTS = 20
 
 
 class WeftError(Exception):
-    """Root of everything weft raises on purpose."""
+    """Root of everything weft raises on purpose. `exit_code` is what a command that meets it returns."""
+
+    exit_code = 1
 
 
 class UserError(WeftError, ValueError):
     """Input that cannot be used. The message names the field, the value, the rule and the fix."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -44,6 +48,14 @@ class GraphError(UserError):
 
 class RunError(WeftError, RuntimeError):
     """A run that cannot go on: a non-finite loss, a full disk, an expired deadline. Exit code 1."""
+
+
+class Interrupted(RunError):
+    """A run that was asked to stop and did, between two steps; the message says how to go on. 130 Ctrl-C, 143 SIGTERM."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

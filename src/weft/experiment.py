@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
-from weft.errors import unknown_name
+from weft.errors import ConfigError, GraphError, unknown_name
 from weft.graph.graph import DataflowGraph
-from weft.graph.mfc import MFCDef, Node
+from weft.graph.mfc import MFCDef, Node, Offload
 from weft.topology import Layout
 
 
@@ -91,6 +92,99 @@ class Experiment:
 
     def trained_nodes(self) -> list[MFCDef]:
         return [n for n in self.graph.nodes if isinstance(n, MFCDef) and n.trains]
+
+    def resolved(self) -> dict[str, Any]:
+        """What config.yaml holds, by which a restart knows its run: the options, or the experiment itself without them."""
+        return dict(self.config) or _described(self)
+
+    def check(self) -> None:
+        """What can be refused without torch. Raises `UserError` with the field, its value, the rule and the fix."""
+        _check_control(self.control)
+        _check_roles(self)
+        layouts = {f"{name}.layout": spec.resolve_layout() for name, spec in self.roles.items()}
+        for place, layout in {**layouts, **{f"placement of {n!r}": each for n, each in self.placement.items()}}.items():
+            if layout.num_devices > 1:
+                raise ConfigError(
+                    f"{place}={layout}: needs {layout.num_devices} devices, and this version runs one device in this "
+                    "process; leave it out or write d1"
+                )
+
+
+NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
+
+
+def _check_control(control: Control) -> None:
+    for option in ("experiment_name", "trial_name"):
+        value = getattr(control, option)
+        if not NAME.fullmatch(value):
+            raise ConfigError(f"{option}={value!r}: must hold letters, digits, . and - only, and not begin with a dot")
+    if control.recover_mode not in ("auto", "resume", "disabled"):
+        raise ConfigError(f"recover_mode={control.recover_mode!r}: must be one of auto, resume, disabled")
+    for spec in fields(control):
+        value = getattr(control, spec.name)
+        if (
+            ("_freq_" in spec.name or spec.name in ("max_steps", "total_train_epochs"))
+            and value is not None
+            and value <= 0
+        ):
+            raise ConfigError(f"{spec.name}={value!r}: must be above 0; leave it out for none")
+
+
+def _check_roles(experiment: Experiment) -> None:
+    roles, graph = experiment.roles, experiment.graph
+    evaluated = experiment.evaluation.graph.model_calls() if experiment.evaluation else ()
+    named = {f"node {n.name!r}": n.role for n in (*graph.model_calls(), *evaluated)}
+    named |= {
+        f"sync {s.source} -> {s.target}": role
+        for s in graph.syncs
+        for role in (s.source, s.target)
+        if role not in roles
+    }
+    named |= {f"init_from {a} <- {b}": r for a, b in experiment.init_from.items() for r in (a, b) if r not in roles}
+    named |= {f"saved role {role!r}": role for role in experiment.saved_roles}
+    for place, role in {**named, "data_role": experiment.data_role}.items():
+        if role not in roles:
+            raise GraphError(f"{place}: there is no role {role!r}; roles: {', '.join(roles)}")
+    if experiment.steps_follow not in graph.order:
+        raise GraphError(f"steps_follow={experiment.steps_follow!r} is no node; nodes: {', '.join(graph.order)}")
+    for node in (*graph.model_calls(), *evaluated):
+        if node.trains and not roles[node.role].trained:
+            raise GraphError(f"node {node.name!r} trains {node.role!r}, whose spec has trained=False; set it")
+        if roles[node.role].backend == "null" and (node.method in ("generate", "train_step") or _moves(node)):
+            raise GraphError(
+                f"node {node.name!r} calls {node.method} on {node.role!r}, which has {node.role}.backend=null, a tokenizer "
+                "alone: it cannot be trained, generated with or moved; give the role a network"
+            )
+    moved = {r for s in graph.syncs for r in (s.source, s.target)} | set(experiment.init_from.values())
+    for role in sorted(moved | set(experiment.init_from) | set(experiment.saved_roles)):
+        if roles[role].backend == "null":
+            raise GraphError(
+                f"role {role!r} has {role}.backend=null, a tokenizer alone; there are no parameters to move or save"
+            )
+
+
+def _moves(node: MFCDef) -> bool:
+    return any(isinstance(hook, Offload) for hook in (*node.pre_hooks, *node.post_hooks))
+
+
+def _described(experiment: Experiment) -> dict[str, Any]:
+    """Plain values that say what is computed; graph nodes and specs are dataclasses of plain values."""
+    return {
+        "control": _plain(asdict(experiment.control)),
+        "roles": {name: _plain(asdict(spec)) for name, spec in experiment.roles.items()},
+        "nodes": [_plain(asdict(node)) for node in experiment.graph.nodes],
+        "syncs": [_plain(asdict(sync)) for sync in experiment.graph.syncs],
+        "dataset": {"type": experiment.dataset_type, **_plain(asdict(experiment.dataset))},
+        "init_from": dict(experiment.init_from),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,129 @@
+"""Outputs of a frozen role kept on disk: reference log-probs are computed once an id, however often it is trained.
+
+Two files a node and set of weights: `values.bin`, one record an id, and `index.jsonl`, one line a call, which names the ids
+by the hash of what the node read. A call that a killed process left half-written has no whole line, so it is made again
+with the very same batch, and a restarted run sees the same bits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from weft.data.sample import SequenceSample
+from weft.engine.base import Engine
+from weft.graph.mfc import MFCDef
+from weft.runtime.disk import told
+
+VALUES, INDEX = "values.bin", "index.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where in `values.bin` the outputs of one id lie."""
+
+    offset: int
+    size: int
+
+
+class OutputCache:
+    """The outputs of one node under `folder`; processes that share the folder take turns in writing."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._values, self._index = folder / VALUES, folder / INDEX
+        for path in (self._values, self._index):
+            path.touch()
+        self._records: dict[str, Record] = {}
+        self._read_to = 0
+        self._refresh()
+
+    def call(
+        self, batch: SequenceSample, compute: Callable[[SequenceSample], SequenceSample]
+    ) -> tuple[SequenceSample, int]:
+        """(outputs of every id of `batch`, how many were known). `compute` is called on the ids that are not."""
+        names = dict(zip(batch.ids, content_hashes(batch), strict=True))
+        missing = [id for id, name in names.items() if name not in self._records]
+        parts = [self._load(id, names[id]) for id in batch.ids if id not in set(missing)]
+        if missing:
+            made = compute(batch if len(missing) == batch.num_ids else batch.select(ids=missing))
+            self._append({names[one.ids[0]]: one for one in made.unpack()})
+            parts.append(made)
+        return SequenceSample.gather(parts).select(ids=batch.ids), batch.num_ids - len(missing)
+
+    def _load(self, id: str, name: str) -> SequenceSample:
+        record = self._records[name]
+        with self._values.open("rb") as file:
+            file.seek(record.offset)
+            return replace(SequenceSample.from_bytes(file.read(record.size)), ids=(id,), metadata={})
+
+    def _append(self, outputs: dict[str, SequenceSample]) -> None:
+        with told(f"{self._values.parent} does not take more cached outputs"), self._index.open("a+b") as index:
+            fcntl.flock(index, fcntl.LOCK_EX)
+            index.seek(0, os.SEEK_END)
+            torn = index.tell() and not self._index.read_bytes().endswith(b"\n")
+            line: dict[str, list[int]] = {}
+            with self._values.open("ab") as values:
+                for name, sample in outputs.items():
+                    raw = sample.to_bytes()
+                    line[name] = [values.seek(0, os.SEEK_END), len(raw)]
+                    values.write(raw)
+                values.flush()
+                os.fsync(values.fileno())
+            index.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
+            index.flush()
+            os.fsync(index.fileno())
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Take up the whole lines that are new, also those of other processes."""
+        with self._index.open("rb") as file:
+            file.seek(self._read_to)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._read_to += len(line)
+                self._records.update(_records(line))
+
+
+def _records(line: bytes) -> dict[str, Record]:
+    """The records of one line; none where a process was killed while it wrote it."""
+    try:
+        found = json.loads(line or b"{}")
+    except json.JSONDecodeError:
+        return {}
+    return {name: Record(*place) for name, place in found.items()}
+
+
+def content_hashes(batch: SequenceSample) -> list[str]:
+    """Of each id: a hash of every key it holds (name, lengths, dtype and bytes). Ids do not count, contents do."""
+    return [_content_hash(one) for one in batch.unpack()]
+
+
+def _content_hash(one: SequenceSample) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for key in sorted(one.data):
+        digest.update(f"{key}|{one.lengths[key].tolist()}|{one.data[key].dtype}|".encode())
+        digest.update(_bytes(one.data[key]))
+    return digest.hexdigest()
+
+
+def fingerprint(node: MFCDef, engine: Engine) -> str:
+    """What a node's outputs depend on beside its batch: the weights, the interface and its arguments."""
+    digest = hashlib.blake2b(f"{node.interface}|{node.method}|{sorted(node.args.items())!r}".encode(), digest_size=16)
+    for name, where, values in engine.read(sorted(engine.slices())):
+        digest.update(f"{name}|{where}|{values.dtype}|".encode())
+        digest.update(_bytes(values))
+    return digest.hexdigest()
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""

@@ -1,0 +1,78 @@
+"""What can be refused before the start, once user code and interfaces are imported: calls that nobody implements."""
+
+from __future__ import annotations
+
+import inspect
+
+from weft.errors import ConfigError, GraphError
+from weft.experiment import Experiment
+from weft.graph.mfc import Call, MFCDef, Node
+from weft.interfaces.base import ModelInterface
+from weft.registry import functions, interfaces
+from weft.runtime.group import EVALUATION
+
+METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dict")
+
+
+def calls_of(experiment: Experiment) -> dict[str, MFCDef]:
+    """Every model function call by the name under which a worker group knows it; those of the evaluation are prefixed."""
+    found = {node.name: node for node in experiment.graph.model_calls()}
+    if experiment.evaluation:
+        found |= {EVALUATION + node.name: node for node in experiment.evaluation.graph.model_calls()}
+    return found
+
+
+def implements(interface: str, method: str) -> bool:
+    """Whether the registered class defines `method` itself; what it inherits from the Protocol is no implementation."""
+    cls = interfaces.get(interface)
+    return any(method in vars(base) for base in inspect.getmro(cls) if base is not ModelInterface)
+
+
+def check_calls(experiment: Experiment) -> None:
+    """Raises `UserError` for a method that an interface lacks, arguments it does not take, an unknown function or hook."""
+    graphs = [experiment.graph, *([experiment.evaluation.graph] if experiment.evaluation else [])]
+    for graph in graphs:
+        for node in graph.nodes:
+            if isinstance(node, MFCDef):
+                _check_call(experiment, node)
+            else:
+                functions.get(node.function)
+
+
+def _check_call(experiment: Experiment, node: MFCDef) -> None:
+    cls = interfaces.get(node.interface)
+    if not inspect.isclass(cls):
+        raise GraphError(
+            f"node {node.name!r}: the interface {node.interface!r} is no class; register one that has {node.method}"
+        )
+    if not implements(node.interface, node.method):
+        there = [method for method in METHODS if implements(node.interface, method)]
+        raise GraphError(
+            f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which lacks it "
+            f"(it has {', '.join(there) or 'none of them'}); name another interface or method"
+        )
+    try:
+        inspect.signature(cls).bind(**node.args)
+    except TypeError as error:
+        raise ConfigError(
+            f"node {node.name!r}: the interface {node.interface!r} does not take its args: {error}"
+        ) from error
+    for hook in (*node.pre_hooks, *node.post_hooks):
+        if isinstance(hook, Call):
+            functions.get(hook.function)
+    if node.cache:
+        _check_cache(experiment, node)
+
+
+def _check_cache(experiment: Experiment, node: MFCDef) -> None:
+    changed = {n.role for n in experiment.trained_nodes()} | {s.target for s in experiment.graph.syncs}
+    if node.method != "inference" or node.role in changed or not node.output_keys:
+        raise GraphError(
+            f"node {node.name!r}: cache=True keeps the outputs of a frozen role's inference, and this is {node.method} of "
+            f"{node.role!r}{', whose weights change' if node.role in changed else ''}; leave it out"
+        )
+
+
+def describe_node(node: Node) -> str:
+    """A node in the words of an error: its name and what it is."""
+    return f"{node.name!r} (role {node.role!r})" if isinstance(node, MFCDef) else f"{node.name!r} (host function)"

@@ -1,0 +1,190 @@
+"""The directory of one run: who may write into it, which run it holds, and whether that run is over."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import yaml
+
+from weft.errors import ConfigError
+from weft.experiment import Control
+from weft.runtime import disk
+
+Status = Literal["running", "stopped", "failed", "finished"]
+CONFIG, STATUS, LOCK = "config.yaml", "status.json", "run.lock"
+STEP = re.compile(r"step(\d+)")
+
+# Options that may differ between a run and its continuation: they change what is shown or kept, never what is computed.
+FREE = (
+    "recover_mode",
+    "recover_freq_steps",
+    "resume_from",
+    "progress",
+    "log_freq_steps",
+    "logger",
+    "fileroot",
+    "imports",
+)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """`{fileroot}/{experiment_name}/{trial_name}` and the names of what lies in it."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, control: Control) -> RunDirectory:
+        return cls(Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def recover(self) -> Path:
+        return self.path / "recover"
+
+    def holds_run(self) -> bool:
+        return (self.path / CONFIG).is_file()
+
+    def status(self) -> Status | None:
+        """How the run ended, "running" where it did not come to say; None where there is none."""
+        try:
+            return json.loads((self.path / STATUS).read_text())["status"]
+        except (OSError, ValueError, KeyError):
+            return "running" if self.holds_run() else None
+
+    def set_status(self, status: Status, step: int) -> None:
+        disk.write_text(self.path / STATUS, json.dumps({"status": status, "step": step, "time": time.time()}) + "\n")
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        disk.write_text(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+
+    def read_config(self) -> dict[str, Any]:
+        return yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8")) or {}
+
+    def saved_steps(self, role: str) -> list[int]:
+        """Steps of a role's checkpoints, oldest first; only whole ones have their name."""
+        found = (STEP.fullmatch(p.name) for p in (self.checkpoints / role).glob("step*"))
+        return sorted(int(match[1]) for match in found if match)
+
+
+def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) -> bool:
+    """Whether to go on with the run that the directory holds (True) or begin one (False), by `recover_mode`.
+
+    Raises `ConfigError` where neither may be done: another configuration, a finished run, files that are no run's.
+    Changes nothing.
+    """
+    mode, path = control.recover_mode, directory.path
+    anew = "choose another trial_name, or remove that directory"
+    if not directory.holds_run():
+        foreign = sorted(p.name for p in path.iterdir() if p.name != LOCK) if path.is_dir() else []
+        if foreign:
+            raise ConfigError(f"{path} holds files that are no run's ({', '.join(foreign[:5])}); {anew}")
+        if mode == "resume" and control.resume_from is None:
+            raise ConfigError(f"recover_mode=resume: there is no run in {path}; leave the option out to begin one")
+        return False
+    if mode == "disabled":
+        raise ConfigError(f"{path} holds a run already, and recover_mode=disabled goes on with none; {anew}")
+    if control.resume_from is not None:
+        return True
+    changed = differences(directory.read_config(), as_plain(config))
+    if changed:
+        more = "; ..." if len(changed) > 8 else ""
+        raise ConfigError(f"{path} holds a run of another configuration ({'; '.join(changed[:8])}{more}); {anew}")
+    if directory.status() == "finished":
+        raise ConfigError(f"{path} holds a finished run of this configuration; {anew}")
+    return True
+
+
+def as_plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as YAML gives it back."""
+    return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)) or {}
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`option: there -> here` for every dotted option that differs, apart from those that change nothing computed."""
+    found: list[str] = []
+    for key in dict.fromkeys([*one, *other]):
+        if not prefix and key in FREE:
+            continue
+        a, b, name = one.get(key), other.get(key), f"{prefix}{key}"
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{name}.")
+        elif a != b:
+            found.append(f"{name}: {_short(a)} there, {_short(b)} here")
+    return found
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class RunLock:
+    """Keeps a second process out of a run's directory. The system lets go of it when its process ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path / LOCK
+        self._file: IO[str] | None = None
+        self._made: list[Path] = []
+
+    def take(self) -> None:
+        """Raises `ConfigError` naming the process that has it. Makes the run's directory where there is none."""
+        folders = [self._path.parent, *self._path.parent.parents]
+        self._made = [folder for folder in folders if not folder.exists()]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        while self._file is None:
+            file = self._path.open("a+", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = owner(self._path.parent)
+                file.close()
+                raise ConfigError(
+                    f"{self._path.parent} is being written by process {holder or 'unknown'}; wait for it, stop it with "
+                    "`weft stop`, or choose another trial_name"
+                ) from None
+            if self._path.exists() and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                self._file = file
+            else:
+                file.close()  # another process removed the file between our opening and locking it
+        self._file.truncate(0)
+        self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}) + "\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let go, and take back the folders that were made for nothing."""
+        if self._file is None:
+            return
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+        self._file = None
+        for folder in self._made:
+            if any(folder.iterdir()):
+                break
+            folder.rmdir()
+
+
+def owner(run: Path) -> int | None:
+    """The process that writes a run, or None where nobody holds its lock."""
+    path = run / LOCK
+    try:
+        with path.open("r+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return int(json.loads(path.read_text())["pid"])
+            return None
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,123 @@
+"""Files that are either there whole or not at all: written under a temporary name, flushed to the disk, renamed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.errors import RunError
+
+TEMPORARY = ".tmp"
+REPLACED = ".old"
+CHUNK = 1 << 20
+
+
+def rename(source: Path, target: Path) -> None:
+    """The moment at which a file or directory comes into being; the directory entry is flushed as well."""
+    os.replace(source, target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush one file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush every file and directory below `directory`, and itself."""
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            sync(Path(folder, name))
+        sync(Path(folder))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is never seen half-written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + TEMPORARY)
+    with told(f"{path} was not written"):
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        rename(temporary, path)
+
+
+def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
+    """Make the directory `target` by calling `fill` on an empty one under a temporary name.
+
+    A directory of that name gives way only once the new one is whole. Where anything fails, the temporary one is removed
+    and what was there before stays; a full disk is a `RunError` that says so.
+    """
+    temporary = target.with_name(target.name + TEMPORARY)
+    remove(temporary)
+    try:
+        with told(f"{target} was not saved; what was saved before it is whole"):
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            sync_tree(temporary)
+    except BaseException:
+        remove(temporary)
+        raise
+    replaced = target.with_name(target.name + REPLACED)
+    if target.exists():
+        rename(target, replaced)
+    rename(temporary, target)
+    remove(replaced)
+    return target
+
+
+def mend(folder: Path) -> None:
+    """Remove what a killed process left: temporary directories, and replaced ones (put back where nothing replaced them)."""
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(TEMPORARY):
+            remove(path)
+        elif path.name.endswith(REPLACED):
+            successor = path.with_name(path.name.removesuffix(REPLACED))
+            if successor.exists():
+                remove(path)
+            else:
+                rename(path, successor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory; nothing happens where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def checksums(directory: Path) -> dict[str, str]:
+    """Relative path -> BLAKE2b of the content, for every file below `directory`."""
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    return {str(p.relative_to(directory)): checksum(p) for p in files}
+
+
+def checksum(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(CHUNK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def told(consequence: str) -> Iterator[None]:
+    """Turn an error of the operating system into a `RunError` that says what it means for the run."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "the disk is full" if full else f"{error.strerror or error} ({error.filename or 'no file named'})"
+        fix = "; make room and start the run again, it goes on from there" if full else ""
+        raise RunError(f"{consequence}: {reason}{fix}") from error

@@ -1,0 +1,89 @@
+"""The worker group of one process: a worker, one thread that makes its calls, no Ray and no copies."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from weft.data.sample import SequenceSample
+from weft.engine.device import numerics, peak_memory_gb, reset_peak_memory
+from weft.graph.mfc import ParamSync
+from weft.interfaces.base import MFCResult
+from weft.runtime.group import SampleMeta
+from weft.runtime.worker import Worker
+
+T = TypeVar("T")
+
+
+class LocalGroup:
+    """Calls run one after another in the order they were submitted, in a thread of their own: the Master can wait with a
+    deadline, keep its view alive and hear a signal. The thread is a daemon; a call that hangs cannot keep the process."""
+
+    def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
+        self._thread.start()
+        self._device = device
+        self._worker = self._run(make).result()
+
+    def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> Future[MFCResult]:
+        return self._run(lambda: self._worker.call(mfc, step, [meta for minibatch in parts for meta in minibatch]))
+
+    def sync(self, s: ParamSync) -> Future[int]:
+        return self._run(lambda: self._worker.roles.sync(s))
+
+    def snapshot(self, d: Path) -> Future[None]:
+        return self._run(lambda: self._worker.save_state(d))
+
+    def restore(self, d: Path) -> None:
+        self._run(lambda: self._worker.load_state(d)).result()
+
+    def close(self, deadline_s: float) -> None:
+        self._queue.put(None)
+        self._thread.join(deadline_s)
+
+    def put(self, sample: SequenceSample) -> SampleMeta:
+        return self._worker.store.put(sample)
+
+    def fetch(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
+        there = [set(self._worker.store.keys(id)) for id in ids]
+        return self._worker.store.fetch(ids, [key for key in keys if all(key in known for known in there)])
+
+    def discard(self, ids: Iterable[str]) -> None:
+        self._worker.store.discard(ids)
+
+    def save(self, role: str, directory: Path) -> Future[None]:
+        return self._run(lambda: self._worker.save(role, directory))
+
+    def describe(self) -> Mapping[str, Mapping[str, Any]]:
+        return self._worker.roles.describe()
+
+    def numerics(self) -> Mapping[str, Any]:
+        return numerics(self._device)
+
+    def peak_memory_gb(self) -> float:
+        peak = peak_memory_gb(self._device)
+        reset_peak_memory(self._device)
+        return peak
+
+    def _run(self, task: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(task())
+            except BaseException as error:  # whoever waits for the future is told
+                future.set_exception(error)
+
+        self._queue.put(work)
+        return future
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()

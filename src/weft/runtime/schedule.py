@@ -1,0 +1,90 @@
+"""How long a run is and when something is due: steps and optimizer steps of the real run, frequencies by step, epoch, time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.engine.spec import ModelSpec
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """`num_ids` ids make `batches` loader batches an epoch; `firings[node]` a node's firings an epoch. `steps` is the run's
+    length; filters that drop ids can only make it shorter."""
+
+    num_ids: int
+    batches: int
+    firings: Mapping[str, int]
+    steps_per_epoch: int
+    steps: int
+
+    @classmethod
+    def of(cls, experiment: Experiment, num_ids: int, batches: int) -> Horizon:
+        """Raises `ConfigError` where the run would have no step."""
+        firings = {
+            n.name: math.ceil(num_ids / n.batch_size) if n.batch_size else batches for n in experiment.graph.nodes
+        }
+        per_epoch, control = firings[experiment.steps_follow], experiment.control
+        steps = per_epoch * control.total_train_epochs
+        if control.max_steps is not None:
+            steps = min(steps, control.max_steps)
+        if steps < 1:
+            raise ConfigError(
+                f"the run has no steps: {num_ids} ids an epoch, {control.total_train_epochs} epochs, "
+                f"max_steps={control.max_steps}; give more rows or a smaller batch"
+            )
+        return cls(num_ids, batches, firings, per_epoch, steps)
+
+    def updates(self, experiment: Experiment, node: str) -> tuple[int, int]:
+        """(optimizer steps an epoch, optimizer steps in all) of a training node."""
+        per_epoch = self.firings[node] * experiment.updates_per_firing.get(node, 1)
+        share = self.steps / self.steps_per_epoch  # epochs that the run has, counted in steps
+        firings = math.ceil(self.firings[node] * share - 1e-9)
+        return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
+
+    def specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
+        """The roles' specs; trained ones with the learning-rate schedule of the real run."""
+        specs = dict(experiment.roles)
+        for node in experiment.trained_nodes():
+            per_epoch, total = self.updates(experiment, node.name)
+            spec = specs[node.role]
+            specs[node.role] = replace(spec, schedule=spec.optimizer.schedule(total, per_epoch))
+        return specs
+
+
+@dataclass
+class Every:
+    """Whether something that is wanted every so many steps, epochs or seconds is due; any of the three suffices."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    secs: float | None = None
+    last_epochs: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def wanted(self) -> bool:
+        return self.steps is not None or self.epochs is not None or self.secs is not None
+
+    def due(self, step: int, epochs_done: int) -> bool:
+        """Ask once after each step."""
+        by_step = self.steps is not None and step % self.steps == 0
+        by_epoch = self.epochs is not None and epochs_done // self.epochs > self.last_epochs // self.epochs
+        by_time = self.secs is not None and time.monotonic() - self.since >= self.secs
+        self.last_epochs = epochs_done
+        if by_step or by_epoch or by_time:
+            self.since = time.monotonic()
+            return True
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epochs": self.last_epochs, "elapsed": time.monotonic() - self.since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.last_epochs, self.since = state["last_epochs"], time.monotonic() - state["elapsed"]

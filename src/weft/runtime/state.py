@@ -1,0 +1,58 @@
+"""The state of loaders, interfaces and host functions on disk: nested plain values with arrays in them, without pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.data import codec
+from weft.errors import RunError
+
+ARRAY = "$array"  # a mapping with this one key stands for an array: its name among the tensors, and its kind
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write nested mappings, lists, texts, numbers, numpy arrays and tensors; floats survive exactly.
+
+    Raises `RunError` naming the place of a value that is none of these.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    values = _pack(state, "state", tensors)
+    path.write_bytes(codec.encode(tensors, values))
+
+
+def read_state(path: Path) -> Any:
+    """What `write_state` wrote; tuples have become lists."""
+    tensors, values = codec.decode(path.read_bytes())
+    return _unpack(values, tensors)
+
+
+def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, Mapping):
+        wrong = next((key for key in value if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise RunError(f"{place} has the key {wrong!r}; state_dict() holds mappings from texts")
+        return {key: _pack(each, f"{place}.{key}", tensors) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_pack(each, f"{place}[{i}]", tensors) for i, each in enumerate(value)]
+    if isinstance(value, torch.Tensor | np.ndarray):
+        tensors[place] = torch.as_tensor(value)
+        return {ARRAY: [place, "torch" if isinstance(value, torch.Tensor) else "numpy"]}
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise RunError(f"{place} is a {type(value).__name__}; state_dict() holds plain values, numpy arrays and tensors")
+
+
+def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {ARRAY}:
+            name, kind = value[ARRAY]
+            return tensors[name] if kind == "torch" else tensors[name].numpy()
+        return {key: _unpack(each, tensors) for key, each in value.items()}
+    return [_unpack(each, tensors) for each in value] if isinstance(value, list) else value

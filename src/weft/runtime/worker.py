@@ -1,0 +1,176 @@
+"""Makes one model function call at a time: tensors in, hooks before, the interface's method, hooks after, tensors out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.engine.spec import ModelSpec
+from weft.errors import RunError
+from weft.experiment import Experiment
+from weft.graph.mfc import Hook, MFCDef, Offload
+from weft.interfaces.base import MFCResult, Model
+from weft.registry import functions, interfaces
+from weft.runtime.cache import OutputCache, fingerprint
+from weft.runtime.check import calls_of, implements
+from weft.runtime.group import SECONDS, STARTED, SampleMeta
+from weft.runtime.roles import Roles
+from weft.runtime.state import read_state, write_state
+from weft.runtime.store import TensorStore
+
+ENGINES, INTERFACES, STORE = "engines", "interfaces.bin", "store"
+
+
+class Worker:
+    """`tokenizers` are by role; `specs` hold the schedules of the real run; `cache` is the folder of cached outputs."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        specs: Mapping[str, ModelSpec],
+        tokenizers: Mapping[str, Tokenizer],
+        device: str,
+        cache: Path,
+    ) -> None:
+        self._experiment, self._specs, self._tokenizers = experiment, specs, tokenizers
+        self._device, self._cache = device, cache
+        self.store = TensorStore()
+        self.calls = calls_of(experiment)
+        self._interfaces = {name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()}
+        self._caches: dict[str, OutputCache] = {}
+        self.roles = Roles(experiment, specs)
+
+    def call(self, name: str, step: int, metas: Sequence[SampleMeta]) -> MFCResult:
+        """Run the call `name` on the ids of `metas`, in their order. The result's outputs are descriptions.
+
+        An error of the run is told with node, role and ids; any other gets them as a note.
+        """
+        node = self.calls[name]
+        ids = [id for meta in metas for id in meta.ids]
+        where = (
+            f"node {name!r} (role {node.role!r}, {len(ids)} ids: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''})"
+        )
+        started, clock = time.time(), time.perf_counter()
+        try:
+            made, metrics = self._call(node, name, step, ids)
+        except RunError as error:
+            raise RunError(f"{where}: {error}") from error
+        except Exception as error:
+            error.add_note(f"in {where}")
+            raise
+        times = {STARTED: started, SECONDS: time.perf_counter() - clock}
+        return MFCResult(self.store.put(made) if made else None, {**metrics, **times})
+
+    def _call(
+        self, node: MFCDef, name: str, step: int, ids: Sequence[str]
+    ) -> tuple[SequenceSample | None, Mapping[str, float]]:
+        batch = read_inputs(self.store, node, ids)
+        model = self.model(node.role, step)
+        model.engine.max_tokens_per_microbatch = (
+            node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
+        )
+        self._hooks(node.pre_hooks, model, before=True)
+        if node.cache:
+            result = self._cached(node, name, model, batch)
+        else:
+            result = getattr(self._interfaces[name], node.method)(model, batch)
+        self._hooks(node.post_hooks, model, before=False)
+        return on_edges(node, result.outputs, ids), result.metrics
+
+    def model(self, role: str, step: int) -> Model:
+        """The handle that an interface gets."""
+        control, tokenizers = self._experiment.control, self._tokenizers
+        return Model(
+            role=role,
+            engine=self.roles.engine(role),
+            tokenizer=tokenizers[role],
+            data_tokenizer=tokenizers[self._experiment.data_role],
+            device=self._device,
+            dtype=self._specs[role].dtype,
+            step=step,
+            seed=control.seed,
+        )
+
+    def save(self, role: str, directory: Path) -> None:
+        """A Hugging Face directory: by the interface that trains the role where it implements `save`, else by the engine."""
+        for name, node in self.calls.items():
+            if node.role == role and node.trains and implements(node.interface, "save"):
+                self._interfaces[name].save(self.model(role, 0), directory)
+                return
+        self.roles.engine(role).save_model(directory, self._tokenizers[role])
+
+    def save_state(self, directory: Path) -> None:
+        """Engines, interfaces with a state, and every tensor that an id still needs."""
+        self.roles.save_state(directory / ENGINES)
+        stateful = {
+            n: self._interfaces[n].state_dict()
+            for n, node in self.calls.items()
+            if implements(node.interface, "state_dict")
+        }
+        write_state(directory / INTERFACES, stateful)
+        (directory / STORE).mkdir()
+        for number, sample in enumerate(self.store.batches()):
+            (directory / STORE / f"{number}.bin").write_bytes(sample.to_bytes())
+
+    def load_state(self, directory: Path) -> None:
+        self.roles.load_state(directory / ENGINES)
+        for name, state in read_state(directory / INTERFACES).items():
+            self._interfaces[name].load_state_dict(state)
+        for path in sorted((directory / STORE).iterdir(), key=lambda p: int(p.stem)):
+            self.store.put(SequenceSample.from_bytes(path.read_bytes()))
+
+    def _hooks(self, hooks: Iterable[Hook], model: Model, *, before: bool) -> None:
+        for hook in hooks:
+            if not isinstance(hook, Offload):
+                functions.get(hook.function)(model, **hook.args)
+            elif before:
+                self.roles.onload(model.role, hook.what)
+            else:
+                self.roles.offload(model.role, hook.what)
+
+    def _cached(self, node: MFCDef, name: str, model: Model, batch: SequenceSample) -> MFCResult:
+        """Outputs from the cache on disk; the interface is called on ids that are not there, and its metrics are theirs."""
+        if name not in self._caches:
+            self._caches[name] = OutputCache(self._cache / f"{node.name}-{fingerprint(node, model.engine)}")
+        metrics: dict[str, float] = {}
+
+        def compute(missing: SequenceSample) -> SequenceSample:
+            result: MFCResult = getattr(self._interfaces[name], node.method)(model, missing)
+            metrics.update(result.metrics)
+            assert result.outputs is not None, f"node {name!r} makes no keys; there is nothing to cache"
+            return result.outputs.select(ids=missing.ids, keys=node.output_keys)
+
+        outputs, known = self._caches[name].call(batch, compute)
+        return MFCResult(outputs, {**metrics, "cached_fraction": known / max(1, batch.num_ids)})
+
+
+def read_inputs(store: TensorStore, node: Any, ids: Sequence[str]) -> SequenceSample:
+    """What a node reads of these ids, under the names that it has for the keys; optional ones where all ids have them."""
+    there = [set(store.keys(id)) for id in ids]
+    optional = [key for key in node.optional_inputs if all(key in keys for keys in there)]
+    batch = store.fetch(ids, [*node.inputs, *optional])
+    return batch.remap_keys({edge: own for own, edge in node.input_key_remap.items() if edge in batch.keys})
+
+
+def on_edges(
+    node: Any, outputs: SequenceSample | None, ids: Sequence[str], *, filters: bool = False
+) -> SequenceSample | None:
+    """A node's outputs under the names of the graph's edges. Raises `RunError` for a key or an id that is missing."""
+    if not node.output_keys and (outputs is None or not filters):
+        return None
+    if outputs is None:
+        raise RunError(f"returned no outputs; its output keys are {', '.join(node.output_keys)}")
+    absent = [key for key in node.output_keys if key not in outputs.data]
+    if absent:
+        raise RunError(f"made no {', '.join(absent)}; its outputs are {', '.join(outputs.data) or 'none'}")
+    unknown, lost = set(outputs.ids) - set(ids), set(ids) - set(outputs.ids)
+    if unknown or (lost and not filters):
+        raise RunError(f"returned ids that it was not given ({sorted(unknown)[:5]}) or lost some ({sorted(lost)[:5]})")
+    ordered = [id for id in ids if id in set(outputs.ids)]
+    chosen = outputs.select(ids=ordered, keys=node.output_keys)
+    return replace(chosen, metadata={}).remap_keys(node.output_key_remap)
