@@ -129,6 +129,10 @@ class ModelSpec:
     head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
     trained: bool = option(False, "", hidden=True)
     schedule: Any = option(None, "", hidden=True)
+    # What the runtime fills in from the run's options, so that a backend is a function of (spec, layout) alone.
+    device: str | None = option(None, "", hidden=True)
+    seed: int = option(1, "", hidden=True)  # of new weights and dropout
+    on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)  # a loss that is NaN or infinite
 
     def resolve_layout(self) -> Layout:
         """The layout that `layout` or `parallel.*` asks for. Raises `ConfigError` where both are set and differ."""

@@ -1,0 +1,95 @@
+"""The device at hand: which one, how fast, how full, and whether it repeats itself. Keeps no state of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+
+from weft.errors import ConfigError
+
+GIGABYTE = 1024.0**3
+MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # large enough to run at full speed, small enough to go unnoticed
+MATMUL_REPEATS = 3
+
+
+def best_device() -> torch.device:
+    """The accelerator that weft is tested on (CUDA, ROCm under its name) where there is one, else the CPU.
+
+    Apple's `mps` has no float64, in which tokens are sampled, so it is taken only where it is asked for.
+    """
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The device that the option `device` names; the best one when it is None. Raises `ConfigError`."""
+    if name is None:
+        return best_device()
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"device={name!r} cannot be used on this machine ({reason}); leave it out, or say cpu"
+        ) from error
+    return best_device() if device.type == "cuda" and device.index is None else device
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done everything it was given, so that a clock read next is honest."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory held at once since `reset_peak_memory` (CUDA) or since the process began (CPU), in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIGABYTE
+    unit = 1.0 if sys.platform == "darwin" else 1024.0  # ru_maxrss counts bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIGABYTE
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def set_deterministic(enabled: bool) -> None:
+    """Make torch choose kernels that repeat bit for bit (slower on CUDA; the CPU's repeat anyway).
+
+    cuBLAS reads its workspace setting when it starts, so this is called before the first kernel.
+    """
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(enabled)
+
+
+def numerics(device: torch.device) -> dict[str, Any]:
+    """What bitwise repetition depends on beside the inputs; stored with a recovery point and compared on restart."""
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+@functools.cache
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large matrix product, measured once: what `mfu` is a share of."""
+    size = MATMUL_SIZE.get(device.type, MATMUL_SIZE["cpu"])
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(MATMUL_REPEATS + 1):  # the first one warms up
+        synchronise(device)
+        start = time.perf_counter()
+        left @ right
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * size**3 / min(seconds[1:])

@@ -1,0 +1,29 @@
+"""How many floating-point operations a network's training takes: what `mfu` counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`products`: parameters that a token meets in matrix products (experts it is routed to; the embedding look-up is none);
+    `attention`: layers x heads x head size. `backward` is how much a backward pass costs in forward passes: 2, or 1 where
+    most weights are frozen and need no gradient."""
+
+    products: int
+    attention: int
+    backward: int = 2
+
+    def training(self, lengths: npt.NDArray[np.int64]) -> float:
+        """Operations of one forward and backward pass over sequences of these lengths; recomputation is not counted.
+
+        2 a parameter and token, and 4 a head entry and (query, key) pair, of which causal attention has L (L + 1) / 2
+        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which counts all L^2).
+        """
+        tokens = float(lengths.sum())
+        pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum())
+        return (1 + self.backward) * (2.0 * self.products * tokens + 4.0 * self.attention * pairs)

@@ -1,0 +1,114 @@
+"""One network's parameters in their two forms: float32 masters that are trained, and the compute copy that the network runs.
+
+Where the network computes in float32 the two are the same tensors. Otherwise the copy is cast once a step, each micro-batch's
+gradient is added to its master in float32, and tensors that nobody trains exist in the compute dtype alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ConfigError
+from weft.topology import Slice, whole
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Masters:
+    """`network` holds float32 (or float64) parameters; those that require gradients are trained. Parameters are named as
+    the network names them; a tied tensor has one name."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
+        self._network = network
+        self._copies = dict(network.named_parameters())
+        self._masters: dict[str, nn.Parameter] = {}
+        self._hooks = []
+        for name, parameter in self._copies.items():
+            if parameter.requires_grad and dtype in HALF:
+                self._masters[name] = nn.Parameter(parameter.detach().clone())
+            if dtype in HALF:
+                parameter.data = parameter.data.to(dtype)
+        for name in self._masters:
+            self._hooks.append(self._copies[name].register_post_accumulate_grad_hook(self._moves_gradient_to(name)))
+
+    def _moves_gradient_to(self, name: str) -> Callable[[Tensor], None]:
+        def move(copy: Tensor) -> None:
+            master = self._masters[name]
+            assert copy.grad is not None
+            gradient = copy.grad.to(master.dtype)
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            copy.grad = None
+
+        return move
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer updates, with their gradients."""
+        return {name: self._masters.get(name, p) for name, p in self._copies.items() if p.requires_grad}
+
+    @property
+    def all(self) -> dict[str, nn.Parameter]:
+        """Every parameter in its most exact form."""
+        return {name: self._masters.get(name, p) for name, p in self._copies.items()}
+
+    def refresh(self) -> None:
+        """Cast the masters into the compute copy; called after every change of the masters."""
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                self._copies[name].copy_(master)
+
+    def to(self, device: torch.device) -> None:
+        """Move every form of every parameter; nothing happens to what is there already."""
+        for parameter in (*self._copies.values(), *self._masters.values()):
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(device)
+
+    # -- in and out
+
+    def slices(self) -> dict[str, Slice]:
+        return {name: whole(tuple(p.shape)) for name, p in self._copies.items()}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
+        """(name, where in the whole tensor, the values): views that the next step changes."""
+        held = self.all
+        for name in names:
+            self._known(name)
+            yield name, whole(tuple(held[name].shape)), held[name].detach()
+
+    @torch.no_grad()
+    def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
+        """target <- eta * source + (1 - eta) * target, in float32.
+
+        A tensor of half precision that gets a share gets a float32 master too: a moving average in bfloat16 would stand
+        still, because a small share is less than half its last digit. Raises `ConfigError` for unknown names and shapes.
+        """
+        for name, where, values in parts:
+            self._known(name)
+            copy = self._copies[name]
+            if eta != 1.0 and copy.dtype in HALF and name not in self._masters:
+                self._masters[name] = nn.Parameter(copy.detach().float(), requires_grad=False)
+            target = self._masters.get(name, copy)[where]
+            if target.shape != values.shape:
+                raise ConfigError(
+                    f"parameter {name!r} is {tuple(target.shape)} here and {tuple(values.shape)} at the source; "
+                    "parameters are copied between networks of one shape only"
+                )
+            source = values.to(device=target.device, dtype=target.dtype)
+            target.copy_(source if eta == 1.0 else target.lerp(source, eta))
+        self.refresh()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over every tensor, bit for bit; half-precision ones that come as float32 get a master."""
+        for name, values in tensors.items():
+            self._known(name)
+            if values.dtype == torch.float32 and self._copies[name].dtype in HALF and name not in self._masters:
+                self._masters[name] = nn.Parameter(values.to(self._copies[name].device), requires_grad=False)
+        self.write(((name, whole(tuple(v.shape)), v) for name, v in tensors.items()), eta=1.0)
+
+    def _known(self, name: str) -> None:
+        if name not in self._copies:
+            raise ConfigError(f"this network has no parameter {name!r}; the two networks are of different kinds")

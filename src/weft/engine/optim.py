@@ -1,0 +1,155 @@
+"""The optimizer of one trained role: update rules, weight decay, learning-rate schedule, clipping, and their state.
+
+Masters are float32 and so is everything here. AdamW and SGD are torch's own (fused where the device has it); Lion is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine.spec import OptimizerSpec, Schedule
+from weft.errors import CheckpointError
+
+FUSED = ("cuda", "cpu")
+
+
+def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0.
+
+    Warm-up rises linearly and reaches `lr` on its last step, so that no step has rate 0 (`transformers` starts at 0).
+    What follows goes from `lr` towards `last_lr`, which it would reach one step after the last, as `transformers`' does.
+    """
+    if step < schedule.warmup_steps:
+        return spec.lr * (step + 1) / schedule.warmup_steps
+    rest = schedule.total_steps - schedule.warmup_steps
+    done = min((step - schedule.warmup_steps) / rest, 1.0) if rest > 0 else 1.0
+    if spec.lr_scheduler_type == "constant":
+        return spec.lr
+    share = 1.0 - done if spec.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return spec.last_lr + (spec.lr - spec.last_lr) * share
+
+
+def decayed(network: nn.Module) -> frozenset[str]:
+    """Names of parameters that weight decay applies to: tensors of two or more dims that are no embeddings.
+
+    Norms and biases have one dim. A head tied to the embedding is the embedding's parameter, so it is not decayed either.
+    """
+    embeddings = {
+        id(parameter)
+        for m in network.modules()
+        if isinstance(m, nn.Embedding)
+        for parameter in m.parameters(recurse=False)
+    }
+    return frozenset(n for n, p in network.named_parameters() if p.dim() >= 2 and id(p) not in embeddings)
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """p <- p - lr sign(b1 m + (1 - b1) g); m <- b2 m + (1 - b2) g."""
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.add_(momentum.lerp(p.grad, 1.0 - beta1).sign_(), alpha=-group["lr"])
+                momentum.lerp_(p.grad, 1.0 - beta2)
+        return loss
+
+
+def make(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's optimizer for `spec`. `sgd` has momentum `beta1` (0 is plain SGD); `lion` takes both betas."""
+    fused = parameters[0].device.type in FUSED
+    betas = (spec.beta1, spec.beta2)
+    if spec.type == "adamw":
+        return torch.optim.AdamW(parameters, lr=spec.lr, betas=betas, eps=spec.eps, weight_decay=0.0, fused=fused)
+    if spec.type == "lion":
+        return Lion(parameters, lr=spec.lr, betas=betas)
+    return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.beta1, fused=fused)
+
+
+class Optimizer:
+    """`masters` are the trained parameters by name; `decay` names those that shrink. `steps` counts the steps taken."""
+
+    def __init__(
+        self, spec: OptimizerSpec, schedule: Schedule, masters: Mapping[str, nn.Parameter], decay: Iterable[str]
+    ) -> None:
+        self.spec, self.schedule, self.steps = spec, schedule, 0
+        self._masters = dict(masters)
+        self._decayed = [p for name, p in self._masters.items() if name in set(decay)]
+        self._optimizer = make(spec, self._parameters)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self._masters.values())
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the step that comes next."""
+        return learning_rate(self.spec, self.schedule, self.steps)
+
+    def gradient_norm(self) -> Tensor:
+        """float32 scalar: the L2 norm over all gradients."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+
+    def step(self, norm: Tensor) -> None:
+        """Clip to `max_grad_norm` given the gradient's `norm`, decay the matrices, and update the masters.
+
+        Weight decay is decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <- p (1 - lr wd).
+        """
+        if self.spec.max_grad_norm > 0.0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)
+        rate = self.learning_rate
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        if self.spec.weight_decay > 0.0:
+            with torch.no_grad():
+                for parameter in (p for p in self._decayed if p.grad is not None):
+                    parameter.mul_(1.0 - rate * self.spec.weight_decay)
+        self._optimizer.step()
+        self.steps += 1
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    # -- state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`{parameter}/{slot}` -> tensor; empty before the first step."""
+        state = self._optimizer.state
+        return {
+            f"{name}/{slot}": value
+            for name, parameter in self._masters.items()
+            for slot, value in sorted(state.get(parameter, {}).items())
+            if isinstance(value, Tensor)
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+        """Take over what `tensors` returned, bit for bit. Raises `CheckpointError` where a parameter is unknown."""
+        place = {name: index for index, name in enumerate(self._masters)}
+        slots: dict[int, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            name, slot = key.rsplit("/", 1)
+            if name not in place:
+                raise CheckpointError(f"the optimizer state holds {name!r}, which this role does not train")
+            slots.setdefault(place[name], {})[slot] = value
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        self.steps = steps
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the state's large tensors; step counters stay where they are."""
+        for state in self._optimizer.state.values():
+            for slot, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[slot] = value.to(device)

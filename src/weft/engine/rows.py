@@ -1,0 +1,205 @@
+"""From a SequenceSample to what a network is fed (`Packed`) and to what a loss reads (the `RowBatch` of algorithms/base.py).
+
+Completion s of a group is laid out as its prompt and then its tokens; K completions repeat their prompt. The row of a
+completion token is the hidden state before it. Where the prompt is empty nothing comes before the first token: its row stands
+on the token itself, with mask 0, log-prob 0 and value 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from weft.algorithms.base import Output
+from weft.data.sample import SequenceSample
+from weft.errors import DataError
+from weft.models.heads import Support
+from weft.models.packed import Dense, Packed
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the sequences of a micro-batch lie in the pack; all int64 `[S]`."""
+
+    group: Index  # the id a sequence belongs to
+    prompt: Index  # tokens of its prompt
+    length: Index  # tokens of its completion
+
+    @classmethod
+    def of(cls, sample: SequenceSample) -> Places:
+        """Raises `DataError` where there are no completions, or one that is empty together with its prompt."""
+        if "completion" not in sample.data:
+            raise DataError(f"the engine reads the key 'completion'; this batch holds {list(sample.keys)}")
+        group = sample.group_of("completion")
+        length = sample.lengths["completion"].astype(np.int64)
+        prompt = np.zeros_like(length)
+        if "prompt" in sample.data:
+            prompt = sample.lengths["prompt"].astype(np.int64)[group]
+        empty = np.flatnonzero(length + prompt == 0)
+        if len(empty):
+            raise DataError(f"id {sample.ids[group[empty[0]]]!r}: a sequence without any token cannot be computed")
+        return cls(group, prompt, length)
+
+    @cached_property
+    def starts(self) -> Index:
+        """int64 [S + 1]: where each sequence begins in the pack, and the number of tokens in all."""
+        return np.concatenate([[0], np.cumsum(self.prompt + self.length)])
+
+    def rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
+        """(index in the pack, whether it exists) of each sequence's rows: one a completion token, and `extra` after."""
+        counts = self.length + extra
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        row = within + np.repeat(self.starts[:-1] + self.prompt - 1, counts)
+        exists = within + np.repeat(self.prompt, counts) > 0
+        return np.where(exists, row, row + 1), exists
+
+
+def pack(sample: SequenceSample, places: Places, device: torch.device, *, extra: int = 0) -> Packed:
+    """The network's input: every sequence once, in order. `extra` rows a sequence after the last token (values have one).
+
+    The label of an extra row is the sequence's last token, which nothing reads.
+    """
+    completions = sample.sequences("completion")
+    tokens = completions
+    if "prompt" in sample.data:
+        prompts = sample.sequences("prompt")
+        tokens = [t for g, completion in zip(places.group, completions, strict=True) for t in (prompts[g], completion)]
+    flat = torch.cat(tokens).to(device=device, dtype=torch.int64)
+    starts, sizes = places.starts, places.prompt + places.length
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
+    rows, exists = places.rows(extra)
+    next_token = np.minimum(np.where(exists, rows + 1, rows), np.repeat(starts[1:] - 1, places.length + extra))
+    cu_seqlens = torch.from_numpy(starts.astype(np.int32)).to(device)
+    return Packed(
+        tokens=flat,
+        positions=torch.from_numpy(positions).to(device),
+        attention=Dense(cu_seqlens=cu_seqlens, max_len=int(sizes.max())),
+        rows=torch.from_numpy(rows).to(device),
+        labels=flat[torch.from_numpy(next_token).to(device)],
+    )
+
+
+class _Sum(torch.autograd.Function):
+    """[N] -> [S] over runs of rows. Its transpose is `_Spread`, so both directions add in row order and repeat bit for bit."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(lengths)
+        return torch.segment_reduce(rows, "sum", lengths=lengths, initial=0.0, unsafe=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].repeat_interleave(ctx.saved_tensors[0]), None
+
+
+class _Spread(torch.autograd.Function):
+    """[S] -> [N]: each sequence's value at each of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, sequences: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(lengths)
+        return sequences.repeat_interleave(lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        lengths = ctx.saved_tensors[0]
+        return torch.segment_reduce(gradients[0].contiguous(), "sum", lengths=lengths, initial=0.0, unsafe=True), None
+
+
+class SampleRows:
+    """A micro-batch as a loss sees it; the fields are those of `weft.algorithms.base.RowBatch`. Floats are `dtype`."""
+
+    def __init__(self, sample: SequenceSample, places: Places, device: torch.device, dtype: torch.dtype) -> None:
+        self._sample, self._places, self._device, self._dtype = sample, places, device, dtype
+        self._counts = self._on_device(places.length)
+        self.num_rows = int(places.length.sum())
+        self.num_sequences = len(places.length)
+        self.group = self._on_device(places.group)
+        self.sequence = torch.arange(self.num_sequences, device=device).repeat_interleave(self._counts)
+        self.exists = self._on_device(places.rows()[1])
+        mask = self["loss_mask"] if "loss_mask" in self else torch.ones(self.num_rows, dtype=dtype, device=device)
+        self.mask = mask * self.exists
+        self.lengths = self.sum(self.mask)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sample.data
+
+    def __getitem__(self, key: str) -> Tensor:
+        """[N] for one value a completion token (of L + 1 values the first L), [S] for one a sequence or one an id.
+
+        Raises `KeyError` for a key the sample lacks, `DataError` for one laid out in another way.
+        """
+        sample, places = self._sample, self._places
+        if key not in sample.data:
+            raise KeyError(f"the batch has no key {key!r}; it holds {list(sample.data)}")
+        values, lengths = sample.data[key].to(self._device), sample.lengths[key]
+        if values.is_floating_point():
+            values = values.to(self._dtype)
+        if np.array_equal(lengths, places.length):
+            return values
+        if np.array_equal(lengths, places.length + 1):
+            last = np.cumsum(lengths) - 1
+            return values[self._on_device(np.delete(np.arange(len(values)), last))]
+        if (lengths == 1).all() and len(lengths) == self.num_sequences:
+            return values
+        if (lengths == 1).all() and len(lengths) == sample.num_ids:
+            return values[self.group]
+        raise DataError(
+            f"key {key!r} has neither one value a completion token nor one a sequence; a loss cannot read it"
+        )
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """[N] -> [S], added in row order on every device."""
+        return _Sum.apply(rows, self._counts)
+
+    def spread(self, sequences: Tensor) -> Tensor:
+        """[S] -> [N]."""
+        return _Spread.apply(sequences, self._counts)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Indices ([P], [P]) of (better, worse): same group and comparison, smaller rank better; in index order.
+
+        Without the key `comparison` a group is one comparison.
+        """
+        rank = self._sample.data["rank"].cpu().numpy()
+        zeros = np.zeros_like(rank)
+        comparison = self._sample.data["comparison"].cpu().numpy() if "comparison" in self else zeros
+        group = self._places.group
+        better, worse = [], []
+        for first in range(self.num_sequences):
+            same = (group == group[first]) & (comparison == comparison[first]) & (rank > rank[first])
+            found = np.flatnonzero(same)
+            better.append(np.full(len(found), first))
+            worse.append(found)
+        return self._on_device(np.concatenate(better)), self._on_device(np.concatenate(worse))
+
+    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def support_of(sample: SequenceSample, device: torch.device) -> Support | None:
+    """The ids that top-k, top-p or min-p kept at each row when the batch was sampled; None where it records none."""
+    if "support" not in sample.data:
+        return None
+    return Support(ids=sample.data["support"].to(device), counts=sample.data["support_counts"].to(device))
+
+
+def as_sample(sample: SequenceSample, places: Places, out: Mapping[Output, Tensor]) -> SequenceSample:
+    """The network's outputs on the ids of `sample`, on the CPU: `[L + 1]` values, `[1]` scores, `[L]` of all others."""
+    bounds = np.cumsum(np.bincount(places.group, minlength=sample.num_ids))[:-1]
+    groups: dict[str, list[list[int]]] = {}
+    for key in out:
+        lengths = np.ones_like(places.length) if key == "scores" else places.length + (key == "values")
+        groups[key] = [part.tolist() for part in np.split(lengths, bounds)]
+    return SequenceSample.from_groups(
+        sample.ids, groups, {key: value.cpu() for key, value in out.items()}, sample.metadata
+    )
