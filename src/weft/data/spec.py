@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from weft.errors import ConfigError, nearest
 from weft.options import option
 
 OVERLONG = ("truncate", "drop", "error")
+PROMPT_LEN = 256
 
 
 @dataclass
@@ -27,6 +30,86 @@ class TokenizerSpec:
     )
 
 
+@dataclass(frozen=True)
+class SourceSpec:
+    """One entry of `dataset.sources`. At most one of `fraction`, `size` and `weight` is set; without them all rows are used.
+
+    `fraction` and `size` draw that part of the training rows anew every epoch. `weight` is a share of the mixture relative
+    to the other weights: an epoch is as long as the scarcest source allows without using a row twice.
+    """
+
+    path: str
+    type: str | None = None  # the experiment's dataset type when absent
+    name: str | None = None  # the file's stem when absent; begins the ids, and names the metrics
+    fraction: float | None = None
+    size: int | None = None
+    weight: float | None = None
+    split: str | None = None  # the files of this split, in a directory or on the hub
+    args: Mapping[str, Any] = field(default_factory=dict)
+    valid_path: str | None = None
+    valid_split: float | None = None  # dataset.valid_split when absent
+
+    @classmethod
+    def parse(cls, value: Any, where: str) -> SourceSpec:
+        """Read one mapping. Raises `ConfigError` naming `where` for unknown keys, wrong types and values off the rule."""
+        if isinstance(value, str):
+            value = {"path": value}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}={value!r}: each source is a mapping such as {{path: FILE, fraction: 0.5}}")
+        known = [spec.name for spec in fields(cls)]
+        for key in value:
+            if key not in known:
+                close = nearest(str(key), known)
+                hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+                raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+        if not isinstance(value.get("path"), str):
+            raise ConfigError(f"{where}: path is missing; every source names a file, a directory or a hub name")
+        source = cls(**{key: item for key, item in value.items() if item is not None})
+        source.check(where)
+        return source
+
+    def check(self, where: str) -> None:
+        shares = [name for name in ("fraction", "size", "weight") if getattr(self, name) is not None]
+        if len(shares) > 1:
+            raise ConfigError(f"{where}: {' and '.join(shares)} exclude each other; set one of them")
+        for name in (*shares, "valid_split"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"{where}.{name}={value!r}: must be a number")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise ConfigError(
+                f"{where}.fraction={self.fraction}: must lie above 0 and at most at 1; use weight to stress a source"
+            )
+        if self.size is not None and (self.size < 1 or self.size != int(self.size)):
+            raise ConfigError(f"{where}.size={self.size}: must be a whole number of rows, at least 1")
+        if self.weight is not None and not self.weight > 0:
+            raise ConfigError(f"{where}.weight={self.weight}: must lie above 0; leave the source out to give it none")
+        if self.valid_split is not None and not 0 <= self.valid_split < 1:
+            raise ConfigError(f"{where}.valid_split={self.valid_split}: must be at least 0 and below 1")
+        if not isinstance(self.args, Mapping):
+            raise ConfigError(f"{where}.args={self.args!r}: must be a mapping of arguments of the dataset class")
+
+
+def parse_sources(value: Any) -> list[SourceSpec]:
+    """The entries of `dataset.sources`. Raises `ConfigError` naming the entry."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ConfigError(f"dataset.sources={value!r}: must be a list such as [{{path: FILE, fraction: 0.5}}, ...]")
+    sources = [SourceSpec.parse(entry, f"dataset.sources[{index}]") for index, entry in enumerate(value)]
+    weighted = [source.weight is not None for source in sources]
+    if any(weighted) and not all(weighted):
+        raise ConfigError("dataset.sources: weight is relative, so all sources have one or none; set the missing ones")
+    return sources
+
+
+def sources_problem(value: Any) -> str | None:
+    """What is wrong with `dataset.sources`, or None: the rule of the option."""
+    try:
+        parse_sources(value)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 @dataclass
 class DatasetSpec:
     """The `dataset.*` options. `sources` is a list of mappings: path, type, fraction | size | weight, split, name, args."""
@@ -38,9 +121,17 @@ class DatasetSpec:
     path: str | None = option(None, "the same as train_path")
     type: str | None = option(None, "dataset type: a form in docs/datasets.md or a registered name")
     args: dict[str, Any] = option({}, "arguments of the dataset class")
-    sources: Any = option(None, "a mixture: list of {path, type, fraction | size | weight, split, name, args}")
-    max_seqlen: int = option(1024, "most tokens of a sequence", at_least=2)
-    max_prompt_len: int = option(256, "most tokens of a prompt", at_least=1)
+    sources: Any = option(
+        None,
+        "a mixture: list of {path, type, fraction | size | weight, split, name, args, valid_path, valid_split}",
+        check=sources_problem,
+    )
+    max_seqlen: int = option(1024, "most tokens of a sequence, prompt and answer", at_least=2)
+    max_prompt_len: int | None = option(
+        None,
+        f"most tokens of a prompt; absent: {PROMPT_LEN} where completions are generated, max_seqlen where rows hold answers",
+        at_least=1,
+    )
     overlong: str = option("truncate", "what happens to longer rows; counted per source and printed", choices=OVERLONG)
     remove_truncated_samples: bool = option(False, "the same as overlong=drop")
     truncate_side: str = option("left", "which end of a prompt is cut", choices=("left", "right"))
@@ -54,5 +145,12 @@ class DatasetSpec:
     valid_split: float = option(
         0.0, "share of the training rows set aside for validation when valid_path is absent", at_least=0.0, at_most=1.0
     )
-    num_workers: int | None = option(None, "processes that tokenize; as many as cores when absent", at_least=0)
+    num_workers: int | None = option(
+        None, "processes that tokenize; 0 is none but this one; absent: as many as cores, for large files", at_least=0
+    )
     cache_dir: str | None = option(None, "where tokenized rows are kept; ~/.cache/weft when absent")
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt that a model completes (dataset type `prompt`)."""
+        return PROMPT_LEN if self.max_prompt_len is None else self.max_prompt_len
