@@ -85,10 +85,16 @@ class Experiment:
         raise unknown_name("node", name, [n.name for n in self.graph.nodes])
 
     def with_mfc(self, name: str, **changes: Any) -> Experiment:
-        """A copy in which the node `name` has other fields: `with_mfc("rew_inf", interface="x", post_hooks=[])`."""
-        changed = replace(self.node(name), **changes)
-        nodes = [changed if n.name == name else n for n in self.graph.nodes]
-        return replace(self, graph=replace(self.graph, nodes=nodes))
+        """A copy in which the node `name` has other fields: `with_mfc("rew_inf", interface="x", post_hooks=[])`.
+
+        The evaluation's node of that name changes with it. Another interface begins without the arguments of the first.
+        """
+        changed = _changed(self.graph, name, changes)
+        evaluation = self.evaluation
+        if evaluation is not None and any(n.name == name for n in evaluation.graph.nodes):
+            kept = {key: value for key, value in changes.items() if key not in ("method", "batch_size")}
+            evaluation = replace(evaluation, graph=_changed(evaluation.graph, name, kept))
+        return replace(self, graph=changed, evaluation=evaluation)
 
     def trained_nodes(self) -> list[MFCDef]:
         return [n for n in self.graph.nodes if isinstance(n, MFCDef) and n.trains]
@@ -108,6 +114,17 @@ class Experiment:
                     f"{place}={layout}: needs {layout.num_devices} devices, and this version runs one device in this "
                     "process; leave it out or write d1"
                 )
+
+
+def _changed(graph: DataflowGraph, name: str, changes: Mapping[str, Any]) -> DataflowGraph:
+    node = graph.node(name)
+    if isinstance(node, MFCDef) and changes.get("interface", node.interface) != node.interface:
+        changes = {"args": {}, **changes}
+    unknown = sorted(set(changes) - {spec.name for spec in fields(node)})
+    if unknown:
+        raise unknown_name(f"field of node {name!r}", unknown[0], [spec.name for spec in fields(node)])
+    new = replace(node, **changes)
+    return replace(graph, nodes=[new if n.name == name else n for n in graph.nodes])
 
 
 NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")

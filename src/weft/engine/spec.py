@@ -21,6 +21,7 @@ class Schedule:
 
     total_steps: int
     warmup_steps: int
+    frozen_steps: int = 0  # optimizer steps left out before the first of these
 
 
 @dataclass
@@ -48,6 +49,7 @@ class OptimizerSpec:
     max_grad_norm: float = option(
         1.0, "largest L2 norm of the gradient; larger ones are scaled down; 0 turns clipping off", at_least=0.0
     )
+    frozen_epochs: int = option(0, "", at_least=0, hidden=True)  # epochs at the start in which the role is not trained
 
     def __post_init__(self) -> None:
         warmups = [
@@ -59,10 +61,15 @@ class OptimizerSpec:
             raise ConfigError("optimizer: min_lr_ratio and end_lr exclude each other; set one of them")
 
     def schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
-        """The schedule over `total_steps` optimizer steps. Raises `ConfigError` where there are none."""
+        """The schedule over `total_steps` optimizer steps, less those of frozen epochs. Raises `ConfigError` where none is
+        left."""
+        frozen = round(self.frozen_epochs * steps_per_epoch)
+        total_steps -= frozen
         if total_steps < 1:
             raise ConfigError(
-                "the run has no optimizer steps: the dataset is smaller than one batch, or max_steps is 0"
+                f"the run has no optimizer steps after {self.frozen_epochs} epochs without training; raise total_train_epochs"
+                if frozen
+                else "the run has no optimizer steps: the dataset is smaller than one batch, or max_steps is 0"
             )
         warmup = (
             self.warmup_steps
@@ -71,7 +78,7 @@ class OptimizerSpec:
             if self.warmup_epochs is not None
             else round((0.02 if self.warmup_steps_proportion is None else self.warmup_steps_proportion) * total_steps)
         )
-        return Schedule(total_steps=total_steps, warmup_steps=min(warmup, total_steps))
+        return Schedule(total_steps, min(warmup, total_steps), frozen)
 
     @property
     def last_lr(self) -> float:
@@ -179,6 +186,7 @@ class GenerationSpec:
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
+    tokenizer: Any = option(None, "", hidden=True)  # what stop texts are read with; the generate interface sets it
 
     def __post_init__(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:

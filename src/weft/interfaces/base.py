@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine
+from weft.engine.spec import Schedule
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Model:
     dtype: str
     step: int = 0  # the firing's index, counted from 0; seeds generation
     seed: int = 0
+    schedule: Schedule | None = None  # of a trained role, in optimizer steps of the real run
 
     @property
     def version(self) -> int:
