@@ -10,7 +10,7 @@ import copy
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -120,13 +120,21 @@ def read(base: Config, values: Mapping[str, Any], prefix: str = "", *, known: Se
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in allowed:
-            raise unknown_option(name, names)
+            raise unknown_option(_written(name, value), names)
         current = changed[key]
         if is_dataclass(current) and isinstance(value, Mapping):
             changed[key] = read(current, value, f"{name}.", known=names)
         else:
             changed[key] = coerce(value, hints[key], name)
     return type(base)(**changed)
+
+
+def _written(name: str, value: Any) -> str:
+    """The dotted name as it was written: `group.option`, where only `group` was looked at so far."""
+    while isinstance(value, Mapping) and len(value) == 1:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return name
 
 
 def unknown_option(name: str, known: Sequence[str]) -> ConfigError:
@@ -211,6 +219,7 @@ def validate(config: Any, path: str = "") -> None:
     line spells has been brought to its type by `read`, and code that passes "3" for a number hears of it here.
     """
     hints = _hints(type(config))
+    replace(config)  # what `__post_init__` refuses, it refuses also after an attribute was set
     for spec in fields(config):
         value, name = getattr(config, spec.name), f"{path}{spec.name}"
         if is_dataclass(value) and not isinstance(value, type):

@@ -8,12 +8,14 @@ with the `register_*` functions, as decorators or plain calls.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, unknown_name
+from weft.errors import ConfigError, UserError, unknown_name
 
 ROOT = Path(__file__).parent
 SHARED = {"base", "common", "spec"}  # modules that hold what the others of their package share, not a name of their own
@@ -102,3 +104,60 @@ register_quickstart: Register = quickstarts.register
 def register_hf_family(family: Any) -> Any:
     """Register a `weft.models.families.Family` under its own `name`."""
     return families.register(family.name, family)
+
+
+USER_FOLDER = "experiments"  # of the working directory
+
+
+def import_user_code(names: Iterable[str]) -> None:
+    """Import modules (`package.module`) and files (`path/to/file.py`) that register things.
+
+    The working directory, and the folder of each file, become importable, as they are for a script. Raises `ConfigError`
+    naming the module or file where it is not there or fails.
+    """
+    _make_importable(Path.cwd())
+    for name in names:
+        try:
+            if name.endswith(".py"):
+                _import_file(Path(name).expanduser())
+            else:
+                importlib.import_module(name)
+        except UserError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"import of {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def import_user_folder() -> None:
+    """Import the files of `experiments/` in the working directory that name weft, as modules of one package."""
+    folder = Path.cwd() / USER_FOLDER
+    if not folder.is_dir() or folder.samefile(ROOT / USER_FOLDER):
+        return
+    files = sorted(f for f in folder.glob("*.py") if "weft" in f.read_text(errors="replace"))
+    import_user_code(f"{USER_FOLDER}.{f.stem}" if f.stem != "__init__" else USER_FOLDER for f in files)
+
+
+def _import_file(file: Path) -> None:
+    """A module is called as its file, so that a second import of the same file finds the first one's names."""
+    if not file.is_file():
+        raise ConfigError(f"import of {str(file)!r}: there is no such file")
+    _make_importable(file.resolve().parent)
+    known = sys.modules.get(file.stem)
+    if known is not None and known.__spec__ is not None and known.__spec__.origin == str(file.resolve()):
+        return
+    if known is not None or file.stem in sys.stdlib_module_names:
+        raise ConfigError(f"import of {str(file)!r}: another module is called {file.stem!r}; rename the file")
+    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[file.stem]
+        raise
+
+
+def _make_importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

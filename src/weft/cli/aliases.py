@@ -1,0 +1,248 @@
+"""Other spellings of options, Hugging Face's and older ones: each is mapped once, with a note that says to what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.cli.overrides import Override, flatten
+from weft.errors import ConfigError
+from weft.experiments.common import RunConfig
+from weft.options import leaves, plain
+
+# Spelling -> option. {first} is the model that a run is about, {model} every trained one, {gen} the options of sampling.
+# What only one algorithm has (`beta`, `num_generations`) stands in its config class as `spellings`.
+RENAMED = {
+    "model_name_or_path": "{first}.path",
+    "model_name": "{first}.path",
+    "tokenizer_name": "{first}.tokenizer.path",
+    "trust_remote_code": "{first}.trust_remote_code",
+    "torch_dtype": "{model}.dtype",
+    "dtype": "{model}.dtype",
+    "gradient_checkpointing": "{model}.gradient_checkpointing",
+    "activation_checkpointing": "{model}.gradient_checkpointing",
+    "lora_r": "{model}.lora.r",
+    "lora_alpha": "{model}.lora.alpha",
+    "lora_dropout": "{model}.lora.dropout",
+    "lora_target_modules": "{model}.lora.targets",
+    "learning_rate": "{model}.optimizer.lr",
+    "weight_decay": "{model}.optimizer.weight_decay",
+    "adam_beta1": "{model}.optimizer.beta1",
+    "adam_beta2": "{model}.optimizer.beta2",
+    "adam_epsilon": "{model}.optimizer.eps",
+    "max_grad_norm": "{model}.optimizer.max_grad_norm",
+    "lr_scheduler_type": "{model}.optimizer.lr_scheduler_type",
+    "warmup_ratio": "{model}.optimizer.warmup_steps_proportion",
+    "num_train_epochs": "total_train_epochs",
+    "per_device_eval_batch_size": "dataset.valid_bs_n_seqs",
+    "train_file": "dataset.train_path",
+    "validation_file": "dataset.valid_path",
+    "max_length": "dataset.max_seqlen",
+    "max_seq_length": "dataset.max_seqlen",
+    "max_prompt_length": "dataset.max_prompt_len",
+    "max_completion_length": "{gen}.max_new_tokens",
+    "temperature": "{gen}.temperature",
+    "top_p": "{gen}.top_p",
+    "top_k": "{gen}.top_k",
+    "min_p": "{gen}.min_p",
+    "output_dir": "fileroot",
+    "run_name": "logger.wandb.name",
+    "logging_steps": "log_freq_steps",
+    "save_steps": "save_freq_steps",
+    "eval_steps": "eval_freq_steps",
+    "save_freq": "save_freq_steps",
+    "eval_freq": "eval_freq_epochs",
+    "rng_seed": "seed",
+    "benchmark_steps": "max_steps",
+}
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+EVERY = 500  # steps, what Hugging Face's strategy "steps" means where nothing else is said
+LORA_RANK = 16  # what TRL's use_peft means where nothing else is said
+
+
+@dataclass
+class Translation:
+    """The overrides in weft's own names, and one note for each spelling that was another."""
+
+    config: RunConfig
+    known: frozenset[str]
+    overrides: list[Override] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    spelled: dict[str, str] = field(default_factory=dict)  # option -> how the user wrote it
+
+    def put(self, target: str, override: Override, value: Any) -> None:
+        """One assignment. Raises `ConfigError` where the option was set under another spelling before."""
+        before = self.spelled.setdefault(target, override.name)
+        if before != override.name:
+            raise ConfigError(f"{before} and {override.name} are the same option, {target}; set one of them")
+        self.overrides.append(replace(override, name=target, value=value))
+
+    def put_all(self, targets: Sequence[str], override: Override, value: Any) -> None:
+        """The same value for each target, and a note."""
+        for target in targets:
+            self.put(target, override, value)
+        shown = [target if value is override.value else f"{target}={value}" for target in targets]
+        self.notes.append(f"{override.name} is read as {' and '.join(shown)}")
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        return self.config.trained_roles or (self.config.main_role,)
+
+
+def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
+    """(overrides in weft's own names, notes). Names that are neither option nor alias are left for `options.read`."""
+    done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
+    spread = [part for override in overrides for part in _parts(override, done.known)]
+    given = {override.name: plain(override.value) for override in spread}
+    for override in spread:
+        special = SPECIAL.get(override.name)
+        if special is not None and override.name not in done.known:
+            special(done, override, given)
+        elif targets := _renamed(override.name, done):
+            done.put_all(targets, override, override.value)
+        else:
+            done.put(override.name, override, override.value)
+    return done.overrides, done.notes
+
+
+def _parts(override: Override, known: frozenset[str]) -> Iterable[Override]:
+    """`group={a: 1, b: 2}` is `group.a=1 group.b=2`."""
+    if isinstance(override.value, Mapping) and override.value and override.name not in known:
+        return flatten(override.value, f"{override.name}.")
+    return [override]
+
+
+def _renamed(name: str, done: Translation) -> list[str]:
+    """The options that another spelling stands for; empty where `name` is none."""
+    config = done.config
+    if name in done.known:
+        return []
+    group, _, last = name.rpartition(".")
+    if last in config.spellings and group in ("", config.algorithm):
+        return [config.spellings[last]]
+    if f"{group}.gen.{last}" in done.known:
+        return [f"{group}.gen.{last}"]
+    if name.startswith("optimizer."):
+        return [_of_the_trained_role(config, name)]
+    target = RENAMED.get(name, "")
+    if "{model}" in target:
+        return [target.replace("{model}", role) for role in done.trained]
+    named = target.replace("{first}", config.main_role).replace("{gen}", config.generation)
+    return [named] if named in done.known else []
+
+
+def _of_the_trained_role(config: RunConfig, name: str) -> str:
+    """Top-level `optimizer.*` is the optimizer of the one trained role."""
+    if len(config.trained_roles) == 1:
+        return f"{config.trained_roles[0]}.{name}"
+    if not config.trained_roles:
+        raise ConfigError(f"{name}: nothing is trained here; leave it out")
+    choices = " or ".join(f"{role}.{name}" for role in config.trained_roles)
+    raise ConfigError(f"{name}: several roles are trained; write {choices}")
+
+
+# -- spellings that depend on their value
+
+
+def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    """per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks = dataset.train_bs_n_seqs."""
+    if BATCH[0] not in given:
+        raise ConfigError(
+            f"{BATCH[1]}: multiplies {BATCH[0]}, which is not set; write dataset.train_bs_n_seqs=N instead"
+        )
+    if override.name == BATCH[1]:
+        return  # counted with the other one
+    ranks = [given.get(f"{role}.parallel.data_parallel_size", 1) for role in done.trained[:1]]
+    product = 1
+    for name, factor in (*((n, given.get(n, 1)) for n in BATCH), ("data_parallel_size", ranks[0] if ranks else 1)):
+        if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
+            raise ConfigError(f"{name}={factor!r}: must be a whole number, at least 1")
+        product *= factor
+    done.put("dataset.train_bs_n_seqs", override, product)
+    done.notes.append(f"{BATCH[0]} x {BATCH[1]} x data-parallel ranks is read as dataset.train_bs_n_seqs={product}")
+
+
+def _warmup(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    """A number of steps, or a share of them where it lies below 1."""
+    value = given[override.name]
+    share = isinstance(value, float) and 0 < value < 1
+    name = "warmup_steps_proportion" if share else "warmup_steps"
+    done.put_all([f"{role}.optimizer.{name}" for role in done.trained], override, override.value)
+
+
+def _half(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    if _truth(override, given):
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}[override.name]
+        done.put_all([f"{role}.dtype" for role in done.trained], override, dtype)
+
+
+def _cpu(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    if _truth(override, given):
+        done.put_all(["device"], override, "cpu")
+
+
+def _peft(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    if _truth(override, given) and "lora_r" not in given:
+        done.put_all([f"{role}.lora.r" for role in done.trained], override, LORA_RANK)
+
+
+def _strategy(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    """save_strategy, eval_strategy: no, steps or epoch."""
+    kind = override.name.split("_")[0].replace("evaluation", "eval")
+    value = given[override.name]
+    if value not in ("no", "steps", "epoch"):
+        raise ConfigError(f"{override.name}={value!r}: must be no, steps or epoch")
+    if value == "epoch":
+        done.put_all([f"{kind}_freq_epochs"], override, 1)
+    elif value == "steps" and not {f"{kind}_steps", f"{kind}_freq_steps"} & given.keys():
+        done.put_all([f"{kind}_freq_steps"], override, EVERY)
+
+
+def _report(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    """report_to: none, or names of loggers."""
+    value = given[override.name]
+    for name in value if isinstance(value, list) else [value]:
+        settings = {
+            "tensorboard": ("logger.tensorboard", True),
+            "wandb": ("logger.wandb.mode", "online"),
+            "trackio": ("logger.trackio.project", given.get("experiment_name")),
+        }
+        if name in settings:
+            done.put_all([settings[name][0]], override, settings[name][1])
+        elif name != "none":
+            raise ConfigError(f"report_to={name!r}: must be none, tensorboard, wandb or trackio")
+
+
+def _resume(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    """resume_from_checkpoint: true or latest is `recover_mode=resume`; a path is that checkpoint."""
+    value = given[override.name]
+    if value in (True, "latest", "true"):
+        done.put_all(["recover_mode"], override, "resume")
+    elif isinstance(value, str):
+        done.put_all(["resume_from"], override, value)
+    elif value:
+        raise ConfigError(f"{override.name}={value!r}: must be true, latest or a path")
+
+
+def _truth(override: Override, given: dict[str, Any]) -> bool:
+    value = given[override.name]
+    if not isinstance(value, bool):
+        raise ConfigError(f"{override.name}={value!r}: must be true or false")
+    return value
+
+
+SPECIAL: dict[str, Callable[[Translation, Override, dict[str, Any]], None]] = {
+    "per_device_train_batch_size": _batch,
+    "gradient_accumulation_steps": _batch,
+    "warmup_steps": _warmup,
+    "bf16": _half,
+    "fp16": _half,
+    "use_cpu": _cpu,
+    "use_peft": _peft,
+    "save_strategy": _strategy,
+    "eval_strategy": _strategy,
+    "evaluation_strategy": _strategy,
+    "report_to": _report,
+    "resume_from_checkpoint": _resume,
+}

@@ -1,0 +1,99 @@
+"""The command `weft`: finds the command's module, turns what goes wrong into one message and an exit code.
+
+0 done, 1 a run that failed, 2 input that cannot be used, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weft import __version__
+from weft.errors import UserError, WeftError, unknown_name
+
+COMMANDS = {
+    "quickstart": "train: sft, rw, dpo, ppo, grpo; sample: gen; or a configuration of your own",
+    "start": "run an experiment registered by name in user code (--list shows them)",
+    "stop": "stop a run; the same start command goes on with it",
+    "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
+    "chat": "talk to a model directory",
+    "data": "look at data as a run would see them: inspect, counts, scan",
+    "convert": "bring checkpoints in and out",
+    "report": "build report.html of a run anew",
+}
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Nothing is raised but `SystemExit` of argparse and what `--debug` shows."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"weft {__version__}")
+        return 0
+    return guarded(lambda: _dispatch(words), words)
+
+
+def usage() -> str:
+    lines = ["weft COMMAND ...    (weft COMMAND --help says more)", ""]
+    lines += [f"  {name:12} {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [*lines, "", "  --version    the version", "  --debug      with any command: show the traceback of an error"]
+    )
+
+
+def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
+    """The exit code of `command`; what it raises is one message on the standard error, with `--debug` a traceback."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        _show("stopped; the same command goes on from the last recovery point: weft " + shlex.join(words), words)
+        return INTERRUPTED
+    except UserError as error:
+        _show(f"error: {error}", words)
+        return 2
+    except WeftError as error:
+        _show(f"error: {error}", words)
+        return 1
+    except BrokenPipeError:  # the reader of our output has gone (`weft ... | head`)
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        _show(f"error: {type(error).__name__}: {error} (--debug shows where)", words)
+        return 1
+
+
+def _show(message: str, words: Sequence[str]) -> None:
+    if "--debug" in words:
+        traceback.print_exc()
+    print(message, file=sys.stderr)
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    name, rest = words[0], [word for word in words[1:] if word != "--debug"]
+    if name not in COMMANDS:
+        raise unknown_name("command", name, COMMANDS)
+    if name == "report":
+        return _report(rest)
+    module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
+    command: Callable[[Sequence[str]], int] = module.stop if name == "stop" else module.main
+    return command(rest)
+
+
+def _report(words: Sequence[str]) -> int:
+    if len(words) != 1 or words[0].startswith("-"):
+        print("weft report RUN_DIR    builds RUN_DIR/report.html anew from the files of a run")
+        return 0 if words and words[0] in ("--help", "-h") else 2
+    module = importlib.import_module("weft.cli.report")
+    code: int = module.report(Path(words[0]))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

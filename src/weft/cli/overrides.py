@@ -1,0 +1,132 @@
+"""`key=value ...` in Hydra's grammar, and YAML files, as nested plain values for `weft.options.read`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError
+from weft.options import Scalar
+
+
+@dataclass(frozen=True)
+class Override:
+    """One assignment of the command line. `removed` is `~key`: back to the default."""
+
+    name: str
+    value: Any
+    removed: bool = False
+
+
+def parse(words: Sequence[str]) -> list[Override]:
+    """The assignments in order. Raises `ConfigError` for what Hydra's grammar cannot read, and for sweeps."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # a fifth of a second, so only when needed
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    overrides = []
+    for word in words:
+        try:
+            found = parser.parse_override(word)
+        except HydraException as error:
+            raise _unreadable(word, error) from error
+        if found.is_sweep_override():
+            raise ConfigError(
+                f"{word}: this is a sweep over several values, and one command is one run; "
+                f"write a list as {found.key_or_group}=[1,2], quote a text that has commas: {found.key_or_group}=\"'a,b'\""
+            )
+        value = found.value()
+        if isinstance(value, (bool, int, float)):
+            value = Scalar(value, word.split("=", 1)[1].strip())
+        overrides.append(Override(found.key_or_group, value, removed=found.is_delete()))
+    return overrides
+
+
+def _unreadable(word: str, error: Exception) -> ConfigError:
+    if "=" not in word:
+        return ConfigError(f"{word!r}: is not of the form key=value; write for example {word}=VALUE, or see --help")
+    name, _ = word.split("=", 1)
+    where = str(error).splitlines()[0]
+    return ConfigError(f"{word!r}: cannot be read ({where}); quote texts with special characters: {name}=\"'...'\"")
+
+
+def merge(values: dict[str, Any], override: Override) -> None:
+    """Put one override into nested `values`, below the groups that its dotted name walks through."""
+    *groups, last = override.name.split(".")
+    inner = values
+    for group in groups:
+        below = inner.setdefault(group, {})
+        if not isinstance(below, dict):
+            if override.removed:
+                return
+            below = inner[group] = {}
+        inner = below
+    if override.removed:
+        inner.pop(last, None)
+    elif isinstance(override.value, Mapping) and isinstance(inner.get(last), dict):
+        inner[last] = {**inner[last], **override.value}
+    else:
+        inner[last] = override.value
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The nested values of a YAML file (`--config FILE`), such as the config.yaml of a run."""
+    import yaml
+
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"--config {path}: there is no such file")
+    try:
+        values = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: must hold options as key: value, but holds {type(values).__name__}")
+    return values
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
+    """Nested values as assignments of dotted names, so that a file may use the same aliases as the command line."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield Override(f"{prefix}{key}", value)
+
+
+def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `${other.option}` replaced by what that option is set to. Raises `ConfigError` for unknown names."""
+    if "${" not in repr(values):
+        return values
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    own = OmegaConf.create(_texts(values))
+    whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), own)
+    try:
+        resolved = OmegaConf.to_container(whole, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"an interpolation ${{...}} cannot be resolved: {str(error).splitlines()[0]}") from error
+    assert isinstance(resolved, dict)
+    return _only(resolved, values)
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """OmegaConf takes plain values; a number is handed over as such, its spelling is kept beside it."""
+    return {
+        key: _texts(value) if isinstance(value, Mapping) else value.value if isinstance(value, Scalar) else value
+        for key, value in values.items()
+    }
+
+
+def _only(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `resolved` that `wanted` has, with the spellings that `wanted` knows."""
+    kept: dict[str, Any] = {}
+    for key, value in wanted.items():
+        if isinstance(value, Mapping):
+            kept[key] = _only(resolved[key], value)
+        else:
+            kept[key] = value if isinstance(value, Scalar) else resolved[key]
+    return kept

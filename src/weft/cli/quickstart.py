@@ -1,0 +1,153 @@
+"""`weft quickstart NAME key=value ...`: a command line becomes a checked configuration, and that a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft import registry
+from weft.cli import overrides
+from weft.cli.aliases import translate
+from weft.cli.help import quickstart_help
+from weft.errors import ConfigError, nearest
+from weft.experiments.common import RunConfig
+from weft.options import leaves, read, to_mapping, validate
+
+FLAGS = ("--help", "--cfg", "--config", "--import", "--debug", "--resume_from_checkpoint")
+
+
+@dataclass
+class Words:
+    """A command line, sorted."""
+
+    name: str = ""
+    assignments: list[str] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    print_config: bool = False
+    help: str | None = None  # a group of options, "" for all
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0. Raises `UserError` for input that cannot be used."""
+    words = sort(argv)
+    registry.import_user_folder()
+    registry.import_user_code(words.imports)
+    if not words.name:
+        print(overview())
+        return 0 if words.help is not None else 2
+    values = [override for file in words.files for override in overrides.flatten(overrides.read_file(file))]
+    values += overrides.parse(words.assignments)
+    registry.import_user_code(_imports(values))
+    base = registry.quickstarts.get(words.name)()
+    if words.help is not None:
+        print(_help(words.name, base, words.help), end="")
+        return 0
+    config, notes = configure(base, values, words.imports)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    if words.print_config:
+        import yaml
+
+        validate(config)
+        print(yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True), end="")
+        return 0
+    experiment = config.build()  # type: ignore[attr-defined]  # a registered class has `build() -> Experiment`
+    experiment.check()
+
+    from weft.launch import run  # torch, from here on
+
+    run(experiment)
+    return 0
+
+
+def configure(
+    base: RunConfig, values: Sequence[overrides.Override], imports: Sequence[str] = ()
+) -> tuple[RunConfig, list[str]]:
+    """(`base` with the assignments made, notes on other spellings). Raises `ConfigError`."""
+    assignments, notes = translate(values, base)
+    nested: dict[str, Any] = {}
+    for assignment in assignments:
+        overrides.merge(nested, assignment)
+    config = read(base, overrides.resolve(nested, to_mapping(base)))
+    if imports:
+        config = replace(config, imports=[*config.imports, *(name for name in imports if name not in config.imports)])
+    return config, notes
+
+
+def sort(argv: Sequence[str]) -> Words:
+    """Flags and assignments told apart. `--key=value` is `key=value`. Raises `ConfigError` for unknown flags."""
+    words, rest = Words(), list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag, _, attached = word.partition("=")
+        if word in ("--help", "-h"):
+            plain = rest and "=" not in rest[0] and not rest[0].startswith("-") and words.name
+            words.help = rest.pop(0) if plain else ""
+        elif word == "--debug":
+            continue  # read by weft.cli.main
+        elif flag == "--resume_from_checkpoint":
+            has_path = not attached and rest and "=" not in rest[0] and not rest[0].startswith("-")
+            words.assignments.append(f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}")
+        elif flag in ("--import", "--config", "--cfg"):
+            _take(words, flag, attached or (rest.pop(0) if rest else ""))
+        elif word.startswith("--") and attached:
+            words.assignments.append(word[2:])
+        elif word.startswith("-"):
+            close = nearest(word, FLAGS)
+            raise ConfigError(
+                f"unknown flag {word!r}; "
+                + (
+                    f"did you mean {close[0]}?"
+                    if close
+                    else f"options are written key=value; flags: {', '.join(FLAGS)}"
+                )
+            )
+        elif not words.name and "=" not in word:
+            words.name = word
+        else:
+            words.assignments.append(word)
+    return words
+
+
+def _take(words: Words, flag: str, value: str) -> None:
+    if not value:
+        raise ConfigError(f"{flag}: needs a value; write {flag} {'job' if flag == '--cfg' else 'FILE'}")
+    if flag == "--import":
+        words.imports.append(value)
+    elif flag == "--config":
+        words.files.append(value)
+    elif value == "job":
+        words.print_config = True
+    else:
+        raise ConfigError(f"--cfg {value}: only --cfg job is there, which prints the resolved configuration")
+
+
+def _imports(values: Sequence[overrides.Override]) -> list[str]:
+    """The modules that `imports=[...]` names: they may register the quickstart itself, so they are read first."""
+    named = [override.value for override in values if override.name == "imports" and not override.removed]
+    last = named[-1] if named else []
+    return [str(name) for name in (last if isinstance(last, list) else [last])]
+
+
+def _help(name: str, base: RunConfig, group: str) -> str:
+    names = [leaf.name for leaf in leaves(base)]
+    if group and not any(n == group or n.startswith(f"{group}.") for n in names):
+        groups = sorted({n.rsplit(".", 1)[0] for n in names if "." in n})
+        close = nearest(group, [*groups, *names])
+        raise ConfigError(f"--help {group}: no such group; " + (f"did you mean {' or '.join(close)}?" if close else ""))
+    return quickstart_help(name, base, group)
+
+
+def overview() -> str:
+    """What quickstarts there are, with the first line of each one's description."""
+    lines = [
+        "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help lists every option)",
+        "",
+    ]
+    for name in registry.quickstarts.load_all():
+        description = (registry.quickstarts.get(name).__doc__ or "").strip().splitlines() or [""]
+        lines.append(f"  {name:12} {description[0]}")
+    return "\n".join(lines)

@@ -1,0 +1,184 @@
+"""From what an algorithm decided (roles, nodes, data) and the run options to one checked `Experiment`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import ModelSpec
+from weft.errors import ConfigError, unknown_name
+from weft.experiment import Control, Evaluation, Experiment
+from weft.experiments import _checks as checks
+from weft.experiments.common import MFCOptions, RunConfig
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
+from weft.options import to_mapping, validate
+from weft.registry import datasets, interfaces, losses
+
+DEFAULT_BATCH = 32
+
+# Keys that the rows of a shipped dataset type bring; a registered type may bring any of them.
+ANSWERS = ("prompt", "completion", "loss_mask")
+COMPARED = (*ANSWERS, "rank", "comparison", "margin")
+ROW_KEYS = {
+    "prompt_answer": ANSWERS,
+    "chat": ANSWERS,
+    "prompt": ("prompt",),
+    "paired_comparison": COMPARED,
+    "preference": COMPARED,
+    "ranking": COMPARED,
+}
+ANY_KEYS = (*COMPARED, "label")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one algorithm makes of its options. Fields are those of `Experiment`; `evaluation` lists the nodes of its graph."""
+
+    roles: Mapping[str, ModelSpec]
+    nodes: Sequence[Node]
+    dataset: DatasetSpec
+    dataset_type: str
+    data_role: str
+    steps_follow: str
+    longest: int  # most tokens of one sequence
+    evaluation: Sequence[Node] = ()
+    syncs: Sequence[ParamSync] = ()
+    init_from: Mapping[str, str] = field(default_factory=dict)
+    updates_per_firing: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def assemble(config: RunConfig, plan: Plan) -> Experiment:
+    """The experiment, checked as far as no torch is needed. Raises `UserError` with the option, its value and the rule."""
+    _check_sizes(config, plan)
+    trained = {node.role for node in plan.nodes if isinstance(node, MFCDef) and node.trains}
+    roles = {name: replace(spec, trained=name in trained) for name, spec in plan.roles.items()}
+    for name, spec in roles.items():
+        checks.check_model(name, spec)
+    keys = ROW_KEYS.get(plan.dataset_type, ANY_KEYS)
+    experiment = Experiment(
+        control=_control(config, plan.dataset),
+        roles=roles,
+        graph=DataflowGraph([_with_offload(n, roles) for n in plan.nodes], keys, plan.syncs),
+        dataset=plan.dataset,
+        dataset_type=plan.dataset_type,
+        data_role=plan.data_role,
+        evaluation=_evaluation(plan, keys),
+        init_from=plan.init_from,
+        saved_roles=tuple(name for name in roles if name in trained),
+        config=to_mapping(config),
+        steps_follow=plan.steps_follow,
+        updates_per_firing=plan.updates_per_firing,
+        plan_notes=tuple(plan.notes),
+    )
+    experiment = _with_options(experiment, config)
+    layouts = {name: spec.resolve_layout() for name, spec in roles.items()}
+    placement = {n.name: layouts[n.role] for n in experiment.graph.model_calls()}
+    _check_calls(experiment)
+    return replace(experiment, placement=placement)
+
+
+def check(config: RunConfig) -> None:
+    """What holds for every experiment; an algorithm's `build` calls it before it looks at its own options."""
+    validate(config)
+    checks.check_names(experiment_name=config.experiment_name, trial_name=config.trial_name)
+    checks.check_one_device(config.n_nodes, config.n_gpus_per_node)
+
+
+def batches(dataset: DatasetSpec) -> DatasetSpec:
+    """The dataset options with the batch sizes that hold where none are set. Raises `ConfigError` where they clash."""
+    checks.check_dataset(dataset)
+    size = dataset.train_bs_n_seqs
+    if size is None and dataset.train_tokens_per_batch is None:
+        size = DEFAULT_BATCH
+    valid = dataset.valid_bs_n_seqs
+    if valid is None and dataset.valid_tokens_per_batch is None:
+        valid = size or DEFAULT_BATCH
+    train_path = dataset.train_path or dataset.path
+    return replace(dataset, train_bs_n_seqs=size, valid_bs_n_seqs=valid, train_path=train_path, path=None)
+
+
+def batch_size(dataset: DatasetSpec) -> int:
+    """Ids a node takes at a time; 0 where the loader lays batches out by tokens."""
+    return dataset.train_bs_n_seqs or 0
+
+
+def type_of(dataset: DatasetSpec, usual: str) -> str:
+    """The dataset type that is asked for, or the algorithm's usual one. Raises `ConfigError` on unknown names."""
+    name = dataset.type or usual
+    if name not in datasets:
+        raise unknown_name("dataset type", name, datasets.names())
+    return name
+
+
+def has_validation(dataset: DatasetSpec) -> bool:
+    """Whether there may be rows to evaluate on: sources bring their own splits."""
+    return dataset.valid_path is not None or dataset.valid_split > 0 or bool(dataset.sources)
+
+
+def _check_sizes(config: RunConfig, plan: Plan) -> None:
+    of_what = "dataset.max_seqlen, or dataset.max_prompt_len + gen.max_new_tokens"
+    checks.check_fits("max_tokens_per_microbatch", config.max_tokens_per_microbatch, plan.longest, of_what)
+    for name in ("train_tokens_per_batch", "valid_tokens_per_batch"):
+        checks.check_fits(f"dataset.{name}", getattr(plan.dataset, name), plan.longest, of_what)
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if isinstance(value, MFCOptions):
+            option = f"{spec.name}.max_tokens_per_microbatch"
+            checks.check_fits(option, value.max_tokens_per_microbatch, plan.longest, of_what)
+
+
+def _control(config: RunConfig, dataset: DatasetSpec) -> Control:
+    """The run options; with validation data and no `eval_freq_*`, every epoch is evaluated."""
+    control = config.control()
+    asked = [n for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs") if getattr(config, n) is not None]
+    if asked and not has_validation(dataset):
+        raise ConfigError(
+            f"{asked[0]}={getattr(config, asked[0])}: there is nothing to evaluate on; "
+            "set dataset.valid_path, or dataset.valid_split=0.05 to set training rows aside"
+        )
+    return control if asked or not has_validation(dataset) else replace(control, eval_freq_epochs=1)
+
+
+def _evaluation(plan: Plan, keys: Sequence[str]) -> Evaluation | None:
+    if not plan.evaluation or not has_validation(plan.dataset):
+        return None
+    return Evaluation(DataflowGraph(plan.evaluation, keys), plan.dataset.valid_bs_n_seqs or 0)
+
+
+def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
+    """`{role}.offload` is a hook after each of the role's calls, where a user sees it and can empty it."""
+    if isinstance(node, MFCDef) and roles[node.role].offload:
+        return replace(node, post_hooks=(*node.post_hooks, Offload("weights")))
+    return node
+
+
+def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
+    """The experiment with each call changed as its `{mfc}.*` options say."""
+    names = {n.name for n in experiment.graph.nodes}
+    for spec in fields(config):
+        wanted: Any = getattr(config, spec.name)
+        if not isinstance(wanted, MFCOptions):
+            continue
+        if spec.name in names:
+            node = experiment.node(spec.name)
+            assert isinstance(node, MFCDef), f"{spec.name} is a host function and has no call options"
+            experiment = experiment.with_mfc(spec.name, **wanted.changes(node))
+        elif wanted != type(wanted)():
+            raise ConfigError(
+                f"{spec.name}.*: these options change a call that this graph does not make; its nodes are "
+                f"{', '.join(experiment.graph.order)}"
+            )
+    return experiment
+
+
+def _check_calls(experiment: Experiment) -> None:
+    """That every interface and every loss is known and takes its arguments; losses are array maths and load no torch."""
+    for node in experiment.graph.model_calls():
+        if node.interface not in interfaces:
+            raise unknown_name("interface", node.interface, interfaces.names())
+        if node.interface == "train" and "loss" in node.args:
+            losses.get(node.args["loss"])(**node.args.get("loss_args", {}))

@@ -1,0 +1,222 @@
+"""What can be found wrong with a configuration without torch, in the first second: names, devices, paths, sizes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import ModelSpec
+from weft.errors import CheckpointError, ConfigError, nearest
+from weft.topology import Layout
+
+MODES = ("local", "ray", "slurm")
+NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+ONE_DEVICE = "this version runs on one device"
+
+
+def mode_problem(mode: str) -> str | None:
+    if mode == "local":
+        return None
+    if mode in MODES:
+        return f"this version runs in one process on one device; {mode} does not exist yet; write mode=local"
+    close = nearest(mode, MODES, 1)
+    return f"must be local{f' (did you mean {close[0]}?)' if close and close[0] != 'local' else ''}"
+
+
+def device_problem(device: str) -> str | None:
+    return (
+        None
+        if DEVICE.fullmatch(device)
+        else "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best there is"
+    )
+
+
+def allocation_problem(mode: str) -> str | None:
+    if mode in ("manual", "heuristic", "search"):
+        return None
+    if not re.fullmatch(r"([a-z]\d+)+", mode):
+        close = nearest(mode, ("manual", "heuristic", "search"), 1)
+        return (
+            f"must be manual, heuristic, search or a layout such as d1{f'; did you mean {close[0]}?' if close else ''}"
+        )
+    try:
+        layout = Layout.parse(mode)
+    except ConfigError as error:
+        return str(error)
+    return several_devices(layout)
+
+
+def several_devices(layout: Layout) -> str | None:
+    if layout.num_devices == 1:
+        return None
+    return f"layout {layout} needs {layout.num_devices} devices, but {ONE_DEVICE}; leave it out or write d1"
+
+
+def check_names(**names: str) -> None:
+    """`experiment_name` and `trial_name` become folders and, later, names of processes and jobs."""
+    for option, name in names.items():
+        if not name:
+            raise ConfigError(f"{option} is missing; write {option}=NAME (letters, digits, . and -)")
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{option}={name!r}: must hold letters, digits, . and - only, and not begin with a dot; "
+                f"write {option}={_mended(name)}"
+            )
+
+
+def _mended(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-") or "NAME"
+
+
+def check_one_device(n_nodes: int, n_gpus_per_node: int) -> None:
+    for option, count in (("n_nodes", n_nodes), ("n_gpus_per_node", n_gpus_per_node)):
+        if count > 1:
+            raise ConfigError(f"{option}={count}: {ONE_DEVICE}; leave it out or write {option}=1")
+
+
+# -- models
+
+
+def check_model(role: str, spec: ModelSpec) -> None:
+    """That a role has a model to load and one device to be on. Hub names are looked up later, local paths here."""
+    layout = spec.resolve_layout()
+    problem = several_devices(layout)
+    if problem:
+        raise ConfigError(f"{role}.layout: {problem}")
+    if spec.tokenizer.path is not None:
+        _check_local(f"{role}.tokenizer.path", spec.tokenizer.path)
+    if spec.backend == "null":
+        if spec.path is None and spec.tokenizer.path is None:
+            raise ConfigError(f"{role}.backend=null is a role of a tokenizer alone: set {role}.tokenizer.path")
+        return
+    if spec.path is None:
+        raise ConfigError(f"{role}.path is missing: give a Hugging Face directory or a hub name")
+    directory = _check_local(f"{role}.path", spec.path)
+    if directory is not None:
+        _check_directory(role, spec, directory)
+
+
+def is_local(path: str) -> bool:
+    """Whether a path is meant for this machine: it exists, or no hub name looks like it."""
+    return Path(path).expanduser().exists() or HUB_NAME.fullmatch(path) is None
+
+
+def _check_local(option: str, path: str) -> Path | None:
+    """The path on this machine, or None for a hub name. Raises `CheckpointError` where nothing is there."""
+    if not is_local(path):
+        return None
+    found = Path(path).expanduser()
+    if found.exists():
+        return found
+    siblings = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []
+    close = nearest(found.name, siblings, 1)
+    hint = f"did you mean {found.parent / close[0]}?" if close else "check the spelling"
+    raise CheckpointError(f"{option}={path!r}: there is no such file or directory; {hint}")
+
+
+def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
+    option = f"{role}.path={spec.path!r}"
+    if not directory.is_dir():
+        raise CheckpointError(f"{option}: is a file; give the directory that holds config.json and the weights")
+    if not (directory / "config.json").is_file():
+        steps = sorted(directory.glob("step*/config.json"), key=lambda p: int(re.sub(r"\D", "", p.parent.name) or 0))
+        hint = f"did you mean {steps[-1].parent}?" if steps else "give a Hugging Face model directory"
+        raise CheckpointError(f"{option}: has no config.json; {hint}")
+    read_config(role, directory)
+    if not spec.init_from_scratch and not any(next(directory.glob(p), None) for p in WEIGHTS):
+        raise CheckpointError(
+            f"{option}: has no weights (*.safetensors); add them, or write {role}.init_from_scratch=true for random ones"
+        )
+
+
+def read_config(role: str, directory: Path) -> Mapping[str, Any]:
+    """The directory's config.json. Raises `CheckpointError` where it is no JSON object."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{role}.path: {directory / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{role}.path: {directory / 'config.json'} does not hold a JSON object")
+    return config
+
+
+def vocab_size(role: str, spec: ModelSpec) -> int | None:
+    """The vocabulary that a local model's config.json states, or None where it is not known yet."""
+    directory = Path(spec.path).expanduser() if spec.path else None
+    if directory is None or not (directory / "config.json").is_file():
+        return None
+    size = read_config(role, directory).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+# -- data and sizes
+
+
+def check_dataset(dataset: DatasetSpec) -> None:
+    """That there are training data, and that the options that exclude each other do."""
+    for kind in ("train", "valid"):
+        sizes = [f"{kind}_tokens_per_batch", f"{kind}_bs_n_seqs"]
+        if all(getattr(dataset, name) is not None for name in sizes):
+            raise ConfigError(f"dataset.{sizes[0]} and dataset.{sizes[1]} exclude each other; set one of them")
+    if dataset.path is not None and dataset.train_path is not None and dataset.path != dataset.train_path:
+        raise ConfigError("dataset.path and dataset.train_path are the same option and differ; set one of them")
+    named = dataset.train_path or dataset.path
+    if named is None and not dataset.sources and not dataset.args:
+        raise ConfigError(
+            "dataset.train_path is missing: give a JSON, JSONL or Parquet file, a directory, or a hub name"
+        )
+    for option, path in (("dataset.train_path", named), ("dataset.valid_path", dataset.valid_path)):
+        if path is not None and _looks_like_file(path):
+            _check_data_file(option, path)
+
+
+def _looks_like_file(path: str) -> bool:
+    return is_local(path) or bool(re.search(r"\.(jsonl?|parquet)(\.gz)?$", path))
+
+
+def _check_data_file(option: str, path: str) -> None:
+    found = Path(path).expanduser()
+    if not found.exists():
+        siblings = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []
+        close = nearest(found.name, siblings, 1)
+        hint = f"did you mean {found.parent / close[0]}?" if close else "check the spelling"
+        raise ConfigError(f"{option}={path!r}: there is no such file or directory; {hint}")
+    if found.is_file() and found.stat().st_size == 0:
+        raise ConfigError(f"{option}={path!r}: the file is empty; it needs at least one row")
+
+
+def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> None:
+    """That a budget of tokens holds the longest sequence there may be."""
+    if budget is not None and budget < longest:
+        raise ConfigError(
+            f"{option}={budget}: cannot hold the longest sequence, {longest} tokens ({of_what}); raise the first or lower those"
+        )
+
+
+def minibatches(total: int, size: int | None, count: int, algorithm: str) -> int:
+    """Optimizer steps of one pass over `total` completions, in minibatches of `size`, or `count` of them."""
+    if size is not None:
+        if total % size:
+            raise ConfigError(
+                f"{algorithm}.mini_batch_size={size}: must divide the {total} completions of a step "
+                f"(dataset.train_bs_n_seqs x samples a prompt); {_divisors(total)}"
+            )
+        return total // size
+    if total % count:
+        raise ConfigError(
+            f"{algorithm}.ppo_n_minibatches={count}: must divide the {total} completions of a step "
+            f"(dataset.train_bs_n_seqs x samples a prompt); {_divisors(total)}"
+        )
+    return count
+
+
+def _divisors(total: int) -> str:
+    found = [n for n in range(1, total + 1) if total % n == 0]
+    return f"{', '.join(map(str, found[:12]))} do" if len(found) < 13 else f"{', '.join(map(str, found[:12]))}, ... do"

@@ -1,0 +1,196 @@
+"""What all experiments share: the run options, the options of one call, and the assembly of an `Experiment`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from weft.errors import ConfigError
+from weft.experiment import Control
+from weft.experiments import _checks as checks
+from weft.graph.mfc import Call, Hook, MFCDef, Offload
+from weft.options import option
+
+
+@dataclass
+class WandbSpec:
+    """Weights & Biases. The key comes from the environment or the login and is never written."""
+
+    mode: str | None = option(
+        None,
+        "online, offline or disabled; online when another logger.wandb option is set",
+        choices=("online", "offline", "disabled"),
+    )
+    entity: str | None = option(None, "user or team")
+    project: str | None = option(None, "project; experiment_name when absent")
+    name: str | None = option(None, "name of the run; trial_name when absent")
+    prefix: str | None = option(None, "put before the name of every metric")
+    id: str | None = option(None, "id of the run; a resumed run continues its own when absent")
+    dir: str | None = option(None, "folder of its local files; the run's own when absent")
+
+
+@dataclass
+class TrackioSpec:
+    """Trackio, a local tracker with W&B's interface."""
+
+    project: str | None = option(None, "project; naming one turns trackio on")
+    name: str | None = option(None, "name of the run; trial_name when absent")
+    space_id: str | None = option(None, "Hugging Face Space that shows the run; this machine when absent")
+
+
+@dataclass
+class LoggerSpec:
+    tensorboard: bool = option(False, "write TensorBoard files into the run's directory")
+    wandb: WandbSpec = option(WandbSpec(), "Weights & Biases")
+    trackio: TrackioSpec = option(TrackioSpec(), "trackio")
+
+    def enabled(self) -> dict[str, dict[str, Any]]:
+        """The loggers that are switched on, with their options."""
+        loggers: dict[str, dict[str, Any]] = {"tensorboard": {}} if self.tensorboard else {}
+        wandb = {key: value for key, value in asdict(self.wandb).items() if value is not None}
+        if wandb and self.wandb.mode != "disabled":
+            loggers["wandb"] = {"mode": "online", **wandb}
+        if self.trackio.project is not None:
+            loggers["trackio"] = {key: value for key, value in asdict(self.trackio).items() if value is not None}
+        return loggers
+
+
+HOOKS = "offload, offload_optimizer, NAME of a registered function, or {function: NAME, args: {..}}"
+
+
+def _check_hooks(hooks: Any) -> str | None:
+    try:
+        parse_hooks(hooks)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@dataclass
+class MFCOptions:
+    """What a user may change in one call of a shipped experiment."""
+
+    interface: str | None = option(None, "registered interface that makes the call instead; starts without arguments")
+    args: dict[str, Any] = option({}, "arguments of the interface, over those the experiment gives")
+    max_tokens_per_microbatch: int | None = option(
+        None, "most tokens of one forward pass of this call; the run's when absent", at_least=1
+    )
+    pre_hooks: Any = option(
+        None, f"hooks before the call, in place of the experiment's ([] for none): {HOOKS}", check=_check_hooks
+    )
+    post_hooks: Any = option(
+        None, f"hooks after the call, in place of the experiment's ([] for none): {HOOKS}", check=_check_hooks
+    )
+    deadline_s: float | None = option(None, "seconds after which the call is given up and the run stops", at_least=0.0)
+
+    def changes(self, node: MFCDef) -> dict[str, Any]:
+        """The fields of `node` that the user sets."""
+        changes: dict[str, Any] = {}
+        for name in ("interface", "max_tokens_per_microbatch", "deadline_s"):
+            if getattr(self, name) is not None:
+                changes[name] = getattr(self, name)
+        if self.args:
+            own = {} if self.interface is not None else node.args
+            changes["args"] = {**own, **self.args}
+        for name in ("pre_hooks", "post_hooks"):
+            if getattr(self, name) is not None:
+                changes[name] = parse_hooks(getattr(self, name))
+        return changes
+
+
+def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
+    """Hooks as users write them: `offload`, `offload_optimizer`, a function's name, or `{function: NAME, args: {..}}`."""
+    if hooks is None:
+        return ()
+    return tuple(_parse_hook(hook) for hook in (hooks if isinstance(hooks, (list, tuple)) else [hooks]))
+
+
+def _parse_hook(hook: Any) -> Hook:
+    if isinstance(hook, (Offload, Call)):
+        return hook
+    if hook == "offload":
+        return Offload("weights")
+    if hook == "offload_optimizer":
+        return Offload("optimizer")
+    if isinstance(hook, str) and hook:
+        return Call(hook)
+    if isinstance(hook, Mapping) and "function" in hook and set(hook) <= {"function", "args"}:
+        return Call(str(hook["function"]), dict(hook.get("args") or {}))
+    raise ConfigError(f"hook {hook!r} cannot be read; it is {HOOKS}")
+
+
+ALLOCATION = "manual, heuristic or search, or a layout such as d1; one device has one placement whichever is chosen"
+
+
+@dataclass
+class RunConfig:
+    """Where, how long and how often: the options that every experiment has."""
+
+    # What other spellings of options stand for (cli/aliases.py): `learning_rate` is the trained roles', `beta` the algorithm's.
+    main_role: ClassVar[str] = "model"
+    trained_roles: ClassVar[tuple[str, ...]] = ()
+    algorithm: ClassVar[str] = ""  # the option group of the algorithm, such as "ppo"
+    generation: ClassVar[str] = ""  # the option group of sampling, such as "ppo.gen"
+    spellings: ClassVar[Mapping[str, str]] = {}
+
+    experiment_name: str = option("", "first folder of the run: letters, digits, . and -")
+    trial_name: str = option("", "second folder of the run: letters, digits, . and -")
+    fileroot: str = option("./runs", "folder of all runs; this one's is fileroot/experiment_name/trial_name")
+    mode: str = option("local", "where the run is: local (this process)", check=checks.mode_problem)
+    seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
+    device: str | None = option(
+        None, "cpu, cuda, cuda:1, mps; the best there is when absent", check=checks.device_problem
+    )
+    n_nodes: int = option(1, "machines", at_least=1)
+    n_gpus_per_node: int = option(1, "devices of each machine", at_least=0)
+    allocation_mode: str = option(
+        "manual",
+        "manual, heuristic or search, or a layout such as d1; on one device they come to the same",
+        check=checks.allocation_problem,
+    )
+    total_train_epochs: int = option(1, "passes over the training data", at_least=1)
+    max_steps: int | None = option(None, "stop after this many steps", at_least=1)
+    save_freq_steps: int | None = option(
+        None, "steps between checkpoints; the last step is saved whatever is set", at_least=1
+    )
+    save_freq_epochs: int | None = option(None, "epochs between checkpoints", at_least=1)
+    save_freq_secs: float | None = option(None, "seconds between checkpoints", at_least=0.0)
+    save_total_limit: int | None = option(
+        None, "checkpoints to keep, newest first; one that a restart needs stays", at_least=1
+    )
+    save_milestone_freq_steps: int | None = option(None, "steps between checkpoints that are never removed", at_least=1)
+    save_milestone_freq_epochs: int | None = option(
+        None, "epochs between checkpoints that are never removed", at_least=1
+    )
+    eval_freq_steps: int | None = option(None, "steps between evaluations", at_least=1)
+    eval_freq_epochs: int | None = option(
+        None, "epochs between evaluations; 1 when there are validation data and no eval_freq_*", at_least=1
+    )
+    eval_freq_secs: float | None = option(None, "seconds between evaluations", at_least=0.0)
+    log_freq_steps: int = option(
+        1, "steps between lines of the log and of the loggers; metrics.jsonl has every step", at_least=1
+    )
+    recover_mode: str = option(
+        "auto",
+        "an unfinished run of the same configuration goes on (auto), must be there (resume), is not looked for (disabled)",
+        choices=("auto", "resume", "disabled"),
+    )
+    recover_freq_steps: int | None = option(
+        None, "steps between recovery points; with every checkpoint when absent", at_least=1
+    )
+    resume_from: str | None = option(None, "recovery point to go on from, in place of the run's own last one")
+    max_tokens_per_microbatch: int = option(16384, "most tokens of one forward pass, for every call", at_least=1)
+    deterministic: bool = option(False, "choose kernels that repeat bit for bit (on CUDA; the CPU's do anyway)")
+    on_nonfinite: str = option(
+        "stop", "a loss that is not finite stops the run, or is skipped and counted", choices=("stop", "skip")
+    )
+    progress: bool = option(True, "show the live view where the output is a terminal")
+    imports: list[str] = option([], "modules and FILE.py that register datasets, rewards, interfaces, experiments")
+    logger: LoggerSpec = option(LoggerSpec(), "where metrics go besides metrics.jsonl")
+
+    def control(self) -> Control:
+        """The run options as the runtime reads them."""
+        own = {spec.name for spec in fields(self)}
+        shared = {spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own}
+        return Control(**shared, loggers=self.logger.enabled())

@@ -1,0 +1,122 @@
+"""DPO and its kin: `ref_inf` scores the pairs with the frozen reference, `actor_train` learns from the difference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from weft.algorithms.dpo import DEFAULTS, LOSS_TYPES, REFERENCE_FREE
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import ModelSpec, OptimizerSpec
+from weft.experiment import Experiment
+from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
+from weft.experiments._roles import reference
+from weft.experiments.common import MFCOptions, RunConfig
+from weft.graph.mfc import MFCDef, Node
+from weft.options import option
+from weft.registry import register_quickstart
+
+
+@dataclass
+class DPOOptions:
+    loss_type: str = option(
+        "sigmoid", "which loss; simpo and orpo have no reference model, kto reads single labels", choices=LOSS_TYPES
+    )
+    beta: float = option(0.1, "strength of the pull towards the reference (orpo: weight of the odds ratio)")
+    label_smoothing: float = option(
+        DEFAULTS["label_smoothing"], "share of labels taken to be wrong: cDPO with sigmoid; robust needs it"
+    )
+    simpo_gamma: float = option(DEFAULTS["simpo_gamma"], "margin that simpo asks for, in units of the score")
+    desirable_weight: float = option(DEFAULTS["desirable_weight"], "kto: weight of desirable completions", at_least=0.0)
+    undesirable_weight: float = option(
+        DEFAULTS["undesirable_weight"], "kto: weight of undesirable completions", at_least=0.0
+    )
+    cache_ref_logprobs: bool = option(False, "compute the reference's log-probs once for each id and keep them on disk")
+
+    def loss_args(self) -> dict[str, Any]:
+        """The arguments of the loss `dpo`."""
+        return {"loss_type": self.loss_type, "beta": self.beta, **{name: getattr(self, name) for name in DEFAULTS}}
+
+
+@register_quickstart("dpo")
+@dataclass
+class DPOConfig(RunConfig):
+    """Direct preference optimization and its kin (IPO, hinge, robust, SimPO, ORPO, KTO) on pairs or rankings."""
+
+    main_role: ClassVar[str] = "actor"
+    trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
+    algorithm: ClassVar[str] = "dpo"
+    spellings: ClassVar[dict[str, str]] = {
+        "beta": "dpo.beta",
+        "loss_type": "dpo.loss_type",
+        "label_smoothing": "dpo.label_smoothing",
+        "precompute_ref_log_probs": "dpo.cache_ref_logprobs",
+        "ref_model_name_or_path": "ref.path",
+    }
+
+    actor: ModelSpec = option(ModelSpec(optimizer=OptimizerSpec(lr=1e-6)), "the model that is trained")
+    ref: ModelSpec = option(ModelSpec(), "the frozen reference; the actor's own path when absent")
+    dataset: DatasetSpec = option(DatasetSpec(), "rows of the form paired_comparison, preference or ranking")
+    dpo: DPOOptions = option(DPOOptions(), "the loss")
+    ref_inf: MFCOptions = option(MFCOptions(), "the call that scores with the reference")
+    actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
+
+    def build(self) -> Experiment:
+        """The graph `ref_inf -> actor_train`; without `ref_inf` where the loss needs no reference.
+
+        Raises `UserError` with the option, its value and the rule.
+        """
+        check(self)
+        dataset = batches(self.dataset)
+        roles = {"actor": self.actor.with_head("lm", trained=True)}
+        init_from: dict[str, str] = {}
+        if self.dpo.loss_type not in REFERENCE_FREE:
+            roles["ref"], init_from = reference(self.ref, self.actor)
+        return assemble(
+            self,
+            Plan(
+                roles=roles,
+                nodes=self._nodes(batch_size(dataset), "train_step"),
+                dataset=dataset,
+                dataset_type=type_of(dataset, "paired_comparison"),
+                data_role="actor",
+                steps_follow="actor_train",
+                longest=dataset.max_seqlen,
+                evaluation=self._nodes(dataset.valid_bs_n_seqs or 0, "evaluate"),
+                init_from=init_from,
+                updates_per_firing={"actor_train": 1},
+            ),
+        )
+
+    def _nodes(self, size: int, method: Any) -> list[Node]:
+        wants = "label" if self.dpo.loss_type == "kto" else "rank"
+        keys: tuple[str, ...] = ("prompt", "completion", wants)
+        optional = ("comparison", "loss_mask")
+        before: list[Node] = []
+        if self.dpo.loss_type not in REFERENCE_FREE:
+            keys = (*keys, "ref_logprobs")
+            before = [
+                MFCDef(
+                    "ref_inf",
+                    "ref",
+                    "infer",
+                    "inference",
+                    size,
+                    input_keys=("prompt", "completion"),
+                    output_keys=("logprobs",),
+                    output_key_remap={"logprobs": "ref_logprobs"},
+                    args={"outputs": ["logprobs"]},
+                    cache=self.dpo.cache_ref_logprobs,
+                )
+            ]
+        train = MFCDef(
+            "actor_train",
+            "actor",
+            "train",
+            method,
+            size,
+            input_keys=keys,
+            optional_keys=optional,
+            args={"loss": "dpo", "loss_args": self.dpo.loss_args()},
+        )
+        return [*before, train]

@@ -1,0 +1,60 @@
+"""Reward models: one call, `train`, on which of two completions of a prompt is better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import ModelSpec
+from weft.experiment import Experiment
+from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
+from weft.experiments.common import MFCOptions, RunConfig
+from weft.graph.mfc import MFCDef
+from weft.options import option
+from weft.registry import register_quickstart
+
+
+@dataclass
+class RWOptions:
+    score_l2: float = option(0.0, "weight of the squared scores, which keeps them small", at_least=0.0)
+    center: float = option(
+        0.0, "weight of the squared sum of a pair's scores, which keeps their mean at 0", at_least=0.0
+    )
+
+
+@register_quickstart("rw")
+@dataclass
+class RWConfig(RunConfig):
+    """A reward model from pairs (paired_comparison, preference) or rankings of any length (ranking)."""
+
+    trained_roles: ClassVar[tuple[str, ...]] = ("model",)
+    algorithm: ClassVar[str] = "rw"
+
+    model: ModelSpec = option(ModelSpec(), "the model that is trained; model.pooling says where its score is read")
+    dataset: DatasetSpec = option(DatasetSpec(), "rows of the form paired_comparison, preference or ranking")
+    rw: RWOptions = option(RWOptions(), "the loss")
+    train: MFCOptions = option(MFCOptions(), "the call that trains")
+
+    def build(self) -> Experiment:
+        """The graph is the node `train` alone. Raises `UserError` with the option, its value and the rule."""
+        check(self)
+        dataset = batches(self.dataset)
+        keys = {"input_keys": ("prompt", "completion", "rank"), "optional_keys": ("comparison", "margin")}
+        args = {"loss": "rw", "loss_args": {"score_l2": self.rw.score_l2, "center": self.rw.center}}
+        train = MFCDef("train", "model", "train", "train_step", batch_size(dataset), args=args, **keys)
+        evaluate = MFCDef("train", "model", "train", "evaluate", dataset.valid_bs_n_seqs or 0, args=args, **keys)
+        return assemble(
+            self,
+            Plan(
+                roles={"model": self.model.with_head("score", trained=True)},
+                nodes=[train],
+                dataset=dataset,
+                dataset_type=type_of(dataset, "paired_comparison"),
+                data_role="model",
+                steps_follow="train",
+                longest=dataset.max_seqlen,
+                evaluation=[evaluate],
+                updates_per_firing={"train": 1},
+            ),
+        )

@@ -1,0 +1,59 @@
+"""Supervised fine-tuning: one call, `train`, on the tokens that the assistant wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import ModelSpec
+from weft.experiment import Experiment
+from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
+from weft.experiments.common import MFCOptions, RunConfig
+from weft.graph.mfc import MFCDef
+from weft.options import option
+from weft.registry import register_quickstart
+
+
+@dataclass
+class SFTOptions:
+    average: str = option(
+        "token", "what weighs the same in the loss: every trained token, or every answer", choices=("token", "sequence")
+    )
+
+
+@register_quickstart("sft")
+@dataclass
+class SFTConfig(RunConfig):
+    """Supervised fine-tuning on prompts with answers, or on conversations (dataset.type=chat)."""
+
+    trained_roles: ClassVar[tuple[str, ...]] = ("model",)
+    algorithm: ClassVar[str] = "sft"
+
+    model: ModelSpec = option(ModelSpec(), "the model that is trained")
+    dataset: DatasetSpec = option(DatasetSpec(), "rows of the form prompt_answer, or chat")
+    sft: SFTOptions = option(SFTOptions(), "the loss")
+    train: MFCOptions = option(MFCOptions(), "the call that trains")
+
+    def build(self) -> Experiment:
+        """The graph is the node `train` alone. Raises `UserError` with the option, its value and the rule."""
+        check(self)
+        dataset = batches(self.dataset)
+        keys = {"input_keys": ("prompt", "completion"), "optional_keys": ("loss_mask",)}
+        args = {"loss": "sft", "loss_args": {"average": self.sft.average}}
+        train = MFCDef("train", "model", "train", "train_step", batch_size(dataset), args=args, **keys)
+        evaluate = MFCDef("train", "model", "train", "evaluate", dataset.valid_bs_n_seqs or 0, args=args, **keys)
+        return assemble(
+            self,
+            Plan(
+                roles={"model": self.model.with_head("lm", trained=True)},
+                nodes=[train],
+                dataset=dataset,
+                dataset_type=type_of(dataset, "prompt_answer"),
+                data_role="model",
+                steps_follow="train",
+                longest=dataset.max_seqlen,
+                evaluation=[evaluate],
+                updates_per_firing={"train": 1},
+            ),
+        )
