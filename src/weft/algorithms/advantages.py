@@ -5,8 +5,6 @@ Ragged rows: T values of S completions one after another, `lengths` [S] of them 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Int
@@ -16,8 +14,8 @@ from weft.errors import ConfigError, unknown_name
 Vector = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 
-Baseline = Literal["group", "leave_one_out", "given", "none"]
-Scale = Literal["group", "batch", "none"]
+BASELINES = ("group", "leave_one_out", "given", "none")
+SCALES = ("group", "batch", "none")
 
 
 def starts_of(lengths: Int[Index, "S"]) -> Int[Index, "S"]:
@@ -105,7 +103,7 @@ def group_stds(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> Float[Vec
 def baselined(
     rewards: Float[Vector, "S"],
     group: Int[Index, "S"],
-    baseline: Baseline,
+    baseline: str,
     given: Float[Vector, "S"] | None = None,
 ) -> Float[Vector, "S"]:
     """Reward less its baseline, one a completion.
@@ -120,8 +118,8 @@ def baselined(
         mean, size = group_means(rewards, group)
         if (size < 2).any():
             raise ConfigError(
-                f"baseline={baseline!r} compares the completions of one prompt, and a prompt has only one here: every advantage "
-                "would be 0; set group_size (samples_per_prompt) to 2 or more"
+                f"baseline={baseline!r} compares the completions of one prompt, and a prompt has only one here: every "
+                "advantage would be 0; set group_size (samples_per_prompt) to 2 or more"
             )
         scale = size / (size - 1) if baseline == "leave_one_out" else np.ones_like(mean)
         return (rewards - mean) * scale
@@ -133,14 +131,14 @@ def baselined(
         return rewards - given
     if baseline == "none":
         return rewards.copy()
-    raise unknown_name("baseline", baseline, get_args(Baseline))
+    raise unknown_name("baseline", baseline, BASELINES)
 
 
 def scaled(
     advantages: Float[Vector, "S"],
     rewards: Float[Vector, "S"],
     group: Int[Index, "S"],
-    scale: Scale,
+    scale: str,
     eps: float = 1e-4,
 ) -> Float[Vector, "S"]:
     """Advantages divided by a standard deviation of rewards + eps.
@@ -156,7 +154,7 @@ def scaled(
         return advantages / (group_stds(rewards, group) + eps)
     if scale == "batch":
         return advantages / (rewards.std(ddof=1 if len(rewards) > 1 else 0) + eps)
-    raise unknown_name("scale", scale, get_args(Scale))
+    raise unknown_name("scale", scale, SCALES)
 
 
 def zero_variance(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> npt.NDArray[np.bool_]:

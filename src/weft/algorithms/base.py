@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import array_api_compat
 import numpy as np
@@ -47,6 +47,7 @@ class Min:
 Stat = Sum | Max | Min
 
 
+@runtime_checkable
 class RowBatch(Protocol):
     """One micro-batch as a loss sees it. `batch[key]` is `[N]` for a key with one value a completion token (`loss_mask`,
     `advantages`, `logprobs`, ...) and `[S]` for a key with one value a sequence (`rank`, `rewards`, ...); both are arrays of
@@ -74,6 +75,7 @@ class RowBatch(Protocol):
         ...
 
 
+@runtime_checkable
 class Sample(Protocol):
     """What `denominators` reads of a `SequenceSample` (which lives a floor higher)."""
 

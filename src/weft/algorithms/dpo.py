@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -22,8 +22,6 @@ from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, Sum, fixed
 from weft.algorithms.reward import num_pairs
 from weft.errors import ConfigError, unknown_name
 from weft.registry import register_loss
-
-Score = Literal["sum", "mean", "free"]
 
 
 # -- the losses of one pair; `delta` is score(better) - score(worse)
@@ -106,7 +104,7 @@ def kto_loss(
 class Kind:
     """A pairwise loss: the scores it compares, the options it reads, and itself on (better, worse, options)."""
 
-    score: Score
+    score: str  # sum, mean or free
     options: frozenset[str]
     loss: Callable[[Array, Array, PairwiseLoss], Array]
 
@@ -135,7 +133,7 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 
 
 def completion_scores(
-    logprobs: Float[Array, "N"], reference: Float[Array, "N"] | None, batch: RowBatch, score: Score
+    logprobs: Float[Array, "N"], reference: Float[Array, "N"] | None, batch: RowBatch, score: str
 ) -> tuple[Float[Array, "S"], Float[Array, "S"]]:
     """(scores, summed log-probs) of each completion over its trained tokens; see the module's docstring for `score`.
 

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import array_api_compat
 import numpy as np
 from jaxtyping import Float
 
 from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, fixed, masked_mean, masked_sum, trained_rows
-from weft.algorithms.kl import Estimator, kl_estimate
+from weft.algorithms.kl import ESTIMATORS, kl_estimate
 from weft.algorithms.ppo import Clip, EarlyStop, clipped_surrogate, policy_stats
 from weft.algorithms.sft import row_weights
 from weft.errors import ConfigError, unknown_name
 from weft.registry import register_loss
 
-LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo"]
-Level = Literal["token", "sequence"]
-Surrogate = Literal["clip", "reinforce"]
+CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo"),
+    "importance_level": ("token", "sequence"),
+    "surrogate": ("clip", "reinforce"),
+    "kl_estimator": ESTIMATORS,
+}
 
 
 def policy_gradient(logprobs: Float[Array, "N"], advantages: Float[Array, "N"]) -> Float[Array, "N"]:
@@ -56,14 +58,14 @@ class GRPOLoss(Loss):
     Keys: `advantages`, `logprobs`, and `ref_logprobs` where `kl_coef` is above 0.
     """
 
-    loss_type: LossType = "dapo"
-    importance_level: Level = "token"
-    surrogate: Surrogate = "clip"
+    loss_type: str = "dapo"
+    importance_level: str = "token"
+    surrogate: str = "clip"
     eps_clip: float = 0.2
     eps_clip_high: float | None = None
     dual_clip: float | None = None
     kl_coef: float = 0.0
-    kl_estimator: Estimator = "k3"
+    kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     max_completion_length: int | None = None
     early_stop_imp_ratio: float | None = None
@@ -74,10 +76,9 @@ class GRPOLoss(Loss):
 
     def __post_init__(self) -> None:
         _ = self.clip  # checks the bounds
-        choices = {"loss_type": LossType, "importance_level": Level, "surrogate": Surrogate, "kl_estimator": Estimator}
-        for name, literal in choices.items():
-            if getattr(self, name) not in get_args(literal):
-                raise unknown_name(f"grpo.{name}", getattr(self, name), get_args(literal))
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise unknown_name(f"grpo.{name}", getattr(self, name), choices)
         if self.kl_coef < 0.0:
             raise ConfigError(f"grpo.kl_coef={self.kl_coef} must be at least 0")
         if self.loss_type == "dr_grpo" and not self.max_completion_length:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, runtime_checkable
 
 import array_api_compat
 import numpy as np
@@ -14,12 +14,13 @@ from jaxtyping import Float
 from weft.algorithms.base import Array, exp_ratio
 from weft.errors import ConfigError, unknown_name
 
-Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS = ("k1", "k2", "k3")
+NORMALIZERS = ("exp", "ma")
 Vector = npt.NDArray[np.float64]
 
 
 def kl_estimate(
-    logprobs: Float[Array, "..."], reference: Float[Array, "..."], estimator: Estimator = "k1"
+    logprobs: Float[Array, "..."], reference: Float[Array, "..."], estimator: str = "k1"
 ) -> Float[Array, "..."]:
     """An estimate of KL(policy || reference) at each sampled token, nats, from its two log-probs (same shape).
 
@@ -37,9 +38,10 @@ def kl_estimate(
         return xp.square(ratio) / 2
     if estimator == "k3":
         return exp_ratio(-ratio) - 1 + ratio
-    raise unknown_name("KL estimator", estimator, get_args(Estimator))
+    raise unknown_name("KL estimator", estimator, ESTIMATORS)
 
 
+@runtime_checkable
 class Controller(Protocol):
     """The weight of the KL penalty, and how it moves."""
 
@@ -107,7 +109,7 @@ class ValueNormalizer:
     nothing is changed.
     """
 
-    type: Literal["exp", "ma"] = "exp"
+    type: str = "exp"
     beta: float = 0.99995
     min_std: float = 0.1
     mean: float = 0.0
@@ -115,8 +117,8 @@ class ValueNormalizer:
     weight: float = 0.0  # exp: 1 - beta^t; ma: values seen
 
     def __post_init__(self) -> None:
-        if self.type not in ("exp", "ma"):
-            raise unknown_name("value normalisation", self.type, ("exp", "ma"))
+        if self.type not in NORMALIZERS:
+            raise unknown_name("value normalisation", self.type, NORMALIZERS)
         if not 0.0 <= self.beta < 1.0:
             raise ConfigError(f"value_norm_beta={self.beta} must be at least 0 and below 1")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import array_api_compat
 import numpy as np
@@ -15,7 +14,7 @@ from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, masked_mea
 from weft.errors import unknown_name
 from weft.registry import register_loss
 
-Average = Literal["token", "sequence"]
+AVERAGES = ("token", "sequence")
 
 
 def negative_log_likelihood(logprobs: Float[Array, "N"], weights: Float[Array, "N"]) -> Float[Array, ""]:
@@ -33,14 +32,14 @@ class SFTLoss(Loss):
     trainers do, is neither and depends on the micro-batch size.
     """
 
-    average: Average = "token"
+    average: str = "token"
 
     outputs = frozenset({"logprobs", "top1"})
     unit = "sequence"
 
     def __post_init__(self) -> None:
-        if self.average not in get_args(Average):
-            raise unknown_name("average", self.average, get_args(Average))
+        if self.average not in AVERAGES:
+            raise unknown_name("average", self.average, AVERAGES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """`tokens`: trained tokens; `sequences`: completions with at least one of them."""
@@ -63,7 +62,7 @@ class SFTLoss(Loss):
         return made
 
 
-def row_weights(batch: RowBatch, total: Mapping[str, float], average: Average) -> Float[Array, "N"]:
+def row_weights(batch: RowBatch, total: Mapping[str, float], average: str) -> Float[Array, "N"]:
     """What each row counts, [N], so that the sum of weight * value over all micro-batches is the minibatch's mean.
 
     "token": mask / trained tokens. "sequence": mask / (trained rows of the sequence * sequences with any).

@@ -1,0 +1,249 @@
+"""DPO and its kin: by hand, by naive loops, and against TRL."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loss_cases import evaluate, gradients, make_sample
+
+from weft.algorithms import dpo
+from weft.algorithms.dpo import dpo_loss
+from weft.errors import ConfigError
+
+LENGTHS = [(3, 2), (1, 4), (5, 5), (2, 1)]  # (better, worse) of four pairs
+
+
+def pairs_sample(seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    tokens = sum(a + b for a, b in LENGTHS)
+    logprobs = -rng.gamma(1.0, 1.0, tokens) - 0.1
+    reference = logprobs + rng.normal(0, 0.5, tokens)
+    keys = {"rank": [0, 1] * 4, "comparison": [0] * 8, "ref_logprobs": reference, "label": [1.0, 0.0] * 4}
+    keys |= {"kl_baseline": [0.3] * 8}
+    return make_sample(LENGTHS, keys), {"logprobs": logprobs}
+
+
+def padded(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """([8, 1 + longest], mask) as TRL lays pairs out: the better four, then the worse four; one prompt token in front."""
+    bounds = np.cumsum([0, *(n for pair in LENGTHS for n in pair)])
+    longest = max(n for pair in LENGTHS for n in pair)
+    values, mask = torch.zeros(8, 1 + longest, dtype=torch.float64), torch.zeros(8, 1 + longest, dtype=torch.int64)
+    for pair in range(4):
+        for side in range(2):
+            part = rows[bounds[2 * pair + side] : bounds[2 * pair + side + 1]]
+            values[pair + 4 * side, 1 : 1 + len(part)] = torch.as_tensor(part)
+            mask[pair + 4 * side, 1 : 1 + len(part)] = 1
+    return values, mask
+
+
+def trl_dpo(loss_type: str, beta: float, smoothing: float) -> tuple[float, dict[str, float], np.ndarray]:
+    """(loss, metrics, gradient by row) of TRL's own `_compute_loss` on the same pairs."""
+    trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="trl is a test dependency")
+    sample, out = pairs_sample()
+    values, mask = padded(out["logprobs"])
+    reference, _ = padded(np.asarray(sample.data["ref_logprobs"]))
+    values.requires_grad_(True)
+
+    def model(**_: Any) -> SimpleNamespace:
+        zeros = torch.zeros(8, mask.shape[1] - 1)
+        return SimpleNamespace(
+            log_probs=values[:, 1:], entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), log_sum_sq_probs=zeros
+        )
+
+    from collections import defaultdict
+
+    sums = reference[:, 1:].sum(-1)
+    metrics: dict[str, defaultdict[str, list[float]]] = {"train": defaultdict(list)}
+    stand_in = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        beta=beta,
+        label_smoothing=smoothing,
+        use_weighting=False,
+        _metrics=metrics,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {"input_ids": mask.clone(), "attention_mask": torch.ones_like(mask), "completion_mask": mask}
+    inputs |= {"ref_chosen_logps": sums[:4], "ref_rejected_logps": sums[4:]}
+    loss = trainer.DPOTrainer._compute_loss(stand_in, model, inputs, False)
+    loss.backward()
+    assert values.grad is not None
+    order = [values.grad[pair + 4 * side, 1 : 1 + LENGTHS[pair][side]] for pair in range(4) for side in range(2)]
+    return float(loss.detach()), {k: v[-1] for k, v in metrics["train"].items()}, torch.cat(order).numpy()
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge", "robust", "sigmoid_norm"])
+def test_equals_trl(loss_type: str) -> None:
+    smoothing = 0.15 if loss_type == "robust" else 0.0
+    loss, metrics, gradient = trl_dpo(loss_type, 0.3, smoothing)
+    sample, out = pairs_sample()
+    ours = gradients(dpo_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing), sample, out)
+    assert ours[0] == pytest.approx(loss, rel=1e-6)  # TRL's loss passes through float32 in places
+    np.testing.assert_allclose(ours[2]["logprobs"], gradient, rtol=1e-6)
+    assert ours[1]["logps/chosen"] == pytest.approx(metrics["logps/chosen"], rel=1e-6)
+    if loss_type in ("sigmoid", "hinge", "robust"):
+        for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
+            assert ours[1][name] == pytest.approx(metrics[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_simpo_and_cdpo_equal_trl(smoothing: float) -> None:
+    trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="trl is a test dependency")
+    rng = np.random.default_rng(4)
+    better, worse = torch.tensor(rng.normal(size=(2, 6)))
+    options = dict(alpha=0.0, label_smoothing=smoothing, accelerator=SimpleNamespace(device="cpu"))
+    simpo = SimpleNamespace(loss_type="simpo", beta=2.0, simpo_gamma=0.5, **options)
+    theirs, *_ = trainer.CPOTrainer.cpo_loss(simpo, better, worse)
+    np.testing.assert_allclose(dpo.simpo_loss(better - worse, 2.0, 0.5, smoothing), theirs, rtol=1e-12)
+    sigmoid = SimpleNamespace(loss_type="sigmoid", beta=0.4, **options)
+    theirs, *_ = trainer.CPOTrainer.cpo_loss(sigmoid, better, worse)
+    np.testing.assert_allclose(dpo.sigmoid_loss(better - worse, 0.4, smoothing), theirs, rtol=1e-12)
+
+
+def test_orpo_equals_trl() -> None:
+    trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", reason="trl is a test dependency")
+    rng = np.random.default_rng(4)
+    better, worse = torch.tensor(-rng.gamma(1.0, 1.0, size=(2, 6)).astype(np.float32))
+    stand_in = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
+    theirs, *_ = trainer.ORPOTrainer.odds_ratio_loss(stand_in, better, worse)
+    np.testing.assert_allclose(dpo.orpo_loss(better, worse, 0.3), -better - theirs, rtol=1e-5)
+
+
+def test_kto_equals_trl() -> None:
+    trainer = pytest.importorskip("trl.trainer.kto_trainer", reason="trl is a test dependency")
+    from collections import defaultdict
+
+    sample, out = pairs_sample()
+    values, mask = padded(out["logprobs"])
+    reference, _ = padded(np.asarray(sample.data["ref_logprobs"]))
+    values.requires_grad_(True)
+    zeros = torch.zeros(8, mask.shape[1] - 1)
+    mismatched = torch.tensor([0.5, 0.1])  # policy - reference of mismatched completions; mean 0.3 is z0
+    metrics: dict[str, defaultdict[str, list[float]]] = {"train": defaultdict(list)}
+    stand_in = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        _compute_kl_logps=lambda model, batch: mismatched,
+        loss_type="kto",
+        beta=0.2,
+        desirable_weight=1.5,
+        undesirable_weight=0.7,
+        _metrics=metrics,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+
+    def model(**_: Any) -> SimpleNamespace:
+        return SimpleNamespace(log_probs=values[:, 1:], entropy=zeros, mean_logits=zeros)
+
+    inputs = {
+        "label": torch.tensor([True] * 4 + [False] * 4),
+        "input_ids": mask.clone(),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "ref_logps": reference[:, 1:].sum(-1),
+        "ref_KL_logps": torch.zeros(2),
+    }
+    loss = trainer.KTOTrainer._compute_loss(stand_in, model, inputs, False)
+    loss.backward()
+    ours = gradients(dpo_loss("kto", 0.2, desirable_weight=1.5, undesirable_weight=0.7), sample, out)
+    assert ours[0] == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert values.grad is not None
+    order = [values.grad[pair + 4 * side, 1 : 1 + LENGTHS[pair][side]] for pair in range(4) for side in range(2)]
+    np.testing.assert_allclose(ours[2]["logprobs"], torch.cat(order), rtol=1e-6)
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected"):
+        assert ours[1][name] == pytest.approx(metrics["train"][name][-1], rel=1e-6), name
+
+
+# -- by hand: one pair, log-probs -1 -1 (better) and -2 (worse), reference -1.5 -1.5 and -1: ratios +1 (mean 0.5) and -1
+
+
+def hand(loss_type: str, beta: float, **options: float) -> float:
+    keys = {"rank": [1, 0], "comparison": [0, 0], "ref_logprobs": [-1.0, -1.5, -1.5]}
+    sample = make_sample([(1, 2)], keys)
+    return evaluate(dpo_loss(loss_type, beta, **options), sample, {"logprobs": [-2.0, -1.0, -1.0]}).loss
+
+
+def nls(x: float) -> float:
+    return math.log(1.0 + math.exp(-x))
+
+
+def test_by_hand() -> None:
+    assert hand("sigmoid", 0.5) == pytest.approx(nls(1.0))
+    assert hand("sigmoid", 0.5, label_smoothing=0.25) == pytest.approx(0.75 * nls(1.0) + 0.25 * nls(-1.0))
+    assert hand("robust", 0.5, label_smoothing=0.25) == pytest.approx((0.75 * nls(1.0) - 0.25 * nls(-1.0)) / 0.5)
+    assert hand("hinge", 0.25) == pytest.approx(0.5)
+    assert hand("hinge", 0.5) == 0.0
+    assert hand("sigmoid_norm", 1.0) == pytest.approx(nls(1.5))
+    assert hand("ipo", 1.0) == pytest.approx((1.5 - 0.5) ** 2)
+    assert hand("simpo", 2.0, simpo_gamma=0.5) == pytest.approx(nls(2.0 * (-1.0 + 2.0) - 0.5))
+    odds = [math.log(math.exp(x) / (1 - math.exp(x))) for x in (-1.0, -2.0)]
+    assert hand("orpo", 0.1) == pytest.approx(1.0 + 0.1 * nls(odds[0] - odds[1]))
+
+
+def test_kto_by_hand() -> None:
+    # Desirable: score 1; undesirable: score -1; z0 = 0.2, beta = 0.5.
+    keys = {"label": [0.0, 1.0], "kl_baseline": [0.2, 0.2], "ref_logprobs": [-1.0, -1.5, -1.5]}
+    sample = make_sample([(1, 2)], keys)
+    result = evaluate(dpo_loss("kto", 0.5, desirable_weight=3.0), sample, {"logprobs": [-2.0, -1.0, -1.0]})
+    sigmoid = [1 / (1 + math.exp(-x)) for x in (0.5 * (1 - 0.2), 0.5 * (0.2 + 1))]
+    assert result.loss == pytest.approx((3.0 * (1 - sigmoid[0]) + (1 - sigmoid[1])) / 2)
+    expected = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "rewards/margins": 1.0, "rewards/accuracies": 1.0}
+    expected |= {"logps/chosen": -2.0, "logps/rejected": -2.0, "kl_baseline": 0.2}
+    assert result.stats == pytest.approx(expected)
+
+
+def test_a_ranking_gives_all_its_pairs() -> None:
+    keys = {"rank": [0, 2, 1], "comparison": [0, 0, 0], "ref_logprobs": [0.0, 0.0, 0.0]}
+    result = evaluate(dpo_loss("sigmoid", 1.0), make_sample([(1, 1, 1)], keys), {"logprobs": [-1.0, -3.0, -1.5]})
+    assert result.loss == pytest.approx((nls(2.0) + nls(0.5) + nls(1.5)) / 3)
+
+
+def test_the_first_step_has_the_gradient_of_the_formula() -> None:
+    """Policy = reference: the sigmoid's argument is exactly 0, where a careless log-sigmoid has slope 0 or 1."""
+    keys = {"rank": [0, 1], "comparison": [0, 0], "ref_logprobs": [-1.0, -2.0]}
+    _, _, found = gradients(dpo_loss("sigmoid", 0.4), make_sample([(1, 1)], keys), {"logprobs": [-1.0, -2.0]})
+    assert found["logprobs"].tolist() == pytest.approx([-0.2, 0.2])
+
+
+def test_log_odds_is_stable() -> None:
+    x = np.array([-1e-5, -0.1, -0.69, -0.7, -5.0, -700.0])
+    exact = [math.log(math.exp(v)) - math.log(-math.expm1(v)) for v in x]
+    np.testing.assert_allclose(dpo.log_odds(x), exact, rtol=1e-10)
+    assert np.isfinite(dpo.log_odds(np.array([0.0, -1e-12]))).all()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"loss_type": "sigmod"}, "did you mean sigmoid"),
+        ({"beta": 0.0}, "dpo.beta"),
+        ({"label_smoothing": 0.5}, "label_smoothing"),
+        ({"loss_type": "hinge", "label_smoothing": 0.1}, "no meaning"),
+        ({"desirable_weight": 2.0}, "no meaning"),
+        ({"gama": 2.0}, "unknown option"),
+    ],
+)
+def test_wrong_options_are_refused(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dpo_loss(**args)
+
+
+def test_a_default_may_always_be_given() -> None:
+    for loss_type in dpo.LOSS_TYPES:
+        dpo_loss(loss_type, 0.1, **dpo.DEFAULTS)
