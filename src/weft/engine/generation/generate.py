@@ -65,9 +65,10 @@ def open_generator(
 ) -> Iterator[BatchGenerator]:
     """A generator on `network`, which is in evaluation mode while it is open. `version` is what the tokens carry.
 
-    A completion ends with one of `eos_ids`, `spec.stop_ids` or `spec.stop` (for which `tokenizer` is needed; `ConfigError`
-    without). `budget` defaults to what the device's memory allows.
+    A completion ends with one of `eos_ids`, `spec.stop_ids` or `spec.stop`, which needs a `tokenizer` (that of the spec where
+    none is given; `ConfigError` without any). `budget` defaults to what the device's memory allows.
     """
+    tokenizer = tokenizer or spec.tokenizer
     if spec.stop and tokenizer is None:
         raise ConfigError(f"gen.stop={spec.stop}: stop texts need a tokenizer, and this role has none")
     mode = network.training
