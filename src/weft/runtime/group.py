@@ -45,8 +45,8 @@ class WorkerGroup(Protocol):
         """Take in tensors made outside (rows of the loader, keys of a host function)."""
         ...
 
-    def fetch(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
-        """Tensors of these ids: those of `keys` that exist, and all metadata."""
+    def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
+        """Tensors of these ids, with all their metadata; `optional` keys where every id has them."""
         ...
 
     def discard(self, ids: Iterable[str]) -> None:

@@ -51,9 +51,8 @@ class LocalGroup:
     def put(self, sample: SequenceSample) -> SampleMeta:
         return self._worker.store.put(sample)
 
-    def fetch(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
-        there = [set(self._worker.store.keys(id)) for id in ids]
-        return self._worker.store.fetch(ids, [key for key in keys if all(key in known for known in there)])
+    def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
+        return self._worker.store.fetch(ids, keys, optional)
 
     def discard(self, ids: Iterable[str]) -> None:
         self._worker.store.discard(ids)

@@ -49,8 +49,10 @@ class Horizon:
         return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
 
     def specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
-        """The roles' specs; trained ones with the learning-rate schedule of the real run."""
-        specs = dict(experiment.roles)
+        """The roles' specs with what a backend needs of the run; trained ones with the schedule of the real run."""
+        control = experiment.control
+        shared = {"device": control.device, "seed": control.seed, "on_nonfinite": control.on_nonfinite}
+        specs = {role: replace(spec, **shared) for role, spec in experiment.roles.items()}
         for node in experiment.trained_nodes():
             per_epoch, total = self.updates(experiment, node.name)
             spec = specs[node.role]

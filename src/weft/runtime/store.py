@@ -51,22 +51,27 @@ class TensorStore:
                 row.metadata.update({name: values[index] for name, values in sample.metadata.items()})
         return sample.meta()
 
-    def fetch(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
-        """These keys of these ids, in this order, with all their metadata. Raises `DataError` where one is missing."""
-        rows = [self._row(id) for id in ids]
-        by_origin: dict[tuple[int, ...], list[str]] = {}
-        for key in keys:
-            missing = next((id for id, row in zip(ids, rows, strict=True) if key not in row.batches), None)
-            if missing is not None:
-                close = nearest(key, self.keys(missing)) or self.keys(missing)
-                raise DataError(f"id {missing!r} has no key {key!r}; it has {', '.join(close)}")
-            by_origin.setdefault(tuple(row.batches[key] for row in rows), []).append(key)
-        columns = dict.fromkeys(name for row in rows for name in row.metadata)
-        metadata = {name: [row.metadata.get(name) for row in rows] for name in columns}
-        joined = SequenceSample.from_groups(ids, {}, {}, metadata)
-        for origin, names in by_origin.items():
-            joined = joined.update(self._collect(ids, origin, names))
-        return joined
+    def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
+        """These keys of these ids, in this order, with all their metadata; `optional` keys where every id has them.
+
+        Raises `DataError` for an id or a key that is not here.
+        """
+        with self._lock:
+            rows = [self._row(id) for id in ids]
+            wanted = [*keys, *(key for key in optional if all(key in row.batches for row in rows))]
+            by_origin: dict[tuple[int, ...], list[str]] = {}
+            for key in wanted:
+                missing = next((id for id, row in zip(ids, rows, strict=True) if key not in row.batches), None)
+                if missing is not None:
+                    close = nearest(key, self.keys(missing)) or self.keys(missing)
+                    raise DataError(f"id {missing!r} has no key {key!r}; it has {', '.join(close)}")
+                by_origin.setdefault(tuple(row.batches[key] for row in rows), []).append(key)
+            columns = dict.fromkeys(name for row in rows for name in row.metadata)
+            metadata = {name: [row.metadata.get(name) for row in rows] for name in columns}
+            joined = SequenceSample.from_groups(ids, {}, {}, metadata)
+            for origin, names in by_origin.items():
+                joined = joined.update(self._collect(ids, origin, names))
+            return joined
 
     def batches(self) -> Iterator[SequenceSample]:
         """Everything that is held: ids with the same keys and metadata in one batch each, in the order they came."""

@@ -18,6 +18,7 @@ from weft.interfaces.base import MFCResult, Model
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, fingerprint
 from weft.runtime.check import calls_of, implements
+from weft.runtime.edges import on_edges, read_inputs
 from weft.runtime.group import SECONDS, STARTED, SampleMeta
 from weft.runtime.roles import Roles
 from weft.runtime.state import read_state, write_state
@@ -94,6 +95,7 @@ class Worker:
             dtype=self._specs[role].dtype,
             step=step,
             seed=control.seed,
+            schedule=self._specs[role].schedule,
         )
 
     def save(self, role: str, directory: Path) -> None:
@@ -147,30 +149,3 @@ class Worker:
 
         outputs, known = self._caches[name].call(batch, compute)
         return MFCResult(outputs, {**metrics, "cached_fraction": known / max(1, batch.num_ids)})
-
-
-def read_inputs(store: TensorStore, node: Any, ids: Sequence[str]) -> SequenceSample:
-    """What a node reads of these ids, under the names that it has for the keys; optional ones where all ids have them."""
-    there = [set(store.keys(id)) for id in ids]
-    optional = [key for key in node.optional_inputs if all(key in keys for keys in there)]
-    batch = store.fetch(ids, [*node.inputs, *optional])
-    return batch.remap_keys({edge: own for own, edge in node.input_key_remap.items() if edge in batch.keys})
-
-
-def on_edges(
-    node: Any, outputs: SequenceSample | None, ids: Sequence[str], *, filters: bool = False
-) -> SequenceSample | None:
-    """A node's outputs under the names of the graph's edges. Raises `RunError` for a key or an id that is missing."""
-    if not node.output_keys and (outputs is None or not filters):
-        return None
-    if outputs is None:
-        raise RunError(f"returned no outputs; its output keys are {', '.join(node.output_keys)}")
-    absent = [key for key in node.output_keys if key not in outputs.data]
-    if absent:
-        raise RunError(f"made no {', '.join(absent)}; its outputs are {', '.join(outputs.data) or 'none'}")
-    unknown, lost = set(outputs.ids) - set(ids), set(ids) - set(outputs.ids)
-    if unknown or (lost and not filters):
-        raise RunError(f"returned ids that it was not given ({sorted(unknown)[:5]}) or lost some ({sorted(lost)[:5]})")
-    ordered = [id for id in ids if id in set(outputs.ids)]
-    chosen = outputs.select(ids=ordered, keys=node.output_keys)
-    return replace(chosen, metadata={}).remap_keys(node.output_key_remap)

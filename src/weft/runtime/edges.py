@@ -1,0 +1,40 @@
+"""Between a node's own names for keys and those on the graph's edges; what goes in, and what may come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from weft.data.sample import SequenceSample
+from weft.errors import RunError
+from weft.graph.mfc import Node
+
+
+class Shelf(Protocol):
+    """Where tensors lie by id: a worker's store, or a group."""
+
+    def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample: ...
+
+
+def read_inputs(shelf: Shelf, node: Node, ids: Sequence[str]) -> SequenceSample:
+    """What a node reads of these ids, under the names that it has for the keys; optional ones where all ids have them."""
+    batch = shelf.fetch(ids, node.inputs, node.optional_inputs)
+    return batch.remap_keys({edge: own for own, edge in node.input_key_remap.items() if edge in batch.keys})
+
+
+def on_edges(
+    node: Node, outputs: SequenceSample | None, ids: Sequence[str], *, filters: bool = False
+) -> SequenceSample | None:
+    """A node's outputs under the names of the graph's edges. Raises `RunError` for a key or an id that is missing."""
+    if not node.output_keys and (outputs is None or not filters):
+        return None
+    if outputs is None:
+        raise RunError(f"returned no outputs; its output keys are {', '.join(node.output_keys)}")
+    absent = [key for key in node.output_keys if key not in outputs.data]
+    if absent:
+        raise RunError(f"made no {', '.join(absent)}; its outputs are {', '.join(outputs.data) or 'none'}")
+    unknown, lost = set(outputs.ids) - set(ids), set(ids) - set(outputs.ids)
+    if unknown or (lost and not filters):
+        raise RunError(f"returned ids that it was not given ({sorted(unknown)[:5]}) or lost some ({sorted(lost)[:5]})")
+    ordered = [id for id in ids if id in set(outputs.ids)]
+    return outputs.select(ids=ordered, keys=node.output_keys).remap_keys(node.output_key_remap)

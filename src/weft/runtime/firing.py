@@ -1,0 +1,103 @@
+"""One firing from start to end: a model function call through the group, or a host function in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.errors import RunError
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import HostFunction, MFCDef
+from weft.graph.ready import Firing
+from weft.host.base import HostCallable, HostContext, make_host_function
+from weft.interfaces.base import MFCResult
+from weft.runtime import waiting
+from weft.runtime.edges import on_edges, read_inputs
+from weft.runtime.group import SECONDS, STARTED, SampleMeta, WorkerGroup
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a firing did: descriptions of its outputs (None where it made no keys), metrics, and when it ran."""
+
+    firing: Firing
+    outputs: SampleMeta | None
+    metrics: Mapping[str, float]
+    started: float  # seconds since the epoch
+    seconds: float
+    kept: tuple[str, ...]  # ids that a filter let pass; all of them otherwise
+
+
+class Fires:
+    """Runs the nodes of one graph. `prefix` is what the group knows the graph's calls by, beside their names."""
+
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        group: WorkerGroup,
+        tokenizers: Mapping[str, Tokenizer],
+        data_role: str,
+        seed: int,
+        prefix: str = "",
+    ) -> None:
+        self._graph, self._group, self._prefix, self._seed = graph, group, prefix, seed
+        self._tokenizers, self._data_role = tokenizers, data_role
+        self.functions: dict[str, HostCallable] = {
+            node.name: make_host_function(node.function, node.args)
+            for node in graph.nodes
+            if isinstance(node, HostFunction)
+        }
+
+    def start(self, firing: Firing, meta: SampleMeta) -> Callable[[], Outcome]:
+        """Begin; what is returned waits for the end. A host function begins when it is waited for."""
+        node = self._graph.node(firing.node)
+        if isinstance(node, MFCDef):
+            future = self._group.submit(self._prefix + node.name, firing.step, [[meta]])
+            return lambda: self._finish(node, firing, future)
+        return lambda: self._host(node, firing)
+
+    def _finish(self, node: MFCDef, firing: Firing, future: Future[MFCResult]) -> Outcome:
+        result = waiting.wait(future, node.deadline_s, told(firing, f"role {node.role!r}"))
+        metrics = dict(result.metrics)
+        started, seconds = metrics.pop(STARTED), metrics.pop(SECONDS)
+        return Outcome(firing, result.outputs, metrics, started, seconds, firing.ids)
+
+    def _host(self, node: HostFunction, firing: Firing) -> Outcome:
+        started, clock = time.time(), time.perf_counter()
+        what = told(firing, f"host function {node.function!r}")
+        batch = read_inputs(self._group, node, firing.ids)
+        context = HostContext(
+            step=firing.step,
+            seed=self._seed,
+            tokenizer=self._tokenizers[node.tokenizer_role or self._data_role],
+            deadline_s=node.deadline_s,
+        )
+        try:
+            made = waiting.call(lambda: self.functions[node.name](batch, context), node.deadline_s, what)
+            outputs = on_edges(node, made, firing.ids, filters=True)
+        except RunError as error:
+            raise RunError(f"{what}: {error}") from error
+        except Exception as error:
+            error.add_note(f"in {what}")
+            raise
+        kept = firing.ids if made is None else tuple(id for id in firing.ids if id in set(made.ids))
+        meta = self._group.put(outputs) if outputs is not None and outputs.keys else None
+        return Outcome(firing, meta, context.metrics, started, time.perf_counter() - clock, kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: function.state_dict() for name, function in self.functions.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, function in self.functions.items():
+            function.load_state_dict(state[name])
+
+
+def told(firing: Firing, what: str) -> str:
+    """A firing in the words of an error."""
+    shown = ", ".join(firing.ids[:4]) + (", ..." if len(firing.ids) > 4 else "")
+    return f"node {firing.node!r} ({what}, {len(firing.ids)} ids: {shown})"

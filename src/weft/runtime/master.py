@@ -1,0 +1,205 @@
+"""The one scheduler of a run. It asks `ready` what may run, has it run, and keeps the books between steps.
+
+It knows nodes, keys and ids; tensors stay where they were made, and no algorithm is known here by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.errors import GraphError, RunError
+from weft.experiment import Experiment
+from weft.graph.ready import Buffer, Firing, ready
+from weft.runtime import waiting
+from weft.runtime.firing import Fires, Outcome
+from weft.runtime.group import WorkerGroup
+from weft.runtime.ledger import Ledger, Measured
+from weft.runtime.state import read_state, write_state
+from weft.runtime.store import TensorStore
+
+MASTER, WORKERS = "master.bin", "workers"
+NUMERICS = "numerics"
+
+
+class Loader(Protocol):
+    """Rows in batches that never span epochs; its position is saved and restored exactly."""
+
+    num_ids: int  # of an epoch
+    epoch_done: bool  # true right after the last batch of an epoch
+
+    def next_batch(self) -> SequenceSample: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Listener(Protocol):
+    """Hears of every firing when it is over, while its tensors are still there."""
+
+    def fired(self, outcome: Outcome, last_of_step: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step: what its firings measured, and how far the run is."""
+
+    step: int
+    epoch: float
+    epochs_done: int
+    seconds: float
+    measured: Mapping[str, float]
+
+
+@dataclass
+class Position:
+    """How far the run is; part of a cut."""
+
+    step: int = 0
+    epochs_done: int = 0
+    ids_done: int = 0  # of the epoch under way
+    versions: dict[str, int] = field(default_factory=dict)  # node -> firings that are over, its syncs included
+
+
+class Master:
+    """Runs the experiment's graph over the loader's rows, one step at a time."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        group: WorkerGroup,
+        loader: Loader,
+        tokenizers: Mapping[str, Tokenizer],
+        listener: Listener,
+    ) -> None:
+        self._experiment, self._graph, self._group = experiment, experiment.graph, group
+        self._loader, self._listener = loader, listener
+        self._fires = Fires(experiment.graph, group, tokenizers, experiment.data_role, experiment.control.seed)
+        self._buffer, self._ledger, self._metas = Buffer(), Ledger(), TensorStore()
+        self.position = Position()
+
+    def step(self) -> StepResult | None:
+        """Run until the node that steps follow has fired and all that its ids need is done; None where data are used up.
+
+        Raises `RunError` naming node, role and ids where a call fails or its deadline is over.
+        """
+        begun = time.perf_counter()
+        if not self._until_stepped():
+            return None
+        self.position.step += 1
+        self._turn_epoch()
+        now = self.position
+        epoch = now.epochs_done + now.ids_done / max(1, self._loader.num_ids)
+        measured = self._ledger.close()
+        return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
+
+    def _until_stepped(self) -> bool:
+        old: set[str] | None = None  # once the step's node has fired: the ids of this step and older ones
+        while True:
+            wave = ready(self._graph, self._buffer, self.position.versions, [])
+            if old is not None:
+                wave = [firing for firing in wave if old.issuperset(firing.ids)]
+                if not wave:
+                    return True
+            if not wave and not self._load():
+                return False
+            stepped = [firing for firing in wave if firing.node == self._experiment.steps_follow]
+            if stepped:
+                order = list(self._buffer.entries)
+                old = set(order[: order.index(stepped[0].ids[-1]) + 1])
+            self._run(wave)
+
+    def _run(self, wave: Sequence[Firing]) -> None:
+        """Start every firing of the wave, then wait for all: what comes next never depends on which was faster."""
+        ends = []
+        for firing in wave:
+            self._buffer.start(firing)
+            ends.append(self._fires.start(firing, self._metas.fetch(firing.ids, ())))
+        for end in ends:
+            self._over(end())
+
+    def _over(self, outcome: Outcome) -> None:
+        firing, node = outcome.firing, self._graph.node(outcome.firing.node)
+        for sync in self._graph.syncs:
+            if sync.after == firing.node:
+                waiting.wait(self._group.sync(sync), None, f"sync {sync.source} -> {sync.target}")
+        self.position.versions[firing.node] = self.position.versions.get(firing.node, 0) + 1
+        if outcome.outputs is not None:
+            self._metas.put(outcome.outputs)
+        self._ledger.add(firing.node, Measured(outcome.metrics, len(firing.ids), outcome.seconds))
+        self._listener.fired(outcome, firing.node == self._experiment.steps_follow)
+        gone = self._buffer.finish(firing, outcome.kept, node.outputs, len(self._graph.nodes))
+        self._group.discard(gone)
+        self._metas.discard(gone)
+        self.position.ids_done += len(gone)
+
+    def _load(self) -> bool:
+        """Take in the loader's next batch; False at the end of the last epoch."""
+        if self._buffer.closed:
+            if self._buffer.entries:
+                raise self._stuck()
+            self._turn_epoch()
+        if self.position.epochs_done >= self._experiment.control.total_train_epochs:
+            return False
+        batch = self._loader.next_batch()
+        self._check_keys(batch)
+        self._metas.put(self._group.put(batch))
+        self._buffer.add(batch.ids, batch.keys)
+        self._buffer.closed = self._loader.epoch_done
+        return True
+
+    def _turn_epoch(self) -> None:
+        """Where all ids of the epoch have gone through: the next one begins."""
+        if self._buffer.closed and not self._buffer.entries:
+            self._buffer.closed = False
+            self.position.epochs_done += 1
+            self.position.ids_done = 0
+
+    def _check_keys(self, batch: SequenceSample) -> None:
+        for key, node in self._graph.required_dataset_keys().items():
+            if key not in batch.keys:
+                raise GraphError(
+                    f"node {node!r} wants key {key!r} of the rows, but rows of type {self._experiment.dataset_type!r} bring "
+                    f"{', '.join(batch.keys)}; choose another dataset.type or another graph"
+                )
+
+    def _stuck(self) -> RunError:
+        rows = list(self._buffer.entries.values())[:4]
+        shown = "; ".join(f"{row.id}: through {', '.join(sorted(row.done)) or 'nothing'}" for row in rows)
+        return RunError(f"no node can run on the {len(self._buffer.entries)} ids that are left of this epoch ({shown})")
+
+    # -- the cut: between steps, with nothing in flight
+
+    def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
+        """Write everything that a restart needs into the empty `directory`; `extra` comes back from `load`."""
+        state = {
+            "position": vars(self.position),
+            "buffer": self._buffer.state_dict(),
+            "loader": self._loader.state_dict(),
+            "functions": self._fires.state_dict(),
+            NUMERICS: dict(self._group.numerics()),
+            "extra": dict(extra),
+        }
+        write_state(directory / MASTER, state)
+        descriptions = directory / "descriptions"
+        descriptions.mkdir()
+        for number, sample in enumerate(self._metas.batches()):
+            (descriptions / f"{number}.bin").write_bytes(sample.to_bytes())
+        (directory / WORKERS).mkdir()
+        waiting.wait(self._group.snapshot(directory / WORKERS), None, "the workers' snapshot")
+
+    def load(self, directory: Path) -> Mapping[str, Any]:
+        """Take up what `save` wrote; returns its `extra` and, under `numerics`, what the run was computed with."""
+        state = read_state(directory / MASTER)
+        self._group.restore(directory / WORKERS)
+        self.position = Position(**state["position"])
+        self._buffer.load_state_dict(state["buffer"])
+        self._loader.load_state_dict(state["loader"])
+        self._fires.load_state_dict(state["functions"])
+        for path in sorted((directory / "descriptions").iterdir(), key=lambda p: int(p.stem)):
+            self._metas.put(SequenceSample.from_bytes(path.read_bytes()))
+        return {**state["extra"], NUMERICS: state[NUMERICS]}

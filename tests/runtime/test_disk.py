@@ -1,0 +1,114 @@
+"""Directories that are whole or not there, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from weft.errors import CheckpointError, RunError
+from weft.runtime import disk
+from weft.runtime.recover import Cuts, damage, named_cut
+
+
+def fill(text: str):
+    return lambda d: (d / "a.txt").write_text(text)
+
+
+def full_disk(*_args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_directory_appears_whole_and_replaces_the_old_one(tmp_path):
+    target = tmp_path / "step1"
+    disk.write_directory(target, fill("one"))
+    disk.write_directory(target, fill("two"))
+    assert (target / "a.txt").read_text() == "two"
+    assert [p.name for p in tmp_path.iterdir()] == ["step1"]
+
+
+@pytest.mark.parametrize("where", ["fill", "sync_tree", "first rename", "second rename"])
+def test_where_writing_fails_the_old_directory_is_still_there(tmp_path, monkeypatch, where):
+    target = tmp_path / "step1"
+    disk.write_directory(target, fill("one"))
+    renames = []
+
+    def rename(source: Path, to: Path, real=disk.rename) -> None:
+        renames.append(source)
+        if where == "first rename" or (where == "second rename" and len(renames) == 2):
+            raise KeyboardInterrupt
+        real(source, to)
+
+    if "rename" in where:
+        monkeypatch.setattr(disk, "rename", rename)
+    elif where == "sync_tree":
+        monkeypatch.setattr(disk, "sync_tree", full_disk)
+    with pytest.raises((RunError, KeyboardInterrupt)) as caught:
+        disk.write_directory(target, full_disk if where == "fill" else fill("two"))
+    if caught.type is RunError:
+        assert "the disk is full" in str(caught.value) and "what was saved before it is whole" in str(caught.value)
+    monkeypatch.undo()
+    disk.mend(tmp_path)
+    assert (target / "a.txt").read_text() == "one"
+    assert [p.name for p in tmp_path.iterdir()] == ["step1"]
+
+
+def test_the_last_two_cuts_are_kept(tmp_path):
+    cuts = Cuts(tmp_path / "recover")
+    for step in (1, 2, 5):
+        cuts.write(step, fill(str(step)))
+    assert [cut.step for cut in cuts.found()] == [5, 2]
+    assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == ["step2", "step2.json", "step5", "step5.json"]
+
+
+def test_a_damaged_cut_gives_way_to_the_one_before(tmp_path):
+    cuts, notes = Cuts(tmp_path), []
+    for step in (1, 2):
+        cuts.write(step, fill(str(step)))
+    assert cuts.newest(notes.append).step == 2 and notes == []
+    (tmp_path / "step2" / "a.txt").write_text("x")
+    assert cuts.newest(notes.append).step == 1
+    assert "step 2 is damaged (a.txt has other bytes" in notes[0]
+    (tmp_path / "step1" / "a.txt").unlink()
+    assert cuts.newest(notes.append) is None
+    (tmp_path / "step1.json").write_text("{")
+    assert damage(cuts.found()[-1]) == "step1.json cannot be read"
+
+
+def test_a_cut_without_its_manifest_never_was_one(tmp_path, monkeypatch):
+    cuts = Cuts(tmp_path)
+    cuts.write(1, fill("1"))
+    monkeypatch.setattr(disk, "write_text", full_disk)
+    with pytest.raises(OSError):
+        cuts.write(2, fill("2"))
+    assert cuts.newest(print).step == 1
+    cuts.mend()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step1", "step1.json"]
+
+
+def test_going_back_drops_the_cuts_beyond(tmp_path):
+    cuts = Cuts(tmp_path)
+    for step in (1, 2):
+        cuts.write(step, fill(str(step)))
+    cuts.drop_after(1)
+    assert [cut.step for cut in cuts.found()] == [1]
+
+
+def test_resume_from_names_a_cut_a_checkpoint_or_a_run(tmp_path):
+    run = tmp_path / "run"
+    cuts = Cuts(run / "recover")
+    with pytest.raises(CheckpointError, match="no such directory"):
+        named_cut(run / "x")
+    for step in (1, 2):
+        cuts.write(step, fill(str(step)))
+    with pytest.raises(CheckpointError, match="model's path"):
+        named_cut(run)
+    (run / "config.yaml").write_text("a: 1\n")
+    (run / "checkpoints" / "actor" / "step1").mkdir(parents=True)
+    (run / "checkpoints" / "actor" / "step9").mkdir(parents=True)
+    assert named_cut(run).step == 2
+    assert named_cut(run / "recover" / "step1").step == 1
+    assert named_cut(run / "checkpoints" / "actor" / "step1").step == 1
+    with pytest.raises(CheckpointError, match="cuts: step2, step1"):
+        named_cut(run / "checkpoints" / "actor" / "step9")
