@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.errors import ConfigError
 from weft.models.config import TransformerConfig
 from weft.models.packed import Cached, Packed
 
@@ -41,6 +42,7 @@ class KVCache:
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self.used = np.zeros(slots, dtype=np.int64)
         self.num_active = 0
+        self._rope = config.rope
 
     @property
     def num_slots(self) -> int:
@@ -98,6 +100,7 @@ class KVCache:
         where = np.asarray(slots, dtype=np.int64)
         used = self.used[where]
         after = used + lengths
+        self._check_rotation(used, after)
         most = int(after.max())
         if most > self.capacity:
             self._grow(dim=2, to=max(most, 2 * self.capacity))
@@ -113,6 +116,18 @@ class KVCache:
         )  # fmt: skip
         flat = flat.to(self.device)
         return Packed(tokens=flat, positions=self._put(positions), attention=context, rows=rows, labels=flat[rows])
+
+    def _check_rotation(self, used: np.ndarray, after: np.ndarray) -> None:
+        """Raises `ConfigError` where cached keys would need other rotary frequencies than they were stored with."""
+        if self._rope is None or self._rope.scaling not in ("dynamic", "longrope"):
+            return
+        original = self._rope.values["original"]
+        past = after > original if self._rope.scaling == "dynamic" else (after > original) & (used <= original)
+        if bool((past & (used > 0)).any()):
+            raise ConfigError(
+                f"a sequence grows past {original} tokens while it is generated: this model's rope_scaling "
+                f"({self._rope.scaling}) then changes the frequencies of all positions; lower max_new_tokens or max_prompt_len"
+            )
 
     def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""

@@ -32,6 +32,7 @@ from weft.models.moe import MoE
 from weft.models.packed import AttentionContext, Packed
 
 Head = Literal["lm", "value", "score"]
+Pooling = Literal["last", "mean"]
 OUTPUTS: dict[str, frozenset[Output]] = {
     "lm": frozenset({"logprobs", "entropy"}),
     "value": frozenset({"values"}),
@@ -139,7 +140,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: TransformerConfig, head: Head = "lm", pooling: Literal["last", "mean"] = "last") -> None:
+    def __init__(self, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last") -> None:
         super().__init__()
         self.config, self.kind, self.pooling = config, head, pooling
         self.checkpointing = False
@@ -160,7 +161,7 @@ class Transformer(nn.Module):
 
     @classmethod
     def empty(
-        cls, config: TransformerConfig, head: Head = "lm", pooling: Literal["last", "mean"] = "last",
+        cls, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last",
         *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     ) -> Transformer:  # fmt: skip
         """The network with memory for its weights and no values in it: nothing is drawn from a random generator."""

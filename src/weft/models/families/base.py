@@ -1,0 +1,115 @@
+"""What a family of Hugging Face checkpoints is: its configuration both ways, and where each parameter lies.
+
+A family is one file that registers one `Family`. `read_config` turns a `ConfigReader` over config.json into a
+`TransformerConfig`, `write_config` gives the config.json values back, `keys` lists the checkpoint's tensors. A configuration
+that the decoder would compute wrongly is refused by name, never approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import CheckpointError
+from weft.models.config import Activation, TransformerConfig
+from weft.models.keymap import Key, KeyMap
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu",
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # fmt: skip
+
+# config.json keys that say how a file was written, not what the network computes; saving writes its own.
+WRITTEN_ANEW = frozenset({
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "_commit_hash",
+    "num_labels", "id2label", "label2id", "problem_type",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture on the hub. `name` is config.json's `model_type`."""
+
+    name: str
+    causal_lm: str  # class of `transformers` that config.json names for an lm head
+    classifier: str | None  # the one for value and score heads; None where `transformers` has none
+    prefix: str  # what every name of the trunk starts with; checkpoints of the bare trunk lack it
+    read_config: Callable[[ConfigReader], TransformerConfig]
+    write_config: Callable[[TransformerConfig], dict[str, Any]]
+    keys: Callable[[TransformerConfig], tuple[Key, ...]]  # templates of every parameter but `score.weight`
+    tiny: Mapping[str, Any]  # config.json of a network small enough to test with
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names that old checkpoints hold besides parameters
+    score: str = "score.weight"
+
+    def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
+        """Read the values of a config.json. Raises `CheckpointError` for what the decoder does not compute."""
+        return self.read_config(ConfigReader(self.name, raw))
+
+    def to_hf(self, config: TransformerConfig, head: str = "lm") -> dict[str, Any]:
+        """The values of a config.json that `transformers` reads back as this network."""
+        if head != "lm" and self.classifier is None:
+            raise CheckpointError(
+                f"transformers has no sequence classifier for {self.name}, so a {head} head has no form on disk"
+            )
+        values = {**config.extra, **self.write_config(config), "model_type": self.name}
+        values["architectures"] = [self.causal_lm if head == "lm" else self.classifier]
+        if head != "lm":
+            values |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return values
+
+    def keymap(self, config: TransformerConfig, head: str = "lm") -> KeyMap:
+        """Where the parameters of a network with this head lie. Value and score heads have `score.weight` for the lm head."""
+        keys = self.keys(config)
+        if head != "lm":
+            keys = (*(k for k in keys if not k.name.startswith("head.")), Key("score.weight", self.score, "head"))
+        return KeyMap.of(keys, config.num_layers)
+
+
+@dataclass
+class ConfigReader:
+    """config.json, read key by key; what is never asked for is carried along and written back unchanged."""
+
+    family: str
+    raw: Mapping[str, Any]
+    asked: set[str] = field(default_factory=set)
+
+    def __call__(self, key: str, default: Any) -> Any:
+        """The value of `key`; `default` where it is absent or null."""
+        self.asked.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def need(self, key: str) -> Any:
+        """The value of a key that every configuration of the family has."""
+        value = self(key, None)
+        if value is None:
+            raise CheckpointError(f"config.json of a {self.family} model lacks {key!r}")
+        return value
+
+    def refuse(self, key: str, reason: str, *, unless: Any = None) -> None:
+        """Refuse a configuration whose `key` is set (to something but `unless`), because it changes what is computed."""
+        value = self(key, None)
+        if value is not None and value is not False and value != unless:
+            raise CheckpointError(
+                f"{self.family}: config.json has {key}={value!r}: {reason}; use backend=hf for this model"
+            )
+
+    def activation(self, key: str, default: str) -> Activation:
+        name = self(key, default)
+        if name not in ACTIVATIONS:
+            raise CheckpointError(
+                f"{self.family}: config.json has {key}={name!r}; the decoder knows {', '.join(sorted(ACTIVATIONS))}; "
+                "use backend=hf for this model"
+            )
+        return ACTIVATIONS[name]
+
+    def extra(self) -> dict[str, Any]:
+        """What nobody asked for. Quantized weights are refused here, for every family alike."""
+        self.refuse("quantization_config", "weft trains and runs unquantized weights; load the unquantized model")
+        return {k: v for k, v in self.raw.items() if k not in self.asked and k not in WRITTEN_ANEW}
+
+
+def activation_name(config: TransformerConfig, tanh: str = "gelu_pytorch_tanh") -> str:
+    """The Hugging Face name of a configuration's activation."""
+    return {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": tanh}[config.activation]

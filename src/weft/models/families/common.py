@@ -1,0 +1,245 @@
+"""What several families share: the Llama-like configuration and key names, rotary settings, sliding windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import CheckpointError
+from weft.models.config import Rope, TransformerConfig
+from weft.models.families.base import ConfigReader, activation_name
+from weft.models.keymap import Fused, Key, Part
+
+TINY_LLAMA: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+# -- configuration
+
+
+def llama_fields(
+    read: ConfigReader, *, tied: bool = False, theta: float = 10000.0, act: tuple[str, str] = ("hidden_act", "silu")
+) -> dict[str, Any]:
+    """The `TransformerConfig` fields that Llama-like families read from the same keys; `extra` is left to the family.
+
+    `act` is the key of the activation and its default.
+    """
+    hidden, heads = read.need("hidden_size"), read.need("num_attention_heads")
+    head_dim = read("head_dim", hidden // heads)
+    positions = read("max_position_embeddings", 2048)
+    return {
+        "family": read.family,
+        "vocab_size": read.need("vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": read.need("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": read("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "intermediate_size": read.need("intermediate_size"),
+        "max_positions": positions,
+        "norm_eps": read("rms_norm_eps", 1e-6),
+        "activation": read.activation(*act),
+        "rope": read_rope(read, head_dim, positions, theta=theta),
+        "tied": read("tie_word_embeddings", tied),
+        "initializer_range": read("initializer_range", 0.02),
+        "attention_dropout": read("attention_dropout", 0.0),
+    }
+
+
+def llama_values(config: TransformerConfig, *, act: str = "hidden_act") -> dict[str, Any]:
+    """The config.json values that Llama-like families write under the same keys."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        act: activation_name(config),
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.initializer_range,
+        "attention_dropout": config.attention_dropout,
+        **rope_values(config),
+    }
+
+
+def read_rope(
+    read: ConfigReader, head_dim: int, positions: int, *, theta: float = 10000.0, partial: float = 1.0
+) -> Rope:
+    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    given: Mapping[str, Any] = read("rope_scaling", None) or read("rope_parameters", {})
+    read("rope_parameters", {})
+    base = float(given.get("rope_theta") or read("rope_theta", theta))
+    share = given.get("partial_rotary_factor") or read("partial_rotary_factor", partial)
+    dim = int(head_dim * share)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    original = (
+        read("original_max_position_embeddings", None) or given.get("original_max_position_embeddings") or positions
+    )
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise CheckpointError(f"{read.family}: config.json has rotary settings per kind of layer; use backend=hf")
+    try:
+        scaling, values = _scaling(kind, given, original, positions)
+    except KeyError as missing:
+        raise CheckpointError(f"{read.family}: rope_scaling of type {kind!r} lacks {missing}") from None
+    return Rope(base, dim, scaling, values)
+
+
+def _scaling(kind: str, given: Mapping[str, Any], original: int, positions: int) -> tuple[str, dict[str, Any]]:
+    if kind == "default":
+        return "none", {}
+    if kind == "linear":
+        return "linear", {"factor": float(given["factor"])}
+    if kind == "dynamic":
+        return "dynamic", {"factor": float(given["factor"]), "original": positions}
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        return "llama3", {**{name: float(given[name]) for name in names}, "original": original}
+    if kind == "yarn":
+        factor = float(given.get("factor") or positions / original)
+        return "yarn", {
+            "factor": factor,
+            "original": original,
+            "beta_fast": given.get("beta_fast") or 32,
+            "beta_slow": given.get("beta_slow") or 1,
+            "truncate": given.get("truncate", True),
+            "attention_factor": given.get("attention_factor") or _yarn_attention(factor, given),
+        }
+    if kind == "longrope":
+        factor = given.get("factor") or positions / original
+        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return "longrope", {
+            "short_factor": list(given["short_factor"]),
+            "long_factor": list(given["long_factor"]),
+            "original": original,
+            "attention_factor": given.get("attention_factor") or default,
+        }
+    known = "default, linear, dynamic, llama3, yarn, longrope"
+    raise CheckpointError(f"config.json has rope_scaling of type {kind!r}; the decoder knows {known}; use backend=hf")
+
+
+def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
+    """YaRN equation 15 (the square root of 1/t), with DeepSeek's two multipliers where the configuration has them."""
+
+    def scale(multiplier: float) -> float:
+        return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return scale(given["mscale"]) / scale(given["mscale_all_dim"])
+    return scale(1.0)
+
+
+def rope_values(config: TransformerConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, the spelling that every version of `transformers` reads."""
+    rope = config.rope
+    assert rope is not None
+    if rope.scaling == "none":
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    values = {k: v for k, v in rope.values.items() if k != "original"}
+    if rope.scaling != "dynamic" and "original" in rope.values:
+        values["original_max_position_embeddings"] = rope.values["original"]
+    return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope.scaling, **values}}
+
+
+def layer_windows(read: ConfigReader, layers: int, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
+    """One window a layer: `layer_types` where the configuration has it, else `sliding` says which layers have one."""
+    kinds = read("layer_types", None)
+    if kinds is not None:
+        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        if unknown or len(kinds) != layers:
+            raise CheckpointError(
+                f"{read.family}: layer_types holds {unknown or len(kinds)}; use backend=hf for this model"
+            )
+        sliding = [kind == "sliding_attention" for kind in kinds]
+    windows = tuple(window if slides else None for slides in sliding)
+    return windows if any(w is not None for w in windows) else ()
+
+
+def one_window(config: TransformerConfig) -> int | None:
+    """The window that the layers with one share."""
+    sizes = {w for w in config.windows if w is not None}
+    assert len(sizes) <= 1, "the layers have several window sizes"
+    return sizes.pop() if sizes else None
+
+
+def layer_types(config: TransformerConfig) -> list[str]:
+    return ["full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.num_layers)]
+
+
+# -- keys
+
+
+def tensor(name: str, hf: str, part: Part = "block") -> Key:
+    """One parameter that the checkpoint holds as it is."""
+    return Key(name, hf, part)
+
+
+def linear(name: str, hf: str, *, bias: bool = False, transpose: bool = False, part: Part = "block") -> tuple[Key, ...]:
+    """A linear layer's weight and, where it has one, its bias; `transpose` for checkpoints that hold [in, out]."""
+    keys = (Key(f"{name}.weight", f"{hf}.weight", part, transpose),)
+    return (*keys, Key(f"{name}.bias", f"{hf}.bias", part)) if bias else keys
+
+
+def fused(names: tuple[str, ...], hf: str, sizes: tuple[int, ...], *, blocks: int = 1, bias: bool = False,
+          transpose: bool = False) -> tuple[Key, ...]:  # fmt: skip
+    """Linear layers that the checkpoint holds as one, see `weft.models.keymap.Fused`."""
+    keys: list[Key] = []
+    for index, name in enumerate(names):
+        layout = Fused(blocks, sizes, index)
+        keys.append(Key(f"{name}.weight", f"{hf}.weight", transpose=transpose, fused=layout))
+        if bias:
+            keys.append(Key(f"{name}.bias", f"{hf}.bias", fused=layout))
+    return tuple(keys)
+
+
+def norm(name: str, hf: str, config: TransformerConfig, part: Part = "block") -> tuple[Key, ...]:
+    """A norm's weight and bias, as far as the configuration gives it any."""
+    keys = (Key(f"{name}.weight", f"{hf}.weight", part),) if config.norm_weight else ()
+    return (*keys, Key(f"{name}.bias", f"{hf}.bias", part)) if config.norm_bias else keys
+
+
+BLOCK, HF_BLOCK = "blocks.{i}", "model.layers.{i}"
+
+
+def llama_ends(config: TransformerConfig) -> tuple[Key, ...]:
+    """Embedding, last norm and output layer under Llama's names."""
+    embed = tensor("embed.weight", "model.embed_tokens.weight", "embedding")
+    keys = (embed, *norm("norm", "model.norm", config, "head"))
+    return keys if config.tied else (*keys, *linear("head", "lm_head", bias=config.head_bias, part="head"))
+
+
+def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
+    ours, theirs = f"{BLOCK}.attention", f"{HF_BLOCK}.self_attn"
+    keys: tuple[Key, ...] = ()
+    for letter in "qkv":
+        keys += linear(f"{ours}.{letter}", f"{theirs}.{letter}_proj", bias=config.qkv_bias)
+    keys += linear(f"{ours}.o", f"{theirs}.o_proj", bias=config.o_bias)
+    if config.qk_norm is not None:
+        keys += tuple(tensor(f"{ours}.{n}.weight", f"{theirs}.{n}.weight") for n in ("q_norm", "k_norm"))
+    return keys
+
+
+def llama_mlp(config: TransformerConfig) -> tuple[Key, ...]:
+    keys: tuple[Key, ...] = ()
+    for name in ("gate", "up", "down"):
+        keys += linear(f"{BLOCK}.mlp.{name}", f"{HF_BLOCK}.mlp.{name}_proj", bias=config.mlp_bias)
+    return keys
+
+
+def llama_norms(config: TransformerConfig) -> tuple[Key, ...]:
+    return (
+        *norm(f"{BLOCK}.norm1", f"{HF_BLOCK}.input_layernorm", config),
+        *norm(f"{BLOCK}.norm2", f"{HF_BLOCK}.post_attention_layernorm", config),
+    )
+
+
+def llama_keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """Every key of a Llama-like checkpoint."""
+    return (*llama_ends(config), *llama_attention(config), *llama_mlp(config), *llama_norms(config))

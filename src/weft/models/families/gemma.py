@@ -1,0 +1,51 @@
+"""Gemma (Mesnard et al. 2024): Llama's shape; embeddings scaled by sqrt(hidden), norms that scale by 1 + weight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from weft.models.config import TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family
+from weft.registry import register_hf_family
+
+
+def gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
+    """What both generations read alike."""
+    fields = common.llama_fields(read, tied=True, act=(act, "gelu_pytorch_tanh"))
+    bias = read("attention_bias", False)
+    read.refuse("use_bidirectional_attention", "attention here is causal")
+    return fields | {
+        "head_dim": read("head_dim", 256),
+        "rope": common.read_rope(read, read("head_dim", 256), fields["max_positions"]),
+        "norm": "rms_plus_one",
+        "embed_scale": math.sqrt(fields["hidden_size"]),
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    fields = gemma_fields(read, "hidden_act")
+    if fields["activation"] == "gelu":  # in a configuration of the first release "gelu" meant the tanh form
+        fields["activation"] = "gelu_tanh"
+    return TransformerConfig(**fields, extra=read.extra())
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    return common.llama_values(config) | {"attention_bias": config.qkv_bias}
+
+
+FAMILY = Family(
+    name="gemma",
+    causal_lm="GemmaForCausalLM",
+    classifier="GemmaForSequenceClassification",
+    prefix="model.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=common.llama_keys,
+    tiny=common.TINY_LLAMA
+    | {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True, "hidden_act": "gelu"},
+)
+register_hf_family(FAMILY)

@@ -1,0 +1,72 @@
+"""Gemma 2 (Riviere et al. 2024): Gemma with norms before and after, soft-capped logits, a window in every other layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.config import TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family
+from weft.models.families.gemma import gemma_fields
+from weft.models.keymap import Key
+from weft.registry import register_hf_family
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    fields = gemma_fields(read, "hidden_activation")
+    layers = fields["num_layers"]
+    alternate = [layer % 2 == 0 for layer in range(layers)]
+    return TransformerConfig(
+        **fields,
+        placement="both",
+        windows=common.layer_windows(read, layers, read("sliding_window", 4096), alternate),
+        attention_scale=read("query_pre_attn_scalar", 256) ** -0.5,
+        attention_softcap=_softcap(read, "attn_logit_softcapping", 50.0),
+        final_softcap=_softcap(read, "final_logit_softcapping", 30.0),
+        extra=read.extra(),
+    )
+
+
+def _softcap(read: ConfigReader, key: str, default: float) -> float | None:
+    """A null here means no soft-capping, an absent key means the default."""
+    return read(key, None) if key in read.raw else read(key, default)
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    scalar = config.scale**-2
+    return common.llama_values(config, act="hidden_activation") | {
+        "attention_bias": config.qkv_bias,
+        "sliding_window": common.one_window(config),
+        "layer_types": common.layer_types(config),
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+    }
+
+
+def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    names = {
+        "norm1": "input_layernorm",
+        "norm1_post": "post_attention_layernorm",
+        "norm2": "pre_feedforward_layernorm",
+        "norm2_post": "post_feedforward_layernorm",
+    }
+    norms = (common.tensor(f"{common.BLOCK}.{a}.weight", f"{common.HF_BLOCK}.{b}.weight") for a, b in names.items())
+    return (*common.llama_ends(config), *common.llama_attention(config), *common.llama_mlp(config), *norms)
+
+
+FAMILY = Family(
+    name="gemma2",
+    causal_lm="Gemma2ForCausalLM",
+    classifier="Gemma2ForSequenceClassification",
+    prefix="model.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=keys,
+    tiny=common.TINY_LLAMA
+    | {
+        "head_dim": 8, "tie_word_embeddings": True, "sliding_window": 6, "query_pre_attn_scalar": 10,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5, "num_hidden_layers": 4,
+    },
+)  # fmt: skip
+register_hf_family(FAMILY)

@@ -1,0 +1,58 @@
+"""GPT-BigCode: SantaCoder and StarCoder (Li et al. 2023): GPT-2 with one key and value head for all query heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.config import TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family, activation_name
+from weft.models.families.gpt2 import TINY, gpt2_ends, gpt2_fields, gpt2_values
+from weft.models.keymap import Key
+from weft.registry import register_hf_family
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    fields = gpt2_fields(read, "gelu_pytorch_tanh")
+    if read("multi_query", True):
+        fields["num_kv_heads"] = 1
+    return TransformerConfig(**fields, extra=read.extra())
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    return gpt2_values(config) | {
+        "multi_query": config.num_kv_heads == 1,
+        "activation_function": activation_name(config),
+    }
+
+
+def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """With one kv head q, k and v stand one after the other; with as many as query heads they alternate head by head."""
+    block, theirs, size = common.BLOCK, "transformer.h.{i}", config.head_dim
+    qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
+    shared = config.num_kv_heads == 1
+    sizes = (config.hidden_size, size, size) if shared else (size, size, size)
+    blocks = 1 if shared else config.num_heads
+    return (
+        *gpt2_ends(config),
+        *common.norm(f"{block}.norm1", f"{theirs}.ln_1", config),
+        *common.fused(qkv, f"{theirs}.attn.c_attn", sizes, blocks=blocks, bias=True),
+        *common.linear(f"{block}.attention.o", f"{theirs}.attn.c_proj", bias=True),
+        *common.norm(f"{block}.norm2", f"{theirs}.ln_2", config),
+        *common.linear(f"{block}.mlp.up", f"{theirs}.mlp.c_fc", bias=True),
+        *common.linear(f"{block}.mlp.down", f"{theirs}.mlp.c_proj", bias=True),
+    )
+
+
+FAMILY = Family(
+    name="gpt_bigcode",
+    causal_lm="GPTBigCodeForCausalLM",
+    classifier="GPTBigCodeForSequenceClassification",
+    prefix="transformer.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=keys,
+    tiny=TINY,
+    buffers=("transformer.bias", ".attn.bias", ".attn.masked_bias"),
+)
+register_hf_family(FAMILY)

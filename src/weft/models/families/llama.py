@@ -1,0 +1,34 @@
+"""Llama 1, 2, 3, 3.1, 3.2 and CodeLlama (Touvron et al. 2023; Grattafiori et al. 2024), and models of the same shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.config import TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family
+from weft.registry import register_hf_family
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    fields = common.llama_fields(read)
+    bias = read("attention_bias", False)
+    fields |= {"qkv_bias": bias, "o_bias": bias, "mlp_bias": read("mlp_bias", False)}
+    return TransformerConfig(**fields, extra=read.extra())
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    return common.llama_values(config) | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+FAMILY = Family(
+    name="llama",
+    causal_lm="LlamaForCausalLM",
+    classifier="LlamaForSequenceClassification",
+    prefix="model.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=common.llama_keys,
+    tiny=common.TINY_LLAMA,
+)
+register_hf_family(FAMILY)

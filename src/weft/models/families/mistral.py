@@ -1,0 +1,35 @@
+"""Mistral 7B (Jiang et al. 2023): Llama's shape; early versions attend to a sliding window in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.config import TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family
+from weft.registry import register_hf_family
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    fields = common.llama_fields(read)
+    layers = fields["num_layers"]
+    read.refuse("layer_types", "a mistral model has one kind of layer")
+    fields["windows"] = common.layer_windows(read, layers, read("sliding_window", None), [True] * layers)
+    return TransformerConfig(**fields, extra=read.extra())
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    return common.llama_values(config) | {"sliding_window": common.one_window(config)}
+
+
+FAMILY = Family(
+    name="mistral",
+    causal_lm="MistralForCausalLM",
+    classifier="MistralForSequenceClassification",
+    prefix="model.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=common.llama_keys,
+    tiny=common.TINY_LLAMA | {"sliding_window": 7},
+)
+register_hf_family(FAMILY)

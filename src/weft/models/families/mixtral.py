@@ -1,0 +1,58 @@
+"""Mixtral 8x7B and 8x22B (Jiang et al. 2024): Mistral with a mixture of experts for the MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.config import Experts, TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family
+from weft.models.keymap import Key
+from weft.registry import register_hf_family
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    fields = common.llama_fields(read, theta=1e6) | {"norm_eps": read("rms_norm_eps", 1e-5)}
+    read.refuse("router_jitter_noise", "the router here adds no noise", unless=0.0)
+    layers = fields["num_layers"]
+    fields["windows"] = common.layer_windows(read, layers, read("sliding_window", None), [True] * layers)
+    experts = Experts(read("num_local_experts", 8), read("num_experts_per_tok", 2), fields["intermediate_size"])
+    return TransformerConfig(**fields, experts=experts, extra=read.extra())
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    return common.llama_values(config) | {
+        "sliding_window": common.one_window(config),
+        "num_local_experts": config.experts.num,
+        "num_experts_per_tok": config.experts.top_k,
+    }
+
+
+def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    assert config.experts is not None
+    ours, theirs = f"{common.BLOCK}.mlp", f"{common.HF_BLOCK}.block_sparse_moe"
+    letters = {"gate": "w1", "down": "w2", "up": "w3"}
+    return (
+        *common.llama_ends(config),
+        *common.llama_attention(config),
+        *common.llama_norms(config),
+        *common.linear(f"{ours}.router", f"{theirs}.gate"),
+        *(
+            Key(f"{ours}.experts.{name}.weight", f"{theirs}.experts.{{e}}.{w}.weight", experts=config.experts.num)
+            for name, w in letters.items()
+        ),
+    )
+
+
+FAMILY = Family(
+    name="mixtral",
+    causal_lm="MixtralForCausalLM",
+    classifier="MixtralForSequenceClassification",
+    prefix="model.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=keys,
+    tiny=common.TINY_LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+)
+register_hf_family(FAMILY)

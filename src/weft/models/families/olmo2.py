@@ -1,0 +1,41 @@
+"""OLMo 2 (OLMo team 2025): Llama's shape with norms after attention and MLP, and on the whole query and key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.config import TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family
+from weft.models.keymap import Key
+from weft.registry import register_hf_family
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    fields = common.llama_fields(read) | {"norm_eps": read("rms_norm_eps", 1e-5)}
+    bias = read("attention_bias", False)
+    fields |= {"qkv_bias": bias, "o_bias": bias, "placement": "post", "qk_norm": "full"}
+    return TransformerConfig(**fields, extra=read.extra())
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    return common.llama_values(config) | {"attention_bias": config.qkv_bias}
+
+
+def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    names = {"norm1_post": "post_attention_layernorm", "norm2_post": "post_feedforward_layernorm"}
+    norms = (common.tensor(f"{common.BLOCK}.{a}.weight", f"{common.HF_BLOCK}.{b}.weight") for a, b in names.items())
+    return (*common.llama_ends(config), *common.llama_attention(config), *common.llama_mlp(config), *norms)
+
+
+FAMILY = Family(
+    name="olmo2",
+    causal_lm="Olmo2ForCausalLM",
+    classifier="Olmo2ForSequenceClassification",
+    prefix="model.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=keys,
+    tiny=common.TINY_LLAMA,
+)
+register_hf_family(FAMILY)

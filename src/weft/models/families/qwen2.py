@@ -1,0 +1,51 @@
+"""Qwen 2 and 2.5 (Yang et al. 2024): Llama's shape with biases on q, k and v; the upper layers may have a sliding window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.config import TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family
+from weft.registry import register_hf_family
+
+
+def upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
+    """Windows from layer `max_window_layers` on, where `use_sliding_window` is set."""
+    window = read("sliding_window", 4096) if read("use_sliding_window", False) else None
+    first = read("max_window_layers", 28)
+    return common.layer_windows(read, layers, window, [layer >= first for layer in range(layers)])
+
+
+def window_values(config: TransformerConfig) -> dict[str, Any]:
+    window = common.one_window(config)
+    first = next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": first,
+        "layer_types": common.layer_types(config),
+    }
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    fields = common.llama_fields(read)
+    fields["windows"] = upper_windows(read, fields["num_layers"])
+    return TransformerConfig(**fields, qkv_bias=True, extra=read.extra())
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    return common.llama_values(config) | window_values(config)
+
+
+FAMILY = Family(
+    name="qwen2",
+    causal_lm="Qwen2ForCausalLM",
+    classifier="Qwen2ForSequenceClassification",
+    prefix="model.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=common.llama_keys,
+    tiny=common.TINY_LLAMA | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+)
+register_hf_family(FAMILY)

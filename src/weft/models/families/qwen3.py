@@ -1,0 +1,36 @@
+"""Qwen 3 dense models (Yang et al. 2025): Llama's shape with an RMS norm on each head's query and key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.models.config import TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family
+from weft.models.families.qwen2 import upper_windows, window_values
+from weft.registry import register_hf_family
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    read("head_dim", 128)
+    fields = common.llama_fields(read)
+    bias = read("attention_bias", False)
+    fields |= {"qkv_bias": bias, "o_bias": bias, "windows": upper_windows(read, fields["num_layers"])}
+    return TransformerConfig(**fields, qk_norm="head", extra=read.extra())
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    return common.llama_values(config) | window_values(config) | {"attention_bias": config.qkv_bias}
+
+
+FAMILY = Family(
+    name="qwen3",
+    causal_lm="Qwen3ForCausalLM",
+    classifier="Qwen3ForSequenceClassification",
+    prefix="model.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=common.llama_keys,
+    tiny=common.TINY_LLAMA | {"head_dim": 12, "tie_word_embeddings": True},
+)
+register_hf_family(FAMILY)

@@ -1,0 +1,85 @@
+"""Qwen 3 mixtures of experts (Yang et al. 2025), such as Qwen3-30B-A3B: Qwen 3 with experts in some or all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.errors import CheckpointError
+from weft.models.config import Experts, TransformerConfig
+from weft.models.families import common
+from weft.models.families.base import ConfigReader, Family
+from weft.models.keymap import Key
+from weft.registry import register_hf_family
+
+
+def read_config(read: ConfigReader) -> TransformerConfig:
+    fields = common.llama_fields(read)
+    layers, bias = fields["num_layers"], read("attention_bias", False)
+    window = read("sliding_window", 4096) if read("use_sliding_window", False) else None
+    step, plain = read("decoder_sparse_step", 1), set(read("mlp_only_layers", []))
+    sparse = tuple(layer not in plain and (layer + 1) % step == 0 for layer in range(layers))
+    if not any(sparse):
+        raise CheckpointError("qwen3_moe: config.json leaves no layer with experts; such a model is of type qwen3")
+    experts = Experts(
+        num=read("num_experts", read("num_local_experts", 128)),
+        top_k=read("num_experts_per_tok", 8),
+        intermediate_size=read("moe_intermediate_size", 768),
+        normalize=read("norm_topk_prob", False),
+        layers=() if all(sparse) else sparse,
+    )
+    fields |= {"qkv_bias": bias, "o_bias": bias, "qk_norm": "head", "experts": experts}
+    fields["windows"] = common.layer_windows(read, layers, window, [True] * layers)
+    return TransformerConfig(**fields, extra=read.extra())
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return common.llama_values(config) | {
+        "attention_bias": config.qkv_bias,
+        "use_sliding_window": bool(config.windows),
+        "sliding_window": common.one_window(config),
+        "num_experts": experts.num,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if not config.has_experts(layer)],
+    }
+
+
+def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    experts = config.experts
+    assert experts is not None
+    ours, theirs = f"{common.BLOCK}.mlp", f"{common.HF_BLOCK}.mlp"
+    sparse = (
+        *common.linear(f"{ours}.router", f"{theirs}.gate"),
+        *(
+            Key(f"{ours}.experts.{name}.weight", f"{theirs}.experts.{{e}}.{name}_proj.weight", experts=experts.num)
+            for name in ("gate", "up", "down")
+        ),
+    )
+    by_layer = (
+        key.at(layer)
+        for layer in range(config.num_layers)
+        for key in (sparse if config.has_experts(layer) else common.llama_mlp(replace(config, mlp_bias=False)))
+    )
+    return (*common.llama_ends(config), *common.llama_attention(config), *common.llama_norms(config), *by_layer)
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    causal_lm="Qwen3MoeForCausalLM",
+    classifier="Qwen3MoeForSequenceClassification",
+    prefix="model.",
+    read_config=read_config,
+    write_config=write_config,
+    keys=keys,
+    tiny=common.TINY_LLAMA
+    | {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True,
+        "mlp_only_layers": [1], "head_dim": 8,
+    },
+)  # fmt: skip
+register_hf_family(FAMILY)

@@ -1,0 +1,137 @@
+"""Which tensors of a checkpoint hold which parameters, said declaratively: name templates with transpose, fusion and stacking.
+
+A `Key` says where one canonical parameter lies in a Hugging Face checkpoint. `pieces` turns that into rectangles, for the
+whole parameter or any `Slice` of it; reading copies checkpoint -> parameter, writing the other way round, so a map that is
+right in one direction is right in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from weft.topology import Slice, whole
+
+Part = Literal["embedding", "block", "head"]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One tensor that holds several parameters along its output dimension: `blocks` times, one run of `sizes` after another.
+
+    phi3's qkv is one block of (q, k, v); gpt_neox's has one block a head, each (head_dim, head_dim, head_dim).
+    """
+
+    blocks: int
+    sizes: tuple[int, ...]
+    index: int  # which of the runs the parameter is
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.index])
+
+    def runs(self, where: slice) -> Iterator[tuple[slice, slice]]:
+        """(rows of the fused tensor, rows of the parameter), each run as long as it can be."""
+        size, stride = self.sizes[self.index], sum(self.sizes)
+        for block in range(where.start // size, -(-where.stop // size)):
+            first, last = max(where.start, block * size), min(where.stop, (block + 1) * size)
+            shift = block * (stride - size) + self.start
+            yield slice(first + shift, last + shift), slice(first, last)
+
+
+@dataclass(frozen=True)
+class Key:
+    """`name` is weft's, `hf` the checkpoint's; both may hold `{i}` (layer), `hf` also `{e}` (expert, where `experts` > 0).
+
+    `transpose`: the checkpoint holds a matrix as [in, out]. `part` is what `KeyMap.names` selects by.
+    """
+
+    name: str
+    hf: str
+    part: Part = "block"
+    transpose: bool = False
+    fused: Fused | None = None
+    experts: int = 0  # the parameter stacks this many tensors of the checkpoint along dim 0
+    layer: int | None = None
+
+    def at(self, layer: int) -> Key:
+        """This key for one layer."""
+        hf = self.hf.replace("{i}", str(layer))
+        return replace(self, name=self.name.replace("{i}", str(layer)), hf=hf, layer=layer)
+
+    def hf_names(self) -> list[str]:
+        """Every tensor of the checkpoint that the parameter needs."""
+        return [self.hf.format(e=e) for e in range(self.experts)] if self.experts else [self.hf]
+
+    def hf_shape(self, shape: Shape) -> Shape:
+        """Shape of each of those tensors, for a parameter of `shape`."""
+        shape = shape[1:] if self.experts else shape
+        if self.fused:
+            shape = (self.fused.blocks * sum(self.fused.sizes), *shape[1:])
+        return shape[::-1] if self.transpose else shape
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle that lies in both: `hf[source]`, transposed where the key says so, is `parameter[target]`.
+
+    Where `expert` is set, `target` starts with that expert and `source` lacks the dimension.
+    """
+
+    hf: str
+    source: Slice
+    target: Slice
+    expert: int | None = None
+
+
+def pieces(key: Key, shape: Shape, where: Slice | None = None) -> list[Piece]:
+    """The rectangles that make up `parameter[where]` (the whole parameter by default), each of them once."""
+    where = where or whole(shape)
+    if key.experts:
+        inner = where[1:]
+        source = inner[::-1] if key.transpose else inner
+        return [
+            Piece(key.hf.format(e=e), source, (slice(e, e + 1), *inner), expert=e)
+            for e in range(where[0].start, where[0].stop)
+        ]
+    runs = key.fused.runs(where[0]) if key.fused else [(where[0], where[0])]
+    found = []
+    for fused_rows, rows in runs:
+        source = (fused_rows, *where[1:])
+        found.append(Piece(key.hf, source[::-1] if key.transpose else source, (rows, *where[1:])))
+    return found
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """Every parameter of one network and where it lies. `keys` by canonical name."""
+
+    keys: Mapping[str, Key]
+
+    @classmethod
+    def of(cls, templates: Iterable[Key], num_layers: int) -> KeyMap:
+        """Templates with `{i}` stand for every layer, in layer order."""
+        found: dict[str, Key] = {}
+        for key in templates:
+            for bound in [key.at(i) for i in range(num_layers)] if "{i}" in key.name else [key]:
+                assert bound.name not in found, f"two keys for {bound.name}"
+                found[bound.name] = bound
+        return cls(found)
+
+    def select(self, names: Iterable[str]) -> KeyMap:
+        """The keys of these parameters; raises `KeyError` for an unknown one."""
+        return KeyMap({name: self.keys[name] for name in names})
+
+    def names(self, part: Part | None = None, layer: int | None = None) -> list[str]:
+        """Parameters of a part (`embedding`, `block`, `head`), of one layer, or all of them."""
+        return [n for n, k in self.keys.items() if part in (None, k.part) and layer in (None, k.layer)]
+
+    def hf_names(self) -> dict[str, list[Key]]:
+        """Each tensor of the checkpoint and the parameters it holds, in order."""
+        found: dict[str, list[Key]] = {}
+        for key in self.keys.values():
+            for name in key.hf_names():
+                found.setdefault(name, []).append(key)
+        return found

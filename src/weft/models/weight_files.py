@@ -1,0 +1,239 @@
+"""Tensors on disk: safetensors files, whole or sharded with an index, read slice by slice.
+
+Nothing is unpickled: `.bin` checkpoints are read by `torch.load(weights_only=True)`, which refuses anything but tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from weft.errors import CheckpointError, RunError
+from weft.topology import Slice, whole
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # byte of the file
+
+
+class WeightFiles:
+    """The tensors of a model directory. `bytes_read` counts what was read of them, headers aside.
+
+    Raises `CheckpointError` where there are no weights, a shard is missing, or a file is cut short.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.bytes_read = directory, 0
+        self._pickled: dict[str, Tensor] = {}
+        self.stored: dict[str, Stored] = {}
+        if (directory / INDEX).is_file():
+            files = sorted(set(_read_json(directory / INDEX)["weight_map"].values()))
+        elif (directory / SINGLE).is_file():
+            files = [SINGLE]
+        else:
+            self._pickled = _load_old(directory)
+            return
+        for file in files:
+            self.stored |= _header(directory / file)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.stored, *self._pickled]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._pickled[name].shape) if name in self._pickled else self.stored[name].shape
+
+    def read(self, name: str, where: Slice | None = None) -> Tensor:
+        """`tensor[where]` in the dtype it is stored in. Only those bytes are read."""
+        if name in self._pickled:
+            return self._pickled[name] if where is None else self._pickled[name][where]
+        stored = self.stored[name]
+        where = whole(stored.shape) if where is None else where
+        shape = [s.stop - s.start for s in where]
+        out = torch.empty(math.prod(shape), dtype=stored.dtype)
+        if not len(out):
+            return out.reshape(shape)
+        into = out.view(torch.uint8).numpy().data
+        handle = os.open(stored.file, os.O_RDONLY)
+        try:
+            place = 0
+            for start, length in _runs(stored, where):
+                got = os.preadv(handle, [into[place : place + length]], start)
+                while got < length:  # a read may return less than asked for (2 GiB at most on Linux)
+                    more = os.preadv(handle, [into[place + got : place + length]], start + got)
+                    if not more:
+                        raise CheckpointError(f"{stored.file} ended while {name} was read")
+                    got += more
+                place += length
+                self.bytes_read += length
+        finally:
+            os.close(handle)
+        return out.reshape(shape)
+
+
+def _runs(stored: Stored, where: Slice) -> Iterator[tuple[int, int]]:
+    """(first byte, number of bytes) of each stretch of the file that `where` covers, in order."""
+    shape, size = stored.shape, stored.dtype.itemsize
+    whole_from = len(shape)  # dimensions from here on are taken whole
+    while whole_from and (where[whole_from - 1].start, where[whole_from - 1].stop) == (0, shape[whole_from - 1]):
+        whole_from -= 1
+    split = max(whole_from - 1, 0)  # this one is taken in part, in one stretch
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    length = (where[split].stop - where[split].start) * strides[split] if shape else 1
+    first = where[split].start * strides[split] if shape else 0
+    for outer in itertools.product(*(range(s.start, s.stop) for s in where[:split])):
+        offset = first + sum(i * strides[d] for d, i in enumerate(outer))
+        yield stored.start + offset * size, length * size
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file: 8 bytes of header length, a JSON header, then the bytes."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(f"{file} is no safetensors file, or cut short: {size} bytes, a header of {length}")
+        try:
+            header: dict[str, Any] = json.loads(handle.read(length))
+        except ValueError as broken:
+            raise CheckpointError(f"{file} is no safetensors file: its header cannot be read ({broken})") from None
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if 8 + length + end > size:
+        raise CheckpointError(
+            f"{file} is truncated: its header promises {8 + length + end} bytes, the file has {size}; copy it again"
+        )
+    found = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise CheckpointError(
+                f"{file}: {name} is {entry['dtype']}, which weft does not read; use unquantized weights"
+            )
+        start = 8 + length + entry["data_offsets"][0]
+        found[name] = Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+    return found
+
+
+def _load_old(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a `.bin` checkpoint, loaded without running any of the pickle's code."""
+    if (directory / OLD_INDEX).is_file():
+        files = sorted(set(_read_json(directory / OLD_INDEX)["weight_map"].values()))
+    elif (directory / OLD_SINGLE).is_file():
+        files = [OLD_SINGLE]
+    else:
+        raise CheckpointError(f"{directory} holds no weights: neither {SINGLE}, {INDEX} nor {OLD_SINGLE}")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= torch.load(directory / file, map_location="cpu", weights_only=True, mmap=True)
+        except FileNotFoundError:
+            raise CheckpointError(f"{directory / file} is missing, though the index names it") from None
+        except (RuntimeError, ValueError, EOFError, OSError) as broken:
+            raise CheckpointError(f"{directory / file} cannot be read: {broken}") from None
+        except Exception as refused:
+            raise CheckpointError(
+                f"{directory / file} holds more than tensors and is not loaded: {refused}"
+            ) from refused
+    return tensors
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as broken:
+        raise CheckpointError(f"{file} is no JSON: {broken}") from None
+
+
+# -- writing
+
+
+def write(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the tensors as `model.safetensors`, or as shards with an index where they exceed `shard_bytes`.
+
+    `sizes` says beforehand how many bytes each takes, in the order of `tensors`, so that a shard at a time is in memory.
+    Each file stands under another name until it is complete.
+    """
+    shards = _shards(sizes, shard_bytes)
+    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    source = iter(tensors)
+    for name, members in zip(names, shards, strict=True):
+        content = dict(itertools.islice(source, len(members)))
+        assert list(content) == members, "tensors come in the order of sizes"
+        _write_shard(directory / name, content)
+    if len(shards) > 1:
+        places = {member: name for name, members in zip(names, shards, strict=True) for member in members}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        write_text(directory / INDEX, json.dumps(index, indent=2))
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    room = limit
+    for name, size in sizes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_shard(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    partial = file.with_name(f".{file.name}.tmp")
+    try:
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, {"format": "pt"})
+        finish(partial, file)
+    except (OSError, SafetensorError) as failed:
+        partial.unlink(missing_ok=True)
+        raise RunError(f"{file} could not be written: {failed}") from failed
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a small file under another name and rename it when it is complete. Raises `RunError` where the disk refuses."""
+    partial = file.with_name(f".{file.name}.tmp")
+    try:
+        partial.write_text(text)
+        finish(partial, file)
+    except OSError as failed:
+        partial.unlink(missing_ok=True)
+        raise RunError(f"{file} could not be written: {failed}") from failed
+
+
+def finish(partial: Path, file: Path) -> None:
+    """Bring a complete file to disk and give it its name."""
+    with partial.open("rb") as handle:
+        os.fsync(handle.fileno())
+    partial.replace(file)

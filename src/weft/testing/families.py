@@ -1,0 +1,183 @@
+"""The built-in tests of a model family, for yours too: `check_family(MY_FAMILY)` raises `AssertionError` where one fails.
+
+A tiny random `transformers` model of the family (float32, CPU) is the reference for everything: logits, log-probs, gradients
+of every parameter, scores, and what it reads back from a directory that weft has written.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.testing import assert_close
+
+from weft.models import hf_io
+from weft.models.families.base import Family
+from weft.models.kv_cache import KVCache
+from weft.models.packed import pack
+from weft.models.transformer import Transformer
+from weft.registry import families
+
+LENGTHS = (5, 17, 1, 12, 30, 17)
+LOGPROBS, SCORES = frozenset({"logprobs"}), frozenset({"scores"})
+
+
+def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
+    """Every property a family has to have. `overrides` replace values of its `tiny` config.json.
+
+    The family must be registered, and `transformers` must know its `model_type`. Needs no network.
+    """
+    assert families.get(family.name) is family, f"{family.name} is not registered; call register_hf_family"
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        reference = reference_model(family, "lm", seed, overrides)
+        reference.save_pretrained(directory / "theirs")
+        check_config(family, reference)
+        check_language_model(family, reference, directory, seed)
+        check_parts(directory / "theirs")
+        if family.classifier is not None:
+            check_classifier(family, directory, seed, overrides)
+
+
+def reference_model(family: Family, head: str, seed: int, overrides: Mapping[str, Any]) -> Any:
+    """A `transformers` model with random values in every parameter, biases and norms included."""
+    values = {**family.tiny, "pad_token_id": 0, **overrides}
+    config = transformers.AutoConfig.for_model(family.name, **values)
+    config._attn_implementation = "eager"
+    if head == "lm":
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    else:
+        config.num_labels = 1
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def check_config(family: Family, reference: Any) -> None:
+    """config.json survives both ways: read, write, read again, and `transformers` reads what was written alike."""
+    config = family.config(reference.config.to_dict())
+    written = family.to_hf(config)
+    assert family.config(written) == config, "a configuration that is written and read again differs"
+    theirs = transformers.AutoConfig.for_model(**written).to_dict()
+    assert family.config(theirs) == config, "transformers reads the written configuration differently"
+
+
+def check_language_model(family: Family, reference: Any, directory: Path, seed: int) -> None:
+    """Logits, log-probs and gradients; packed equals one by one equals cached; save, load in `transformers`, equal again."""
+    network = hf_io.load(directory / "theirs")
+    sequences = _sequences(network.config.vocab_size, seed)
+    _check_values(network, reference, sequences)
+    check_gradients(family, network, reference, sequences)
+    check_cache(network, sequences)
+    hf_io.save(directory / "ours", dict(network.named_parameters()), network.config)
+    again = transformers.AutoModelForCausalLM.from_pretrained(directory / "ours", attn_implementation="eager")
+    _check_values(network, again.eval(), sequences)
+    if network.config.tied:
+        assert again.get_input_embeddings().weight is again.get_output_embeddings().weight, "tied embeddings came apart"
+    for name, value in reference.state_dict().items():
+        assert_close(again.state_dict()[name], value, rtol=0, atol=0, msg=f"{name} differs after saving")
+
+
+@torch.no_grad()
+def _check_values(network: Transformer, reference: Any, sequences: list[Tensor]) -> None:
+    packed = pack(sequences)
+    logprobs = network(packed, LOGPROBS)["logprobs"]
+    logits = network.next_token_logits(network.hidden(packed))
+    theirs = [reference(s[None]).logits[0].float() for s in sequences]
+    assert_close(logits, torch.cat(theirs), msg=lambda m: f"logits: {m}")
+    assert_close(logprobs, _naive_logprobs(theirs, sequences), msg=lambda m: f"log-probs: {m}")
+    alone = torch.cat([network(pack([s]), LOGPROBS)["logprobs"] for s in sequences])
+    assert_close(logprobs, alone, msg=lambda m: f"packed and one by one: {m}")
+
+
+def check_gradients(family: Family, network: Transformer, reference: Any, sequences: list[Tensor]) -> None:
+    """The gradient of a weighted mean of log-probs, parameter by parameter, under the checkpoint's names."""
+    reference = copy.deepcopy(reference)
+    weights = torch.cos(torch.arange(sum(len(s) - 1 for s in sequences)))
+    network.zero_grad()
+    reference.zero_grad()
+    (network(pack(sequences), LOGPROBS)["logprobs"] * weights).mean().backward()
+    theirs = [reference(s[None]).logits[0].float() for s in sequences]
+    (_naive_logprobs(theirs, sequences) * weights).mean().backward()
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        reference.save_pretrained(folder)
+        reader = hf_io.Reader(folder)
+        for name, parameter in network.named_parameters():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            assert_close(parameter.grad, reader.read(name), msg=f"gradients of {name} differ")
+            assert parameter.grad.abs().max() > 0, f"the gradient of {name} is zero"
+
+
+@torch.no_grad()
+def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
+    """A prefill in two chunks and then token by token gives the hidden states of the whole pass."""
+    long = [s[:12] for s in sequences if len(s) >= 12]
+    whole = [network.hidden(pack([s])) for s in long]
+    cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=4)
+    slots = cache.allocate(len(long))
+    network.hidden(cache.extend(slots, [s[: 4 + i] for i, s in enumerate(long)]))
+    network.hidden(cache.extend(slots, [s[4 + i : 9] for i, s in enumerate(long)]))
+    for place in range(9, 12):
+        states = network.hidden(cache.extend(slots, torch.stack([s[place] for s in long])))
+        assert_close(states, torch.stack([w[place] for w in whole]), msg=lambda m: f"with a cache: {m}")
+
+
+def check_parts(directory: Path) -> None:
+    """Reading one block reads its bytes and no others; every part together is the whole."""
+    reader = hf_io.Reader(directory)
+    names = reader.keymap.names("block", layer=1)
+    assert names, "the key map has no block 1"
+    for name in names:
+        before = reader.bytes_read
+        value = reader.read(name)
+        assert reader.bytes_read - before == value.numel() * value.element_size(), f"{name} reads more than its bytes"
+        half = tuple(slice(n // 2, n) for n in value.shape)
+        before = reader.bytes_read
+        part = reader.read(name, half)
+        assert torch.equal(part, value[half]), f"half of {name} is not its half"
+        assert reader.bytes_read - before == part.numel() * part.element_size(), (
+            f"half of {name} reads more than its bytes"
+        )
+    parts = [n for part in ("embedding", "block", "head") for n in reader.keymap.names(part)]
+    assert sorted(parts) == sorted(reader.keymap.keys), "the parts are not the whole"
+
+
+@torch.no_grad()
+def check_classifier(family: Family, directory: Path, seed: int, overrides: Mapping[str, Any]) -> None:
+    """Scores of a reward model that `transformers` saved, and of one that weft saved."""
+    reference = reference_model(family, "score", seed, overrides)
+    reference.save_pretrained(directory / "reward")
+    network = hf_io.load(directory / "reward", "score")
+    sequences = [
+        s.clamp_min(1) for s in _sequences(network.config.vocab_size, seed)
+    ]  # transformers looks for padding, id 0
+    scores = network(pack(sequences), SCORES)["scores"]
+    assert_close(scores, torch.cat([reference(s[None]).logits[0] for s in sequences]), msg=lambda m: f"scores: {m}")
+    hf_io.save(directory / "ours-reward", dict(network.named_parameters()), network.config, "score")
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(
+        directory / "ours-reward", attn_implementation="eager"
+    )
+    assert again.config.num_labels == 1
+    assert_close(scores, torch.cat([again.eval()(s[None]).logits[0] for s in sequences]), msg=lambda m: f"saved: {m}")
+
+
+def _sequences(vocab_size: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed + 1)
+    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
+
+
+def _naive_logprobs(logits: list[Tensor], sequences: list[Tensor]) -> Tensor:
+    pairs = zip(logits, sequences, strict=True)
+    return torch.cat([x[:-1].log_softmax(-1).gather(1, s[1:, None])[:, 0] for x, s in pairs])
