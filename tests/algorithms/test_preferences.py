@@ -90,12 +90,14 @@ def test_equals_trl(loss_type: str) -> None:
     loss, metrics, gradient = trl_dpo(loss_type, 0.3, smoothing)
     sample, out = pairs_sample()
     ours = gradients(dpo_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing), sample, out)
-    assert ours[0] == pytest.approx(loss, rel=1e-6)  # TRL's loss passes through float32 in places
-    np.testing.assert_allclose(ours[2]["logprobs"], gradient, rtol=1e-6)
-    assert ours[1]["logps/chosen"] == pytest.approx(metrics["logps/chosen"], rel=1e-6)
+    assert ours[0] == pytest.approx(
+        loss,
+    )
+    np.testing.assert_allclose(ours[2]["logprobs"], gradient)
+    assert ours[1]["logps/chosen"] == pytest.approx(metrics["logps/chosen"])
     if loss_type in ("sigmoid", "hinge", "robust"):
         for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
-            assert ours[1][name] == pytest.approx(metrics[name], rel=1e-6), name
+            assert ours[1][name] == pytest.approx(metrics[name]), name
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -103,7 +105,7 @@ def test_simpo_and_cdpo_equal_trl(smoothing: float) -> None:
     trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="trl is a test dependency")
     rng = np.random.default_rng(4)
     better, worse = torch.tensor(rng.normal(size=(2, 6)))
-    options = dict(alpha=0.0, label_smoothing=smoothing, accelerator=SimpleNamespace(device="cpu"))
+    options = {"alpha": 0.0, "label_smoothing": smoothing, "accelerator": SimpleNamespace(device="cpu")}
     simpo = SimpleNamespace(loss_type="simpo", beta=2.0, simpo_gamma=0.5, **options)
     theirs, *_ = trainer.CPOTrainer.cpo_loss(simpo, better, worse)
     np.testing.assert_allclose(dpo.simpo_loss(better - worse, 2.0, 0.5, smoothing), theirs, rtol=1e-12)
@@ -118,7 +120,9 @@ def test_orpo_equals_trl() -> None:
     better, worse = torch.tensor(-rng.gamma(1.0, 1.0, size=(2, 6)).astype(np.float32))
     stand_in = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
     theirs, *_ = trainer.ORPOTrainer.odds_ratio_loss(stand_in, better, worse)
-    np.testing.assert_allclose(dpo.orpo_loss(better, worse, 0.3), -better - theirs, rtol=1e-5)
+    np.testing.assert_allclose(
+        dpo.orpo_loss(better, worse, 0.3), -better - theirs, rtol=1e-5
+    )  # float32, as TRL computes it
 
 
 def test_kto_equals_trl() -> None:
@@ -162,12 +166,12 @@ def test_kto_equals_trl() -> None:
     loss = trainer.KTOTrainer._compute_loss(stand_in, model, inputs, False)
     loss.backward()
     ours = gradients(dpo_loss("kto", 0.2, desirable_weight=1.5, undesirable_weight=0.7), sample, out)
-    assert ours[0] == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert ours[0] == pytest.approx(float(loss.detach()))
     assert values.grad is not None
     order = [values.grad[pair + 4 * side, 1 : 1 + LENGTHS[pair][side]] for pair in range(4) for side in range(2)]
-    np.testing.assert_allclose(ours[2]["logprobs"], torch.cat(order), rtol=1e-6)
+    np.testing.assert_allclose(ours[2]["logprobs"], torch.cat(order))
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected"):
-        assert ours[1][name] == pytest.approx(metrics["train"][name][-1], rel=1e-6), name
+        assert ours[1][name] == pytest.approx(metrics["train"][name][-1]), name
 
 
 # -- by hand: one pair, log-probs -1 -1 (better) and -2 (worse), reference -1.5 -1.5 and -1: ratios +1 (mean 0.5) and -1

@@ -163,4 +163,4 @@ def zero_variance(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> npt.ND
     low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(low, group, rewards)
     np.maximum.at(high, group, rewards)
-    return high - low <= 1e-12
+    return high == low

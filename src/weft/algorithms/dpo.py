@@ -23,7 +23,6 @@ from weft.algorithms.reward import num_pairs
 from weft.errors import ConfigError, unknown_name
 from weft.registry import register_loss
 
-
 # -- the losses of one pair; `delta` is score(better) - score(worse)
 
 
