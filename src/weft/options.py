@@ -11,7 +11,6 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from functools import cache
 from typing import Any, TypeVar
 
 from weft.errors import ConfigError, nearest
@@ -237,8 +236,7 @@ def _wrong(name: str, value: Any, rule: str) -> ConfigError:
     return ConfigError(f"{name}={value!r}: {rule}")
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 

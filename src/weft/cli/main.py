@@ -1,6 +1,6 @@
 """The command `weft`: finds the command's module, turns what goes wrong into one message and an exit code.
 
-0 done, 1 a run that failed, 2 input that cannot be used, 130 stopped by Ctrl-C.
+0 done, 1 a run that failed, 2 input that cannot be used, 130 stopped by Ctrl-C, 143 by `weft stop`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft import __version__
-from weft.errors import UserError, WeftError, unknown_name
+from weft.errors import Interrupted, UserError, WeftError, unknown_name
 
 COMMANDS = {
     "quickstart": "train: sft, rw, dpo, ppo, grpo; sample: gen; or a configuration of your own",
@@ -53,11 +53,18 @@ def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
     try:
         return command()
     except KeyboardInterrupt:
-        _show("stopped; the same command goes on from the last recovery point: weft " + shlex.join(words), words)
+        _show(
+            "stopped at once; a run goes on from its last recovery point with the same command: weft "
+            + shlex.join(words),
+            words,
+        )
         return INTERRUPTED
     except UserError as error:
         _show(f"error: {error}", words)
         return 2
+    except Interrupted as error:
+        _show(str(error), words)
+        return error.exit_code
     except WeftError as error:
         _show(f"error: {error}", words)
         return 1

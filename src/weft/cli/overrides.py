@@ -37,7 +37,7 @@ def parse(words: Sequence[str]) -> list[Override]:
                 f"{word}: this is a sweep over several values, and one command is one run; "
                 f"write a list as {found.key_or_group}=[1,2], quote a text that has commas: {found.key_or_group}=\"'a,b'\""
             )
-        value = found.value()
+        value: Any = found.value()
         if isinstance(value, (bool, int, float)):
             value = Scalar(value, word.split("=", 1)[1].strip())
         overrides.append(Override(found.key_or_group, value, removed=found.is_delete()))
@@ -110,7 +110,7 @@ def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
     except OmegaConfBaseException as error:
         raise ConfigError(f"an interpolation ${{...}} cannot be resolved: {str(error).splitlines()[0]}") from error
     assert isinstance(resolved, dict)
-    return _only(resolved, values)
+    return _only({str(key): value for key, value in resolved.items()}, values)
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from weft.cli.aliases import translate
 from weft.cli.help import quickstart_help
 from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
-from weft.options import leaves, read, to_mapping, validate
+from weft.options import Config, leaves, read, to_mapping, validate
 
 FLAGS = ("--help", "--cfg", "--config", "--import", "--debug", "--resume_from_checkpoint")
 
@@ -54,25 +54,22 @@ def main(argv: Sequence[str]) -> int:
         validate(config)
         print(yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True), end="")
         return 0
-    experiment = config.build()  # type: ignore[attr-defined]  # a registered class has `build() -> Experiment`
-    experiment.check()
+    from weft.launch import run  # checks first, and loads torch once they have passed
 
-    from weft.launch import run  # torch, from here on
-
-    run(experiment)
+    run(config)
     return 0
 
 
 def configure(
-    base: RunConfig, values: Sequence[overrides.Override], imports: Sequence[str] = ()
-) -> tuple[RunConfig, list[str]]:
+    base: Config, values: Sequence[overrides.Override], imports: Sequence[str] = ()
+) -> tuple[Config, list[str]]:
     """(`base` with the assignments made, notes on other spellings). Raises `ConfigError`."""
-    assignments, notes = translate(values, base)
+    assignments, notes = translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
     nested: dict[str, Any] = {}
     for assignment in assignments:
         overrides.merge(nested, assignment)
     config = read(base, overrides.resolve(nested, to_mapping(base)))
-    if imports:
+    if imports and isinstance(config, RunConfig):
         config = replace(config, imports=[*config.imports, *(name for name in imports if name not in config.imports)])
     return config, notes
 

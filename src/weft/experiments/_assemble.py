@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from weft.data.spec import DatasetSpec
+from weft.data.spec import DatasetSpec, parse_sources
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, unknown_name
 from weft.experiment import Control, Evaluation, Experiment
@@ -114,9 +114,18 @@ def type_of(dataset: DatasetSpec, usual: str) -> str:
     return name
 
 
+def evaluating(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
+    """The same calls on validation rows: what trains is evaluated instead."""
+    size = dataset.valid_bs_n_seqs or 0
+    resized = [replace(node, batch_size=size) for node in nodes]
+    return [replace(n, method="evaluate") if isinstance(n, MFCDef) and n.trains else n for n in resized]
+
+
 def has_validation(dataset: DatasetSpec) -> bool:
-    """Whether there may be rows to evaluate on: sources bring their own splits."""
-    return dataset.valid_path is not None or dataset.valid_split > 0 or bool(dataset.sources)
+    """Whether there are rows to evaluate on; sources bring their own."""
+    sources = parse_sources(dataset.sources) if dataset.sources else []
+    own = any(source.valid_path is not None or source.valid_split for source in sources)
+    return own or dataset.valid_path is not None or dataset.valid_split > 0
 
 
 def _check_sizes(config: RunConfig, plan: Plan) -> None:
@@ -132,15 +141,14 @@ def _check_sizes(config: RunConfig, plan: Plan) -> None:
 
 
 def _control(config: RunConfig, dataset: DatasetSpec) -> Control:
-    """The run options; with validation data and no `eval_freq_*`, every epoch is evaluated."""
-    control = config.control()
+    """The run options. Raises `ConfigError` where evaluation is asked for and there is nothing to evaluate on."""
     asked = [n for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs") if getattr(config, n) is not None]
     if asked and not has_validation(dataset):
         raise ConfigError(
             f"{asked[0]}={getattr(config, asked[0])}: there is nothing to evaluate on; "
             "set dataset.valid_path, or dataset.valid_split=0.05 to set training rows aside"
         )
-    return control if asked or not has_validation(dataset) else replace(control, eval_freq_epochs=1)
+    return config.control()
 
 
 def _evaluation(plan: Plan, keys: Sequence[str]) -> Evaluation | None:

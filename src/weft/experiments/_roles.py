@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.engine.spec import ModelSpec
+from weft.errors import ConfigError
 
 
 def reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
@@ -28,3 +29,23 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
         trust_remote_code=source.trust_remote_code,
         tokenizer=source.tokenizer,
     )
+
+
+def critic(spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
+    """(the critic, which role's weights it begins with). With a path of its own it is that model.
+
+    Otherwise it is the reward model, whose score head predicts well what is to come, or the actor with a new head: it reads
+    the actor's tokens, so a reward model that reads text in its own form cannot be it.
+    """
+    if spec.path is not None:
+        return spec.with_head("value", trained=True), {}
+    shares_tokens = rew.tokenizer.path is None and not rew.prompt_prefix and not rew.prompt_suffix
+    usable = rew.path is not None and rew.backend != "null"
+    if init == "rew" and not usable:
+        raise ConfigError(
+            "ppo.critic_init=rew: there is no reward model; set rew.path, critic.path, or critic_init=actor"
+        )
+    if init == "rew" or (init is None and usable and shares_tokens):
+        return _like(spec, rew).with_head("value", trained=True), {}
+    made = _like(spec, actor).with_head("value", trained=True)
+    return made, {"critic": "actor"} if actor.init_from_scratch else {}

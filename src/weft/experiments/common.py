@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from weft.errors import ConfigError
-from weft.experiment import Control
+from weft.experiment import Control, Experiment
 from weft.experiments import _checks as checks
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
 from weft.options import option
@@ -124,7 +125,7 @@ ALLOCATION = "manual, heuristic or search, or a layout such as d1; one device ha
 
 
 @dataclass
-class RunConfig:
+class RunConfig(ABC):
     """Where, how long and how often: the options that every experiment has."""
 
     # What other spellings of options stand for (cli/aliases.py): `learning_rate` is the trained roles', `beta` the algorithm's.
@@ -163,10 +164,10 @@ class RunConfig:
     save_milestone_freq_epochs: int | None = option(
         None, "epochs between checkpoints that are never removed", at_least=1
     )
-    eval_freq_steps: int | None = option(None, "steps between evaluations", at_least=1)
-    eval_freq_epochs: int | None = option(
-        None, "epochs between evaluations; 1 when there are validation data and no eval_freq_*", at_least=1
+    eval_freq_steps: int | None = option(
+        None, "steps between evaluations; with validation data the last step is evaluated whatever is set", at_least=1
     )
+    eval_freq_epochs: int | None = option(None, "epochs between evaluations", at_least=1)
     eval_freq_secs: float | None = option(None, "seconds between evaluations", at_least=0.0)
     log_freq_steps: int = option(
         1, "steps between lines of the log and of the loggers; metrics.jsonl has every step", at_least=1
@@ -188,6 +189,10 @@ class RunConfig:
     progress: bool = option(True, "show the live view where the output is a terminal")
     imports: list[str] = option([], "modules and FILE.py that register datasets, rewards, interfaces, experiments")
     logger: LoggerSpec = option(LoggerSpec(), "where metrics go besides metrics.jsonl")
+
+    @abstractmethod
+    def build(self) -> Experiment:
+        """The experiment, checked as far as no torch is needed. Raises `UserError`: the option, its value and the rule."""
 
     def control(self) -> Control:
         """The run options as the runtime reads them."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weft.algorithms.dpo import DEFAULTS, LOSS_TYPES, REFERENCE_FREE
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
+from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
 from weft.experiments._roles import reference
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import MFCDef, Node
@@ -72,51 +72,35 @@ class DPOConfig(RunConfig):
         init_from: dict[str, str] = {}
         if self.dpo.loss_type not in REFERENCE_FREE:
             roles["ref"], init_from = reference(self.ref, self.actor)
+        nodes = self._nodes(batch_size(dataset))
         return assemble(
             self,
             Plan(
                 roles=roles,
-                nodes=self._nodes(batch_size(dataset), "train_step"),
+                nodes=nodes,
                 dataset=dataset,
                 dataset_type=type_of(dataset, "paired_comparison"),
                 data_role="actor",
                 steps_follow="actor_train",
                 longest=dataset.max_seqlen,
-                evaluation=self._nodes(dataset.valid_bs_n_seqs or 0, "evaluate"),
+                evaluation=evaluating(nodes, dataset),
                 init_from=init_from,
                 updates_per_firing={"actor_train": 1},
             ),
         )
 
-    def _nodes(self, size: int, method: Any) -> list[Node]:
+    def _nodes(self, size: int) -> list[Node]:
         wants = "label" if self.dpo.loss_type == "kto" else "rank"
-        keys: tuple[str, ...] = ("prompt", "completion", wants)
-        optional = ("comparison", "loss_mask")
-        before: list[Node] = []
-        if self.dpo.loss_type not in REFERENCE_FREE:
-            keys = (*keys, "ref_logprobs")
-            before = [
-                MFCDef(
-                    "ref_inf",
-                    "ref",
-                    "infer",
-                    "inference",
-                    size,
-                    input_keys=("prompt", "completion"),
-                    output_keys=("logprobs",),
-                    output_key_remap={"logprobs": "ref_logprobs"},
-                    args={"outputs": ["logprobs"]},
-                    cache=self.dpo.cache_ref_logprobs,
-                )
-            ]
         train = MFCDef(
-            "actor_train",
-            "actor",
-            "train",
-            method,
-            size,
-            input_keys=keys,
-            optional_keys=optional,
+            name="actor_train", role="actor", interface="train", method="train_step", batch_size=size,
+            input_keys=("prompt", "completion", wants), optional_keys=("comparison", "loss_mask"),
             args={"loss": "dpo", "loss_args": self.dpo.loss_args()},
-        )
-        return [*before, train]
+        )  # fmt: skip
+        if self.dpo.loss_type in REFERENCE_FREE:
+            return [train]
+        ref_inf = MFCDef(
+            name="ref_inf", role="ref", interface="infer", method="inference", batch_size=size,
+            input_keys=("prompt", "completion"), output_keys=("logprobs",), output_key_remap={"logprobs": "ref_logprobs"},
+            args={"outputs": ["logprobs"]}, cache=self.dpo.cache_ref_logprobs,
+        )  # fmt: skip
+        return [ref_inf, replace(train, input_keys=(*train.input_keys, "ref_logprobs"))]

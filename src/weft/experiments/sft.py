@@ -8,7 +8,7 @@ from typing import ClassVar
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
+from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import MFCDef
 from weft.options import option
@@ -39,10 +39,11 @@ class SFTConfig(RunConfig):
         """The graph is the node `train` alone. Raises `UserError` with the option, its value and the rule."""
         check(self)
         dataset = batches(self.dataset)
-        keys = {"input_keys": ("prompt", "completion"), "optional_keys": ("loss_mask",)}
-        args = {"loss": "sft", "loss_args": {"average": self.sft.average}}
-        train = MFCDef("train", "model", "train", "train_step", batch_size(dataset), args=args, **keys)
-        evaluate = MFCDef("train", "model", "train", "evaluate", dataset.valid_bs_n_seqs or 0, args=args, **keys)
+        train = MFCDef(
+            name="train", role="model", interface="train", method="train_step", batch_size=batch_size(dataset),
+            input_keys=("prompt", "completion"), optional_keys=("loss_mask",),
+            args={"loss": "sft", "loss_args": {"average": self.sft.average}},
+        )  # fmt: skip
         return assemble(
             self,
             Plan(
@@ -53,7 +54,7 @@ class SFTConfig(RunConfig):
                 data_role="model",
                 steps_follow="train",
                 longest=dataset.max_seqlen,
-                evaluation=[evaluate],
+                evaluation=evaluating([train], dataset),
                 updates_per_firing={"train": 1},
             ),
         )

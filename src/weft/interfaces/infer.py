@@ -1,7 +1,7 @@
 """The generic inference call: log-probs, entropy, values or scores of given completions, by a role's network.
 
 A role whose tokenizer is not the one that made the batch, or that has a prompt form of its own, reads the *text*: prompt and
-completion are decoded, put into that form and tokenized again. Such a role returns one score a completion, never a value a token.
+completion are decoded, put into that form and tokenized again. Such a role returns one score a completion, no value a token.
 """
 
 from __future__ import annotations

@@ -1,0 +1,17 @@
+"""`python -m weft.apps.quickstart NAME key=value ...`: the same as `weft quickstart`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from weft.cli.main import main as weft
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code. A script that registers a quickstart may end with `sys.exit(main())`."""
+    return weft(["quickstart", *(sys.argv[1:] if argv is None else argv)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

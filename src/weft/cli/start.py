@@ -1,0 +1,81 @@
+"""`weft start`: run an experiment that user code registered by name. `weft stop`: end a run so that it can go on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from weft import registry
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.experiments import _checks as checks
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are a user's error like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0. Raises `UserError` for input that cannot be used."""
+    parser = _named("weft start", "Run an experiment registered with register_experiment(name), or list them.")
+    parser.add_argument("--list", action="store_true", help="list the registered experiments and stop")
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
+                        help="user code that registers experiments (may be given again)")  # fmt: skip
+    parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
+    given = parser.parse_args(argv)
+    registry.import_user_folder()
+    registry.import_user_code(given.imports)
+    if given.list:
+        print(
+            "\n".join(registry.experiments.names())
+            or "no experiments are registered (--import FILE.py, or experiments/)"
+        )
+        return 0
+    _check(given)
+    from weft.launch import registered, run
+
+    run(_as_told(registered(given.experiment, given.trial), given), mode=given.mode)
+    return 0
+
+
+def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
+    """The experiment with what the command line says in place of its own."""
+    told = {name: getattr(given, name) for name in ("fileroot", "recover_mode") if getattr(given, name) is not None}
+    named = [name for name in given.imports if name not in experiment.control.imports]
+    control = replace(experiment.control, **told, imports=[*experiment.control.imports, *named])
+    config = {**experiment.config, **{name: value for name, value in told.items() if name in experiment.config}}
+    return replace(experiment, control=control, config=config)
+
+
+def stop(argv: Sequence[str]) -> int:
+    """Ask a run to end after its step, wait until it has, and say so."""
+    given = _named("weft stop", "End a run after its step; the same command goes on with it.").parse_args(argv)
+    _check(given)
+    from weft.launch import stop as stop_run
+
+    print(stop_run(given.experiment, given.trial, fileroot=given.fileroot or "./runs"))
+    return 0
+
+
+def _named(prog: str, description: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=prog, description=description)
+    parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
+    parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")
+    parser.add_argument("--mode", default="local", help="local: this process")
+    parser.add_argument("--fileroot", help="folder of runs (the experiment's own, usually ./runs)")
+    return parser
+
+
+def _check(given: argparse.Namespace) -> None:
+    for flag, value in (("-e EXPERIMENT", given.experiment), ("-f TRIAL", given.trial)):
+        if value is None:
+            raise ConfigError(f"{flag} is missing; write weft start -e EXPERIMENT -f TRIAL (--list shows experiments)")
+    problem = checks.mode_problem(given.mode)
+    if problem:
+        raise ConfigError(f"--mode {given.mode}: {problem}")
+    checks.check_names(experiment_name=given.experiment, trial_name=given.trial)

@@ -1,0 +1,69 @@
+"""Batch generation: one call, `gen`, whose completions are written to generations.jsonl."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar
+
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.experiment import Experiment
+from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
+from weft.experiments.common import MFCOptions, RunConfig
+from weft.graph.mfc import MFCDef
+from weft.options import option
+from weft.registry import register_quickstart
+
+
+@dataclass
+class GenOptions(MFCOptions, GenerationSpec):
+    """The sampling, and what may be changed in the call."""
+
+    samples_per_prompt: int = option(1, "completions of each prompt", at_least=1)
+
+
+@register_quickstart("gen")
+@dataclass
+class GenConfig(RunConfig):
+    """Completions of a file of prompts, written to generations.jsonl in the run's directory."""
+
+    algorithm: ClassVar[str] = "gen"
+    generation: ClassVar[str] = "gen"
+    spellings: ClassVar[dict[str, str]] = {
+        "rollouts_per_prompt": "gen.samples_per_prompt",
+        "num_generations": "gen.samples_per_prompt",
+        "num_return_sequences": "gen.samples_per_prompt",
+    }
+
+    model: ModelSpec = option(ModelSpec(), "the model that completes")
+    dataset: DatasetSpec = option(DatasetSpec(shuffle=False), "rows of the form prompt")
+    gen: GenOptions = option(GenOptions(), "the call that samples")
+
+    def build(self) -> Experiment:
+        """The graph is the node `gen` alone. Raises `UserError` with the option, its value and the rule."""
+        check(self)
+        dataset = batches(self.dataset)
+        gen = asdict(self.gen)
+        names = [spec.name for spec in fields(GenerationSpec) if not spec.metadata.get("hidden")]
+        node = MFCDef(
+            "gen",
+            "model",
+            "generate",
+            "generate",
+            batch_size(dataset),
+            input_keys=("prompt",),
+            output_keys=("completion", "logprobs", "versions", "finished"),
+            args={**{name: gen[name] for name in names}, "samples_per_prompt": self.gen.samples_per_prompt},
+        )
+        return assemble(
+            self,
+            Plan(
+                roles={"model": self.model.with_head("lm", trained=False)},
+                nodes=[node],
+                dataset=dataset,
+                dataset_type=type_of(dataset, "prompt"),
+                data_role="model",
+                steps_follow="gen",
+                longest=dataset.longest_prompt + self.gen.max_new_tokens,
+            ),
+        )

@@ -1,0 +1,167 @@
+"""PPO: sample, reward, score with reference and critic, estimate advantages, train actor and critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from weft.engine.spec import ModelSpec, OptimizerSpec
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.experiments._assemble import Plan, assemble, batches, check, type_of
+from weft.experiments._policy import Policy, PolicyConfig, PolicyOptions
+from weft.experiments._roles import critic, reference
+from weft.experiments.common import MFCOptions
+from weft.graph.mfc import HostFunction, MFCDef, Node
+from weft.options import option
+from weft.registry import register_quickstart
+
+
+@dataclass
+class PPOOptions(PolicyOptions):
+    samples_per_prompt: int = option(1, "completions of each prompt", at_least=1)
+    kl_ctl: float = option(
+        0.05, "weight of the KL to the reference in the reward; 0 leaves the reference out", at_least=0.0
+    )
+    kl_estimator: str = option("k1", "estimator of the KL in the reward", choices=("k1", "k2", "k3"))
+    use_adaptive_kl_ctl: bool = option(False, "move kl_ctl so that the KL of a completion nears adaptive_kl_target")
+    adaptive_kl_target: float = option(6.0, "nats a completion", at_least=0.0)
+    adaptive_kl_horizon: float = option(10_000.0, "completions over which kl_ctl moves", at_least=1.0)
+    discount: float = option(1.0, "discount a token (gamma)", at_least=0.0, at_most=1.0)
+    gae_lambda: float = option(0.95, "lambda of generalised advantage estimation", at_least=0.0, at_most=1.0)
+    adv_norm: bool = option(True, "whiten advantages over the whole batch")
+    value_eps_clip: float | None = option(0.2, "a new value may differ this much from the old one; null for no bound")
+    value_norm: bool = option(True, "let the critic predict returns in units of their running mean and deviation")
+    value_norm_type: str = option(
+        "exp", "running average (exp) or mean over everything seen (ma)", choices=("exp", "ma")
+    )
+    value_norm_beta: float = option(0.99995, "decay of the running average", at_least=0.0, at_most=1.0)
+    value_norm_eps: float = option(1e-5, "smallest variance of returns that is divided by", at_least=0.0)
+    critic_init: str | None = option(
+        None,
+        "what the critic begins as when critic.path is absent: rew (the usual where there is a reward model), or actor",
+        choices=("rew", "actor"),
+    )
+    critic_warmup_epochs: int = option(0, "epochs at the start in which the critic alone is trained", at_least=0)
+
+
+@register_quickstart("ppo")
+@dataclass
+class PPOConfig(PolicyConfig):
+    """Proximal policy optimization with a critic, a KL to the reference in the reward, and any kind of reward."""
+
+    trained_roles: ClassVar[tuple[str, ...]] = ("actor", "critic")
+    algorithm: ClassVar[str] = "ppo"
+    generation: ClassVar[str] = "ppo.gen"
+    spellings: ClassVar[dict[str, str]] = {
+        "rollouts_per_prompt": "ppo.samples_per_prompt",
+        "num_generations": "ppo.samples_per_prompt",
+        "num_ppo_epochs": "ppo.ppo_epochs",
+        "num_mini_batches": "ppo.ppo_n_minibatches",
+        "kl_coef": "ppo.kl_ctl",
+        "cliprange": "ppo.eps_clip",
+        "cliprange_value": "ppo.value_eps_clip",
+        "gamma": "ppo.discount",
+        "lam": "ppo.gae_lambda",
+        "response_length": "ppo.gen.max_new_tokens",
+        "whiten_advantages": "ppo.adv_norm",
+        "reward_model_path": "rew.path",
+        "value_model_path": "critic.path",
+        "sft_model_path": "actor.path",
+    }
+
+    critic: ModelSpec = option(
+        ModelSpec(optimizer=OptimizerSpec(lr=5e-6)), "the critic; see ppo.critic_init when critic.path is absent"
+    )
+    ppo: PPOOptions = option(PPOOptions(), "the algorithm")
+    critic_inf: MFCOptions = option(MFCOptions(), "the call that predicts values")
+    critic_train: MFCOptions = option(MFCOptions(), "the call that trains the critic")
+
+    def build(self) -> Experiment:
+        """The graph of a PPO step. Raises `UserError` with the option, its value and the rule."""
+        check(self)
+        dataset = batches(self.dataset)
+        policy = Policy.of(self, self.ppo, "ppo", dataset, self.ppo.samples_per_prompt)
+        roles, init_from = self._roles(policy)
+        return assemble(
+            self,
+            Plan(
+                roles=roles,
+                nodes=self._nodes(policy),
+                dataset=dataset,
+                dataset_type=type_of(dataset, "prompt"),
+                data_role="actor",
+                steps_follow="actor_train",
+                longest=policy.longest,
+                evaluation=policy.evaluation(),
+                syncs=policy.syncs() if self._has_ref else [],
+                init_from=init_from,
+                updates_per_firing={"actor_train": policy.updates, "critic_train": policy.updates},
+                notes=policy.notes(["actor", "critic"]),
+            ),
+        )
+
+    @property
+    def _has_ref(self) -> bool:
+        return self.ppo.kl_ctl > 0
+
+    def _roles(self, policy: Policy) -> tuple[dict[str, ModelSpec], dict[str, str]]:
+        """(roles, which role begins as a copy of which)."""
+        actor = self.actor.with_head("lm", trained=True)
+        warmup = replace(actor.optimizer, frozen_epochs=self.ppo.critic_warmup_epochs)
+        roles = {"actor": replace(actor, optimizer=warmup)}
+        init_from: dict[str, str] = {}
+        roles["critic"], copied = critic(self.critic, self.ppo.critic_init, self.actor, self.rew)
+        init_from |= copied
+        if self._has_ref:
+            roles["ref"], copied = reference(self.ref, self.actor)
+            init_from |= copied
+        elif self.ppo.ref_ema_eta:
+            raise ConfigError("ppo.ref_ema_eta moves a reference, and ppo.kl_ctl=0 leaves it out; set one of the two")
+        if policy.has_model:
+            roles["rew"] = self.rew.with_head("score", trained=False)
+        return roles, init_from
+
+    def _nodes(self, policy: Policy) -> list[Node]:
+        ppo, size = self.ppo, policy.batch
+        actor_loss = policy.train("actor_train", "actor", "ppo_actor", ppo.clip_args(), ("logprobs", "advantages"))
+        critic_args = {"value_eps_clip": ppo.value_eps_clip}
+        critic_loss = policy.train("critic_train", "critic", "ppo_critic", critic_args, ("values", "returns"))
+        critic_inf = MFCDef(
+            name="critic_inf", role="critic", interface="infer", method="inference", batch_size=size,
+            input_keys=("prompt", "completion"), output_keys=("values",), args={"outputs": ["values"]},
+        )  # fmt: skip
+        references = [policy.reference()] if self._has_ref else []
+        return [
+            policy.generate(size, ppo.samples_per_prompt),
+            *policy.rewards(size),
+            *references,
+            critic_inf,
+            self._advantages(size),
+            actor_loss,
+            critic_loss,
+        ]
+
+    def _advantages(self, size: int) -> HostFunction:
+        ppo = self.ppo
+        same = (
+            "kl_ctl", "kl_estimator", "discount", "gae_lambda", "adv_norm", "value_norm", "value_norm_type",
+            "value_norm_beta", "value_norm_eps", "max_reward_clip", "reward_output_scaling", "reward_output_bias",
+            "missing_eos_penalty", "use_adaptive_kl_ctl", "adaptive_kl_target", "adaptive_kl_horizon",
+        )  # fmt: skip
+        args: dict[str, Any] = {name: getattr(ppo, name) for name in same}
+        return HostFunction(
+            "advantages",
+            "gae_advantages",
+            size,
+            input_keys=(
+                "completion",
+                "logprobs",
+                "rewards",
+                "values",
+                "finished",
+                *(("ref_logprobs",) if self._has_ref else ()),
+            ),
+            output_keys=("advantages", "returns"),
+            args=args,
+        )
