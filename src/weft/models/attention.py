@@ -7,13 +7,18 @@ kernel on CPU and takes the written-out form. A decode step is one masked rectan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.models.dropout import TokenNoise
 from weft.models.packed import AttentionContext, Bucket, Cached, Dense
+
+Drop = Callable[[Bucket, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,13 @@ class Scores:
     scale: float
     window: int | None = None  # keys a position sees, itself included
     softcap: float | None = None
+    dropout: float = 0.0  # of the weights, where a pass has noise
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scores: Scores, layer: int) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scores: Scores, layer: int,
+    noise: TokenNoise | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention within each sequence: q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim].
 
     heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads).
@@ -37,13 +46,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scores: S
         if not context.fresh:
             return _chunk(q, context, scores, layer)
         context = context.dense
-    return _dense(q, k, v, context, scores)
+    if noise is not None and scores.dropout > 0.0:
+
+        def drop(bucket: Bucket, weights: Tensor) -> Tensor:
+            return noise.drop_weights(weights, scores.dropout, layer, bucket.index)
+
+        return _dense(q, k, v, context, scores, drop)
+    return _dense(q, k, v, context, scores, None)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, context: Dense, scores: Scores) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, context: Dense, scores: Scores, drop: Drop | None) -> Tensor:
     outputs = []
     for bucket in context.buckets:
-        out = _causal(_cells(q, bucket), _cells(k, bucket), _cells(v, bucket), scores).transpose(1, 2).flatten(0, 1)
+        dropped = None if drop is None else partial(drop, bucket)
+        cells = (_cells(q, bucket), _cells(k, bucket), _cells(v, bucket))
+        out = _causal(*cells, scores, dropped).transpose(1, 2).flatten(0, 1)
         outputs.append(out if bucket.valid is None else out.index_select(0, bucket.valid))
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return joined if context.restore is None else joined.index_select(0, context.restore)
@@ -55,14 +72,14 @@ def _cells(x: Tensor, bucket: Bucket) -> Tensor:
     return cells.unflatten(0, tuple(bucket.index.shape)).transpose(1, 2)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scores: Scores, drop: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Rectangles: q [n, heads, L, dim], k and v [n, kv_heads, L, dim] -> [n, heads, L, dim]."""
     length = q.shape[2]
     limited = scores.window is not None and scores.window < length
-    if scores.softcap is None and not limited:
+    if scores.softcap is None and not limited and drop is None:
         return F.scaled_dot_product_attention(q, *_repeat(q, k, v), is_causal=True, scale=scores.scale)
     places = torch.arange(length, device=q.device)
-    return _masked(q, k, v, _visible(places[:, None], places, scores), scores)
+    return _masked(q, k, v, _visible(places[:, None], places, scores), scores, drop)
 
 
 def _decode(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
@@ -94,15 +111,19 @@ def _visible(query: Tensor, key: Tensor, scores: Scores) -> Tensor:
     return seen if scores.window is None else seen & (key > query - scores.window)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scores: Scores) -> Tensor:
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scores: Scores, drop: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     k, v = _repeat(q, k, v)
-    if scores.softcap is None:
+    if scores.softcap is None and drop is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scores.scale)
     logits = torch.matmul(q, k.transpose(-1, -2)) * scores.scale
-    logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    if scores.softcap is not None:
+        logits = torch.tanh(logits / scores.softcap) * scores.softcap
     logits = logits.masked_fill(~visible, float("-inf"))
     kept = torch.promote_types(q.dtype, torch.float32)
-    return torch.matmul(torch.softmax(logits, dim=-1, dtype=kept).to(q.dtype), v)
+    weights = torch.softmax(logits, dim=-1, dtype=kept).to(q.dtype)
+    return torch.matmul(weights if drop is None else drop(weights), v)
 
 
 def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

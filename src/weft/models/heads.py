@@ -1,4 +1,4 @@
-"""From hidden states to log-probs, entropy, values and scores, in float32 (float64 for float64 networks).
+"""From hidden states to log-probs, entropy, top-1, values and scores, in float32 (float64 for float64 networks).
 
 The [N, vocabulary] logits never exist at once: forward and backward go through the rows in chunks and the backward pass
 computes each chunk's logits again.
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from weft.algorithms.base import Output
 
 CHUNK_CELLS = 1 << 23  # logits held at once: 32 MB in float32
 
@@ -39,19 +41,21 @@ class Projection:
         return _cap(_project(hidden, self.weight, self.bias), self.softcap)
 
 
-def token_logprobs(
-    hidden: Tensor, labels: Tensor, projection: Projection, *,
-    temperature: float = 1.0, support: Support | None = None, entropy: bool = False, chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(log-prob of `labels`, entropy in nats or None), each float32 [N], from `hidden` [N, H] and `labels` int64 [N].
+def token_outputs(
+    hidden: Tensor, labels: Tensor, projection: Projection, want: frozenset[Output], *,
+    temperature: float = 1.0, support: Support | None = None, chunk: int | None = None,
+) -> dict[Output, Tensor]:  # fmt: skip
+    """`want` of float32 [N] logprobs of `labels`, entropy in nats, and top1, from `hidden` [N, H] and `labels` int64 [N].
 
-    Both are of softmax(logits / temperature), over the support where one is given. Differentiable in the hidden states and
-    the projection. `chunk` is the number of rows handled at once; by default as many as keep the logits small.
+    All are of softmax(logits / temperature), over the support where one is given. Log-probs and entropy are differentiable in
+    the hidden states and the projection; top1 (1 where the label is the likeliest id) is not. `chunk` is the number of rows
+    handled at once; by default as many as keep the logits small.
     """
     rows = chunk or max(1, CHUNK_CELLS // projection.weight.shape[0])
-    settings = _Settings(projection.softcap, temperature, rows, entropy, support)
-    logprobs, entropies = _TokenLogprobs.apply(hidden, projection.weight, projection.bias, labels, settings)
-    return logprobs, entropies if entropy else None
+    settings = _Settings(projection.softcap, temperature, rows, "entropy" in want, "top1" in want, support)
+    values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
+    names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
+    return {name: value for name, value in zip(names, values, strict=True) if name in want}
 
 
 @dataclass(frozen=True)
@@ -60,30 +64,35 @@ class _Settings:
     temperature: float
     chunk: int
     entropy: bool
+    top1: bool
     support: Support | None
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenOutputs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kept = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(len(labels), dtype=kept)
         entropies = hidden.new_empty(len(labels) if settings.entropy else 0, dtype=kept)
+        top1 = hidden.new_empty(len(labels) if settings.top1 else 0, dtype=kept)
         for rows in _chunks(len(labels), settings.chunk):
             logits = _tempered(_cap(_project(hidden[rows], weight, bias), settings.softcap), rows, labels, settings)
             logp = torch.log_softmax(logits, dim=-1)
             logprobs[rows] = logp.gather(1, labels[rows, None])[:, 0]
             if settings.entropy:
                 entropies[rows] = -_times(logp.exp(), logp).sum(-1)
+            if settings.top1:
+                top1[rows] = (logp.argmax(-1) == labels[rows]).to(kept)
         ctx.save_for_backward(hidden, weight, bias, labels, entropies)
         ctx.settings = settings
-        return logprobs, entropies
+        ctx.mark_non_differentiable(top1)
+        return logprobs, entropies, top1
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        by_logprob, by_entropy = gradients
+        by_logprob, by_entropy = gradients[:2]
         hidden, weight, bias, labels, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from weft.models.activations import activate
 from weft.models.config import TransformerConfig
+from weft.models.dropout import TokenNoise
+from weft.models.lora import Adapted
 
 
 class ExpertStack(nn.Module):
@@ -39,7 +41,7 @@ class MoE(nn.Module):
             }
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, noise: TokenNoise | None) -> Tensor:
         logits = self.router(x)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
@@ -49,6 +51,12 @@ class MoE(nn.Module):
         token = order // self.top_k
         sizes = chosen.flatten().bincount(minlength=self.router.out_features).tolist()
         inputs = x.index_select(0, token)
-        inner = activate(self.experts["gate"](inputs, sizes), self.activation) * self.experts["up"](inputs, sizes)
-        outputs = self.experts["down"](inner, sizes) * weights.flatten()[order, None].to(x.dtype)
-        return torch.zeros_like(x).index_add(0, token, outputs)
+        dropped = None if noise is None else noise.select(token)
+        gate, up = self._expert("gate", inputs, dropped, sizes), self._expert("up", inputs, dropped, sizes)
+        outputs = self._expert("down", activate(gate, self.activation) * up, dropped, sizes)
+        weighted = outputs * weights.flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, token, weighted)
+
+    def _expert(self, name: str, x: Tensor, noise: TokenNoise | None, sizes: list[int]) -> Tensor:
+        stack = self.experts[name]
+        return stack(x, noise, sizes) if isinstance(stack, Adapted) else stack(x, sizes)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from weft.models.dropout import Noise
+
 if TYPE_CHECKING:
     from weft.models.kv_cache import KVCache
 
@@ -134,6 +136,7 @@ class Packed:
     attention: AttentionContext
     rows: Tensor  # int64 [N]: the hidden state (a token's index) that each wanted output is read from
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
+    noise: Noise | None = None  # keys of the sequences' dropout masks; without them nothing is dropped
 
 
 def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:

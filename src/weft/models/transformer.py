@@ -2,7 +2,7 @@
 
     Transformer(config, head: "lm" | "value" | "score", pooling: "last" | "mean" = "last")
     network(x: Packed, want: frozenset[Output], temperature=1.0, support=None) -> {output: float32 array}
-        [N] logprobs and entropy (lm), [N] values (value), [S] scores (score)
+        [N] logprobs, entropy, top1 (lm), [N] values (value), [S] scores (score)
     network.hidden(x) -> [T, hidden] after the last norm;  network.next_token_logits(hidden_rows [R, hidden]) -> [R, V] float32
     Transformer.empty(config, head, device=, dtype=) makes it without filling the weights
     network.checkpointing = True recomputes each block in the backward pass
@@ -16,6 +16,7 @@ where tied: the embedding's matrix serves), `score.weight` [1, hidden] (value an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -24,21 +25,36 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
-from weft.models import heads, rope
+from weft.models import dropout, heads, rope
 from weft.models.activations import activate
 from weft.models.attention import Scores, attend
 from weft.models.config import TransformerConfig
+from weft.models.dropout import TokenNoise
+from weft.models.lora import Adapted
 from weft.models.moe import MoE
 from weft.models.packed import AttentionContext, Packed
 
 Head = Literal["lm", "value", "score"]
 Pooling = Literal["last", "mean"]
 OUTPUTS: dict[str, frozenset[Output]] = {
-    "lm": frozenset({"logprobs", "entropy"}),
+    "lm": frozenset({"logprobs", "entropy", "top1"}),
     "value": frozenset({"values"}),
     "score": frozenset({"scores"}),
 }
-Rotation = tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What every block of one pass reads: who attends to whom, the rotation of each token, the noise of dropout."""
+
+    context: AttentionContext
+    rotation: tuple[Tensor, Tensor] | None
+    noise: TokenNoise | None
+
+
+def apply(layer: nn.Module, x: Tensor, noise: TokenNoise | None) -> Tensor:
+    """A linear layer, or one with an adapter, which may drop parts of its input."""
+    return layer(x, noise) if isinstance(layer, Adapted) else layer(x)
 
 
 class Norm(nn.Module):
@@ -79,18 +95,19 @@ class Attention(nn.Module):
             self.q_norm = Norm(config, self.head_dim if config.qk_norm == "head" else inner)
             self.k_norm = Norm(config, self.head_dim if config.qk_norm == "head" else shared)
         scale = config.scale / (layer + 1) if config.layer_scaled_attention else config.scale
-        self.scores = Scores(scale, config.window(layer), config.attention_softcap)
+        self.scores = Scores(scale, config.window(layer), config.attention_softcap, config.attention_dropout)
 
-    def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        q, k = self.q(x), self.k(x)
+    def forward(self, x: Tensor, at: Surroundings) -> Tensor:
+        q, k = apply(self.q, x, at.noise), apply(self.k, x, at.noise)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, self.v(x)))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, apply(self.v, x, at.noise)))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = rope.rotate(q, *rotation), rope.rotate(k, *rotation)
-        return self.o(attend(q, k, v, context, self.scores, self.layer).flatten(1))
+        if at.rotation is not None:
+            q, k = rope.rotate(q, *at.rotation), rope.rotate(k, *at.rotation)
+        mixed = attend(q, k, v, at.context, self.scores, self.layer, at.noise).flatten(1)
+        return apply(self.o, mixed, at.noise)
 
 
 class MLP(nn.Module):
@@ -104,15 +121,20 @@ class MLP(nn.Module):
         self.up = nn.Linear(hidden, inner, bias=bias)
         self.down = nn.Linear(inner, hidden, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(activate(self.up(x), self.activation))
-        return self.down(activate(self.gate(x), self.activation) * self.up(x))
+    def forward(self, x: Tensor, noise: TokenNoise | None) -> Tensor:
+        up = apply(self.up, x, noise)
+        inner = activate(up, self.activation) if self.gate is None else self._gated(x, up, noise)
+        return apply(self.down, inner, noise)
+
+    def _gated(self, x: Tensor, up: Tensor, noise: TokenNoise | None) -> Tensor:
+        assert self.gate is not None
+        return activate(apply(self.gate, x, noise), self.activation) * up
 
 
 class Block(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
+        self.layer, self.dropout = layer, config.hidden_dropout
         self.placement, self.parallel = config.placement, config.parallel_residual
         self.attention = Attention(config, layer)
         self.mlp = MoE(config) if config.has_experts(layer) else MLP(config)
@@ -121,22 +143,31 @@ class Block(nn.Module):
         if config.placement in ("post", "both"):
             self.norm1_post, self.norm2_post = Norm(config), Norm(config)
 
-    def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, at: Surroundings) -> Tensor:
         if self.parallel:
-            return x + self.attention(self.norm1(x), rotation, context) + self.mlp(self.norm2(x))
+            return x + self._attend(self.norm1(x), at) + self._feed(self.norm2(x), at)
         match self.placement:
             case "pre":
-                x = x + self.attention(self.norm1(x), rotation, context)
-                return x + self.mlp(self.norm2(x))
+                x = x + self._attend(self.norm1(x), at)
+                return x + self._feed(self.norm2(x), at)
             case "post":
-                x = x + self.norm1_post(self.attention(x, rotation, context))
-                return x + self.norm2_post(self.mlp(x))
+                x = x + self.norm1_post(self._attend(x, at))
+                return x + self.norm2_post(self._feed(x, at))
             case "both":
-                x = x + self.norm1_post(self.attention(self.norm1(x), rotation, context))
-                return x + self.norm2_post(self.mlp(self.norm2(x)))
+                x = x + self.norm1_post(self._attend(self.norm1(x), at))
+                return x + self.norm2_post(self._feed(self.norm2(x), at))
             case "after":
-                x = self.norm1(x + self.attention(x, rotation, context))
-                return self.norm2(x + self.mlp(x))
+                x = self.norm1(x + self._attend(x, at))
+                return self.norm2(x + self._feed(x, at))
+
+    def _attend(self, x: Tensor, at: Surroundings) -> Tensor:
+        return self._drop(self.attention(x, at), at, dropout.ATTENTION_OUT)
+
+    def _feed(self, x: Tensor, at: Surroundings) -> Tensor:
+        return self._drop(self.mlp(x, at.noise), at, dropout.MLP_OUT)
+
+    def _drop(self, x: Tensor, at: Surroundings, place: int) -> Tensor:
+        return x if at.noise is None else at.noise.drop(x, self.dropout, dropout.site(self.layer, place))
 
 
 class Transformer(nn.Module):
@@ -180,17 +211,22 @@ class Transformer(nn.Module):
             states = self.embed_in(states)
         if config.learned_positions is not None:
             states = states + self.positions(x.positions + config.position_offset)
-        rotation = None
-        if config.rope is not None:
-            rotation = rope.rotation(config.rope, x.positions, x.attention.token_lengths, states.dtype)
+        noise = None if x.noise is None else TokenNoise.spread(x.noise, x.attention.dense.lengths, x.positions)
+        if noise is not None:
+            states = noise.drop(states, config.embed_dropout, dropout.EMBEDDING)
+        at = Surroundings(x.attention, self._rotation(x, states.dtype), noise)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                states = checkpoint(block, states, rotation, x.attention, use_reentrant=False)
+                states = checkpoint(block, states, at, use_reentrant=False, preserve_rng_state=False)
             else:
-                states = block(states, rotation, x.attention)
+                states = block(states, at)
         if config.final_norm:
             states = self.norm(states)
         return self.embed_out(states) if width != config.hidden_size else states
+
+    def _rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        settings = self.config.rope
+        return None if settings is None else rope.rotation(settings, x.positions, x.attention.token_lengths, dtype)
 
     @property
     def projection(self) -> heads.Projection:
@@ -207,7 +243,7 @@ class Transformer(nn.Module):
     def forward(
         self, x: Packed, want: frozenset[Output], temperature: float = 1.0, support: heads.Support | None = None
     ) -> dict[Output, Tensor]:
-        """`want` of [N] logprobs and entropy, [N] values, [S] scores. Raises `ConfigError` for what the head lacks."""
+        """`want` of [N] logprobs, entropy and top1, [N] values, [S] scores. Raises `ConfigError` for what the head lacks."""
         if not want <= OUTPUTS[self.kind]:
             lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
@@ -217,11 +253,6 @@ class Transformer(nn.Module):
         if self.kind == "score":
             lengths = x.attention.dense.lengths
             return {"scores": heads.sequence_scores(states, self.score.weight, lengths, self.pooling)}
-        logprobs, entropy = heads.token_logprobs(
-            states[x.rows], x.labels, self.projection,
-            temperature=temperature, support=support, entropy="entropy" in want,
-        )  # fmt: skip
-        outputs: dict[Output, Tensor] = {"logprobs": logprobs}
-        if entropy is not None:
-            outputs["entropy"] = entropy
-        return {name: outputs[name] for name in outputs if name in want}
+        return heads.token_outputs(
+            states[x.rows], x.labels, self.projection, want, temperature=temperature, support=support
+        )
