@@ -1,0 +1,134 @@
+"""How a conversation looks: a gutter of who speaks and wrapped text in a terminal, bare answers where output is piped."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from types import TracebackType
+
+from rich.cells import cell_len
+from rich.console import Console
+
+GUTTER = 7  # columns of "you" and "model"
+WIDEST = 100  # columns of text; longer lines are hard to read
+
+
+class Wrap:
+    """Breaks a stream of text at words: what `feed` returns can be printed at once, a word comes when it is complete."""
+
+    def __init__(self, width: int, indent: int) -> None:
+        self.width, self.indent = max(width, indent + 8), indent
+        self.column = indent
+        self._gap = self._word = ""
+        self._begun = False
+
+    def feed(self, text: str) -> str:
+        out = ""
+        for character in text.replace("\t", "    "):
+            if character == "\n":
+                out += self.flush() + "\n" + " " * self.indent
+                self.column = self.indent
+            elif character == " ":
+                out += self._put()
+                self._gap += " " if self._begun else ""
+            elif ord(character) >= 160 or 32 < ord(character) < 127:  # control characters would move the cursor
+                wide = cell_len(character) > 1  # scripts written without spaces break anywhere
+                out += self._put() if wide else ""
+                self._word += character
+                if wide or self.indent + cell_len(self._word) >= self.width:
+                    out += self._put()
+        return out
+
+    def flush(self) -> str:
+        """What is held back."""
+        out = self._put()
+        self._gap = ""
+        return out
+
+    def _put(self) -> str:
+        word, gap, self._word = self._word, self._gap, ""
+        if not word:
+            return ""
+        self._gap, self._begun = "", True
+        size = cell_len(word)
+        if self.column + len(gap) + size > self.width and self.column > self.indent:
+            self.column = self.indent + size
+            return "\n" + " " * self.indent + word
+        self.column += len(gap) + size
+        return gap + word
+
+
+class Answer:
+    """One answer as it comes: `with view.answer() as answer: answer.write(...)`."""
+
+    def __init__(self, console: Console, *, interactive: bool) -> None:
+        self._console, self._interactive = console, interactive
+        self._wrap = Wrap(min(console.width, WIDEST), GUTTER)
+
+    def __enter__(self) -> Answer:
+        if self._interactive:
+            self._console.print(f"[bold green]{'model':{GUTTER}}[/]", end="")
+        return self
+
+    def write(self, text: str, style: str = "") -> None:
+        """Show text; `style` is rich's ("dim" for what the user wrote)."""
+        if self._interactive:
+            self._out(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)
+        elif not style:
+            self._out(text)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._interactive:
+            self._out(self._wrap.flush())
+        self._out("\n")
+
+    def _out(self, text: str, style: str = "") -> None:
+        self._console.out(text, style=style or None, highlight=False, end="")
+        self._console.file.flush()
+
+
+class View:
+    """Reads the user's lines and shows answers. Where input or output is no terminal, only answers go to standard output and
+    notes go to standard error."""
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self._console = Console(highlight=False)
+        self._notes = self._console if self.interactive else Console(stderr=True, highlight=False)
+        if self.interactive:
+            with contextlib.suppress(ImportError):  # line editing and history; absent on some systems
+                importlib.import_module("readline")
+
+    def ask(self) -> str | None:
+        """The user's next line; None at the end of the input (Ctrl-D). Ctrl-C only clears the line."""
+        while True:
+            try:
+                return input(self._prompt() if self.interactive else "")
+            except EOFError:
+                if self.interactive:
+                    self._console.print()
+                return None
+            except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
+                self.note("\nCtrl-D or /quit leaves")
+
+    def answer(self) -> Answer:
+        return Answer(self._console, interactive=self.interactive)
+
+    def title(self, text: str) -> None:
+        self._notes.print(text, style="bold", markup=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        self._notes.print(text, style="dim", markup=False, soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        self._notes.print(text, style="red", markup=False, soft_wrap=True)
+
+    def _prompt(self) -> str:
+        """The gutter of the user's line; readline must be told which characters take no room."""
+        label = f"{'you':{GUTTER}}"
+        return f"\n\x01\x1b[1;36m\x02{label}\x01\x1b[0m\x02" if self._console.color_system else f"\n{label}"

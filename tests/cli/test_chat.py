@@ -1,0 +1,314 @@
+"""`weft chat`: what it answers, keeps and saves; how it looks; what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from tests.tiny import make_llama
+from weft.cli import chat as chat_command
+from weft.cli.chat import Chat, locate
+from weft.cli.chat_view import GUTTER, Answer, View, Wrap
+from weft.cli.main import main
+from weft.data.spec import TokenizerSpec
+from weft.data.tokenizer import Tokenizer
+from weft.engine.base import Engine, Request, TokenEvent
+from weft.engine.spec import GenerationSpec
+from weft.errors import CheckpointError, ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("chat") / "model")
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("base") / "model", chat=False)
+
+
+class Says:
+    """An engine whose every answer is the next of `texts`, cut at `max_new_tokens`."""
+
+    def __init__(self, tokenizer: Tokenizer, *texts: str) -> None:
+        self.tokenizer, self.texts = tokenizer, list(texts)
+        self.requests: list[Request] = []
+        self.interrupt_after: int | None = None
+
+    @contextmanager
+    def generating(self, spec: GenerationSpec) -> Iterator[Says]:
+        self.spec = spec
+        ids = [*self.tokenizer.encode(self.texts.pop(0), bos=False), self.tokenizer.require_eos()]
+        self.queue = ids[: spec.max_new_tokens]
+        self.cut = len(ids) > len(self.queue)
+        self.taken = 0
+        yield self
+
+    def submit(self, requests: list[Request]) -> None:
+        self.requests += requests
+
+    @property
+    def idle(self) -> bool:
+        return not self.queue
+
+    def step(self) -> list[TokenEvent]:
+        if self.taken == self.interrupt_after:
+            raise KeyboardInterrupt
+        token, self.taken = self.queue.pop(0), self.taken + 1
+        finish = None if self.queue else "length" if self.cut else "stop"
+        return [TokenEvent("chat", 0, token, -1.0, 0, cast(Any, finish))]
+
+
+class Seen(View):
+    """A terminal of 60 columns that a test writes to and reads."""
+
+    def __init__(self, *lines: str, interactive: bool = True) -> None:
+        self.lines, self.interactive = list(lines), interactive
+        self.shown = io.StringIO()
+        self._console = self._notes = Console(file=self.shown, width=60, highlight=False, color_system=None)
+
+    def ask(self) -> str | None:
+        return self.lines.pop(0) if self.lines else None
+
+    @property
+    def text(self) -> str:
+        return self.shown.getvalue()
+
+
+def talk(model: Path, view: Seen, *answers: str, **fields: Any) -> tuple[Chat, Says]:
+    """Run a conversation to its end."""
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(model))
+    engine = Says(tokenizer, *answers)
+    spec = fields.pop("spec", GenerationSpec())
+    chat = Chat(cast(Engine, engine), tokenizer, spec, view, **fields)
+    engine.interrupt_after = None
+    chat.converse()
+    return chat, engine
+
+
+def test_a_conversation_has_a_history(chat_model: Path) -> None:
+    chat, engine = talk(chat_model, Seen("Hello", "Who?"), "Hi!", "Me.", system="Be brief.")
+    assert [m["content"] for m in chat.messages] == ["Hello", "Hi!", "Who?", "Me."]
+    expected = "<|system|>Be brief.</s><|user|>Hello</s><|assistant|>Hi!</s><|user|>Who?</s><|assistant|>"
+    assert chat.tokenizer.decode(engine.requests[1].prompt) == expected
+
+
+def test_retry_draws_anew_and_replaces_the_answer(chat_model: Path) -> None:
+    chat, engine = talk(chat_model, Seen("Hello", "/retry"), "Hi!", "Hey!")
+    assert [m["content"] for m in chat.messages] == ["Hello", "Hey!"]
+    first, second = engine.requests
+    assert first.prompt == second.prompt and first.step != second.step
+
+
+def test_reset_forgets_the_messages_and_keeps_the_system_prompt(chat_model: Path) -> None:
+    chat, engine = talk(chat_model, Seen("/system Be kind.", "Hello", "/reset", "Again"), "Hi!", "Yes?")
+    assert [m["content"] for m in chat.messages] == ["Again", "Yes?"]
+    assert chat.tokenizer.decode(engine.requests[1].prompt).startswith("<|system|>Be kind.</s><|user|>Again")
+    chat, _ = talk(chat_model, Seen("/system off"), system="Be kind.")
+    assert chat.system is None
+
+
+def test_saves_rows_that_the_chat_dataset_reads(chat_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    view = Seen("Hello", f"/save {file}", "Bye", f"/save {file}")
+    talk(chat_model, view, "Hi!", "Bye!", system="Be brief.")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [len(row["messages"]) for row in rows] == [3, 5]
+    assert rows[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
+    ids, mask = tokenizer.encode_chat_with_mask(rows[1]["messages"])
+    assert tokenizer.decode([id for id, said in zip(ids, mask, strict=True) if said]) == "Hi!</s>Bye!</s>"
+    assert f"4 messages appended to {file}" in " ".join(view.text.split())
+
+
+def test_plain_mode_continues_each_line_by_itself(base_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.jsonl"
+    view = Seen("Once", "Then", f"/save {file}")
+    chat, engine = talk(base_model, view, " upon a time", " what?", plain=True)
+    assert [chat.tokenizer.decode(request.prompt) for request in engine.requests] == ["Once", "Then"]
+    assert f"{'model':{GUTTER}}Once upon a time\n" in view.text
+    rows = [[m["content"] for m in json.loads(line)["messages"]] for line in file.read_text().splitlines()]
+    assert rows == [["Once", " upon a time"], ["Then", " what?"]]
+
+
+def test_an_empty_line_goes_on_with_a_cut_answer(chat_model: Path) -> None:
+    view = Seen("Hello", "", "")
+    spec = GenerationSpec(max_new_tokens=4)
+    chat, engine = talk(chat_model, view, "Once upon a time", " in", spec=spec)
+    assert list(engine.requests[1].prompt) == [*engine.requests[0].prompt, *chat.said[:4]]
+    assert "cut at max_new_tokens, an empty line goes on" in " ".join(view.text.split())
+    assert "the answer had ended" in view.text
+    assert len(chat.messages) == 2
+    assert chat.messages[1]["content"] == chat.tokenizer.decode(chat.said, skip_special=True)
+
+
+def test_ctrl_c_keeps_what_came(chat_model: Path) -> None:
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
+    view = Seen("Hello")
+    engine = Says(tokenizer, "Once upon a time")
+    engine.interrupt_after = 3
+    chat = Chat(cast(Engine, engine), tokenizer, GenerationSpec(), view)
+    chat.converse()
+    assert len(chat.said) == 3 and not chat.ended
+    assert "stopped, an empty line goes on" in view.text
+
+
+def test_set_changes_how_answers_are_sampled(chat_model: Path) -> None:
+    view = Seen("/set temperature 0.5", "/set top_k=7", "/set", "/set temperature 0", "/set heat 2", "/set top_p 3")
+    chat, _ = talk(chat_model, view, spec=GenerationSpec(seed=5))
+    assert "temperature 0.5, top_k 7, at most 256 tokens" in view.text
+    assert "unknown setting 'heat'" in view.text and "top_p=3.0: must be at most 1.0" in view.text
+    assert (chat.spec.greedy, chat.spec.top_k, chat.spec.top_p, chat.spec.seed) == (True, 7, 1.0, 5)
+
+
+def test_commands_that_do_not_exist_say_what_is_near(chat_model: Path) -> None:
+    view = Seen("/rety", "/save", "/retry", "//slash", "/help", "/quit", "never read")
+    chat, _ = talk(chat_model, view, "Yes.")
+    assert "did you mean /retry" in view.text
+    assert "/save needs the name of a file" in view.text
+    assert "nothing was said yet" in view.text
+    assert chat.messages[0]["content"] == "/slash"
+    assert "/system [TEXT]" in view.text
+    assert view.lines == ["never read"]
+
+
+def test_a_template_that_refuses_leaves_the_conversation_as_it_was(chat_model: Path) -> None:
+    view = Seen("Hello")
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
+    tokenizer.hf.chat_template = "{{ raise_exception('no') }}"
+    chat = Chat(cast(Engine, Says(tokenizer, "Hi")), tokenizer, GenerationSpec(), view)
+    chat.converse()
+    assert chat.messages == []
+    assert "the chat template refuses these messages" in view.text
+    chat.view = Seen("Hello", interactive=False)
+    with pytest.raises(DataError):
+        chat.converse()
+
+
+# -- how it looks
+
+
+def test_text_is_wrapped_at_words_within_the_width() -> None:
+    text = "The quick brown fox jumps over the lazy dog.\n\n    indented code\nend " + "x" * 50 + " 日本語の文章です"
+    for pieces in ([text], list(text)):
+        wrap = Wrap(width=30, indent=4)
+        out = "".join(wrap.feed(piece) for piece in pieces) + wrap.flush()
+        lines = ["    " + line if i == 0 else line for i, line in enumerate(out.split("\n"))]
+        assert all(line.startswith("    ") for line in lines)
+        assert lines[0].strip() == "The quick brown fox jumps"
+        assert "        indented code" in lines
+        console = Console(width=200)
+        assert max(console.measure(line).maximum for line in lines) <= 30
+        assert "".join(out.split()) == "".join(text.split())
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    wrap = Wrap(80, 0)
+    assert wrap.feed("a\x1b[2Jb\x07 c\r ") == "a[2Jb c"
+
+
+def test_a_word_is_shown_when_it_is_complete() -> None:
+    wrap = Wrap(80, 0)
+    assert [wrap.feed("Hel"), wrap.feed("lo wor"), wrap.feed("ld\n"), wrap.flush()] == ["", "Hello", " world\n", ""]
+
+
+def test_piped_answers_are_bare() -> None:
+    shown = io.StringIO()
+    with Answer(Console(file=shown, width=20), interactive=False) as answer:
+        answer.write("the prompt", style="dim")
+        answer.write("a long answer that is not wrapped at all")
+    assert shown.getvalue() == "a long answer that is not wrapped at all\n"
+
+
+# -- which model
+
+
+def test_a_run_stands_for_its_newest_actor(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "e" / "t"
+    for role, step in (("critic", 30), ("actor", 9), ("actor", 20), ("actor", "20.tmp")):
+        (run / "checkpoints" / role / f"step{step}").mkdir(parents=True)
+    newest = run / "checkpoints" / "actor" / "step20"
+    for given in (run, run / "checkpoints", run / "checkpoints" / "actor"):
+        path, note = locate(str(given))
+        assert path == str(newest) and str(newest) in note
+
+
+def test_what_holds_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither a model .* nor checkpoints"):
+        locate(str(tmp_path))
+    for name in (str(tmp_path / "absent"), "./absent", "absent"):
+        with pytest.raises(CheckpointError, match="no such directory"):
+            locate(name)
+    assert locate("owner/name") == ("owner/name", "")
+
+
+def run(words: list[str], lines: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return main(["chat", *words])
+
+
+def test_answers_lines_from_a_pipe(
+    chat_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [str(chat_model), "--max-new-tokens", "12", "--seed", "3", "--temperature", "0.5"]
+    assert run(words, "Hello\n\nWho?\n", monkeypatch) == 0
+    first = capfd.readouterr()
+    assert run(words, "Hello\nWho?\n", monkeypatch) == 0
+    assert capfd.readouterr().out == first.out, "the same seed gives the same answers"
+    assert "temperature 0.5, at most 12 tokens" in first.err
+    assert "plain text" not in first.err
+
+
+def test_says_when_there_is_no_chat_template(
+    base_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run([str(base_model), "--max-new-tokens", "3", "--temperature", "0"], "Once upon\n", monkeypatch) == 0
+    seen = capfd.readouterr()
+    assert "plain text: every line is continued by itself" in seen.err
+    assert "greedy" in seen.err
+    assert seen.out.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["absent"], "error: absent: no such directory"),
+        (["MODEL", "--top-p", "2"], "top_p=2.0: must be at most 1"),
+        (["MODEL", "--backend", "nope"], "unknown backend 'nope'"),
+        (["MODEL", "--device", "nope"], "device='nope'"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    words: list[str], message: str, chat_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run([str(chat_model) if word == "MODEL" else word for word in words], "Hello\n", monkeypatch) == 2
+    seen = capfd.readouterr()
+    assert message in seen.err and "Traceback" not in seen.err
+
+
+def test_a_reward_model_does_not_talk(chat_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    with pytest.raises(CheckpointError, match="reward or value model"):
+        chat_command.main([str(tmp_path)])
+
+
+def test_wrong_settings_are_told_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="max_new_tokens=0"):
+        chat_command.main(["absent", "--max-new-tokens", "0"])
+
+
+def test_help_loads_no_torch() -> None:
+    code = "import sys\nfrom weft.cli.main import main\ntry:\n main(['chat', '--help'])\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "MODEL_DIR" in done.stdout
