@@ -1,0 +1,79 @@
+"""Files of one JSON object a line, each of a step: `metrics.jsonl` and `samples.jsonl`. Whole after any kill."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+TEMPORARY = ".tmp"
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: numpy and zero-dimensional array numbers become Python's; what is not finite becomes
+    None, since JSON has no NaN."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file, oldest first; nothing where there is no file. A half-written last line is left out."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+class StepFile:
+    """Appends objects that hold their `step`. Each is written by one call and flushed, so a kill costs one line at most."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one object as a line. NaN and infinities are written as null."""
+        line = json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def truncate(self, step: int) -> None:
+        """Keep the lines of steps up to `step`, as they are; later ones, and a half-written last one, go."""
+        if not self.path.is_file():
+            return
+        temporary = self.path.with_name(self.path.name + TEMPORARY)
+        with self.path.open("rb") as old, temporary.open("wb") as new:
+            new.writelines(line for line in old if line.endswith(b"\n") and _step_of(line) <= step)
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(temporary, self.path)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The objects of the file, oldest first."""
+        return read_rows(self.path)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinite for one that cannot be read, so that it is dropped."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

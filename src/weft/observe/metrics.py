@@ -1,0 +1,118 @@
+"""What the names on a line of `metrics.jsonl` mean: which one is the headline, which go together, which way is better.
+
+Names are `{node}/{metric}`, `time/{mfc}`, `eval/...`, and a few without a node (`step`, `epoch`, `step_seconds`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+TIME = "time/"
+EVAL = "eval/"
+BOOKKEEPING = ("step", "epoch", "step_seconds", "peak_memory_gb", "time")
+
+# Last parts of names, most telling first: the first that a run has is its headline.
+HEADLINES = ("reward", "accuracies", "accuracy", "loss")
+# Shown before all others, in this order; the rest is a click away.
+TELLING = (
+    "reward", "accuracy", "accuracies", "token_accuracy", "loss", "value_loss", "perplexity", "kl", "margin", "margins",
+    "kendalltau", "response_length", "entropy", "reward_std", "frac_reward_zero_std", "truncated_fraction",
+    "clip_ratio", "explained_variance", "grad_norm", "learning_rate", "tokens_per_second",
+)  # fmt: skip
+RISING = (
+    "reward",
+    "accuracy",
+    "accuracies",
+    "margin",
+    "margins",
+    "kendalltau",
+    "tokens_per_second",
+    "explained_variance",
+)
+FALLING = ("loss", "perplexity")
+
+Line = Mapping[str, float | None]
+
+
+def last_part(name: str) -> str:
+    return name.rsplit("/", 1)[-1]
+
+
+def finite(value: object) -> bool:
+    """Whether a value of a line is a number to show; null stands for NaN and the infinities."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def direction(name: str) -> int:
+    """1 where more is better, -1 where less is, 0 where neither."""
+    last = last_part(name)
+    if any(last == word or last.endswith(f"_{word}") for word in RISING):
+        return 1
+    return -1 if any(last == word or last.endswith(f"_{word}") for word in FALLING) else 0
+
+
+def headline(names: Iterable[str]) -> str | None:
+    """The metric that tells how a run goes: reward, else accuracy of preferences, else loss. None without any of them."""
+    known = [name for name in names if not name.startswith((TIME, EVAL))]
+    for wanted in HEADLINES:
+        for name in known:
+            if last_part(name) == wanted:
+                return name
+    return None
+
+
+def rank(name: str) -> tuple[int, int]:
+    """Sorts names by how much they tell: evaluation beside its metric, unknown ones last."""
+    last = last_part(name)
+    place = TELLING.index(last) if last in TELLING else len(TELLING)
+    return place, 0 if name.startswith(EVAL) else 1
+
+
+def title(name: str) -> str:
+    """A name as a headline says it: `rew_inf/reward` -> `reward`, `actor_train/approx_kl` -> `approx kl`."""
+    return last_part(name).replace("_", " ")
+
+
+def tokens_per_second(line: Line) -> float | None:
+    """Tokens trained per second of the whole step; where nobody counted tokens, what a node says of itself."""
+    seconds = line.get("step_seconds")
+    counts = [value for name, value in line.items() if last_part(name) == "num_tokens" and value is not None]
+    if counts and seconds:
+        return max(counts) / seconds
+    rates = [value for name, value in line.items() if last_part(name) == "tokens_per_second" and value is not None]
+    return max(rates) if rates else None
+
+
+def call_seconds(line: Line) -> dict[str, float]:
+    """Seconds by call of one step, as they stand on the line."""
+    return {
+        name.removeprefix(TIME): value for name, value in line.items() if name.startswith(TIME) and value is not None
+    }
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, in the shortest form that reads well: 0.0213, 1,234, 3.1e-05."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 10000:
+        return f"{value:,.0f}"
+    if size < 1e-4:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    text = f"{value:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def duration(seconds: float) -> str:
+    """12.3 s, 4:05, 1:02:03, 2 d 3 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, hours = whole // 60, whole // 3600
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours}:{minutes % 60:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

@@ -1,0 +1,143 @@
+"""What the runtime tells, and where it goes: files in the run's directory, the terminal, loggers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weft.errors import RunError
+from weft.observe.jsonl import StepFile, read_rows
+from weft.observe.memory import peak_memory_gb
+from weft.observe.metrics import finite
+from weft.observe.progress import View, make_view
+from weft.observe.sinks import RunInfo, Sink, make_sinks
+from weft.observe.timeline import RUN, Timeline
+
+METRICS, SAMPLES, TIMELINE, LOG = "metrics.jsonl", "samples.jsonl", "timeline.json", "log.txt"
+
+
+class Observer:
+    """One run's observer. Everything may be called from the thread that drives the run; nothing here changes what is computed.
+
+    `memory` gives the peak memory of the run in GiB; it fills `peak_memory_gb` where a line does not hold it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        sinks: Sequence[Sink] = (),
+        view: View | None = None,
+        *,
+        log_freq_steps: int = 1,
+        memory: Callable[[], float] = peak_memory_gb,
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._sinks, self._view = list(sinks), view or make_view("", progress=False)
+        self._every, self._memory = log_freq_steps, memory
+        self._metrics, self._samples = StepFile(directory / METRICS), StepFile(directory / SAMPLES)
+        self.timeline = Timeline(directory / TIMELINE)
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        run: RunInfo,
+        loggers: Mapping[str, Mapping[str, Any]],
+        *,
+        progress: bool = True,
+        log_freq_steps: int = 1,
+        memory: Callable[[], float] = peak_memory_gb,
+    ) -> Observer:
+        """The observer of a run whose directory exists: starts its loggers, cuts its files to `run.cut` steps, and shows the
+        live view where the output is a terminal and `progress` is on. Raises `UserError` where a logger cannot start."""
+        earlier = max((int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row), default=0)
+        run = replace(run, logged=earlier)
+        view = make_view(f"{run.experiment_name}/{run.trial_name}", progress=progress)
+        observer = cls(run.directory, make_sinks(loggers, run), view, log_freq_steps=log_freq_steps, memory=memory)
+        observer.truncate(run.cut)
+        view.start()
+        return observer
+
+    def expect(self, total_steps: int | None, done: int = 0) -> None:
+        """How many steps there will be in all (None: nobody knows), and how many an earlier process has done."""
+        self._view.expect(total_steps, done)
+
+    def step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """One completed step: a line with at least `step`. Returns the line as it was written."""
+        line = dict(metrics)
+        line.setdefault("peak_memory_gb", round(self._memory(), 4))
+        with self._told(METRICS):
+            self._metrics.append(line)
+        numbers = {name: float(value) for name, value in line.items() if finite(value)}
+        step = int(line["step"])
+        shown = step % self._every == 0
+        for text in self._view.step(numbers, shown=shown):
+            self._log(text)
+        if shown:
+            for sink in self._sinks:
+                sink.log(step, {name: value for name, value in numbers.items() if name != "step"})
+        return line
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Completions of a step: mappings with `prompt`, `completion` and what else is known (`id`, `reward`, `finished`)."""
+        with self._told(SAMPLES):
+            for row in rows:
+                self._samples.append({"step": step, **row})
+        if rows:
+            self._view.sample(step, rows[0])
+            for sink in self._sinks:
+                sink.text(step, rows)
+
+    @contextmanager
+    def span(self, name: str, track: str = "", **args: Any) -> Iterator[None]:
+        """Time a phase on a track of the timeline: `roles/actor`, `host/reward`, or, by default, one of the run's own."""
+        with self._view.doing(name), self.timeline.span(name, track or f"{RUN}/{name}", **args):
+            yield
+
+    def ran(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
+        """Something that ran elsewhere and is over: `began` in seconds since the epoch."""
+        self.timeline.add(name, track, began, seconds, **args)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """The live view says what is under way."""
+        with self._view.doing(what):
+            yield
+
+    def note(self, line: str) -> None:
+        """A line for people: into log.txt and onto the terminal."""
+        self._log(line)
+        self._view.note(line)
+
+    def truncate(self, cut_step: int) -> None:
+        """Forget the steps beyond the cut that a restart goes on from."""
+        with self._told(METRICS):
+            self._metrics.truncate(cut_step)
+            self._samples.truncate(cut_step)
+
+    def close(self, status: str = "finished") -> None:
+        """End the live view with one line that sums up, and the loggers. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for line in self._view.close(status):
+            self._log(line)
+        for sink in self._sinks:
+            sink.close()
+
+    def _log(self, line: str) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with self._told(LOG), (self.directory / LOG).open("a", encoding="utf-8") as file:
+            file.writelines(f"{stamp}  {part}\n" for part in line.splitlines() or [""])
+
+    @contextmanager
+    def _told(self, file: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"{self.directory / file} cannot be written: {error.strerror or error}") from error

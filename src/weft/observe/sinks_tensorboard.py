@@ -1,0 +1,63 @@
+"""TensorBoard event files in `{run}/tensorboard/`."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.observe.sinks import RunInfo, Sink, table
+
+FOLDER = "tensorboard"
+COLUMNS = ("prompt", "completion", "reward")
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Nothing can be wrong: there is no login and there are no options."""
+
+
+def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
+    return TensorBoard(run.directory / FOLDER, run.cut)
+
+
+class TensorBoard:
+    """Event files by TensorBoard's own writer, without torch or TensorFlow. A run that goes on from step `cut` marks what
+    an earlier process wrote beyond it as superseded, so that there is one curve."""
+
+    def __init__(self, folder: Path, cut: int = 0) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._scalar, self._text = Event, scalar_pb, text_pb
+        earlier = folder.is_dir() and any(folder.iterdir())
+        self._writer = EventFileWriter(str(folder))
+        if earlier:
+            self._add(cut + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._add(step, summary=self._scalar(name, value))
+        self._writer.flush()
+
+    def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._add(step, summary=self._text("samples", _markdown(table(samples, COLUMNS))))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), **content))
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose cells show text as it is."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for row in rows:
+        cells = (html.escape(cell).replace("|", "&#124;").replace("\n", "<br>") for cell in row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,58 @@
+"""Trackio: a local tracker (`trackio show`), or a Hugging Face Space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.errors import ConfigError
+from weft.observe.sinks import RunInfo, Sink, table
+
+COLUMNS = ["step", "id", "prompt", "completion", "reward"]
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raises `UserError` where a Space is to be written without a Hugging Face login; this machine needs none."""
+    import huggingface_hub
+
+    if options.get("space_id") and huggingface_hub.get_token() is None:
+        raise ConfigError(
+            f"logger.trackio.space_id={options['space_id']!r}: there is no Hugging Face login; run `hf auth login` or set "
+            "HF_TOKEN, or leave the option out to write on this machine"
+        )
+
+
+def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
+    """Begin the run, or go on with the one of the same name."""
+    import trackio
+
+    session = trackio.init(
+        project=options.get("project") or run.experiment_name,
+        name=options.get("name") or run.trial_name,
+        space_id=options.get("space_id"),
+        config=dict(run.config),
+        resume="allow",
+        embed=False,
+    )
+    return Trackio(session, run.logged)
+
+
+class Trackio:
+    """Steps up to `logged`, which an earlier process of a resumed run has sent, are left out."""
+
+    def __init__(self, session: Any, logged: int = 0) -> None:
+        self._session, self._logged = session, logged
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step > self._logged:
+            self._session.log(dict(metrics), step=step)
+
+    def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        import trackio
+
+        if step > self._logged:
+            rows = table([{**sample, "step": step} for sample in samples], COLUMNS)
+            self._session.log({"samples": trackio.Table(columns=COLUMNS, data=rows)}, step=step)
+
+    def close(self) -> None:
+        self._session.finish()

@@ -1,0 +1,88 @@
+"""Weights & Biases. The key comes from the environment or the login; weft neither reads nor writes it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, UserError
+from weft.observe.sinks import RunInfo, Sink, table
+
+ID_FILE = "wandb-id.txt"
+COLUMNS = ["step", "id", "prompt", "completion", "reward"]
+ONLINE = "online"
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Log in. Raises `UserError` where there is no key or the server does not take it; offline needs none."""
+    if options.get("mode", ONLINE) != ONLINE:
+        return
+    import wandb
+
+    try:
+        known = wandb.login(verify=True, timeout=60)
+    except wandb.Error as error:
+        raise _failed("the login failed", error) from error
+    if not known:
+        raise _failed("there is no login", "no key was found")
+
+
+def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
+    """Begin the run, or go on with the one whose id lies in the run's directory. Raises `UserError` where that fails."""
+    import wandb
+
+    identity = options.get("id") or _own_id(run.directory / ID_FILE)
+    try:
+        session = wandb.init(
+            entity=options.get("entity"),
+            project=options.get("project") or run.experiment_name,
+            name=options.get("name") or run.trial_name,
+            id=identity,
+            dir=str(options.get("dir") or run.directory),
+            mode=options.get("mode", ONLINE),
+            config=dict(run.config),
+            resume="allow",
+        )
+    except wandb.Error as error:
+        raise _failed("the run could not begin", error) from error
+    return Wandb(session, options.get("prefix") or "")
+
+
+class Wandb:
+    """A resumed run repeats steps that the server already has; those are left out, since its history only grows."""
+
+    def __init__(self, session: Any, prefix: str) -> None:
+        self._session, self._first = session, session.step
+        self._prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step >= self._first:
+            self._session.log({f"{self._prefix}{name}": value for name, value in metrics.items()}, step=step)
+
+    def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        if step >= self._first:
+            rows = table([{**sample, "step": step} for sample in samples], COLUMNS)
+            self._session.log({f"{self._prefix}samples": wandb.Table(columns=COLUMNS, data=rows)}, step=step)
+
+    def close(self) -> None:
+        self._session.finish()
+
+
+def _own_id(path: Path) -> str:
+    """The id that this run always has, made at its first start."""
+    if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
+        return known
+    made = secrets.token_hex(4)
+    path.write_text(made + "\n", encoding="utf-8")
+    return made
+
+
+def _failed(what: str, why: object) -> UserError:
+    return ConfigError(
+        f"logger.wandb: {what}: {why}; run `wandb login` or set WANDB_API_KEY, or write logger.wandb.mode=offline "
+        "(`wandb sync` sends it later)"
+    )
