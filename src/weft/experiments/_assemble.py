@@ -21,7 +21,7 @@ DEFAULT_BATCH = 32
 
 # Keys that the rows of a shipped dataset type bring; a registered type may bring any of them.
 ANSWERS = ("prompt", "completion", "loss_mask")
-COMPARED = (*ANSWERS, "rank", "comparison", "margin")
+COMPARED = (*ANSWERS, "rank", "comparison", "margin", "label")
 ROW_KEYS = {
     "prompt_answer": ANSWERS,
     "chat": ANSWERS,
@@ -30,7 +30,6 @@ ROW_KEYS = {
     "preference": COMPARED,
     "ranking": COMPARED,
 }
-ANY_KEYS = (*COMPARED, "label")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     roles = {name: replace(spec, trained=name in trained) for name, spec in plan.roles.items()}
     for name, spec in roles.items():
         checks.check_model(name, spec)
-    keys = ROW_KEYS.get(plan.dataset_type, ANY_KEYS)
+    keys = ROW_KEYS.get(plan.dataset_type, COMPARED)
     experiment = Experiment(
         control=_control(config, plan.dataset),
         roles=roles,

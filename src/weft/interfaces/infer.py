@@ -109,7 +109,10 @@ def _metrics(made: SequenceSample) -> Mapping[str, float]:
 def reward_metrics(made: SequenceSample) -> dict[str, float]:
     """`reward`, `reward_std` over all completions; `frac_reward_zero_std`: share of groups whose rewards are all equal."""
     scores = made.data["scores"].double()
-    equal = [len(torch.unique(group)) == 1 for group in torch.split(scores, [len(n) for n in made.seqlens["scores"]])]
-    metrics = {"reward": float(scores.mean()), "reward_std": float(scores.std(correction=0))}
-    sizes = {len(n) for n in made.seqlens["scores"]}
-    return {**metrics, "frac_reward_zero_std": sum(equal) / len(equal)} if sizes != {1} else metrics
+    groups = torch.split(scores, [len(n) for n in made.seqlens["scores"]])
+    equal = sum(len(torch.unique(group)) == 1 for group in groups)
+    return {
+        "reward": float(scores.mean()),
+        "reward_std": float(scores.std(correction=0)),
+        "frac_reward_zero_std": equal / len(groups),
+    }

@@ -56,11 +56,12 @@ class Train:
         frozen = model.schedule.frozen_steps if model.schedule else 0
         if model.step * count * self.epochs < frozen:
             return MFCResult(metrics={"frozen": 1.0})
-        steps: list[StepStats] = []
-        for epoch in range(self.epochs):
-            shuffled = _shuffled(batch, model, epoch) if epoch else batch
-            parts = minibatches(shuffled, count, self.loss.unit)
-            steps += model.engine.train(parts, self.loss, veto=self.loss.veto, temperature=self.temperature)
+        parts = [
+            part
+            for epoch in range(self.epochs)
+            for part in minibatches(_shuffled(batch, model, epoch) if epoch else batch, count, self.loss.unit)
+        ]
+        steps = model.engine.train(parts, self.loss, veto=self.loss.veto, temperature=self.temperature)
         return MFCResult(metrics=merged(steps))
 
     def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult:

@@ -1,0 +1,164 @@
+"""The interface `train`: how a batch becomes minibatches, what it hands the engine, how metrics are joined."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from weft.algorithms.base import Loss
+from weft.data.sample import SequenceSample
+from weft.engine.base import Engine, StepStats
+from weft.engine.spec import OptimizerSpec, Schedule
+from weft.errors import ConfigError
+from weft.interfaces.base import Model
+from weft.interfaces.train import Train, merged, minibatches, single_completions
+
+
+def batch_of(groups: list[list[int]], **keys: list[float]) -> SequenceSample:
+    """Ids a, b, ... with a prompt of two tokens and completions of these lengths; token values count up."""
+    ids = [chr(ord("a") + i) for i in range(len(groups))]
+    total = sum(sum(g) for g in groups)
+    lengths: dict[str, Any] = {"prompt": [[2]] * len(groups), "completion": groups}
+    data: dict[str, Any] = {"prompt": torch.arange(2 * len(groups)), "completion": torch.arange(total)}
+    for key, values in keys.items():
+        lengths[key] = groups if len(values) == total else [[1] * len(g) for g in groups]
+        data[key] = torch.tensor(values)
+    return SequenceSample.from_groups(ids, lengths, data, {"answer": [f"{id}!" for id in ids]})
+
+
+class Engine_:
+    """Remembers what it was asked to train on; scores every token -1."""
+
+    def __init__(self) -> None:
+        self.version, self.trained, self.temperatures = 0, list[list[SequenceSample]](), list[float]()
+
+    def train(self, parts: list[SequenceSample], loss: Loss, *, veto: Any, temperature: float) -> list[StepStats]:
+        self.trained.append(parts)
+        self.temperatures.append(temperature)
+        self.version += 1
+        return [StepStats({"loss": float(i), "num_tokens": 10.0, "seconds": 2.0}) for i in range(len(parts))]
+
+    def forward(self, batch: SequenceSample, want: frozenset[str], *, temperature: float) -> SequenceSample:
+        lengths = [n.tolist() for n in batch.seqlens["completion"]]
+        count = batch.num_tokens("completion")
+        made = {"logprobs": torch.full((count,), -1.0), "top1": torch.ones(count)}
+        return SequenceSample.from_groups(batch.ids, dict.fromkeys(made, lengths), made)
+
+
+def model_of(engine: Engine_, step: int = 0, schedule: Schedule | None = None) -> Model:
+    tokenizer = cast(Any, None)
+    return Model("actor", cast(Engine, engine), tokenizer, tokenizer, "cpu", "float32", step, 7, schedule)
+
+
+def ids_of(parts: list[SequenceSample]) -> list[list[str]]:
+    return [list(part.ids) for part in parts]
+
+
+def test_minibatches_keep_groups_whole_where_they_divide() -> None:
+    batch = batch_of([[1, 2], [3, 4], [5, 6], [7, 8]])
+    assert ids_of(minibatches(batch, 2, "sequence")) == [["a", "b"], ["c", "d"]]
+    assert ids_of(minibatches(batch, 1, "sequence")) == [["a", "b", "c", "d"]]
+
+
+def test_completions_are_dealt_singly_where_groups_do_not_divide() -> None:
+    parts = minibatches(batch_of([[1, 2], [3, 4], [5, 6]]), 2, "sequence")
+    assert ids_of(parts) == [["a[0]", "a[1]", "b[0]"], ["b[1]", "c[0]", "c[1]"]]
+    assert [p.lengths["completion"].tolist() for p in parts] == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_groups_that_a_loss_needs_whole_stay_whole() -> None:
+    parts = minibatches(batch_of([[1, 2], [3, 4], [5, 6]]), 2, "group")
+    assert ids_of(parts) == [["a", "b"], ["c"]]
+
+
+def test_single_completions_hold_the_same_tokens_with_their_prompt_and_columns() -> None:
+    batch = batch_of([[1, 2], [3]], advantages=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], rewards=[7.0, 8.0, 9.0])
+    single = single_completions(batch)
+    assert single.ids == ("a[0]", "a[1]", "b[0]")
+    assert [s.tolist() for s in single.sequences("prompt")] == [[0, 1], [0, 1], [2, 3]]
+    assert [s.tolist() for s in single.sequences("completion")] == [[0], [1, 2], [3, 4, 5]]
+    assert [s.tolist() for s in single.sequences("advantages")] == [[0.0], [1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert single.data["rewards"].tolist() == [7.0, 8.0, 9.0]
+    assert single.metadata["answer"] == ("a!", "a!", "b!")
+
+
+def test_every_epoch_sees_every_completion_once_in_an_order_of_its_own() -> None:
+    engine = Engine_()
+    batch = batch_of([[1]] * 16)
+    Train("sft", num_minibatches=4, epochs=3, temperature=0.7).train_step(model_of(engine), batch)
+    (parts,) = engine.trained
+    assert engine.temperatures == [0.7]
+    assert [p.num_ids for p in parts] == [4] * 12
+    epochs = [sum(ids_of(parts[i : i + 4]), []) for i in (0, 4, 8)]
+    assert epochs[0] == list(batch.ids)
+    assert all(sorted(order) == sorted(batch.ids) for order in epochs)
+    assert epochs[1] != epochs[0] and epochs[2] != epochs[1]
+    again = Engine_()
+    Train("sft", num_minibatches=4, epochs=3).train_step(model_of(again), batch)
+    assert ids_of(again.trained[0]) == ids_of(parts)
+    later = Engine_()
+    Train("sft", num_minibatches=4, epochs=3).train_step(model_of(later, step=1), batch)
+    assert ids_of(later.trained[0]) != ids_of(parts)
+
+
+def test_mini_batch_size_counts_completions() -> None:
+    engine = Engine_()
+    interface = Train("sft", mini_batch_size=4)
+    interface.train_step(model_of(engine), batch_of([[1, 1]] * 8))
+    interface.train_step(model_of(engine), batch_of([[1, 1]] * 3))  # the short last batch of an epoch
+    assert [[p.num_sequences() for p in parts] for parts in engine.trained] == [[4, 4, 4, 4], [3, 3]]
+
+
+def test_a_batch_smaller_than_its_minibatches_makes_fewer() -> None:
+    engine = Engine_()
+    Train("sft", num_minibatches=4).train_step(model_of(engine), batch_of([[1], [1]]))
+    assert [p.num_ids for p in engine.trained[0]] == [1, 1]
+
+
+def test_a_role_sits_out_its_frozen_steps() -> None:
+    schedule = OptimizerSpec(frozen_epochs=1).schedule(total_steps=12, steps_per_epoch=8)
+    assert (schedule.frozen_steps, schedule.total_steps) == (8, 4)
+    engine, batch = Engine_(), batch_of([[1]] * 4)
+    interface = Train("sft", num_minibatches=2, epochs=2)  # four optimizer steps a call
+    results = [interface.train_step(model_of(engine, step, schedule), batch) for step in range(3)]
+    assert [r.metrics.get("frozen") for r in results] == [1.0, 1.0, None]
+    assert len(engine.trained) == 1
+
+
+def test_no_steps_left_after_the_frozen_ones_is_refused() -> None:
+    with pytest.raises(ConfigError, match="1 epochs without training"):
+        OptimizerSpec(frozen_epochs=1).schedule(total_steps=8, steps_per_epoch=8)
+
+
+def test_metrics_of_steps_are_joined_by_what_they_mean() -> None:
+    first = {"loss": 1.0, "num_tokens": 10.0, "seconds": 1.0, "importance_ratio_max": 3.0, "sampler_logprob_diff": 0.1}
+    second = {"loss": 3.0, "num_tokens": 30.0, "seconds": 3.0, "importance_ratio_max": 2.0, "sampler_logprob_diff": 9.0}
+    steps = [StepStats({**first, "learning_rate": 0.5}), StepStats({**second, "learning_rate": 0.4}, skipped="veto")]
+    assert merged(steps) == {
+        "loss": 2.0,
+        "num_tokens": 40.0,
+        "tokens_per_second": 10.0,
+        "importance_ratio_max": 3.0,
+        "sampler_logprob_diff": 0.1,
+        "learning_rate": 0.4,
+        "skipped_updates": 1.0,
+    }
+
+
+def test_evaluate_gives_the_loss_and_its_statistics_without_a_step() -> None:
+    engine = Engine_()
+    batch = batch_of([[2], [3]], loss_mask=[1.0, 0.0, 1.0, 1.0, 1.0])
+    metrics = Train("sft").evaluate(model_of(engine), batch).metrics
+    assert engine.trained == []
+    assert metrics["loss"] == pytest.approx(1.0)
+    assert metrics["accuracy"] == pytest.approx(1.0)
+    assert metrics["perplexity"] == pytest.approx(np.e)
+
+
+@pytest.mark.parametrize("wrong", [{"num_minibatches": 0}, {"epochs": 0}, {"mini_batch_size": 0}, {"loss": "sftt"}])
+def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"at least 1|sft"):
+        Train(**{"loss": "sft", **wrong})
