@@ -47,14 +47,14 @@ class WeightFiles:
     Raises `CheckpointError` where there are no weights, a shard is missing, or a file is cut short.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, single: str = SINGLE) -> None:
         self.directory, self.bytes_read = directory, 0
         self._pickled: dict[str, Tensor] = {}
         self.stored: dict[str, Stored] = {}
         if (directory / INDEX).is_file():
             files = sorted(set(_read_json(directory / INDEX)["weight_map"].values()))
-        elif (directory / SINGLE).is_file():
-            files = [SINGLE]
+        elif (directory / single).is_file():
+            files = [single]
         else:
             self._pickled = _load_old(directory)
             return
