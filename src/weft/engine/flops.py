@@ -27,3 +27,8 @@ class Cost:
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum())
         return (1 + self.backward) * (2.0 * self.products * tokens + 4.0 * self.attention * pairs)
+
+    @property
+    def per_token(self) -> float:
+        """Operations a trained token takes in matrix products."""
+        return (1 + self.backward) * 2.0 * self.products

@@ -11,24 +11,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 from weft.topology import Slice, whole
 
 HALF = (torch.bfloat16, torch.float16)
 
 
 class Masters:
-    """`network` holds float32 (or float64) parameters; those that require gradients are trained. Parameters are named as
-    the network names them; a tied tensor has one name."""
+    """Those parameters of `network` that require gradients are trained; they come in float32 (adapters in `dtype`, too).
+
+    Parameters are named as the network names them; a tied tensor has one name.
+    """
 
     def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
         self._network = network
         self._copies = dict(network.named_parameters())
         self._masters: dict[str, nn.Parameter] = {}
+        self._written: set[str] = set()
         self._hooks = []
         for name, parameter in self._copies.items():
             if parameter.requires_grad and dtype in HALF:
-                self._masters[name] = nn.Parameter(parameter.detach().clone())
+                self._masters[name] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
             if dtype in HALF:
                 parameter.data = parameter.data.to(dtype)
         for name in self._masters:
@@ -48,6 +51,11 @@ class Masters:
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer updates, with their gradients."""
         return {name: self._masters.get(name, p) for name, p in self._copies.items() if p.requires_grad}
+
+    @property
+    def changeable(self) -> dict[str, nn.Parameter]:
+        """What need not be as it was read: trained or written to since."""
+        return {name: p for name, p in self.all.items() if self._copies[name].requires_grad or name in self._written}
 
     @property
     def all(self) -> dict[str, nn.Parameter]:
@@ -99,10 +107,17 @@ class Masters:
                 )
             source = values.to(device=target.device, dtype=target.dtype)
             target.copy_(source if eta == 1.0 else target.lerp(source, eta))
+            self._written.add(name)
         self.refresh()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over every tensor, bit for bit; half-precision ones that come as float32 get a master."""
+        """Take over what was `changeable`, bit for bit; half-precision parameters that come as float32 get a master.
+
+        Raises `CheckpointError` where others were written to since, whose values are then gone.
+        """
+        gone = sorted(set(self.changeable) - set(tensors))
+        if gone:
+            raise CheckpointError(f"the saved state has no {', '.join(gone[:5])}, which was changed since it was read")
         for name, values in tensors.items():
             self._known(name)
             if values.dtype == torch.float32 and self._copies[name].dtype in HALF and name not in self._masters:

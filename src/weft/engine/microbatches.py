@@ -26,3 +26,10 @@ def sample_ids(part: SequenceSample) -> list[str]:
     """Ids as the user knows them, also where groups were cut."""
     cuts = part.metadata.get(PART)
     return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))
+
+
+def sequence_keys(part: SequenceSample) -> list[tuple[str, int]]:
+    """(id, index of the completion within its id) of every sequence, the same however groups were cut."""
+    counts = [len(group) for group in part.seqlens["completion"]]
+    cuts = part.metadata.get(PART) or tuple({"id": id, "first": 0} for id in part.ids)
+    return [(cut["id"], cut["first"] + k) for cut, count in zip(cuts, counts, strict=True) for k in range(count)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,10 @@ from weft.engine.spec import OptimizerSpec, Schedule
 from weft.errors import CheckpointError
 
 FUSED = ("cuda", "cpu")
+FIRST_SCALE, GROWTH_INTERVAL = (
+    2.0**16,
+    2000,
+)  # of float16 losses: the first scale, and steps without overflow until it doubles
 
 
 def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
@@ -79,12 +82,25 @@ def make(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Opt
 
 
 class Optimizer:
-    """`masters` are the trained parameters by name; `decay` names those that shrink. `steps` counts the steps taken."""
+    """`masters` are the trained parameters by name; `decay` names those that shrink. `steps` counts the steps taken.
+
+    `scaled`: the network computes in float16, whose gradients vanish below 6e-8. The loss is multiplied by `loss_scale`
+    before the backward pass and the gradients divided by it; it halves when they overflow (Micikevicius et al. 2017,
+    arXiv:1710.03740).
+    """
 
     def __init__(
-        self, spec: OptimizerSpec, schedule: Schedule, masters: Mapping[str, nn.Parameter], decay: Iterable[str]
+        self,
+        spec: OptimizerSpec,
+        schedule: Schedule,
+        masters: Mapping[str, nn.Parameter],
+        decay: Iterable[str],
+        *,
+        scaled: bool = False,
     ) -> None:
         self.spec, self.schedule, self.steps = spec, schedule, 0
+        self.attempts = 0  # minibatches seen, also those that were skipped; numbers dropout masks
+        self.loss_scale, self._calm_steps, self._scaled = (FIRST_SCALE if scaled else 1.0), 0, scaled
         self._masters = dict(masters)
         self._decayed = [p for name, p in self._masters.items() if name in set(decay)]
         self._optimizer = make(spec, self._parameters)
@@ -99,7 +115,9 @@ class Optimizer:
         return learning_rate(self.spec, self.schedule, self.steps)
 
     def gradient_norm(self) -> Tensor:
-        """float32 scalar: the L2 norm over all gradients."""
+        """Float32 scalar: the L2 norm over all gradients. Takes the loss scale out of them first."""
+        if self._scaled:
+            torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], self.loss_scale)
         return torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
     def step(self, norm: Tensor) -> None:
@@ -118,6 +136,16 @@ class Optimizer:
                     parameter.mul_(1.0 - rate * self.spec.weight_decay)
         self._optimizer.step()
         self.steps += 1
+        self._calm_steps += 1
+        if self._scaled and self._calm_steps == GROWTH_INTERVAL:
+            self.loss_scale, self._calm_steps = 2.0 * self.loss_scale, 0
+
+    def overflowed(self) -> bool:
+        """Told of a gradient that is not finite: whether a smaller loss scale may mend it, which is then in force."""
+        if not self._scaled or self.loss_scale <= 1.0:
+            return False
+        self.loss_scale, self._calm_steps = self.loss_scale / 2.0, 0
+        return True
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -134,8 +162,17 @@ class Optimizer:
             if isinstance(value, Tensor)
         }
 
-    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Take over what `tensors` returned, bit for bit. Raises `CheckpointError` where a parameter is unknown."""
+    def values(self) -> dict[str, float]:
+        """The rest of the state: plain numbers."""
+        return {
+            "steps": self.steps,
+            "attempts": self.attempts,
+            "loss_scale": self.loss_scale,
+            "calm_steps": self._calm_steps,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
+        """Take over what `tensors` and `values` returned, bit for bit. Raises `CheckpointError` for an unknown parameter."""
         place = {name: index for index, name in enumerate(self._masters)}
         slots: dict[int, dict[str, Tensor]] = {}
         for key, value in tensors.items():
@@ -145,7 +182,9 @@ class Optimizer:
             slots.setdefault(place[name], {})[slot] = value
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": slots, "param_groups": groups})
-        self.steps = steps
+        self.steps, self.attempts = int(values["steps"]), int(values["attempts"])
+        self._calm_steps = int(values["calm_steps"])
+        self.loss_scale = float(values["loss_scale"])
 
     def move(self, device: torch.device | str) -> None:
         """Move the state's large tensors; step counters stay where they are."""

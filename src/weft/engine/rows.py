@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft.algorithms.base import Output
 from weft.data.sample import SequenceSample
 from weft.errors import DataError
 from weft.models.heads import Support
@@ -193,7 +192,7 @@ def support_of(sample: SequenceSample, device: torch.device) -> Support | None:
     return Support(ids=sample.data["support"].to(device), counts=sample.data["support_counts"].to(device))
 
 
-def as_sample(sample: SequenceSample, places: Places, out: Mapping[Output, Tensor]) -> SequenceSample:
+def as_sample(sample: SequenceSample, places: Places, out: Mapping[str, Tensor]) -> SequenceSample:
     """The network's outputs on the ids of `sample`, on the CPU: `[L + 1]` values, `[1]` scores, `[L]` of all others."""
     bounds = np.cumsum(np.bincount(places.group, minlength=sample.num_ids))[:-1]
     groups: dict[str, list[list[int]]] = {}

@@ -157,6 +157,11 @@ class ModelSpec:
             raise ConfigError(f"layout={self.layout!r} and parallel.* ({named}) differ; set one of them")
         return parsed
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the role trains low-rank adapters beside frozen weights."""
+        return self.trained and self.lora.r > 0
+
     def with_head(self, head: Head, *, trained: bool) -> ModelSpec:
         return replace(self, head=head, trained=trained)
 

@@ -1,0 +1,56 @@
+"""What the backends that hold a network share: the checks of a spec, and the dtype a network is read in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.data.tokenizer import Tokenizer
+from weft.engine.spec import ModelSpec
+from weft.engine.torch_engine import DTYPES
+from weft.errors import ConfigError
+from weft.models import hf_io
+from weft.models.config import TransformerConfig
+from weft.topology import Layout
+
+
+def check_spec(spec: ModelSpec, layout: Layout) -> str:
+    """The model's path. Raises `ConfigError` for a spec without one, or a layout of more than one device."""
+    if layout.num_devices != 1:
+        raise ConfigError(
+            f"layout={layout}: needs {layout.num_devices} devices, and the backend {spec.backend!r} runs on one; write d1"
+        )
+    if spec.path is None:
+        raise ConfigError("path is not set: name a Hugging Face directory or hub model")
+    return spec.path
+
+
+def check_tokenizer(spec: ModelSpec, config: TransformerConfig) -> None:
+    """Raises `CheckpointError` where the role's tokenizer has ids that the network has no embedding for."""
+    tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
+    hf_io.check_vocabulary(config, tokenizer.vocab_size, str(spec.path), spec.tokenizer.path or str(spec.path))
+
+
+def reading_dtype(spec: ModelSpec) -> torch.dtype:
+    """float32 where all is trained (it becomes the master), the role's dtype where weights are frozen."""
+    return torch.float32 if spec.trained and not spec.has_adapters else DTYPES[spec.dtype]
+
+
+def products(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
+    """Parameters that a token meets in matrix products, all experts counted; a tied embedding is the head's matrix too."""
+    matrices = sum(p.numel() for p in network.parameters() if p.dim() >= 2)
+    looked_up = sum(
+        p.numel() for m in network.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
+    )
+    return matrices - looked_up + (sum(p.numel() for p in embedding.parameters()) if tied else 0)
+
+
+def token_ids(known: Mapping[str, Any], tokenizer: Any) -> dict[str, int]:
+    """What a saved config.json should say of the tokenizer's special tokens where it says otherwise; a list of end tokens
+    that holds the tokenizer's own stays."""
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    listed: dict[str, list[int]] = {key: known[key] for key in ids if isinstance(known.get(key), list)}
+    return {key: id for key, id in ids.items() if id is not None and id not in listed.get(key, ())}

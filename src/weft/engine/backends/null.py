@@ -1,0 +1,76 @@
+"""The backend of a role that is a tokenizer alone: its interface brings a network of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from weft.algorithms.base import Array, Loss, Output
+from weft.data.sample import SequenceSample
+from weft.engine.base import Generator, StepStats
+from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.errors import ConfigError
+from weft.registry import register_backend
+from weft.topology import Layout, Slice
+
+
+class NullEngine:
+    """An engine without a network. It has no parameters and no state; asking it to compute raises `ConfigError`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.version, self.max_tokens_per_microbatch = layout, 0, 0
+
+    def forward(self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0) -> SequenceSample:
+        _refuse(f"compute {', '.join(sorted(want))}")
+
+    def train(
+        self, minibatches: Sequence[SequenceSample], loss: Loss, *, veto: Any = None, temperature: float = 1.0
+    ) -> list[StepStats]:
+        _refuse("be trained")
+
+    def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]:
+        _refuse("generate")
+
+    def slices(self) -> Mapping[str, Slice]:
+        return {}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Array]]:
+        _refuse("give parameters")
+
+    def write(self, parts: Iterable[tuple[str, Slice, Array]], *, version: int, eta: float = 1.0) -> None:
+        _refuse("take parameters")
+
+    def save_state(self, d: Path) -> None:
+        """Nothing: there is no state."""
+
+    def load_state(self, d: Path) -> None:
+        """Nothing: there is no state."""
+
+    def offload(self, what: Literal["weights", "optimizer"]) -> None:
+        """Nothing: there are no weights."""
+
+    def onload(self, what: Literal["weights", "optimizer"]) -> None:
+        """Nothing: there are no weights."""
+
+    def save_model(self, d: Path, tokenizer: Any) -> None:
+        _refuse("be saved")
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {"family": "null", "num_parameters": 0, "num_trainable": 0}
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError(
+        f"backend=null: a role of a tokenizer alone cannot {what}; give the role a network with backend=torch"
+    )
+
+
+@register_backend("null")
+def null(spec: ModelSpec, layout: Layout) -> NullEngine:
+    """Raises `ConfigError` for a trained role."""
+    if spec.trained:
+        _refuse("be trained")
+    return NullEngine(layout)

@@ -1,0 +1,98 @@
+"""The backend `torch`: weft's own packed decoder on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from weft.engine.backends import common
+from weft.engine.device import resolve_device
+from weft.engine.flops import Cost
+from weft.engine.spec import ModelSpec
+from weft.engine.torch_engine import DTYPES, Built, TorchEngine
+from weft.models import hf_io, lora, peft_io
+from weft.models.transformer import Block, Head, Pooling, Transformer
+from weft.registry import register_backend
+from weft.topology import Layout
+
+
+@register_backend("torch")
+def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
+    """Read the model directory `spec.path` onto one device. Raises `UserError` for what cannot be read or run."""
+    path = common.check_spec(spec, layout)
+    device = resolve_device(spec.device)
+    family, config = hf_io.read_config(path, spec.type)
+    common.check_tokenizer(spec, config)
+    network = _read(spec, path, device)
+    if spec.dropout is not None:
+        _set_dropout(network, spec.dropout)
+    network.checkpointing = spec.gradient_checkpointing
+    network.requires_grad_(spec.trained)
+    cost = _cost(network, frozen=spec.has_adapters)
+    if spec.has_adapters:
+        lora.attach(network, spec.lora, seed=spec.seed)
+
+    def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Any) -> None:
+        tokenizer.save(directory)
+        _save(directory, tensors, network, spec, tokenizer)
+
+    rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
+    built = Built(
+        network=network,
+        save=save,
+        cost=cost,
+        facts={"family": family.name, "vocab_size": config.vocab_size, "num_layers": config.num_layers},
+        dropout=any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0),
+        adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
+    )
+    return TorchEngine(built, spec, layout, device)
+
+
+def _read(spec: ModelSpec, path: str, device: torch.device) -> Transformer:
+    """The network on the device, its weights read or made new."""
+    dtype = common.reading_dtype(spec)
+    head = cast(Head, spec.head)
+    pooling: Pooling | None = "mean" if spec.pooling == "mean" else None  # unasked, a directory's own word counts
+    if not spec.init_from_scratch:
+        return hf_io.load(path, head, device=device, dtype=dtype, pooling=pooling, type=spec.type, seed=spec.seed)
+    _, config = hf_io.read_config(path, spec.type)
+    return hf_io.init_random(config, head, seed=spec.seed, pooling=pooling or "last", device=device, dtype=dtype)
+
+
+def _set_dropout(network: Transformer, rate: float) -> None:
+    """One rate in place of the configuration's own."""
+    network.config = network.config.with_dropout(rate)
+    for block in network.blocks:
+        assert isinstance(block, Block)
+        block.dropout = rate
+        block.attention.scores = replace(block.attention.scores, dropout=rate)
+
+
+def _cost(network: Transformer, *, frozen: bool) -> Cost:
+    """A token meets `top_k` of `num` experts, and every other matrix; frozen matrices get no gradient."""
+    config = network.config
+    experts = sum(p.numel() for name, p in network.named_parameters() if ".experts." in name)
+    idle = 0 if config.experts is None else experts - experts * config.experts.top_k // config.experts.num
+    matrices = common.products(network, network.embed, tied=config.tied and network.kind == "lm") - idle
+    return Cost(matrices, config.num_layers * config.num_heads * config.head_dim, backward=1 if frozen else 2)
+
+
+def _save(
+    directory: Path, tensors: Mapping[str, Tensor], network: Transformer, spec: ModelSpec, tokenizer: Any
+) -> None:
+    """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names the base model."""
+    family, config = hf_io.read_config(str(spec.path), spec.type)
+    config = hf_io.with_ids(config, **common.token_ids(config.extra, tokenizer))
+    dtype, head = DTYPES[spec.dtype], network.kind
+    if spec.has_adapters:
+        scales = lora.scales(network)
+        peft_io.save_adapter(
+            directory / "adapter", tensors, scales, config, head, base=str(spec.path), dropout=spec.lora.dropout
+        )
+        tensors = lora.merge(tensors, scales)
+    hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling, family=family)

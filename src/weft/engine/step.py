@@ -1,0 +1,157 @@
+"""One optimizer step: forward and backward over the micro-batches of a minibatch, the checks before the step, the step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from weft.algorithms.base import Loss, Output, Stat, reduce_stats
+from weft.data.sample import SequenceSample
+from weft.engine import microbatches
+from weft.engine.base import StepStats
+from weft.engine.device import matmul_rate, synchronise
+from weft.engine.flops import Cost
+from weft.engine.optim import Optimizer
+from weft.engine.rows import Places, SampleRows, pack, support_of
+from weft.errors import RunError
+from weft.models.dropout import Noise
+
+Veto = Callable[[Mapping[str, float]], str | None]
+Want = frozenset[Output]
+SHOWN = 8  # sample ids that an error names
+NOTHING = "no trained token: every loss mask of the minibatch is 0"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How one micro-batch goes through a network. `extra` rows follow each completion's last token; without `noise` keys
+    (of a sequence's seed and step) nothing is dropped."""
+
+    want: Want
+    temperature: float = 1.0
+    extra: int = 0
+    noise: tuple[int, int] | None = None  # (seed, step)
+
+
+def compute(
+    network: nn.Module, part: SequenceSample, how: Pass, device: torch.device
+) -> tuple[Places, dict[str, Tensor]]:
+    """Run one micro-batch. Rows that do not exist give 0."""
+    places = Places.of(part)
+    packed = pack(part, places, device, extra=how.extra)
+    if how.noise is not None:
+        packed = replace(packed, noise=Noise.of(*how.noise, microbatches.sequence_keys(part), device))
+    out: dict[str, Tensor] = network(packed, how.want, how.temperature, support_of(part, device))
+    exists = places.rows(how.extra)[1]
+    if not exists.all():
+        there = torch.from_numpy(exists).to(device)
+        out = {key: value if key == "scores" else torch.where(there, value, 0.0) for key, value in out.items()}
+    return places, out
+
+
+@dataclass
+class Passes:
+    """What the micro-batches of one minibatch leave behind; tensors stay on the device until all are through."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    stats: list[Mapping[str, Stat]] = field(default_factory=list)
+    ids: list[list[str]] = field(default_factory=list)
+    lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
+
+    def not_finite(self) -> list[str]:
+        """Ids of the micro-batches whose loss is NaN or infinite."""
+        finite = torch.isfinite(torch.stack(self.losses)).tolist()
+        return list(dict.fromkeys(id for ok, ids in zip(finite, self.ids, strict=True) if not ok for id in ids))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a minibatch needs besides its samples. `on_nonfinite` is "stop" (a `RunError`) or "skip" (no step, counted)."""
+
+    network: nn.Module
+    optimizer: Optimizer
+    device: torch.device
+    cost: Cost
+    max_tokens: int
+    on_nonfinite: str
+    temperature: float
+    dropout_seed: int | None  # None where the network drops nothing
+
+    def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
+        """Accumulate the gradient of the minibatch, look at its statistics, and step unless something speaks against it."""
+        dtype = next(self.network.parameters()).dtype
+        rate = matmul_rate(self.device, dtype)
+        started = time.perf_counter()
+        total = dict(loss.denominators(minibatch))
+        if not any(total.values()):
+            return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
+        passes = Passes()
+        for part in microbatches.cut(minibatch, self.max_tokens, loss.unit):
+            self._accumulate(part, loss, total, passes)
+        reduced = reduce_stats(passes.stats)
+        norm = self.optimizer.gradient_norm()
+        metrics = {
+            **{name: value for name, value in loss.summary(reduced).items() if math.isfinite(value)},
+            "loss": float(torch.stack(passes.losses).sum()),
+            "grad_norm": float(norm),
+            "learning_rate": self.optimizer.learning_rate,
+        }
+        skipped = self._objection(passes, metrics, reduced, minibatch, veto)
+        if skipped is None:
+            self.optimizer.step(norm)
+        self.optimizer.zero_grad()
+        self.optimizer.attempts += 1
+        synchronise(self.device)
+        seconds = time.perf_counter() - started
+        lengths = np.concatenate(passes.lengths)
+        tokens = float(lengths.sum())
+        speed = {"num_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        mfu = self.cost.training(lengths) / seconds / rate
+        return StepStats({**metrics, **speed, "mfu": mfu}, skipped=skipped)
+
+    def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: Passes) -> None:
+        """One micro-batch: its share of the loss, backward into the gradients."""
+        noise = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
+        places, out = compute(self.network, part, Pass(loss.outputs, self.temperature, noise=noise), self.device)
+        floats = next((value.dtype for value in out.values()), torch.float32)
+        value, stats = loss(out, SampleRows(part, places, self.device, floats), total)
+        if value.requires_grad:
+            (value * self.optimizer.loss_scale).backward()
+        passes.losses.append(value.detach())
+        passes.stats.append(stats)
+        passes.ids.append(microbatches.sample_ids(part))
+        passes.lengths.append(places.prompt + places.length)
+
+    def _objection(
+        self,
+        passes: Passes,
+        metrics: dict[str, float],
+        reduced: Mapping[str, float],
+        minibatch: SequenceSample,
+        veto: Veto | None,
+    ) -> str | None:
+        """Why the optimizer must not step, or None. Takes what is not finite out of the metrics. Raises `RunError`."""
+        ids = passes.not_finite()
+        what = "loss"
+        if not ids and not math.isfinite(metrics["grad_norm"]):
+            if self.optimizer.overflowed():
+                del metrics["grad_norm"]
+                return f"float16 gradients overflowed; they are scaled by {self.optimizer.loss_scale:g} from now on"
+            ids, what = list(minibatch.ids), "gradient"
+        if ids:
+            shown = ", ".join(ids[:SHOWN]) + (f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else "")
+            reason = f"the {what} is not finite at optimizer step {self.optimizer.steps + 1}; samples: {shown}"
+            if self.on_nonfinite == "stop":
+                raise RunError(f"{reason}; lower the learning rate, look at these samples, or set on_nonfinite=skip")
+            for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
+                del metrics[name]
+            metrics["nonfinite"] = 1.0
+            return reason
+        return veto(reduced) if veto else None

@@ -1,0 +1,196 @@
+"""The engine on one torch device: scores, trains and samples from one role's network, and hands its parameters in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from weft.algorithms.base import Loss, Output
+from weft.data.sample import SequenceSample
+from weft.engine import checkpoint, microbatches
+from weft.engine.base import Generator, StepStats
+from weft.engine.flops import Cost
+from weft.engine.generation.generate import Decoder, open_generator
+from weft.engine.masters import Masters
+from weft.engine.optim import Optimizer, decayed
+from weft.engine.rows import as_sample
+from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.engine.step import Pass, Step, Veto, compute
+from weft.errors import CheckpointError, ConfigError
+from weft.topology import Layout, Slice
+
+What = Literal["weights", "optimizer"]
+HOST = torch.device("cpu")
+DEFAULT_MAX_TOKENS = 16384
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PARAMETERS, OPTIMIZER, STATE = "parameters.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a backend makes of a spec.
+
+    `network` is called as `network(x: Packed, want, temperature, support) -> {output: tensor}` and has `hidden` and
+    `next_token_logits` for generation. It lies on the device; where the role is trained it is float32 and the parameters to
+    train require gradients, elsewhere it has the role's dtype. `save` writes a Hugging Face directory.
+    """
+
+    network: nn.Module
+    save: Callable[[Path, Mapping[str, Tensor], Any], None]  # (directory, parameters by name, tokenizer)
+    cost: Cost
+    facts: Mapping[str, Any]  # family, vocab_size, num_layers
+    dropout: bool = False  # whether anything in it drops
+    adapters_off: Callable[[], AbstractContextManager[None]] | None = None  # of a network with adapters
+    notes: tuple[str, ...] = ()  # what the user should know about how this network runs
+
+
+class TorchEngine:
+    """Implements `weft.engine.base.Engine` for one device: `layout` is d1 and every slice is whole."""
+
+    def __init__(self, built: Built, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
+        self.layout, self.version, self.max_tokens_per_microbatch = layout, 0, DEFAULT_MAX_TOKENS
+        self._built, self._spec, self._device = built, spec, device
+        self._network = built.network.eval()
+        self._masters = Masters(self._network, DTYPES[spec.dtype])
+        self._optimizer: Optimizer | None = None
+        if spec.trained:
+            trained = self._masters.trained
+            assert spec.schedule is not None, "the runtime gives every trained role a schedule"
+            decay, scaled = decayed(self._network), spec.dtype == "float16"
+            self._optimizer = Optimizer(spec.optimizer, spec.schedule, trained, decay, scaled=scaled)
+
+    # -- scoring and training
+
+    @torch.no_grad()
+    def forward(self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0) -> SequenceSample:
+        """`want` by id, on the CPU in float32: `[L]` logprobs, entropy and top1, `[L + 1]` values, `[1]` scores a completion.
+
+        Log-probs are of softmax(logits / temperature), over the ids of the key `support` where the batch holds it.
+        Raises `ConfigError` for an output that the head lacks, or a sequence longer than a micro-batch may be.
+        """
+        self.onload("weights")
+        how, parts = Pass(want, temperature, extra=1 if "values" in want else 0), []
+        for part in microbatches.cut(batch, self.max_tokens_per_microbatch, "sequence"):
+            places, out = compute(self._network, part, how, self._device)
+            parts.append(as_sample(part, places, out))
+        return microbatches.join(parts, batch.ids)
+
+    def train(
+        self, minibatches: Sequence[SequenceSample], loss: Loss, *, veto: Veto | None = None, temperature: float = 1.0
+    ) -> list[StepStats]:
+        """One optimizer step a minibatch; `version` then counts one more train step.
+
+        A minibatch is skipped, with the reason, where nothing in it is trained, where `veto` objects, or where its loss is not
+        finite and the role's spec says to go on; otherwise such a loss raises `RunError` with the ids of its samples.
+        """
+        if self._optimizer is None:
+            raise ConfigError("this role is not trained: its weights are frozen and it has no optimizer")
+        self.onload("weights")
+        self.onload("optimizer")
+        step = Step(
+            self._network, self._optimizer, self._device, self._built.cost,
+            self.max_tokens_per_microbatch, self._spec.on_nonfinite, temperature,
+            self._spec.seed if self._built.dropout else None,
+        )  # fmt: skip
+        done = []
+        self._network.train()
+        try:
+            for minibatch in minibatches:
+                done.append(step(minibatch, loss, veto))
+                self._masters.refresh()
+        finally:
+            self._network.eval()
+        self.version += 1
+        return done
+
+    def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]:
+        """Continuous batching on these weights; `spec.tokenizer` and `spec.stop_ids` are the caller's to fill in."""
+        self.onload("weights")
+        return open_generator(
+            cast(Decoder, self._network),
+            spec,
+            device=self._device,
+            version=self.version,
+            eos_ids=(),
+            tokenizer=spec.tokenizer,
+        )
+
+    # -- parameters
+
+    def slices(self) -> Mapping[str, Slice]:
+        return self._masters.slices()
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
+        """(name, slice, values) in the most exact form there is: the float32 master of what is trained."""
+        return self._masters.read(names)
+
+    def write(self, parts: Iterable[tuple[str, Slice, Tensor]], *, version: int, eta: float = 1.0) -> None:
+        """parameter <- eta * value + (1 - eta) * parameter, in float32. Raises `ConfigError` for what does not fit."""
+        self._masters.write(parts, eta)
+        self.version = version
+
+    # -- memory
+
+    def offload(self, what: What) -> None:
+        """Move weights (masters and gradients with them) or optimizer state to host memory."""
+        if what == "weights":
+            self._masters.to(HOST)
+        elif self._optimizer is not None:
+            self._optimizer.move(HOST)
+
+    def onload(self, what: What) -> None:
+        """The way back; `forward`, `train` and `generating` take it by themselves."""
+        if what == "weights":
+            self._masters.to(self._device)
+        elif self._optimizer is not None:
+            self._optimizer.move(self._device)
+
+    # -- on disk
+
+    def save_state(self, d: Path) -> None:
+        """Everything that the role goes on from, exactly. Frozen weights that nobody wrote to are left out: the backend reads
+        them again."""
+        values: dict[str, Any] = {"version": self.version}
+        checkpoint.write_tensors(d / PARAMETERS, self._masters.changeable)
+        if self._optimizer is not None:
+            checkpoint.write_tensors(d / OPTIMIZER, self._optimizer.tensors())
+            values["optimizer"] = self._optimizer.values()
+        checkpoint.write_values(d / STATE, values)
+
+    def load_state(self, d: Path) -> None:
+        """Go on from what `save_state` wrote. Raises `CheckpointError` where it is of another kind of role, or broken."""
+        values = checkpoint.read_values(d / STATE)
+        if ("optimizer" in values) != (self._optimizer is not None):
+            raise CheckpointError(
+                f"{d}: the state is of a role that is {'' if self._optimizer is None else 'not '}trained"
+            )
+        self.onload("weights")
+        self._masters.load(checkpoint.read_tensors(d / PARAMETERS))
+        if self._optimizer is not None:
+            self._optimizer.load(checkpoint.read_tensors(d / OPTIMIZER), values["optimizer"])
+        self.version = values["version"]
+
+    def save_model(self, d: Path, tokenizer: Any) -> None:
+        """A Hugging Face directory that `transformers` loads, in the role's dtype. With adapters it holds the merged model,
+        and `adapter/` the adapters alone in PEFT's layout."""
+        self._built.save(d, self._masters.all, tokenizer)
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """family, vocab_size, num_layers, num_parameters, num_trainable, flops_per_token, dtype, notes."""
+        parameters = self._masters.all.values()
+        return {
+            **self._built.facts,
+            "num_parameters": sum(p.numel() for p in parameters),
+            "num_trainable": sum(p.numel() for p in self._masters.trained.values()),
+            "flops_per_token": self._built.cost.per_token,
+            "dtype": self._spec.dtype,
+            "device": str(self._device),
+            "notes": list(self._built.notes),
+        }
