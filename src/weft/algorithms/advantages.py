@@ -151,6 +151,11 @@ def scaled(
     if scale == "none":
         return advantages
     if scale == "group":
+        if (group_means(rewards, group)[1] < 2).any():
+            raise ConfigError(
+                "scale='group' divides by the deviation among the completions of one prompt, and a prompt has only one here; "
+                "set group_size (samples_per_prompt) to 2 or more, or scale to batch or none"
+            )
         return advantages / (group_stds(rewards, group) + eps)
     if scale == "batch":
         return advantages / (rewards.std(ddof=1 if len(rewards) > 1 else 0) + eps)
@@ -164,3 +169,12 @@ def zero_variance(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> npt.ND
     np.minimum.at(low, group, rewards)
     np.maximum.at(high, group, rewards)
     return high == low
+
+
+def soft_overlong(lengths: Int[Index, "S"], max_length: int, buffer: int) -> Float[Vector, "S"]:
+    """What a completion's length takes off its reward, in [-1, 0] (DAPO, Yu et al. 2025, eq. 13).
+
+    0 up to max_length - buffer tokens, then falling in a line to -1 at max_length and beyond.
+    """
+    over = (lengths - (max_length - buffer)) / buffer
+    return -np.clip(over, 0.0, 1.0)
