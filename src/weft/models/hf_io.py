@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,14 @@ from weft.topology import Slice, whole
 CONFIG, GENERATION = "config.json", "generation_config.json"
 POOLING = "weft_pooling"  # config.json key of score heads that read the mean over tokens, which transformers cannot say
 GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
 NAMED = 8  # keys that an error lists
 
 
@@ -132,6 +141,11 @@ class Reader:
     @property
     def bytes_read(self) -> int:
         return self.files.bytes_read
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What most of the weights are stored in."""
+        return self.files.dtype
 
     def stored_name(self, hf: str) -> str:
         """The name in the files: checkpoints of the bare trunk lack its prefix."""
@@ -314,6 +328,14 @@ def assemble(wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]) 
             whole_tensor[piece.source] = part
         assert whole_tensor is not None, name
         yield name, whole_tensor
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files of a model directory."""
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:

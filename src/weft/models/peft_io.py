@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.errors import CheckpointError, RunError
+from weft.errors import CheckpointError
 from weft.models import weight_files
 from weft.models.config import TransformerConfig
 from weft.models.families.base import Family
@@ -65,13 +64,7 @@ def save_adapter(
         "modules_to_save": None if head == "lm" else [family.score.removesuffix(".weight")],
         "inference_mode": True,
     }
-    partial = folder / f".{WEIGHTS}.tmp"
-    try:
-        save_file({name: t.detach().cpu() for name, t in tensors.items()}, partial, {"format": "pt"})
-        weight_files.finish(partial, folder / WEIGHTS)
-    except OSError as failed:
-        partial.unlink(missing_ok=True)
-        raise RunError(f"{folder / WEIGHTS} could not be written: {failed}") from failed
+    weight_files.write_safetensors(folder / WEIGHTS, tensors)
     weight_files.write_text(folder / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
@@ -202,9 +195,9 @@ def load_adapter(directory: str | Path, network: Transformer) -> None:
             ordered = [parts[hf] for hf in key.hf_names() if hf in parts]
             if key.experts and len(ordered) != key.experts:
                 raise CheckpointError(f"{folder / WEIGHTS} has adapters on some experts of {layer} only")
-            a, b = [part[0] for part in ordered], [part[1] for part in ordered]
-            module_.lora_a.copy_(torch.stack(a) if key.experts else a[0])
-            module_.lora_b.copy_(torch.stack(b) if key.experts else b[0])
+            down, up = [part[0] for part in ordered], [part[1] for part in ordered]
+            module_.lora_a.copy_(torch.stack(down) if key.experts else down[0])
+            module_.lora_b.copy_(torch.stack(up) if key.experts else up[0])
         if network.kind != "lm" and score in files.names:
             network.score.weight.copy_(files.read(score))
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,16 @@ class WeightFiles:
     @property
     def names(self) -> list[str]:
         return [*self.stored, *self._pickled]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that holds most numbers."""
+        counts: Counter[torch.dtype] = Counter()
+        for stored in self.stored.values():
+            counts[stored.dtype] += math.prod(stored.shape)
+        for tensor in self._pickled.values():
+            counts[tensor.dtype] += tensor.numel()
+        return counts.most_common(1)[0][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._pickled[name].shape) if name in self._pickled else self.stored[name].shape
@@ -188,7 +199,7 @@ def write(
     for name, members in zip(names, shards, strict=True):
         content = dict(itertools.islice(source, len(members)))
         assert list(content) == members, "tensors come in the order of sizes"
-        _write_shard(directory / name, content)
+        write_safetensors(directory / name, content)
     if len(shards) > 1:
         places = {member: name for name, members in zip(names, shards, strict=True) for member in members}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -211,10 +222,14 @@ def _shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_shard(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file, under another name until it is complete. Raises `RunError` where the disk refuses."""
     partial = file.with_name(f".{file.name}.tmp")
     try:
+        partial.touch()
+        mode = partial.stat().st_mode  # what the user's umask gives; safetensors writes files that only the owner reads
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, {"format": "pt"})
+        partial.chmod(mode)
         finish(partial, file)
     except (OSError, SafetensorError) as failed:
         partial.unlink(missing_ok=True)

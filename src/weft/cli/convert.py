@@ -1,0 +1,128 @@
+"""`weft convert`: checkpoints of other programs become Hugging Face directories; adapters are merged into their base."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weft.data import spm
+from weft.errors import CheckpointError, ConfigError
+
+BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+
+NORMAL, NAMED = 1, {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # kinds of pieces
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `weft convert ...`; returns the exit code. Raises `UserError` for input that cannot be converted."""
+    parser = argparse.ArgumentParser(prog="weft convert", description=__doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    llama = kinds.add_parser("llama2c", help="a llama2.c checkpoint and its vocabulary become a Llama directory")
+    llama.add_argument("checkpoint", type=Path, help="model file, legacy or export version 1")
+    llama.add_argument("tokenizer", type=Path, help="vocabulary file such as tok512.bin")
+    llama.add_argument("output", type=Path, help="directory to write; must not exist or be empty")
+    llama.set_defaults(run=_llama2c)
+    merge = kinds.add_parser("merge", help="add an adapter in PEFT's layout to the weights of its base model")
+    merge.add_argument("--base", required=True, help="model directory or hub name that the adapter belongs to")
+    merge.add_argument("--adapter", required=True, type=Path, help="directory with adapter_config.json")
+    merge.add_argument("--output", required=True, type=Path, help="directory to write; must not exist or be empty")
+    merge.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype to write; the base's by default"
+    )
+    merge.set_defaults(run=_merge)
+    arguments = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], None] = arguments.run
+    _require_empty(arguments.output)
+    run(arguments)
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def _require_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists and is not empty; nothing is overwritten: name another directory")
+
+
+# -- llama2.c
+
+
+def _llama2c(arguments: argparse.Namespace) -> None:
+    from weft.models import hf_io, llama2c
+
+    for file in (arguments.checkpoint, arguments.tokenizer):
+        if not file.is_file():
+            raise CheckpointError(f"{file} is not there")
+    config, parameters = llama2c.read(arguments.checkpoint)
+    vocabulary = _read_vocabulary(arguments.tokenizer, config.vocab_size)
+    _save_tokenizer(vocabulary, config.max_positions, arguments.output)
+    hf_io.save(arguments.output, parameters, config)
+
+
+def _read_vocabulary(path: Path, size: int) -> spm.Model:
+    """llama2.c's vocabulary file: the longest piece's length, then score, length and bytes of each piece."""
+    raw, pieces, at = path.read_bytes(), list[tuple[str, float, int]](), 4
+    try:
+        for index in range(size):
+            score, length = struct.unpack_from("<fi", raw, at)
+            text = raw[at + 8 : at + 8 + length].decode()
+            at += 8 + length
+            if index in NAMED:  # llama2.c writes line breaks around the names of BOS and EOS
+                pieces.append((text.strip("\n"), score, NAMED[index]))
+            else:
+                kind = spm.BYTE if BYTE_PIECE.fullmatch(text) else NORMAL
+                pieces.append((text.replace(" ", spm.SPACE), score, kind))
+    except (struct.error, UnicodeDecodeError) as broken:
+        raise CheckpointError(f"{path} is no llama2.c vocabulary of {size} pieces: {broken}") from None
+    if at != len(raw):
+        raise CheckpointError(
+            f"{path} holds more than the {size} pieces that the checkpoint has; it belongs to another model"
+        )
+    return spm.Model(
+        tuple(pieces), unigram=False, charsmap=b"", add_dummy_prefix=True, remove_extra_whitespaces=False,
+        unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
+    )  # fmt: skip
+
+
+def _save_tokenizer(vocabulary: spm.Model, length: int, output: Path) -> None:
+    """A fast tokenizer that begins with BOS; the unknown piece, which never occurs, serves as padding."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    core = spm.convert(vocabulary)
+    unk, bos, eos = (vocabulary.pieces[i][0] for i in (vocabulary.unk_id, vocabulary.bos_id, vocabulary.eos_id))
+    core.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary.bos_id)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token=bos, eos_token=eos, unk_token=unk, pad_token=unk, model_max_length=length,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.save_pretrained(str(output))
+
+
+# -- adapters
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from weft.models import hf_io, lora, peft_io
+
+    settings = peft_io.read_adapter_config(arguments.adapter)
+    head = peft_io.TASKS[settings["task_type"]]
+    base = hf_io.resolve(arguments.base)
+    stored = hf_io.Reader(base, head).dtype
+    network = hf_io.load(base, head, dtype=stored)
+    peft_io.load_adapter(arguments.adapter, network)
+    parameters = dict(network.named_parameters())
+    if not any(bool(value.any()) for name, value in parameters.items() if name.endswith(lora.B)):
+        raise CheckpointError(
+            f"{arguments.adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?"
+        )
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
+    merged = lora.merge(parameters, lora.scales(network))
+    hf_io.copy_tokenizer(base, arguments.output)
+    hf_io.save(arguments.output, merged, network.config, head, dtype=dtype, pooling=network.pooling)
