@@ -1,0 +1,335 @@
+"""A dataflow graph as one SVG: calls coloured by role, host functions as hexagons, keys on the edges. Pure text, no graphviz.
+
+Solid lines carry keys; pale ones carry keys to a node that also hangs on the same source over others (their keys show on
+hover). Dashed lines say who waits for whose new weights, dotted ones where parameters are moved between roles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from weft.graph.graph import DATASET, DataflowGraph, Edge
+from weft.graph.layers import Pair, Placed, implied, place
+from weft.graph.mfc import HostFunction, MFCDef, Node
+from weft.observe.palette import GREY, Hue, role_hues
+
+WIDTH, HEIGHT = 156, 54  # of a node
+GAP_X, GAP_Y = 34, 62  # between nodes
+BEND = 44  # room of an edge that passes a layer
+MARGIN, LANE = 22, 22
+LABEL_LENGTH = 26
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+Point = tuple[float, float]
+
+
+def to_svg(graph: DataflowGraph) -> str:
+    """The graph as a self-contained SVG text that follows the viewer's light or dark scheme."""
+    return _Drawing(graph).svg()
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A line that leaves the layers: from the side of `source` up or down to the side of `target`."""
+
+    source: str
+    target: str
+    style: str
+    label: str
+
+
+class _Drawing:
+    def __init__(self, graph: DataflowGraph) -> None:
+        self._graph = graph
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._edges: dict[Pair, Edge] = {(e.producer, e.consumer): e for e in graph.edges}
+        fed = any(source == DATASET for source, _ in self._edges)
+        self._names = [*([DATASET] if fed else []), *graph.order]
+        self._pale = implied(self._names, self._edges)
+        self._placed: Placed = place(self._names, list(self._edges), self._pale, WIDTH + GAP_X, BEND)
+        self._hues = role_hues(node.role for node in graph.nodes if isinstance(node, MFCDef))
+        self._lanes = list(_lanes(graph))
+        right = max(x for x in self._placed.x.values()) + WIDTH / 2
+        right = max([right, *(x for bends in self._placed.bends.values() for x, _ in bends)])
+        left = min(x for x in self._placed.x.values()) - WIDTH / 2
+        left = min([left, *(x for bends in self._placed.bends.values() for x, _ in bends)])
+        self._span = (left, right)
+        self._sides = self._choose_sides()
+        on_left, on_right = self._sides.count(-1), self._sides.count(1)
+        self._shift = MARGIN - left + (LANE * on_left + 14 if on_left else 0)
+        self._width = self._shift + right + MARGIN + (LANE * on_right + 14 if on_right else 0)
+
+    def svg(self) -> str:
+        bottom = self._y(max(self._placed.layer.values())) + HEIGHT + 26
+        legend = list(self._legend(bottom))
+        height = bottom + (22 if legend else 0)
+        width = max(self._width, 300.0)
+        shift = (width - self._width) / 2
+        told = ", ".join(self._graph.order)
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-shift:g} 0 {width:g} {height:g}" width="{width:g}" '
+            f'height="{height:g}" role="img" aria-label="Dataflow graph: {escape(told)}">',
+            f"<style>{self._style()}</style>",
+            MARKERS,
+            f'<rect class="ground" x="{-shift:g}" width="{width:g}" height="{height:g}"/>',
+            *(self._edge(pair) for pair in sorted(self._edges, key=lambda pair: pair not in self._pale)),
+            *(self._lane(index, lane) for index, lane in enumerate(self._lanes)),
+            *(self._label(pair) for pair in self._edges if pair not in self._pale),
+            *(self._node(name) for name in self._names),
+            *legend,
+            "</svg>",
+        ]
+        return "\n".join(part for part in parts if part) + "\n"
+
+    # -- geometry
+
+    def _x(self, name: str) -> float:
+        return self._placed.x[name] + self._shift
+
+    def _y(self, layer: int) -> float:
+        return MARGIN + layer * (HEIGHT + GAP_Y)
+
+    def _top(self, name: str) -> float:
+        return self._y(self._placed.layer[name])
+
+    def _ends(self, pair: Pair) -> tuple[Point, Point]:
+        """Where an edge leaves its source and meets its target; edges of one node stand side by side, in the order they go."""
+        source, target = pair
+        outs = sorted({self._toward(p, 0) for p in self._edges if p[0] == source})
+        ins = sorted((p for p in self._edges if p[1] == target), key=lambda p: self._toward(p, -1))
+        return (
+            (self._x(source) + _fan(outs.index(self._toward(pair, 0)), len(outs)), self._top(source) + HEIGHT),
+            (self._x(target) + _fan(ins.index(pair), len(ins)), self._top(target) - 1),
+        )
+
+    def _toward(self, pair: Pair, end: int) -> float:
+        bends = self._placed.bends[pair]
+        return round(bends[end][0] if bends else self._placed.x[pair[1 if end == 0 else 0]], 3)
+
+    def _points(self, pair: Pair) -> list[Point]:
+        start, end = self._ends(pair)
+        points = [start]
+        for x, layer in self._placed.bends[pair]:
+            points += [(x + self._shift, self._y(layer)), (x + self._shift, self._y(layer) + HEIGHT)]
+        return [*points, end]
+
+    def _choose_sides(self) -> list[int]:
+        """-1 left, 1 right for each lane: the side that its two ends are nearer to; turn about where both are as near."""
+        sides: list[int] = []
+        for lane in self._lanes:
+            middle = (self._placed.x[lane.source] + self._placed.x[lane.target] - sum(self._span)) / 2
+            sides.append(
+                (1 if middle > 1 else -1) if abs(middle) > 1 else (1 if sides.count(1) <= sides.count(-1) else -1)
+            )
+        return sides
+
+    # -- lines
+
+    def _edge(self, pair: Pair) -> str:
+        keys = ", ".join(self._edges[pair].keys)
+        told = f"{pair[0]} to {pair[1]}: {keys}"
+        style = "edge pale" if pair in self._pale else "edge"
+        arrow = "arrow-pale" if pair in self._pale else "arrow"
+        path = _smooth(self._points(pair))
+        return f'<path class="{style}" d="{path}" marker-end="url(#{arrow})"><title>{escape(told)}</title></path>'
+
+    def _label(self, pair: Pair) -> str:
+        """The keys, beside the end where lines stand further apart."""
+        points = self._points(pair)
+        fan_out = sum(1 for p in self._edges if p[0] == pair[0] and p not in self._pale)
+        fan_in = sum(1 for p in self._edges if p[1] == pair[1] and p not in self._pale)
+        near_target = fan_out >= fan_in
+        (x0, y0), (x1, y1) = (points[-2], points[-1]) if near_target else (points[0], points[1])
+        share = (0.66 if near_target else 0.34) if max(fan_in, fan_out) > 1 else 0.5
+        eased = share * share * (3 - 2 * share)  # how far a smooth line has gone sideways
+        x, y = x0 + (x1 - x0) * eased, y0 + (y1 - y0) * share + 4
+        keys = self._edges[pair].keys
+        return (
+            f'<text class="keys" x="{x:.1f}" y="{y:.1f}">{escape(shortened(keys))}'
+            f"<title>{escape(', '.join(keys))}</title></text>"
+        )
+
+    def _lane(self, index: int, lane: _Lane) -> str:
+        side = self._sides[index]
+        nth = self._sides[: index + 1].count(side)
+        edge = self._span[0 if side < 0 else 1] + self._shift
+        x = edge + side * (LANE * nth - 2)
+        start = (self._x(lane.source) + side * WIDTH / 2, self._top(lane.source) + HEIGHT * 0.62)
+        end = (self._x(lane.target) + side * (WIDTH / 2 + 1), self._top(lane.target) + HEIGHT * 0.38)
+        up = -1 if end[1] < start[1] else 1
+        curve = 14.0
+        near = x - side * curve
+        path = (
+            f"M{start[0]:.1f} {start[1]:.1f} H{near:.1f} Q{x:.1f} {start[1]:.1f} {x:.1f} {start[1] + up * curve:.1f} "
+            f"V{end[1] - up * curve:.1f} Q{x:.1f} {end[1]:.1f} {near:.1f} {end[1]:.1f} H{end[0]:.1f}"
+        )
+        hue = f"role-{self._role_index(lane.source)}"
+        return (
+            f'<path class="lane {lane.style} {hue}" d="{path}" marker-end="url(#arrow-lane)">'
+            f"<title>{escape(lane.label)}</title></path>"
+        )
+
+    # -- nodes
+
+    def _node(self, name: str) -> str:
+        x, y = self._x(name), self._top(name)
+        node = self._nodes.get(name)
+        if node is None:
+            shape, kind, second = _cylinder(x, y), "data", "rows"
+        elif isinstance(node, HostFunction):
+            shape, kind, second = _hexagon(x, y), "host", "host function"
+        else:
+            box = f'x="{x - WIDTH / 2:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="10"'
+            shape, kind = f"<rect {box}/>", f"role-{self._role_index(name)}"
+            second = f"{node.role} · {node.method.replace('_', ' ')}"
+        drop = 5 if node is None else 0  # below the lid
+        return (
+            f'<g class="node {kind}"><title>{escape(describe(node))}</title>{shape}'
+            f'<text class="name" x="{x:g}" y="{y + drop + 24:g}"{_fit(name, 7.6)}>{escape(name)}</text>'
+            f'<text class="what" x="{x:g}" y="{y + drop + 40:g}"{_fit(second, 6.0)}>{escape(second)}</text></g>'
+        )
+
+    def _role_index(self, name: str) -> int:
+        node = self._nodes[name]
+        return list(self._hues).index(node.role) if isinstance(node, MFCDef) else -1
+
+    def _legend(self, y: float) -> Iterator[str]:
+        """What the kinds of lines mean, those that are drawn."""
+        kinds = [("edge", "keys")] if self._edges else []
+        kinds += [("edge pale", "keys read later")] if self._pale else []
+        kinds += [("lane version ink", "new weights")] if any(lane.style == "version" for lane in self._lanes) else []
+        kinds += [("lane sync ink", "parameter sync")] if any(lane.style == "sync" for lane in self._lanes) else []
+        if len(kinds) < 2:
+            return
+        widths = [40 + 6.1 * len(label) for _, label in kinds]
+        x = (self._width - sum(widths)) / 2
+        for (style, label), width in zip(kinds, widths, strict=True):
+            yield f'<path class="{style}" d="M{x:.1f} {y:g} h22"/>'
+            yield f'<text class="legend" x="{x + 28:.1f}" y="{y + 4:g}">{label}</text>'
+            x += width
+
+    def _style(self) -> str:
+        return STYLE + _scheme(self._hues, "light") + "@media (prefers-color-scheme:dark){" + _dark(self._hues) + "}"
+
+
+def describe(node: Node | None) -> str:
+    """One node in words: what it reads and makes."""
+    if node is None:
+        return "dataset: the rows"
+    what = (
+        f"host function {node.function}"
+        if isinstance(node, HostFunction)
+        else f"{node.role}, {node.interface}.{node.method}"
+    )
+    return f"{node.name}: {what}; reads {', '.join(node.inputs) or 'nothing'}; makes {', '.join(node.outputs) or 'no keys'}"
+
+
+def shortened(keys: Sequence[str]) -> str:
+    """Keys that fit on an edge: `prompt, completion +3`."""
+    shown = list(keys)
+    while len(shown) > 1 and len(", ".join(shown)) + (4 if len(shown) < len(keys) else 0) > LABEL_LENGTH:
+        shown.pop()
+    more = len(keys) - len(shown)
+    return ", ".join(shown) + (f" +{more}" if more else "")
+
+
+def _lanes(graph: DataflowGraph) -> Iterator[_Lane]:
+    """Version edges, and parameter syncs in place of the version edges that they bring about."""
+    roles = {node.name: node.role for node in graph.nodes if isinstance(node, MFCDef)}
+    syncs = {(sync.after, sync.target): sync for sync in graph.syncs}
+    for edge in graph.version_edges:
+        sync = syncs.get((edge.producer, roles[edge.consumer]))
+        if sync is not None:
+            how = "copies" if sync.eta == 1.0 else f"moves by {sync.eta:g} toward"
+            yield _Lane(edge.producer, edge.consumer, "sync", f"{sync.target} {how} {sync.source} after {sync.after}")
+            continue
+        lag = f", at most {edge.max_staleness} behind" if edge.max_staleness else ""
+        yield _Lane(edge.producer, edge.consumer, "version", f"{edge.consumer} runs on weights of {edge.producer}{lag}")
+
+
+def _fan(index: int, count: int) -> float:
+    """Sideways place of one of `count` lines at a node."""
+    step = min(16.0, (WIDTH - 60) / max(1, count - 1))
+    return (index - (count - 1) / 2) * step
+
+
+def _smooth(points: Sequence[Point]) -> str:
+    """A line that leaves and arrives downwards."""
+    path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if abs(x1 - x0) < 0.5:
+            path += f" L{x1:.1f} {y1:.1f}"
+        else:
+            half = (y0 + y1) / 2
+            path += f" C{x0:.1f} {half:.1f} {x1:.1f} {half:.1f} {x1:.1f} {y1:.1f}"
+    return path
+
+
+def _hexagon(x: float, y: float) -> str:
+    half, cut = WIDTH / 2, 16
+    points = [(-half + cut, 0), (half - cut, 0), (half, HEIGHT / 2), (half - cut, HEIGHT), (-half + cut, HEIGHT)]
+    points.append((-half, HEIGHT / 2))
+    return f'<polygon points="{" ".join(f"{x + dx:g},{y + dy:g}" for dx, dy in points)}" stroke-linejoin="round"/>'
+
+
+def _cylinder(x: float, y: float) -> str:
+    left, right, lid = x - WIDTH / 2 + 14, x + WIDTH / 2 - 14, 7
+    half = (right - left) / 2
+    body = f"M{left:g} {y + lid:g} V{y + HEIGHT - lid:g} a{half:g} {lid} 0 0 0 {2 * half:g} 0 V{y + lid:g}"
+    return f'<path d="{body}"/><ellipse cx="{x:g}" cy="{y + lid:g}" rx="{half:g}" ry="{lid}"/>'
+
+
+def _fit(text: str, letter: float) -> str:
+    """Squeeze a text that is wider than its node."""
+    room = WIDTH - 20
+    return f' textLength="{room}" lengthAdjust="spacingAndGlyphs"' if len(text) * letter > room else ""
+
+
+MARKERS = "<defs>{}</defs>".format(
+    "".join(
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="{size}" '
+        f'markerHeight="{size}" markerUnits="userSpaceOnUse" orient="auto">'
+        f'<path class="{style}" d="M0.5 0.8 L7.2 4 L0.5 7.2 Z"/></marker>'
+        for name, style, size in (
+            ("arrow", "head", 10),
+            ("arrow-pale", "head-pale", 8),
+            ("arrow-lane", "head-lane", 10),
+        )
+    )
+)
+
+STYLE = (
+    f"text{{font-family:{FONT};text-anchor:middle}}"
+    ".name{font-size:13.5px;font-weight:600}.what{font-size:11px}.legend{font-size:11px;text-anchor:start}"
+    ".keys{font-size:11px;paint-order:stroke;stroke-width:4px;stroke-linejoin:round}"
+    ".edge{fill:none;stroke-width:1.5}.pale{stroke-width:1.2}.lane{fill:none;stroke-width:1.6}"
+    ".version{stroke-dasharray:6 4}.sync{stroke-dasharray:1 4.5;stroke-linecap:round;stroke-width:2.2}"
+    ".node rect,.node polygon,.node path,.node ellipse{stroke-width:1.6}"
+)
+
+
+def _scheme(hues: Mapping[str, Hue], ground: str) -> str:
+    """Colours on light or dark ground."""
+    dark = ground == "dark"
+    paper, ink, quiet, line, pale = (
+        ("#191b21", "#eceef2", "#a3a9b6", "#868d9b", "#4a505d")
+        if dark
+        else ("#ffffff", "#1b1d23", "#5c6370", "#7d8492", "#cdd2da")
+    )
+    rules = [
+        f".ground,.keys{{fill:{paper}}}.keys{{stroke:{paper};fill:{quiet}}}.name{{fill:{ink}}}.what,.legend{{fill:{quiet}}}",
+        f".edge,.ink{{stroke:{line}}}.head{{fill:{line}}}.pale{{stroke:{pale}}}.head-pale{{fill:{pale}}}.head-lane{{fill:{line}}}",
+    ]
+    shapes = [(f"role-{index}", hue) for index, hue in enumerate(hues.values())] + [("host", GREY), ("data", GREY)]
+    for kind, hue in shapes:
+        colour = hue.dark if dark else hue.light
+        tint = f"color-mix(in srgb,{colour} {18 if dark else 10}%,{paper})"
+        shape = ",".join(f".{kind} {tag}" for tag in ("rect", "polygon", "path", "ellipse"))
+        rules.append(f"{shape}{{fill:{paper};fill:{tint};stroke:{colour}}}.lane.{kind}{{stroke:{colour}}}")
+    return "".join(rules)
+
+
+def _dark(hues: Mapping[str, Hue]) -> str:
+    return _scheme(hues, "dark")

@@ -1,0 +1,152 @@
+"""Where the nodes of a drawn graph stand: layers from top to bottom, few crossings, edges around what is in their way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+SWEEPS = 12
+LOOSE = 0.1  # pull of a bundled edge
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """`x` of each node's middle and its `layer` from 0; for each edge the (x, layer) it passes between its ends."""
+
+    x: Mapping[str, float]
+    layer: Mapping[str, int]
+    bends: Mapping[Pair, Sequence[tuple[float, int]]]
+
+
+def place(
+    names: Sequence[str], edges: Sequence[Pair], bundled: Collection[Pair], node_width: float, bend_width: float
+) -> Placed:
+    """Lay out an acyclic graph. `names` are in topological order; widths say how much room a node or a passing edge takes.
+    Edges in `bundled` that have one source share a trunk and branch off above their targets."""
+    layer = longest_paths(names, edges)
+    rows: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
+    for name in names:
+        rows[layer[name]].append(name)
+    links: dict[Pair, float] = {}  # -> how strongly it pulls its ends into one column
+    passing: dict[Pair, list[str]] = {}
+    for edge in edges:
+        source, target = edge
+        way = source if edge in bundled else f"{source}\0{target}"
+        chain = [f"{way}\0{row}" for row in range(layer[source] + 1, layer[target])]
+        for row, dummy in enumerate(chain, layer[source] + 1):
+            if dummy not in rows[row]:
+                rows[row].append(dummy)
+        passing[edge] = chain
+        for link in itertools.pairwise([source, *chain, target]):
+            links[link] = max(links.get(link, 0.0), LOOSE if edge in bundled else 1.0)
+    _order(rows, list(links))
+    x = _coordinates(rows, links, dict.fromkeys(names, node_width), bend_width)
+    rank = {dummy: index for index, row in enumerate(rows) for dummy in row}
+    bends = {edge: [(x[dummy], rank[dummy]) for dummy in chain] for edge, chain in passing.items()}
+    return Placed({name: x[name] for name in names}, layer, bends)
+
+
+def longest_paths(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
+    """Layer of each node: one below the lowest node it reads from."""
+    layer: dict[str, int] = {}
+    for name in names:
+        layer[name] = max((layer[source] + 1 for source, target in edges if target == name), default=0)
+    return layer
+
+
+def implied(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]:
+    """Edges whose target can also be reached from their source over another node."""
+    pairs = set(edges)
+    below: dict[str, set[str]] = {}
+    for name in reversed(names):
+        nexts = {target for source, target in pairs if source == name}
+        below[name] = nexts.union(*(below[target] for target in nexts)) if nexts else set()
+    return {(a, b) for a, b in pairs if any(b in below[via] for _, via in pairs if _ == a and via != b)}
+
+
+def _order(rows: list[list[str]], links: Sequence[Pair]) -> None:
+    """Sort each row by the mean place of its neighbours, down and up; keep the order with the fewest crossings."""
+    best, fewest = [list(row) for row in rows], _crossings(rows, links)
+    for sweep in range(SWEEPS):
+        down = sweep % 2 == 0
+        for index in range(1, len(rows)) if down else range(len(rows) - 2, -1, -1):
+            near = {name: place for place, name in enumerate(rows[index - 1 if down else index + 1])}
+            here = {name: float(place) for place, name in enumerate(rows[index])}
+            for name in here:
+                places = [near[a if down else b] for a, b in links if (b if down else a) == name]
+                here[name] = sum(places) / len(places) if places else here[name]
+            rows[index].sort(key=lambda name, here=here: here[name])  # type: ignore[misc]
+        crossings = _crossings(rows, links)
+        if crossings < fewest:
+            best, fewest = [list(row) for row in rows], crossings
+    rows[:] = best
+
+
+def _crossings(rows: Sequence[Sequence[str]], links: Sequence[Pair]) -> int:
+    place = {name: (row, index) for row, names in enumerate(rows) for index, name in enumerate(names)}
+    spans = [(place[a][0], place[a][1], place[b][1]) for a, b in links]
+    return sum(
+        1
+        for i, (row, a, b) in enumerate(spans)
+        for other, c, d in spans[i + 1 :]
+        if row == other and (a - c) * (b - d) < 0
+    )
+
+
+def _coordinates(
+    rows: Sequence[Sequence[str]], links: Mapping[Pair, float], widths: Mapping[str, float], bend_width: float
+) -> dict[str, float]:
+    """x of every node and bend: near the mean of its neighbours, in the row's order, without overlap, from 0 on."""
+    room = {name: widths.get(name, bend_width) for row in rows for name in row}
+    x: dict[str, float] = {}
+    for row in rows:
+        left = -sum(room[name] for name in row) / 2
+        for name in row:
+            x[name] = left + room[name] / 2
+            left += room[name]
+    neighbours: dict[str, dict[str, float]] = {name: {} for name in room}
+    for (a, b), pull in links.items():
+        neighbours[a][b] = neighbours[b][a] = pull
+    for sweep in range(4 * SWEEPS):
+        for row in rows if sweep % 2 == 0 else reversed(rows):
+            wished = {name: _pulled(neighbours[name], x, x[name]) for name in row}
+            _spread(row, wished, room, x)
+    least = min(x[name] - room[name] / 2 for name in x)
+    return {name: value - least for name, value in x.items()}
+
+
+def _pulled(neighbours: Mapping[str, float], x: Mapping[str, float], default: float) -> float:
+    weight = sum(neighbours.values())
+    return sum(x[name] * pull for name, pull in neighbours.items()) / weight if weight else default
+
+
+def _mean(values: Sequence[float], default: float) -> float:
+    return sum(values) / len(values) if values else default
+
+
+def _spread(row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]) -> None:
+    """The places nearest to the wished ones (least squares) that keep order and room: runs that touch move as one."""
+    blocks: list[tuple[list[str], float]] = []  # names, x of the first one
+    for name in row:
+        names, first = [name], wished[name]
+        while blocks and first < _end(blocks[-1], room) + room[names[0]] / 2:
+            names = blocks.pop()[0] + names
+            first = _mean([wished[n] - o for n, o in zip(names, _offsets(names, room), strict=True)], 0.0)
+        blocks.append((names, first))
+    for names, first in blocks:
+        for name, offset in zip(names, _offsets(names, room), strict=True):
+            x[name] = first + offset
+
+
+def _offsets(names: Sequence[str], room: Mapping[str, float]) -> list[float]:
+    offsets = [0.0]
+    for before, after in itertools.pairwise(names):
+        offsets.append(offsets[-1] + (room[before] + room[after]) / 2)
+    return offsets
+
+
+def _end(block: tuple[list[str], float], room: Mapping[str, float]) -> float:
+    names, first = block
+    return first + _offsets(names, room)[-1] + room[names[-1]] / 2

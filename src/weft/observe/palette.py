@@ -1,0 +1,34 @@
+"""Colours of roles, the same in the graph, the timeline and the report, on light and on dark ground.
+
+Each is told apart from its neighbours with the common colour-vision deficiencies, and has a contrast of at least 3:1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hue:
+    """One colour as a line or a fill: on light ground, on dark ground."""
+
+    light: str
+    dark: str
+
+
+INDIGO, ORANGE, TEAL = Hue("#4a5bd4", "#93a0ff"), Hue("#c05d0c", "#f2a65e"), Hue("#0b8074", "#52c7b8")
+MAGENTA, SKY, OLIVE = Hue("#b0357f", "#ec8fc8"), Hue("#1f77b0", "#72b9ea"), Hue("#6f7212", "#c8c65c")
+GREY = Hue("#646b78", "#a0a7b4")
+HUES = (INDIGO, ORANGE, TEAL, MAGENTA, SKY, OLIVE)
+KNOWN = {"actor": INDIGO, "model": INDIGO, "critic": ORANGE, "ref": TEAL, "reward": MAGENTA, "rew": MAGENTA}
+
+
+def role_hues(roles: Iterable[str]) -> dict[str, Hue]:
+    """Role -> colour: the usual roles have their own, others take what is left, in the order given."""
+    names = list(dict.fromkeys(roles))
+    taken = [KNOWN[name] for name in names if name in KNOWN]
+    free = [hue for hue in HUES if hue not in taken] or list(HUES)
+    others = [name for name in names if name not in KNOWN]
+    chosen = {name: free[index % len(free)] for index, name in enumerate(others)}
+    return {name: KNOWN.get(name) or chosen[name] for name in names}
