@@ -36,7 +36,7 @@ from weft.models.kv_cache import KVCache
 from weft.models.packed import Packed
 
 KV_SHARE = 0.25  # of the device's memory that keys and values may take
-SEQUENCES = {"cpu": 64}  # rows of a decode step; more gain nothing on a CPU
+SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
 DEFAULT_SEQUENCES = 256
 
 

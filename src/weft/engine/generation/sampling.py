@@ -22,6 +22,7 @@ from weft.errors import RunError
 
 BLOCK = 128  # ids a step of the two-level search through the CDF
 HEAD = 1024  # likeliest ids looked at before a whole row is sorted
+CELLS = 1 << 19  # probabilities that a CPU works on at once: 4 MB, which its caches hold
 
 
 @dataclass(frozen=True)
@@ -41,26 +42,44 @@ def limits(spec: GenerationSpec, vocab_size: int) -> bool:
 def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None = None) -> Draw:
     """One token a row of `logits` [R, V] (any float dtype), by `uniforms` [R] in [0, 1).
 
-    `banned` is bool [R, V] or [1, V]: ids that may not be drawn. The arithmetic is float64, row by row, so a row's token does
-    not depend on the other rows (Apple's MPS has no float64: there the rows are drawn on the CPU).
+    `banned` is bool [R, V]: ids that may not be drawn. The arithmetic is float64, row by row, so a row's token does not depend
+    on the other rows (Apple's MPS has no float64: there the rows are drawn on the CPU).
     """
     if logits.device.type == "mps":
         logits, uniforms, banned = logits.cpu(), uniforms.cpu(), None if banned is None else banned.cpu()
-    allowed = logits if banned is None else logits.masked_fill(banned, -math.inf)
+    size = max(1, CELLS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    parts = []
+    for first in range(0, len(logits), size):
+        rows = slice(first, first + size)
+        parts.append(_draw(logits[rows], uniforms[rows], spec, None if banned is None else banned[rows]))
+    kept = [part.kept for part in parts if part.kept is not None]
+    return Draw(
+        torch.cat([part.tokens for part in parts]),
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat(kept) if kept else None,
+    )
+
+
+def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None) -> Draw:
+    exact = logits.double()
     if spec.greedy:
-        tokens = allowed.argmax(dim=-1)
-        scores = logits.double()
-        return Draw(tokens, (_at(scores, tokens) - scores.logsumexp(dim=-1)).float())
-    scores = allowed.double() / spec.temperature
+        tokens = _allowed(exact, banned).argmax(dim=-1)
+        return Draw(tokens, (_at(exact, tokens) - exact.logsumexp(dim=-1)).float())
+    if spec.temperature != 1.0:
+        exact = exact / spec.temperature
+    scores = _allowed(exact, banned)
     kept = likeliest(scores, spec) if limits(spec, logits.shape[-1]) else None
     if kept is not None:
         scores = scores.masked_fill(~kept, -math.inf)
     peak = scores.amax(dim=-1, keepdim=True)
-    weights = (scores - peak).exp_()
-    tokens, total = inverse_cdf(weights, uniforms)
+    tokens, total = inverse_cdf((scores - peak).exp_(), uniforms)
     if kept is None and banned is not None:
-        total = ((logits.double() / spec.temperature) - peak).exp_().sum(dim=-1)
+        total = (exact - peak).exp_().sum(dim=-1)
     return Draw(tokens, (_at(scores, tokens) - peak.squeeze(-1) - total.log()).float(), kept)
+
+
+def _allowed(scores: Tensor, banned: Tensor | None) -> Tensor:
+    return scores if banned is None else scores.masked_fill(banned, -math.inf)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +89,9 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     block found, so that no row needs a running sum over its whole vocabulary.
     """
     rows, vocab = weights.shape
-    blocks = torch.nn.functional.pad(weights, (0, -vocab % BLOCK)).view(rows, -1, BLOCK)
+    if vocab % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -vocab % BLOCK))
+    blocks = weights.view(rows, -1, BLOCK)
     ends = blocks.sum(dim=-1).cumsum(dim=-1)
     total = ends[:, -1]
     target = uniforms.to(torch.float64) * total
