@@ -62,15 +62,13 @@ def _header(path: Path, raw: bytes) -> Header:
     if len(raw) < HEADER_BYTES:
         raise CheckpointError(f"{path} has {len(raw)} bytes: no llama2.c checkpoint")
     magic, version = struct.unpack_from("<Ii", raw)
-    if magic == MAGIC:
-        if version != 1:
-            raise CheckpointError(f"{path} is export version {version} (quantized); convert version 0 or 1, float32")
-        sizes = struct.unpack_from("<7i", raw, 8)
-        header = Header(*sizes, shared=raw[36] != 0, legacy=False, start=HEADER_BYTES)
-    else:
-        hidden, inner, layers, heads, kv_heads, vocab, length = struct.unpack_from("<7i", raw)
-        sizes = (hidden, inner, layers, heads, kv_heads, abs(vocab), length)
-        header = Header(*sizes, shared=vocab > 0, legacy=True, start=28)
+    legacy = magic != MAGIC
+    if not legacy and version != 1:
+        raise CheckpointError(f"{path} is export version {version} (quantized); convert version 0 or 1, float32")
+    hidden, inner, layers, heads, kv_heads, vocab, length = struct.unpack_from("<7i", raw, 0 if legacy else 8)
+    shared = vocab > 0 if legacy else raw[36] != 0
+    start = 28 if legacy else HEADER_BYTES
+    header = Header(hidden, inner, layers, heads, kv_heads, abs(vocab), length, shared, legacy, start)
     plausible = all(
         0 < n < 2**24 for n in (header.hidden, header.intermediate, header.layers, header.vocab, header.length)
     )
