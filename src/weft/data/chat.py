@@ -201,15 +201,26 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
         spans = assistant_spans(template, messages, tools, text)
     else:
         spans = [(a, _with_end(text, b, template.turn_end)) for a, b in spans]
-    found = template.offsets(text)
+    return mask_spans(template.encode, template.offsets, text, spans)
+
+
+def mask_spans(
+    encode: Callable[[str], list[int]],
+    offsets: Callable[[str], tuple[list[int], list[Span]] | None],
+    text: str,
+    spans: Sequence[Span],
+) -> tuple[list[int], list[bool]]:
+    """(ids, mask) of a text: True on tokens that hold any character of a span. `offsets` gives None where it cannot tell;
+    then the boundary is the longest common token prefix with the text before the span."""
+    found = offsets(text)
     if found is None:
-        ids = template.encode(text)
-        ranges = [tuple(common_prefix(template.encode(text[:at]), ids) for at in span) for span in spans]
+        ids = encode(text)
+        ranges = [tuple(common_prefix(encode(text[:at]), ids) for at in span) for span in spans]
         return ids, [any(a <= i < b for a, b in ranges) for i in range(len(ids))]
-    ids, offsets = found
+    ids, places = found
     mask = [False] * len(ids)
     for a, b in spans:
-        for i, (start, stop) in enumerate(offsets):
+        for i, (start, stop) in enumerate(places):
             mask[i] = mask[i] or (start < b and stop > a) or (start == stop and a <= start < b)
     return ids, mask
 

@@ -83,6 +83,12 @@ class Tokenizer:
         found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
 
+    def encode_with_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """(ids, mask) of a text, True on tokens that hold a character of one of the spans [start, stop)."""
+        ids, mask = chat.mask_spans(lambda part: self.encode(part, bos=False), self.encode_with_offsets, text, spans)
+        bos = self.bos_id
+        return ([bos, *ids], [False, *mask]) if self.add_bos and bos is not None and ids[:1] != [bos] else (ids, mask)
+
     # -- chat
 
     @property

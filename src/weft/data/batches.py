@@ -1,0 +1,276 @@
+"""Batches for the graph: which ids come when is a function of seed and epoch, and the position is two numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data import packing
+from weft.data.datasets.base import MapDataset, StreamDataset, Tokenized
+from weft.data.mixture import Index, Share, epoch_order, per_epoch
+from weft.data.sample import SequenceSample
+from weft.errors import DataError, UserError
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How large a batch is: a number of ids, or tokens it holds at most. Exactly one is set."""
+
+    num_ids: int | None = None
+    num_tokens: int | None = None
+    option: str = "dataset.train_tokens_per_batch"
+
+    def bounds(self, costs: npt.NDArray[np.int64]) -> list[int]:
+        """Where to cut a list of ids with these token costs. Raises `ConfigError` where a batch cannot hold the longest."""
+        if self.num_tokens is not None:
+            return packing.cut_by_budget(costs, self.num_tokens, self.option)
+        assert self.num_ids is not None
+        return [*range(0, len(costs), self.num_ids), len(costs)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples `indices` of a dataset under one name. `prefix` puts the name before ids, so that sources do not collide."""
+
+    name: str
+    dataset: MapDataset
+    indices: Index
+    prefix: bool = False
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        """One sample, its id prefixed where asked, `source` among its metadata. Raises `DataError` for other values."""
+        if not 0 <= index < len(self.indices):
+            raise IndexError(index)
+        sample = self.dataset[int(self.indices[index])]
+        if not isinstance(sample, SequenceSample) or sample.num_ids != 1:
+            found = f"{sample.num_ids} ids" if isinstance(sample, SequenceSample) else type(sample).__name__
+            raise DataError(
+                f"{self.name}[{index}]: a map-style dataset returns a SequenceSample of one id, not {found}"
+            )
+        ids = (f"{self.name}/{sample.ids[0]}",) if self.prefix else sample.ids
+        return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
+
+    def costs(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample."""
+        if isinstance(self.dataset, Tokenized):
+            return self.dataset.table.costs()[self.indices]
+        return np.asarray([int(self[i].token_costs().sum()) for i in range(len(self))], dtype=np.int64)
+
+    def batches(self, batching: Batching) -> Iterator[SequenceSample]:
+        """All samples in order, batch by batch: one pass of an evaluation."""
+        costs = self.costs() if batching.num_tokens is not None else np.ones(len(self), dtype=np.int64)
+        bounds = batching.bounds(costs)
+        for low, high in pairwise(bounds):
+            yield SequenceSample.gather([self[i] for i in range(low, high)])
+
+
+class Loader(Protocol):
+    """Endless batches, epoch after epoch; a batch never spans two. `state_dict` is the exact position, as JSON values."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0."""
+        ...
+
+    @property
+    def epoch_done(self) -> bool:
+        """Whether the batch given out last was the last of its epoch."""
+        ...
+
+    @property
+    def num_ids(self) -> int:
+        """Ids of one epoch (of the current one, where epochs differ)."""
+        ...
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of one epoch (of the current one, where epochs differ)."""
+        ...
+
+    @property
+    def epoch_fraction(self) -> float:
+        """Epochs gone by: 1.25 is a quarter into the second."""
+        ...
+
+    def next_batch(self) -> SequenceSample: ...
+    def num_batches(self, epochs: int) -> int:
+        """Batches of the first `epochs` epochs together."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class MapLoader:
+    """Batches of samples that can be had by index. Every epoch draws its part of each source and shuffles anew."""
+
+    def __init__(
+        self, parts: Sequence[Part], shares: Sequence[Share], batching: Batching, *, seed: int, shuffle: bool = True
+    ) -> None:
+        self._parts = list(parts)
+        self._shares = list(shares)
+        self._batching = batching
+        self._seed = seed
+        self._shuffle = shuffle
+        self._costs = [part.costs() for part in parts] if batching.num_tokens is not None else None
+        self._position = (0, 0)  # epoch, batch
+        self._planned: tuple[int, tuple[Index, Index], list[int]] | None = None
+        self.epoch_done = False
+
+    @property
+    def epoch(self) -> int:
+        return self._position[0]
+
+    @property
+    def num_ids(self) -> int:
+        return sum(per_epoch(self._shares))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return len(self._plan(self.epoch)[1]) - 1
+
+    @property
+    def epoch_fraction(self) -> float:
+        return self.epoch + self._position[1] / self.batches_per_epoch
+
+    def num_batches(self, epochs: int) -> int:
+        if self._costs is None:
+            return epochs * self.batches_per_epoch
+        return sum(len(self._plan(epoch)[1]) - 1 for epoch in range(epochs))
+
+    def next_batch(self) -> SequenceSample:
+        epoch, batch = self._position
+        (source, index), bounds = self._plan(epoch)
+        rows = slice(bounds[batch], bounds[batch + 1])
+        picked = [self._parts[s][i] for s, i in zip(source[rows].tolist(), index[rows].tolist(), strict=True)]
+        self.epoch_done = batch + 1 == len(bounds) - 1
+        self._position = (epoch + 1, 0) if self.epoch_done else (epoch, batch + 1)
+        return SequenceSample.gather(picked)
+
+    def state_dict(self) -> dict[str, Any]:
+        epoch, batch = self._position
+        return {"epoch": epoch, "batch": batch, "epoch_done": self.epoch_done, "data": self._fingerprint()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position. Raises `UserError` where the data or the batch size are not those of the saved run."""
+        if state["data"] != self._fingerprint():
+            raise UserError(
+                "the saved position belongs to other data: the rows, the mixture, the batch size or the seed have changed; "
+                "start a new trial, or restore the data"
+            )
+        self._position = (int(state["epoch"]), int(state["batch"]))
+        self.epoch_done = bool(state["epoch_done"])
+
+    def _plan(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
+        """((source, sample) in order, bounds of the batches) of an epoch; the last one asked for is kept."""
+        if self._planned is None or self._planned[0] != epoch:
+            order = epoch_order(self._shares, self._seed, epoch, self._shuffle)
+            costs = np.ones(len(order[0]), dtype=np.int64)
+            if self._costs is not None:
+                costs = np.asarray([self._costs[s][i] for s, i in zip(*order, strict=True)], dtype=np.int64)
+            self._planned = (epoch, order, self._batching.bounds(costs))
+        return self._planned[1], self._planned[2]
+
+    def _fingerprint(self) -> str:
+        """What the order of ids depends on."""
+        shares = [asdict(share) for share in self._shares]
+        text = json.dumps([shares, asdict(self._batching), self._seed, self._shuffle], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@runtime_checkable
+class Epochs(Protocol):
+    """An iterable dataset whose epochs differ: told which one begins before `iter()`."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class StreamLoader:
+    """Batches that a dataset lays out itself. Its position is found again by going through the epoch's earlier batches.
+
+    An epoch ends with the iterator, or after `len(dataset)` batches where the dataset states a length (endless ones must).
+    """
+
+    def __init__(self, dataset: StreamDataset, name: str) -> None:
+        self._dataset = dataset
+        self._name = name
+        self._limit = len(dataset) if isinstance(dataset, Sized) else None
+        self._position = (0, 0)
+        self._iterator: Iterator[SequenceSample] | None = None
+        self._ahead: SequenceSample | None = None
+        self._counted: tuple[int, int] | None = None
+        self.epoch_done = False
+
+    @property
+    def epoch(self) -> int:
+        return self._position[0]
+
+    @property
+    def num_ids(self) -> int:
+        return self._count()[0]
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._limit if self._limit is not None else self._count()[1]
+
+    @property
+    def epoch_fraction(self) -> float:
+        return self.epoch + self._position[1] / self.batches_per_epoch
+
+    def num_batches(self, epochs: int) -> int:
+        return epochs * self.batches_per_epoch
+
+    def next_batch(self) -> SequenceSample:
+        epoch, batch = self._position
+        if self._iterator is None:
+            self._iterator = self._open(epoch)
+            for _ in range(batch):
+                next(self._iterator)
+            self._ahead = next(self._iterator, None)
+        sample = self._ahead
+        if not isinstance(sample, SequenceSample):
+            found = "nothing" if sample is None else type(sample).__name__
+            raise DataError(f"{self._name}: an iterable dataset yields SequenceSamples, epoch {epoch} gave {found}")
+        at_limit = self._limit is not None and batch + 1 >= self._limit
+        self._ahead = None if at_limit else next(self._iterator, None)
+        self.epoch_done = self._ahead is None
+        if self.epoch_done:
+            self._iterator = None
+        self._position = (epoch + 1, 0) if self.epoch_done else (epoch, batch + 1)
+        return replace(sample, metadata={"source": (self._name,) * sample.num_ids, **sample.metadata})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._position[0], "batch": self._position[1], "epoch_done": self.epoch_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position."""
+        self._position = (int(state["epoch"]), int(state["batch"]))
+        self.epoch_done = bool(state["epoch_done"])
+        self._iterator = self._ahead = None
+
+    def _open(self, epoch: int) -> Iterator[SequenceSample]:
+        if isinstance(self._dataset, Epochs):
+            self._dataset.set_epoch(epoch)
+        return iter(self._dataset)
+
+    def _count(self) -> tuple[int, int]:
+        """(ids, batches) of the first epoch, found by going through it once."""
+        if self._counted is None:
+            ids = batches = 0
+            for batch in self._open(0):
+                ids, batches = ids + batch.num_ids, batches + 1
+                if batches == self._limit:
+                    break
+            self._counted = (ids, batches)
+            self._iterator = self._ahead = None  # the pass may have moved a dataset that is its own iterator
+        return self._counted

@@ -1,0 +1,59 @@
+"""The table of what a source gave: rows, samples to train and evaluate on, what was cut or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.data.table import Report
+
+COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers cut", "dropped")
+
+
+@dataclass(frozen=True)
+class SourceCount:
+    """Samples of one source: to train on, of these in an epoch, to evaluate on. `report` is None for datasets not weft's."""
+
+    name: str
+    type: str
+    train: int
+    evaluation: int
+    per_epoch: int
+    report: Report | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        done = self.report
+        cut = ("", "", "") if done is None else (f"{done.prompts_cut:,}", f"{done.answers_cut:,}", f"{done.dropped:,}")
+        return self.name, self.type, f"{self.train:,}", f"{self.evaluation:,}", f"{self.per_epoch:,}", *cut
+
+    def note(self, limits: str) -> str | None:
+        """What was cut or left out in words, or None where nothing was."""
+        done = self.report
+        if done is None:
+            return None
+        parts = [
+            f"{count:,} {what}"
+            for count, what in (
+                (done.prompts_cut, "with the prompt cut"),
+                (done.answers_cut, "with the end of the answer cut"),
+                (done.dropped, "left out"),
+            )
+            if count
+        ]
+        return f"{self.name}: of {done.rows:,} rows, {', '.join(parts)} ({limits})" if parts else None
+
+
+def render(counts: Sequence[SourceCount]) -> str:
+    """A plain-text table with a line of totals where there are several sources."""
+    rows = [COLUMNS, *(count.cells() for count in counts)]
+    if len(counts) > 1:
+        sums = [sum(getattr(count, name) for count in counts) for name in ("train", "evaluation", "per_epoch")]
+        done = sum((count.report for count in counts if count.report is not None), Report())
+        numbers = [*sums, done.prompts_cut, done.answers_cut, done.dropped]
+        rows.append(("total", "", *(f"{number:,}" for number in numbers)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+"""What every dataset class is built with and answers to, and what the shipped ones share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from weft.data.chat import Message, common_prefix
+from weft.data.lengths import Encoded, Lengths
+from weft.data.progress import Reporter, show
+from weft.data.rows import PROMPT_KEYS, BadRow, Row, need, text
+from weft.data.sample import SequenceSample
+from weft.data.table import TokenTable
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import Form, Source, tokenize
+from weft.errors import ConfigError, nearest
+
+FormT = TypeVar("FormT", bound=Form)
+
+
+@dataclass(frozen=True)
+class DatasetUtility:
+    """What weft gives every dataset class: `cls(util=DatasetUtility(...), **args)`.
+
+    A class that draws at random does so from `seed` alone, so that every rank of `world_size` sees the same ids.
+    """
+
+    tokenizer: Tokenizer
+    seed: int = 1
+    rank: int = 0
+    world_size: int = 1
+    cache_dir: str | None = None
+    num_workers: int | None = None
+    progress: Reporter = show
+
+
+@runtime_checkable
+class MapDataset(Protocol):
+    """Samples by index: `__getitem__` returns a SequenceSample of one id; the same index gives the same sample."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> SequenceSample: ...
+
+
+@runtime_checkable
+class StreamDataset(Protocol):
+    """Whole batches, laid out by the dataset; every `iter()` begins an epoch and repeats the same batches."""
+
+    def __iter__(self) -> Iterator[SequenceSample]: ...
+
+
+@runtime_checkable
+class Tokenized(Protocol):
+    """A dataset whose rows lie in a table: the shipped ones."""
+
+    @property
+    def table(self) -> TokenTable: ...
+
+
+def build_table(
+    form_class: type[FormT], util: DatasetUtility, path: str, split: str | None, options: dict[str, Any]
+) -> TokenTable:
+    """The table of a shipped dataset; `options` are fields of `form_class` and of `Lengths`.
+
+    Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot be used.
+    """
+    of_form = {spec.name for spec in fields(form_class)}
+    of_lengths = {spec.name for spec in fields(Lengths)}
+    for name in options:
+        if name not in of_form | of_lengths:
+            close = nearest(name, of_form | of_lengths)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(of_form))}"
+            raise ConfigError(f"dataset.args.{name}={options[name]!r}: no such argument; {hint}")
+    form = form_class(**{name: value for name, value in options.items() if name in of_form})
+    lengths = Lengths(**{name: value for name, value in options.items() if name in of_lengths})
+    source = Source(path, split, util.cache_dir, util.num_workers, util.progress)
+    return tokenize(form, lengths, util.tokenizer, source)
+
+
+# -- token ids of texts
+
+
+def prompt_keys(key: str | None) -> tuple[str, ...]:
+    """Columns a prompt may stand in: the one that was named, or the usual ones."""
+    return (key,) if key else PROMPT_KEYS
+
+
+def prompt_text(row: Row, key: str) -> str:
+    """The prompt of a row; an alpaca row's `input` follows its instruction on a new line."""
+    prompt = text(row, key, may_be_empty=True)
+    more = row.get("input") if key == "instruction" else None
+    if more is not None and not isinstance(more, str):
+        raise BadRow("'input' must be text")
+    return f"{prompt}\n{more}" if more else prompt
+
+
+def ended(tokenizer: Tokenizer, content: str) -> list[int]:
+    """Ids of a whole text, with EOS at the end (one of them)."""
+    ids, eos = tokenizer.encode(content), tokenizer.require_eos()
+    return ids if ids and ids[-1] == eos else [*ids, eos]
+
+
+def answered(prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any) -> Encoded:
+    """A group of whole sequences; what follows the longest prefix that a sequence shares with `prompt` is the answer.
+
+    So a token that merges the prompt's end with the answer's beginning is the answer's.
+    """
+    bounds = [common_prefix(prompt, sequence) for sequence in sequences]
+    masks = [[index >= bound for index in range(len(ids))] for ids, bound in zip(sequences, bounds, strict=True)]
+    return grouped(sequences, masks, **more)
+
+
+def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any) -> Encoded:
+    """A group of whole sequences and their masks: the prompt is the longest common prefix before any trained token.
+
+    Tokens after the last trained one are left out. Raises `BadRow` where a sequence has no trained token.
+    """
+    if not all(any(mask) for mask in masks):
+        raise BadRow("nothing in it is to be learned: no turn of the assistant, or an empty one")
+    shared = min(common_prefix(*sequences), *(mask.index(True) for mask in masks)) if sequences else 0
+    stops = [len(mask) - mask[::-1].index(True) for mask in masks]
+    return Encoded(
+        list(sequences[0][:shared]),
+        [sequence[shared:stop] for sequence, stop in zip(sequences, stops, strict=True)],
+        [mask[shared:stop] for mask, stop in zip(masks, stops, strict=True)],
+        **more,
+    )
+
+
+def continued(
+    tokenizer: Tokenizer, context: Sequence[Message], replies: Sequence[Sequence[Message]], tools: Any, **more: Any
+) -> Encoded:
+    """A group of conversations that go on from `context`; only what follows it is trained. Raises `BadRow`."""
+    sequences, masks = [], []
+    for number, reply in enumerate(replies, 1):
+        check_replies(reply, f" of continuation {number}" if len(replies) > 1 else "")
+        before = [{**message, "train": False} for message in context]
+        ids, mask = tokenizer.encode_chat_with_mask([*before, *reply], tools)
+        sequences.append(ids)
+        masks.append(mask)
+    return grouped(sequences, masks, **more)
+
+
+def check_replies(messages: Sequence[Message], where: str = "") -> None:
+    """Raise `BadRow` where the assistant has no turn, or one without any content."""
+    turns = [m for m in messages if m["role"] == "assistant"]
+    if not turns:
+        raise BadRow(f"there is no turn of the assistant{where}")
+    for number, message in enumerate(messages, 1):
+        said = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+        if message["role"] == "assistant" and not said:
+            raise BadRow(f"message {number}{where}: the assistant's content is empty")
+
+
+def need_prompt(row: Row, key: str | None, form: str) -> str:
+    return need(row, prompt_keys(key), form)

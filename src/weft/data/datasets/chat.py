@@ -1,0 +1,67 @@
+"""`chat`: conversations, of which the assistant's turns are learned. Also Open-Assistant trees, every thread of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weft.data import trees
+from weft.data.chat import normalise
+from weft.data.datasets.base import DatasetUtility, build_table, check_replies, grouped
+from weft.data.lengths import Encoded
+from weft.data.rows import MESSAGE_KEYS, Row, need
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.errors import ConfigError
+from weft.registry import register_dataset
+
+
+@dataclass(frozen=True)
+class Chat:
+    """`train_on: last` learns the last turn alone; `all` learns every turn of the assistant."""
+
+    messages_key: str | None = None
+    id_key: str = "id"
+    train_on: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.train_on not in ("all", "last"):
+            raise ConfigError(f"dataset.args.train_on={self.train_on!r}: must be all or last")
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        tokenizer.require_chat_template()
+
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+        if trees.is_tree(row):
+            return [
+                self._conversation(trees.messages(path), None, tokenizer, path[-1]["message_id"])
+                for path in trees.threads(row)
+            ]
+        keys = (self.messages_key,) if self.messages_key else MESSAGE_KEYS
+        return [self._conversation(row[need(row, keys, "chat")], row.get("tools"), tokenizer, "")]
+
+    def _conversation(self, given: Any, tools: Any, tokenizer: Tokenizer, part: str) -> Encoded:
+        messages = normalise(given)
+        check_replies(messages)
+        if self.train_on == "last":
+            last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+            messages = [m if index == last else {**m, "train": False} for index, m in enumerate(messages)]
+        ids, mask = tokenizer.encode_chat_with_mask(messages, tools)
+        return grouped([ids], [mask], part=part)
+
+
+@register_dataset("chat")
+class ChatDataset:
+    """Rows `{messages[{role, content}]}` as keys `prompt`, `completion`, `loss_mask`; the first reply begins the completion.
+
+    `options`: messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong, truncate_side.
+    """
+
+    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
+        self.table = build_table(Chat, util, path, split, options)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        return self.table[index]

@@ -1,0 +1,75 @@
+"""`paired_comparison`: a prompt with pairs of a better and a worse answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.data.datasets.base import DatasetUtility, answered, build_table, ended, need_prompt, prompt_text
+from weft.data.lengths import Encoded
+from weft.data.rows import BadRow, Row, need, number, texts
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.registry import register_dataset
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """Answer j of `pos_answers` is better than answer j of `neg_answers`; `margin` is one number or one a pair.
+
+    `max_pairs_per_prompt` keeps the first pairs of a row that has more.
+    """
+
+    prompt_key: str | None = None
+    id_key: str = "id"
+    max_pairs_per_prompt: int | None = None
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        tokenizer.require_eos()
+
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+        prompt = prompt_text(row, need_prompt(row, self.prompt_key, "paired_comparison"))
+        better = texts(row, need(row, ("pos_answers",), "paired_comparison"))
+        worse = texts(row, need(row, ("neg_answers",), "paired_comparison"))
+        if len(better) != len(worse):
+            raise BadRow(f"'pos_answers' has {len(better)} entries and 'neg_answers' {len(worse)}; they come in pairs")
+        margins = _margins(row.get("margin"), len(better))
+        pairs = list(zip(better, worse, margins, strict=True))[: self.max_pairs_per_prompt]
+        answers = [answer for pair in pairs for answer in pair[:2]]
+        values = {
+            "rank": [0.0, 1.0] * len(pairs),
+            "comparison": [float(j) for j in range(len(pairs)) for _ in range(2)],
+            "margin": [pair[2] for pair in pairs for _ in range(2)],
+            "label": [1.0, 0.0] * len(pairs),
+        }
+        sequences = [ended(tokenizer, prompt + answer) for answer in answers]
+        return [answered(tokenizer.encode(prompt), sequences, values=values)]
+
+
+def _margins(value: Any, pairs: int) -> list[float]:
+    if value is None:
+        return [0.0] * pairs
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [number(value, "margin")] * pairs
+    if len(value) != pairs:
+        raise BadRow(f"'margin' has {len(value)} entries for {pairs} pairs")
+    return [number(entry, "margin") for entry in value]
+
+
+@register_dataset("paired_comparison")
+class PairedComparisonDataset:
+    """Rows `{prompt, pos_answers[], neg_answers[]}` as groups of 2n completions: better, worse, better, worse, ...
+
+    Keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse), `comparison` (the pair), `margin`, `label`.
+    `options`: prompt_key, id_key, max_pairs_per_prompt, max_seqlen, max_prompt_len, overlong, truncate_side.
+    """
+
+    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
+        self.table = build_table(PairedComparison, util, path, split, options)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        return self.table[index]

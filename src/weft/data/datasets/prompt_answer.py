@@ -1,0 +1,56 @@
+"""`prompt_answer`: a prompt and the answer to learn. Also alpaca, `prompt/completion` and `question/answer` rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weft.data.datasets.base import DatasetUtility, answered, build_table, ended, need_prompt, prompt_text
+from weft.data.lengths import Encoded
+from weft.data.rows import ANSWER_KEYS, Row, need, text
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.registry import register_dataset
+
+
+@dataclass(frozen=True)
+class PromptAnswer:
+    """The answer is everything after the prompt, and EOS. `as_chat`: the prompt is rendered as the user's message."""
+
+    prompt_key: str | None = None
+    answer_key: str | None = None
+    id_key: str = "id"
+    as_chat: bool = False
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        tokenizer.require_eos()
+        if self.as_chat:
+            tokenizer.require_chat_template()
+
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+        prompt_key = need_prompt(row, self.prompt_key, "prompt_answer")
+        answer_key = need(row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer")
+        prompt, answer = prompt_text(row, prompt_key), text(row, answer_key)
+        if self.as_chat:
+            user = {"role": "user", "content": prompt}
+            ids, mask = tokenizer.encode_chat_with_mask([user, {"role": "assistant", "content": answer}])
+            first = mask.index(True)
+            return [Encoded(ids[:first], [ids[first:]], [mask[first:]])]
+        return [answered(tokenizer.encode(prompt), [ended(tokenizer, prompt + answer)])]
+
+
+@register_dataset("prompt_answer")
+class PromptAnswerDataset:
+    """Rows `{prompt, answer}` as keys `prompt`, `completion`, `loss_mask`, one completion an id.
+
+    `options`: prompt_key, answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
+    """
+
+    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
+        self.table = build_table(PromptAnswer, util, path, split, options)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        return self.table[index]

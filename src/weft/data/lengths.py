@@ -1,0 +1,94 @@
+"""What happens to rows that are too long, and the token ids of one row between encoding and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.data.rows import BadRow
+from weft.data.spec import OVERLONG
+from weft.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The token ids of one id: a prompt, K completions with their masks, values of each completion, metadata.
+
+    `part` tells the samples of one row apart where it makes several. A prompt alone has no completions.
+    """
+
+    prompt: list[int]
+    completions: list[list[int]] = field(default_factory=list)
+    masks: list[list[bool]] = field(default_factory=list)
+    values: Mapping[str, list[float]] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The limits on a row. `max_prompt_len` None: only `max_seqlen` counts. `truncate_side`: which end of a prompt is cut."""
+
+    max_seqlen: int = 1024
+    max_prompt_len: int | None = None
+    overlong: str = "truncate"
+    truncate_side: str = "left"
+
+    def __post_init__(self) -> None:
+        if self.overlong not in OVERLONG:
+            raise ConfigError(f"dataset.overlong={self.overlong!r}: must be one of {', '.join(OVERLONG)}")
+        if self.truncate_side not in ("left", "right"):
+            raise ConfigError(f"dataset.truncate_side={self.truncate_side!r}: must be left or right")
+        if self.max_seqlen < 2:
+            raise ConfigError(
+                f"dataset.max_seqlen={self.max_seqlen}: must be at least 2, a prompt's token and an answer's"
+            )
+
+
+def fit(encoded: Encoded, lengths: Lengths, bos_id: int | None) -> tuple[Encoded | None, str]:
+    """(the row within its limits or None where it is dropped, what was done: "", "prompt", "answer", "dropped").
+
+    A prompt is cut to `max_prompt_len`; where prompt and longest completion exceed `max_seqlen`, the prompt gives way first,
+    down to half of it, then completions lose their ends. A prompt cut from the left keeps its BOS. A row without a trained
+    token left in each completion is dropped. Raises `BadRow` where `overlong` is error.
+    """
+    num_prompt = len(encoded.prompt)
+    longest = max(map(len, encoded.completions), default=0)
+    limit = min(num_prompt, lengths.max_prompt_len or num_prompt, lengths.max_seqlen)
+    if encoded.completions:
+        limit = min(limit, max(lengths.max_seqlen // 2, lengths.max_seqlen - longest))
+    room = lengths.max_seqlen - limit
+    if limit == num_prompt and longest <= room:
+        return encoded, ""
+    if lengths.overlong == "error":
+        raise BadRow(_too_long(num_prompt, longest, lengths))
+    if lengths.overlong == "drop":
+        return None, "dropped"
+    short = replace(
+        encoded,
+        prompt=_cut(encoded.prompt, limit, lengths.truncate_side, bos_id),
+        completions=[completion[:room] for completion in encoded.completions],
+        masks=[mask[:room] for mask in encoded.masks],
+    )
+    if not all(any(mask) for mask in short.masks):
+        return None, "dropped"
+    return short, "answer" if longest > room else "prompt"
+
+
+def _too_long(num_prompt: int, longest: int, lengths: Lengths) -> str:
+    if lengths.max_prompt_len is not None and num_prompt > lengths.max_prompt_len:
+        what = f"the prompt has {num_prompt} tokens, more than dataset.max_prompt_len={lengths.max_prompt_len}"
+    else:
+        what = f"the row has {num_prompt + longest} tokens, more than dataset.max_seqlen={lengths.max_seqlen}"
+    return f"{what}; raise the limit, or set dataset.overlong to truncate or drop"
+
+
+def _cut(prompt: list[int], limit: int, side: str, bos_id: int | None) -> list[int]:
+    if len(prompt) <= limit:
+        return prompt
+    if side == "right":
+        return prompt[:limit]
+    if limit > 1 and prompt[0] == bos_id:
+        return [prompt[0], *prompt[len(prompt) - limit + 1 :]]
+    return prompt[len(prompt) - limit :]

@@ -1,0 +1,224 @@
+"""From the `dataset.*` options to batches: sources are read, mixed, split, counted."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
+from weft.data.counts import SourceCount, render
+from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, Tokenized
+from weft.data.mixture import Share, hold_out, per_epoch
+from weft.data.progress import Reporter, show, silent
+from weft.data.spec import DatasetSpec, SourceSpec, parse_sources
+from weft.data.tokenizer import Tokenizer
+from weft.errors import ConfigError, DataError
+from weft.registry import datasets
+
+
+@dataclass(frozen=True)
+class LoadedData:
+    """What a run reads: training batches, a validation set a source, the counts, and lines to print before the start."""
+
+    train: Loader
+    valid: Mapping[str, Part] = field(default_factory=dict)
+    counts: tuple[SourceCount, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def table(self) -> str:
+        """The counts as a plain-text table."""
+        return render(self.counts)
+
+
+@dataclass(frozen=True)
+class Built:
+    """One source, read: its samples to train on, those to evaluate on, and their counts."""
+
+    share: Share
+    train: Part | StreamDataset
+    counts: tuple[SourceCount, ...]
+    valid: Part | None = None
+
+
+def load_data(
+    spec: DatasetSpec, dataset_type: str, tokenizer: Tokenizer, *, seed: int, progress: Reporter | bool | None = None
+) -> LoadedData:
+    """Read, tokenize (or take from the cache) and mix the training and validation rows.
+
+    `dataset_type` is the experiment's own; `dataset.type` and a source's `type` go before it. `progress` False is silent.
+    Raises `ConfigError` for options that do not fit, `DataError` with a report on every bad row.
+    """
+    reporter: Reporter = show if progress is None or progress is True else silent if progress is False else progress
+    util = DatasetUtility(tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter)
+    reader = Reader(spec, spec.type or dataset_type, util)
+    named = _named(_sources(spec))
+    built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
+    valid = {one.valid.name: one.valid for one in built if one.valid is not None}
+    drawn = per_epoch([one.share for one in built])
+    counts = [
+        replace(count, per_epoch=n if count.train else 0)
+        for one, n in zip(built, drawn, strict=True)
+        for count in one.counts
+    ]
+    if spec.valid_path is not None:
+        part, count = reader.validation(SourceSpec(spec.valid_path, args=spec.args), _name(spec.valid_path))
+        valid[part.name] = part
+        counts.append(count)
+    notes = [note for count in counts if (note := count.note(reader.limits(count.type)))]
+    return LoadedData(_loader(spec, built, seed), valid, tuple(counts), tuple(notes))
+
+
+def _loader(spec: DatasetSpec, built: list[Built], seed: int) -> Loader:
+    streams = [one for one in built if not isinstance(one.train, Part)]
+    if not streams:
+        parts = [one.train for one in built if isinstance(one.train, Part)]
+        return MapLoader(parts, [one.share for one in built], _batching(spec), seed=seed, shuffle=spec.shuffle)
+    if len(built) > 1:
+        raise ConfigError(
+            f"dataset.sources: {streams[0].share.name} is iterable: it lays out its own batches and cannot be mixed with others"
+        )
+    dataset = streams[0].train
+    assert not isinstance(dataset, Part)
+    return StreamLoader(dataset, streams[0].share.name)
+
+
+def _batching(spec: DatasetSpec) -> Batching:
+    sizes = (spec.train_bs_n_seqs, spec.train_tokens_per_batch)
+    if sizes.count(None) != 1:
+        raise ConfigError(
+            f"dataset.train_bs_n_seqs={sizes[0]} and dataset.train_tokens_per_batch={sizes[1]}: set exactly one of them"
+        )
+    return Batching(*sizes)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Builds the dataset classes of a run."""
+
+    spec: DatasetSpec
+    type: str
+    util: DatasetUtility
+
+    def limits(self, type: str) -> str:
+        """The options that decide what is too long, in words."""
+        spec = self.spec
+        longest = spec.longest_prompt if type == "prompt" else spec.max_prompt_len
+        prompt = "" if longest is None else f"dataset.max_prompt_len={longest}, "
+        return f"dataset.max_seqlen={spec.max_seqlen}, {prompt}dataset.overlong={self.overlong}"
+
+    @property
+    def overlong(self) -> str:
+        return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
+
+    def source(self, source: SourceSpec, name: str, *, several: bool) -> Built:
+        """Read one training source and split off what it is evaluated on."""
+        type, dataset = self._build(source)
+        share = source.valid_split
+        if share is None:
+            share = 0.0 if source.valid_path or self.spec.valid_path else self.spec.valid_split
+        if not isinstance(dataset, MapDataset):
+            if share:
+                raise ConfigError(
+                    f"{name}: an iterable dataset cannot be split; set dataset.valid_path instead of valid_split"
+                )
+            return Built(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
+        if not len(dataset):
+            raise DataError(f"{name}: the dataset is empty")
+        held = hold_out(_keys(dataset), share)
+        train = Part(name, dataset, np.flatnonzero(~held), prefix=several)
+        valid = Part(name, dataset, np.flatnonzero(held), prefix=True) if held.any() else None
+        drawn = Share(name, len(train), source.fraction, source.size, source.weight)
+        report = dataset.table.report if isinstance(dataset, Tokenized) else None
+        counts = [SourceCount(name, type, len(train), int(held.sum()), len(train), report)]
+        if source.valid_path is not None:
+            valid, count = self.validation(replace(source, path=source.valid_path, split=None), name)
+            counts.append(count)
+        return Built(drawn, train, tuple(counts), valid)
+
+    def validation(self, source: SourceSpec, name: str) -> tuple[Part, SourceCount]:
+        """All rows of a validation path. A directory's own validation files are taken, where it names them."""
+        type, dataset = self._build(source)
+        if not isinstance(dataset, MapDataset):
+            raise ConfigError(f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index")
+        part = Part(name, dataset, np.arange(len(dataset)), prefix=True)
+        report = dataset.table.report if isinstance(dataset, Tokenized) else None
+        return part, SourceCount(name, type, 0, len(part), 0, report)
+
+    def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
+        """The dataset object: the user's arguments, and those of weft's options that its constructor names."""
+        type = source.type or self.type
+        make = datasets.get(type)
+        spec = self.spec
+        offered = {
+            "path": source.path or None,
+            "split": source.split,
+            "max_seqlen": spec.max_seqlen,
+            "max_prompt_len": spec.max_prompt_len,
+            "overlong": self.overlong,
+            "truncate_side": spec.truncate_side,
+        }
+        signature = inspect.signature(make)
+        takes = signature.parameters
+        open_ended = "path" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        given = {n: v for n, v in offered.items() if (n in takes or open_ended) and not (v is None and n == "path")}
+        arguments = {**given, **source.args}
+        try:
+            signature.bind(util=self.util, **arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"dataset.args of type {type!r}: {error}; its constructor is {make.__name__}{signature}"
+            ) from error
+        dataset = make(util=self.util, **arguments)
+        if not isinstance(dataset, MapDataset | StreamDataset):
+            raise ConfigError(
+                f"dataset type {type!r}: {make.__name__} has neither __len__ and __getitem__ (samples by index) "
+                "nor __iter__ (whole batches)"
+            )
+        return type, dataset
+
+
+def _sources(spec: DatasetSpec) -> list[SourceSpec]:
+    path = spec.train_path or spec.path
+    if spec.sources is None:
+        return [SourceSpec(path or "", args=spec.args)]
+    if path is not None:
+        raise ConfigError(
+            f"dataset.sources and dataset.train_path={path!r} exclude each other; make the path one of the sources"
+        )
+    return [replace(source, args={**spec.args, **source.args}) for source in parse_sources(spec.sources)]
+
+
+def _named(sources: list[SourceSpec]) -> list[tuple[SourceSpec, str]]:
+    """Each source with its name. Sources of one file name take their folder's too; still equal ones are an error."""
+    names = [source.name or _name(source.path) for source in sources]
+    for index, source in enumerate(sources):
+        if names.count(names[index]) > 1 and source.name is None:
+            names[index] = f"{Path(source.path).expanduser().absolute().parent.name}-{_name(source.path)}"
+    for name in names:
+        if names.count(name) > 1 or "/" in name:
+            raise ConfigError(
+                f"dataset.sources: two sources are named {name!r}; give them a name each (letters, digits, - . _)"
+            )
+    return list(zip(sources, names, strict=True))
+
+
+def _name(path: str) -> str:
+    """`data/train.jsonl.gz` -> train; `owner/name:folder` -> name."""
+    if not path:
+        return "data"
+    last = Path(path.partition(":")[0] if not Path(path).exists() else path).name
+    return last.removesuffix(".gz").rsplit(".", 1)[0] if Path(path).suffix else last
+
+
+def _keys(dataset: MapDataset) -> list[str]:
+    """What decides whether a sample is held out: the id of the first sample of its row, so a row's samples stay together."""
+    if not isinstance(dataset, Tokenized):
+        return [str(index) for index in range(len(dataset))]
+    first: dict[int, str] = {}
+    for row, id in zip(dataset.table.rows.tolist(), dataset.table.sample.ids, strict=True):
+        first.setdefault(row, id)
+    return [first[row] for row in dataset.table.rows.tolist()]

@@ -1,0 +1,117 @@
+"""One row of a data file: what it must hold, and how to say what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.errors import nearest
+
+Row = Mapping[str, Any]
+
+PROMPT_KEYS = ("prompt", "instruction", "question")
+ANSWER_KEYS = ("answer", "completion", "output", "response")
+MESSAGE_KEYS = ("messages", "conversations", "conversation")
+
+# What tells the form of a row from its keys, the most telling first.
+LOOKS_LIKE = (
+    ("paired_comparison", ("pos_answers", "neg_answers")),
+    ("preference", ("chosen", "rejected")),
+    ("preference", ("chosen_messages", "rejected_messages")),
+    ("ranking", ("replies",)),
+    ("chat", ("messages",)),
+    ("chat", ("conversations",)),
+    ("prompt_answer", ("prompt", "answer")),
+    ("prompt_answer", ("instruction", "output")),
+    ("prompt_answer", ("question", "answer")),
+    ("prompt_answer", ("prompt", "completion")),
+    ("prompt", ("prompt",)),
+)
+
+
+class BadRow(Exception):
+    """What is wrong with one row; becomes `FILE:LINE: what is wrong` in a `DataError`."""
+
+
+def first_of(row: Row, keys: Sequence[str]) -> str | None:
+    """The first of `keys` that the row has, or None."""
+    return next((key for key in keys if row.get(key) is not None), None)
+
+
+def need(row: Row, keys: Sequence[str], form: str) -> str:
+    """The first of `keys` that the row has. Raises `BadRow` naming the key, and a form that fits the row better."""
+    found = first_of(row, keys)
+    if found is not None:
+        return found
+    if any(key in row for key in keys):
+        raise BadRow(f"{next(key for key in keys if key in row)!r} is null")
+    close = nearest(keys[0], row)
+    like = looks_like(row)
+    hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(map(repr, row)) or 'none'}"
+    other = f"; such rows are of dataset.type={like}" if like and like != form else ""
+    raise BadRow(f"lacks the key {keys[0]!r} ({hint}{other})")
+
+
+def looks_like(row: Row) -> str | None:
+    """The dataset type whose keys a row has, or None."""
+    return next((form for form, keys in LOOKS_LIKE if all(key in row for key in keys)), None)
+
+
+def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
+    """A text of the row. Raises `BadRow` for other types, and for one that is empty or blank where it must not be."""
+    value = row[key]
+    if not isinstance(value, str):
+        raise BadRow(f"{key!r} must be text, not {_kind(value)}")
+    if not may_be_empty and not value.strip():
+        raise BadRow(f"{key!r} is empty")
+    return value
+
+
+def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
+    """A list of non-empty texts. Raises `BadRow` saying which entry is wrong."""
+    value = row[key]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRow(f"{key!r} must be a list of texts, not {_kind(value)}")
+    for number, entry in enumerate(value, 1):
+        if not isinstance(entry, str):
+            raise BadRow(f"{key!r}, entry {number}, must be text, not {_kind(entry)}")
+        if not entry.strip():
+            raise BadRow(f"{key!r}, entry {number}, is empty")
+    if len(value) < at_least:
+        raise BadRow(f"{key!r} has {len(value)} entries; it needs at least {at_least}")
+    return list(value)
+
+
+def number(value: Any, key: str) -> float:
+    """A finite number. Raises `BadRow` otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
+        raise BadRow(f"{key!r} must be a finite number, not {value!r}")
+    return float(value)
+
+
+def row_id(row: Row, key: str = "id") -> str | None:
+    """The row's own id, or None where it has none. Raises `BadRow` where it is neither text nor a whole number."""
+    value = row.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise BadRow(f"{key!r} must be text or a whole number, not {value!r}")
+    return str(value)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it; dates, decimals and other kinds become text."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "a mapping", list: "a list", bool: "true or false", type(None): "null"}
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    return kinds.get(type(value), type(value).__name__)

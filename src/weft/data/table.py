@@ -1,0 +1,151 @@
+"""Tokenized rows in memory and on disk: one SequenceSample holds them all, in small dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weft.data import codec
+from weft.data.lengths import Encoded
+from weft.data.sample import SequenceSample
+
+# Key -> (dtype in the table, dtype on the graph's edges).
+DTYPES = {
+    "prompt": (np.int32, torch.int64),
+    "completion": (np.int32, torch.int64),
+    "loss_mask": (np.bool_, torch.float32),
+    "rank": (np.int32, torch.int64),
+    "comparison": (np.int32, torch.int64),
+    "margin": (np.float32, torch.float32),
+    "label": (np.float32, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of the rows of a source: how many there were, were cut, were left out."""
+
+    rows: int = 0
+    prompts_cut: int = 0
+    answers_cut: int = 0
+    dropped: int = 0
+
+    def __add__(self, other: Report) -> Report:
+        return Report(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """All samples of one source. `rows[i]` is the row of the file that sample i was made of (several may share one)."""
+
+    sample: SequenceSample
+    rows: npt.NDArray[np.int32]
+    report: Report
+
+    def __len__(self) -> int:
+        return self.sample.num_ids
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        """Sample `index`, alone, in the dtypes of the graph's edges."""
+        whole, data, lengths, offsets = self.sample, {}, {}, {}
+        for key in whole.keys:
+            first, stop = int(whole.offsets[key][index]), int(whole.offsets[key][index + 1])
+            lengths[key] = whole.lengths[key][first:stop]
+            offsets[key] = np.asarray([0, stop - first])
+            tokens = whole.data[key][int(self._starts[key][first]) : int(self._starts[key][stop])]
+            data[key] = tokens.to(DTYPES[key][1])
+        metadata = {name: (values[index],) for name, values in whole.metadata.items()}
+        return SequenceSample((whole.ids[index],), lengths, offsets, data, metadata)
+
+    @cached_property
+    def _starts(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Where each sequence of a key begins in its tensor."""
+        lengths = self.sample.lengths
+        return {key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)]) for key, value in lengths.items()}
+
+    def costs(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample, its prompt counted for every completion."""
+        return self.sample.token_costs()
+
+    @classmethod
+    def build(cls, ids: Sequence[str], encoded: Sequence[Encoded], rows: Sequence[int], report: Report) -> TokenTable:
+        """Pack encoded rows, in order; the keys are those of the first."""
+        kinds = _kinds(encoded[0]) if encoded else ("prompt",)
+        seqlens = {key: [_lengths(row, key) for row in encoded] for key in kinds}
+        data = {key: _packed(encoded, key) for key in kinds}
+        columns = dict.fromkeys(name for row in encoded for name in row.metadata)
+        metadata = {name: [row.metadata.get(name) for row in encoded] for name in columns}
+        sample = SequenceSample.from_groups(ids, seqlens, data, metadata)
+        return cls(sample, np.asarray(rows, dtype=np.int32), report)
+
+    @classmethod
+    def join(cls, tables: Sequence[TokenTable]) -> TokenTable:
+        """One table after another; row numbers go on."""
+        starts = np.cumsum([0, *(table.report.rows for table in tables)])
+        rows = np.concatenate([table.rows + start for table, start in zip(tables, starts, strict=False)])
+        filled = [table for table in tables if len(table)] or list(tables[:1])
+        report = sum((table.report for table in tables), Report())
+        return cls(SequenceSample.gather([table.sample for table in filled]), rows.astype(np.int32), report)
+
+    def with_ids(self, ids: Sequence[str]) -> TokenTable:
+        return replace(self, sample=replace(self.sample, ids=tuple(ids)))
+
+    def to_bytes(self) -> bytes:
+        values = {"ids": self.sample.ids, "metadata": dict(self.sample.metadata), "report": asdict(self.report)}
+        tensors = {"rows": torch.from_numpy(self.rows.copy())}
+        for key in self.sample.keys:
+            tensors[f"lengths/{key}"] = torch.from_numpy(self.sample.lengths[key].copy())
+            tensors[f"offsets/{key}"] = torch.from_numpy(self.sample.offsets[key].copy())
+            tensors[f"data/{key}"] = self.sample.data[key]
+        return codec.encode(tensors, values)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> TokenTable:
+        """The table that `to_bytes` wrote. Raises `DataError` for other bytes."""
+        tensors, values = codec.decode(raw)
+        fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
+        rows = tensors.pop("rows").numpy()
+        for name, tensor in tensors.items():
+            part, key = name.split("/", 1)
+            fields[part][key] = tensor if part == "data" else tensor.numpy()
+        sample = SequenceSample(
+            tuple(values["ids"]), fields["lengths"], fields["offsets"], fields["data"], values["metadata"]
+        )
+        return cls(sample, rows, Report(**values["report"]))
+
+
+def _kinds(row: Encoded) -> tuple[str, ...]:
+    answers = ("completion", "loss_mask") if row.completions else ()
+    return ("prompt", *answers, *row.values)
+
+
+def _lengths(row: Encoded, key: str) -> list[int]:
+    if key == "prompt":
+        return [len(row.prompt)]
+    if key in ("completion", "loss_mask"):
+        return [len(completion) for completion in row.completions]
+    return [1] * len(row.values[key])
+
+
+def _packed(rows: Sequence[Encoded], key: str) -> torch.Tensor:
+    parts: list[Any] = []
+    for row in rows:
+        if key == "prompt":
+            parts.append(row.prompt)
+        elif key in ("completion", "loss_mask"):
+            parts += row.completions if key == "completion" else row.masks
+        else:
+            parts.append(row.values[key])
+    total = sum(map(len, parts))
+    packed: npt.NDArray[Any] = np.empty(total, dtype=DTYPES[key][0])
+    ends = np.cumsum([0, *map(len, parts)])
+    for part, (start, stop) in zip(parts, pairwise(ends), strict=True):
+        packed[start:stop] = part
+    return torch.from_numpy(packed)

@@ -1,0 +1,245 @@
+"""Rows to token ids: once, in parallel where there are many, kept on disk under a hash of everything that affects them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import Field, asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ClassVar, Protocol
+
+from weft.data.lengths import Encoded, Lengths, fit
+from weft.data.progress import Reporter, show
+from weft.data.rows import BadRow, Row, row_id
+from weft.data.sources import Unreadable, content_hash, find_files, read_rows
+from weft.data.table import Report, TokenTable
+from weft.data.tokenizer import Tokenizer
+from weft.errors import DataError, RunError
+
+VERSION = 1  # part of the cache's key; raised when the same rows give other ids
+PARALLEL_BYTES = 24 << 20  # files below this are tokenized before a second process has started
+CHUNK = 512
+
+
+class Form(Protocol):
+    """How rows of one type become token ids. Forms are frozen dataclasses: their fields are options, and they are hashed."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def id_key(self) -> str:
+        """The column that holds a row's id, where it has one."""
+        ...
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raise `UserError` where the tokenizer lacks what this form needs."""
+        ...
+
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+        """The samples of one row. Raises `BadRow`, or `DataError` from rendering, saying what is wrong."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs to encode rows."""
+
+    form: Any
+    lengths: Lengths
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows to be tokenized and where the result may be kept. `cache_dir` None: `~/.cache/weft`."""
+
+    path: str
+    split: str | None = None
+    cache_dir: str | None = None
+    num_workers: int | None = None
+    progress: Reporter = show
+
+
+Chunk = list[tuple[str, Row | Unreadable]]  # (place, row)
+Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[str]]
+
+
+def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable:
+    """The tokenized rows of a source, from the cache where they lie there.
+
+    Raises `DataError` with a report `FILE:LINE: what is wrong` for every bad row; nothing is kept then.
+    """
+    form.check(tokenizer)
+    files = find_files(source.path, source.split)
+    kept = _cache_file(form, lengths, tokenizer, source, files)
+    table = _from_cache(kept)
+    if table is None:
+        table = _tokenize_files(Job(form, lengths, tokenizer), files, source)
+        _to_cache(kept, table)
+    if not len(table):
+        raise DataError(
+            f"{source.path}: no row is left: all {table.report.rows} are longer than the limits; "
+            "raise dataset.max_seqlen or dataset.max_prompt_len, or set dataset.overlong=truncate"
+        )
+    return table
+
+
+def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outcome:
+    """(samples as (row, own id, ids), what became of the rows, reports on bad ones) of some rows."""
+    samples: list[tuple[int, str | None, Encoded]] = []
+    problems: list[str] = []
+    counts = {"": 0, "prompt": 0, "answer": 0, "dropped": 0}
+    for index, (place, row) in enumerate(chunk):
+        try:
+            if isinstance(row, Unreadable):
+                raise BadRow(row.wrong)
+            own = row_id(row, job.form.id_key)
+            for encoded in job.form.encode(row, job.tokenizer):
+                kept, done = fit(encoded, job.lengths, job.tokenizer.bos_id)
+                counts[done] += 1
+                if kept is not None:
+                    samples.append((index, own, kept))
+        except (BadRow, DataError) as error:
+            problems.append(f"{place}: {error}")
+    report = Report(len(chunk), counts["prompt"], counts["answer"], counts["dropped"])
+    return samples, report, problems
+
+
+def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTable:
+    rows: Chunk = [(str(place), row) for file in files for place, row in read_rows(file)]
+    size = sum(file.stat().st_size for file in files)
+    workers = source.num_workers
+    if workers is None:
+        workers = (os.cpu_count() or 1) if size >= PARALLEL_BYTES else 0
+    chunks = [rows[at : at + CHUNK] for at in range(0, len(rows), CHUNK)]
+    with source.progress(f"tokenizing {Path(source.path).name}", len(rows)) as advance:
+        if workers > 1:
+            outcomes = _in_processes(job, chunks, min(workers, len(chunks)), advance)
+        else:
+            outcomes = []
+            for chunk in chunks:
+                outcomes.append(encode_rows(job, chunk))
+                advance(len(chunk))
+    return _assemble(rows, outcomes)
+
+
+def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
+    """One table of all chunks; ids are checked, and rows without one are numbered."""
+    problems = [problem for _, _, found in outcomes for problem in found]
+    ids: list[str] = []
+    encoded: list[Encoded] = []
+    numbers: list[int] = []
+    seen: dict[str, int] = {}
+    start = 0
+    for samples, report, _ in outcomes:
+        for index, own, sample in samples:
+            row = start + index
+            id = own if own is not None else str(row)
+            first = seen.setdefault(id, row)
+            if first != row:
+                problems.append(
+                    f"{rows[row][0]}: the id {id!r} is taken by {rows[first][0]}; ids are unique in a source"
+                )
+                continue
+            ids.append(f"{id}/{sample.part}" if sample.part else id)
+            encoded.append(sample)
+            numbers.append(row)
+        start += report.rows
+    if problems:
+        raise DataError(problems)
+    return TokenTable.build(ids, encoded, numbers, sum((report for _, report, _ in outcomes), Report()))
+
+
+def _in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance: Any) -> list[Outcome]:
+    """`encode_rows` of every chunk in order, by `workers` processes.
+
+    They run `weft.data.encode_worker` rather than `multiprocessing`'s spawn, which would import the user's script again.
+    """
+    setup = pickle.dumps(job)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", "weft.data.encode_worker"]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        for _ in range(workers)
+    ]
+    idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+    try:
+        for process in processes:
+            _send(process, setup)
+            idle.put(process)
+
+        def encode(chunk: Chunk) -> Outcome:
+            process = idle.get()
+            try:
+                _send(process, pickle.dumps(chunk))
+                outcome: Outcome = _receive(process)
+            finally:
+                idle.put(process)  # also a dead one: whoever waits for it must fail, not wait for ever
+            advance(len(chunk))
+            return outcome
+
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(encode, chunks))
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _send(process: subprocess.Popen[bytes], raw: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(len(raw).to_bytes(8, "little") + raw)
+        process.stdin.flush()
+    except BrokenPipeError as error:
+        raise RunError("a tokenizing process ended early (out of memory?); set dataset.num_workers=0") from error
+
+
+def _receive(process: subprocess.Popen[bytes]) -> Any:
+    assert process.stdout is not None
+    size = process.stdout.read(8)
+    if len(size) < 8:
+        raise RunError("a tokenizing process ended early (out of memory?); set dataset.num_workers=0")
+    return pickle.loads(process.stdout.read(int.from_bytes(size, "little")))
+
+
+# -- the cache
+
+
+def _cache_file(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source, files: Sequence[Path]) -> Path:
+    options = [VERSION, type(form).__name__, asdict(form), asdict(lengths)]
+    text = json.dumps([options, tokenizer.fingerprint, content_hash(list(files))], sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:40]
+    root = Path(source.cache_dir).expanduser() if source.cache_dir else Path.home() / ".cache" / "weft"
+    return root / "tokens" / f"{name}.bin"
+
+
+def _from_cache(file: Path) -> TokenTable | None:
+    """The table in `file`, or None where there is none or it cannot be read."""
+    try:
+        return TokenTable.from_bytes(file.read_bytes())
+    except (OSError, DataError, KeyError, json.JSONDecodeError):
+        return None
+
+
+def _to_cache(file: Path, table: TokenTable) -> None:
+    """Write under a temporary name, then rename. A cache that cannot be written is done without, with a note."""
+    part = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(table.to_bytes())
+        os.replace(part, file)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        print(f"note: tokenized rows are not kept in {file.parent} ({error.strerror})", file=sys.stderr)

@@ -1,0 +1,60 @@
+"""Open-Assistant exports: a row is a tree of messages (`message_tree_id`, `prompt` with nested `replies`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weft.data.rows import BadRow, Row
+
+Node = Mapping[str, Any]
+
+
+def is_tree(row: Row) -> bool:
+    return isinstance(row.get("prompt"), Mapping) and "replies" in row["prompt"]
+
+
+def threads(row: Row) -> Iterator[list[Node]]:
+    """Every path from the root to a leaf that ends with the assistant; a last turn of the prompter is left off."""
+    seen: set[str] = set()
+    for path in _paths(_root(row)):
+        if path[-1].get("role") == "prompter":
+            path = path[:-1]
+        if path and path[-1]["message_id"] not in seen:
+            seen.add(path[-1]["message_id"])
+            yield path
+
+
+def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
+    """(path to a prompter's message, its replies best first) wherever two or more replies carry a human rank."""
+    for path in _paths(_root(row), inner=True):
+        ranked = [reply for reply in _replies(path[-1]) if reply.get("rank") is not None]
+        if path[-1].get("role") == "prompter" and len(ranked) > 1:
+            yield path, sorted(ranked, key=lambda reply: reply["rank"])
+
+
+def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
+    """The nodes of a path as chat messages."""
+    return [{"role": node["role"], "content": node["text"]} for node in path]
+
+
+def _root(row: Row) -> Node:
+    root: Node = row["prompt"]
+    if "message_id" not in root or "text" not in root:
+        raise BadRow("a message tree whose 'prompt' lacks 'message_id' or 'text'")
+    return root
+
+
+def _paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
+    """Paths from the root to each leaf, depth first; with `inner` to every node."""
+    stack: list[list[Node]] = [[root]]
+    while stack:
+        path = stack.pop()
+        replies = _replies(path[-1])
+        if inner or not replies:
+            yield path
+        stack += [[*path, reply] for reply in reversed(replies)]
+
+
+def _replies(node: Node) -> list[Node]:
+    return [reply for reply in node.get("replies") or () if not reply.get("deleted")]
