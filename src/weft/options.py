@@ -225,7 +225,8 @@ def validate(config: Any, path: str = "") -> None:
             validate(value, f"{name}.")
             continue
         wanted = coerce(value, hints[spec.name], name)
-        if wanted != value and not (isinstance(value, tuple) and list(value) == wanted):
+        as_list = list(value) if isinstance(value, tuple) else value
+        if wanted != as_list and wanted == wanted:  # a NaN equals nothing; the field's rule speaks of it
             raise _wrong(name, value, f"must be {describe_type(hints[spec.name])}; write {wanted!r}")
         wrong = problem(spec, value)
         if wrong:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -57,11 +56,14 @@ def batch_of(tokenizer: Tokenizer) -> SequenceSample:
     """One prompt with an ended and a cut completion, another prompt with one that is ended."""
     eos = tokenizer.require_eos()
     prompts = [tokenizer.encode("What is two?"), tokenizer.encode("Once upon")]
-    completions = [[[*tokenizer.encode(" The answer"), eos], tokenizer.encode(" Lily")], [[*tokenizer.encode(" a time"), eos]]]
+    completions = [
+        [[*tokenizer.encode(" The answer"), eos], tokenizer.encode(" Lily")],
+        [[*tokenizer.encode(" a time"), eos]],
+    ]
     return SequenceSample.from_groups(
         ["a", "b"],
         {"prompt": [[len(p)] for p in prompts], "completion": [[len(c) for c in g] for g in completions]},
-        {"prompt": sum(prompts, []), "completion": [t for g in completions for c in g for t in c]},
+        {"prompt": [t for p in prompts for t in p], "completion": [t for g in completions for c in g for t in c]},
     )
 
 

@@ -92,7 +92,7 @@ def test_every_epoch_sees_every_completion_once_in_an_order_of_its_own() -> None
     (parts,) = engine.trained
     assert engine.temperatures == [0.7]
     assert [p.num_ids for p in parts] == [4] * 12
-    epochs = [sum(ids_of(parts[i : i + 4]), []) for i in (0, 4, 8)]
+    epochs = [[id for ids in ids_of(parts[i : i + 4]) for id in ids] for i in (0, 4, 8)]
     assert epochs[0] == list(batch.ids)
     assert all(sorted(order) == sorted(batch.ids) for order in epochs)
     assert epochs[1] != epochs[0] and epochs[2] != epochs[1]

@@ -176,10 +176,11 @@ class Policy:
             args={"outputs": ["scores"], **{key: text for key, text in form.items() if text}},
         )  # fmt: skip
 
-    def reference(self) -> MFCDef:
+    def reference(self, waits: Sequence[str] = ()) -> MFCDef:
+        """Scores the completions with the reference; `waits` are keys of nodes that it lets go first."""
         return MFCDef(
             name="ref_inf", role="ref", interface="infer", method="inference", batch_size=self.batch,
-            input_keys=("prompt", "completion", *self.rescored),
+            input_keys=("prompt", "completion", *self.rescored, *waits),
             output_keys=("logprobs",), output_key_remap={"logprobs": "ref_logprobs"},
             args={"outputs": ["logprobs"], "temperature": self.gen.temperature},
         )  # fmt: skip

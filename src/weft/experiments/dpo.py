@@ -12,7 +12,7 @@ from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
 from weft.experiments._roles import reference
 from weft.experiments.common import MFCOptions, RunConfig
-from weft.graph.mfc import MFCDef, Node
+from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option
 from weft.registry import register_quickstart
 
@@ -60,6 +60,8 @@ class DPOConfig(RunConfig):
     dpo: DPOOptions = option(DPOOptions(), "the loss")
     ref_inf: MFCOptions = option(MFCOptions(), "the call that scores with the reference")
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
+    kl_actor_inf: MFCOptions = option(MFCOptions(), "kto: the call that scores mismatched completions with the actor")
+    kl_ref_inf: MFCOptions = option(MFCOptions(), "kto: the call that scores them with the reference")
 
     def build(self) -> Experiment:
         """The graph `ref_inf -> actor_train`; without `ref_inf` where the loss needs no reference.
@@ -90,17 +92,45 @@ class DPOConfig(RunConfig):
         )
 
     def _nodes(self, size: int) -> list[Node]:
-        wants = "label" if self.dpo.loss_type == "kto" else "rank"
+        wants = ("label", "kl_baseline") if self.dpo.loss_type == "kto" else ("rank",)
         train = MFCDef(
             name="actor_train", role="actor", interface="train", method="train_step", batch_size=size,
-            input_keys=("prompt", "completion", wants), optional_keys=("comparison", "loss_mask"),
+            input_keys=("prompt", "completion", *wants), optional_keys=("comparison", "loss_mask"),
             args={"loss": "dpo", "loss_args": self.dpo.loss_args()},
         )  # fmt: skip
         if self.dpo.loss_type in REFERENCE_FREE:
             return [train]
-        ref_inf = MFCDef(
-            name="ref_inf", role="ref", interface="infer", method="inference", batch_size=size,
-            input_keys=("prompt", "completion"), output_keys=("logprobs",), output_key_remap={"logprobs": "ref_logprobs"},
-            args={"outputs": ["logprobs"]}, cache=self.dpo.cache_ref_logprobs,
-        )  # fmt: skip
-        return [ref_inf, replace(train, input_keys=(*train.input_keys, "ref_logprobs"))]
+        ref_inf = _scoring("ref_inf", "ref", size)
+        nodes: list[Node] = [
+            replace(ref_inf, cache=self.dpo.cache_ref_logprobs),
+            replace(train, input_keys=(*train.input_keys, "ref_logprobs")),
+        ]
+        return [*_baseline(size), *nodes] if self.dpo.loss_type == "kto" else nodes
+
+
+def _scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
+    """The log-probs of the completions, or with a prefix of other ones, by one role."""
+    made = f"{prefix}logprobs" if role == "actor" else f"{prefix}ref_logprobs"
+    return MFCDef(
+        name=name, role=role, interface="infer", method="inference", batch_size=size,
+        input_keys=("prompt", "completion"), input_key_remap={"completion": f"{prefix}completion"} if prefix else {},
+        output_keys=("logprobs",), output_key_remap={"logprobs": made}, args={"outputs": ["logprobs"]},
+    )  # fmt: skip
+
+
+def _baseline(size: int) -> list[Node]:
+    """KTO's z0: both models score completions that do not fit their prompt (`weft.host.kto`)."""
+    mismatch = HostFunction(
+        name="kto_mismatch", function="kto_mismatch", batch_size=size,
+        input_keys=("completion",), optional_keys=("loss_mask",), output_keys=("kl_completion", "kl_mask"),
+    )  # fmt: skip
+    baseline = HostFunction(
+        name="kto_baseline", function="kto_baseline", batch_size=size,
+        input_keys=("kl_logprobs", "kl_ref_logprobs", "kl_mask"), output_keys=("kl_baseline",),
+    )  # fmt: skip
+    return [
+        mismatch,
+        _scoring("kl_actor_inf", "actor", size, "kl_"),
+        _scoring("kl_ref_inf", "ref", size, "kl_"),
+        baseline,
+    ]

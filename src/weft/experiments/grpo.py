@@ -11,6 +11,7 @@ from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batches, check, type_of
 from weft.experiments._policy import Policy, PolicyConfig, PolicyOptions
 from weft.experiments._roles import reference
+from weft.experiments.common import MFCOptions
 from weft.graph.mfc import HostFunction, Node
 from weft.options import option
 from weft.registry import register_quickstart
@@ -58,6 +59,7 @@ class GRPOOptions(PolicyOptions):
     dynamic_sampling: bool = option(
         False, "drop prompts whose completions all have one reward and sample others in their place (DAPO)"
     )
+    mask_truncated: bool = option(False, "leave completions that were cut by their length out of the loss")
     overlong_buffer: int = option(
         0, "tokens before gen.max_new_tokens in which the overlong penalty grows; 0 is no penalty (DAPO)", at_least=0
     )
@@ -86,10 +88,13 @@ class GRPOConfig(PolicyConfig):
         "loss_type": "grpo.loss_type",
         "importance_sampling_level": "grpo.importance_level",
         "scale_rewards": "grpo.scale_rewards",
+        "mask_truncated_completions": "grpo.mask_truncated",
         "reward_funcs": "reward",
     }
 
     grpo: GRPOOptions = option(GRPOOptions(), "the algorithm")
+    greedy_gen: MFCOptions = option(MFCOptions(), "the call that samples the greedy completion (ReMax)")
+    greedy_rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model on it (ReMax)")
 
     def build(self) -> Experiment:
         """The graph of a GRPO step. Raises `UserError` with the option, its value and the rule."""
@@ -148,11 +153,10 @@ class GRPOConfig(PolicyConfig):
             )
             nodes += policy.rewards(size, prefix="greedy_")
         if grpo.dynamic_sampling:
-            nodes.append(
-                HostFunction("filter", "dynamic_sampling", size, input_keys=("rewards",), output_keys=("kept",))
-            )
+            kept = HostFunction("filter", "dynamic_sampling", size, input_keys=("rewards",), output_keys=("kept",))
+            nodes.append(kept)
         if self._has_ref:
-            nodes.append(policy.reference())
+            nodes.append(policy.reference(("kept",) if grpo.dynamic_sampling else ()))
         loss = {
             **grpo.clip_args(),
             "loss_type": grpo.loss_type,
@@ -162,7 +166,8 @@ class GRPOConfig(PolicyConfig):
             "kl_estimator": grpo.kl_estimator,
             "max_completion_length": policy.gen.max_new_tokens,
         }
-        keys = ("logprobs", "advantages", *(("ref_logprobs",) if self._has_ref else ()))
+        extra = (("ref_logprobs",) if self._has_ref else ()) + (("loss_mask",) if grpo.mask_truncated else ())
+        keys = ("logprobs", "advantages", *extra)
         return [*nodes, self._advantages(size), policy.train("actor_train", "actor", "grpo", loss, keys)]
 
     def _advantages(self, size: int) -> HostFunction:
@@ -175,23 +180,16 @@ class GRPOConfig(PolicyConfig):
             "overlong_buffer": grpo.overlong_buffer,
             "overlong_penalty": grpo.overlong_penalty,
             "max_new_tokens": grpo.gen.max_new_tokens,
+            "mask_truncated": grpo.mask_truncated,
             "max_reward_clip": grpo.max_reward_clip,
             "reward_output_scaling": grpo.reward_output_scaling,
             "reward_output_bias": grpo.reward_output_bias,
             "missing_eos_penalty": grpo.missing_eos_penalty,
         }
+        waits = (*(("baseline_rewards",) if greedy else ()), *(("kept",) if grpo.dynamic_sampling else ()))
         return HostFunction(
-            "advantages",
-            "group_advantages",
-            size,
-            input_keys=(
-                "completion",
-                "rewards",
-                "finished",
-                *(("baseline_rewards",) if greedy else ()),
-                *(("kept",) if grpo.dynamic_sampling else ()),
-            ),
-            output_keys=("advantages",),
-            input_key_remap={"baseline_rewards": "greedy_rewards"} if greedy else {},
-            args=args,
-        )
+            name="advantages", function="group_advantages", batch_size=size,
+            input_keys=("prompt", "completion", "rewards", "finished", *waits),
+            output_keys=("advantages", *(("loss_mask",) if grpo.mask_truncated else ())),
+            input_key_remap={"baseline_rewards": "greedy_rewards"} if greedy else {}, args=args,
+        )  # fmt: skip

@@ -37,6 +37,12 @@ class PPOOptions(PolicyOptions):
     )
     value_norm_beta: float = option(0.99995, "decay of the running average", at_least=0.0, at_most=1.0)
     value_norm_eps: float = option(1e-5, "smallest variance of returns that is divided by", at_least=0.0)
+    truncated: str = option(
+        "score",
+        "a completion cut by its length gets its reward (score), or none and the critic's value of what would follow "
+        "(bootstrap)",
+        choices=("score", "bootstrap"),
+    )
     critic_init: str | None = option(
         None,
         "what the critic begins as when critic.path is absent: rew (the usual where there is a reward model), or actor",
@@ -147,21 +153,12 @@ class PPOConfig(PolicyConfig):
         same = (
             "kl_ctl", "kl_estimator", "discount", "gae_lambda", "adv_norm", "value_norm", "value_norm_type",
             "value_norm_beta", "value_norm_eps", "max_reward_clip", "reward_output_scaling", "reward_output_bias",
-            "missing_eos_penalty", "use_adaptive_kl_ctl", "adaptive_kl_target", "adaptive_kl_horizon",
+            "missing_eos_penalty", "truncated", "use_adaptive_kl_ctl", "adaptive_kl_target", "adaptive_kl_horizon",
         )  # fmt: skip
         args: dict[str, Any] = {name: getattr(ppo, name) for name in same}
+        references = ("ref_logprobs",) if self._has_ref else ()
         return HostFunction(
-            "advantages",
-            "gae_advantages",
-            size,
-            input_keys=(
-                "completion",
-                "logprobs",
-                "rewards",
-                "values",
-                "finished",
-                *(("ref_logprobs",) if self._has_ref else ()),
-            ),
-            output_keys=("advantages", "returns"),
-            args=args,
-        )
+            name="advantages", function="gae_advantages", batch_size=size,
+            input_keys=("prompt", "completion", "logprobs", "rewards", "values", "finished", *references),
+            output_keys=("advantages", "returns"), args=args,
+        )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Other spellings: Hugging Face's and older ones, each mapped once with a note."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.cli import overrides
+from weft.cli.quickstart import configure, sort
+from weft.errors import ConfigError
+from weft.experiments import DPOConfig, GenConfig, GRPOConfig, PPOConfig, SFTConfig
+from weft.experiments.common import RunConfig
+
+
+def made(base: RunConfig, *words: str) -> tuple[Any, list[str]]:
+    return configure(base, overrides.parse(sort(["x", *words]).assignments))
+
+
+def value(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("base", "word", "name", "expected"),
+    [
+        (SFTConfig, "learning_rate=1e-5", "model.optimizer.lr", 1e-5),
+        (SFTConfig, "num_train_epochs=3", "total_train_epochs", 3),
+        (SFTConfig, "model_name_or_path=a/b", "model.path", "a/b"),
+        (SFTConfig, "max_length=99", "dataset.max_seqlen", 99),
+        (SFTConfig, "warmup_steps=50", "model.optimizer.warmup_steps", 50),
+        (SFTConfig, "warmup_steps=0.1", "model.optimizer.warmup_steps_proportion", 0.1),
+        (SFTConfig, "warmup_ratio=0.1", "model.optimizer.warmup_steps_proportion", 0.1),
+        (SFTConfig, "per_device_train_batch_size=8", "dataset.train_bs_n_seqs", 8),
+        (SFTConfig, "save_freq=7", "save_freq_steps", 7),
+        (SFTConfig, "eval_freq=7", "eval_freq_epochs", 7),
+        (SFTConfig, "save_steps=7", "save_freq_steps", 7),
+        (SFTConfig, "save_strategy=epoch", "save_freq_epochs", 1),
+        (SFTConfig, "eval_strategy=steps", "eval_freq_steps", 500),
+        (SFTConfig, "bf16=true", "model.dtype", "bfloat16"),
+        (SFTConfig, "use_peft=true", "model.lora.r", 16),
+        (SFTConfig, "lora_alpha=32", "model.lora.alpha", 32.0),
+        (SFTConfig, "report_to=tensorboard", "logger.tensorboard", True),
+        (SFTConfig, "use_cpu=true", "device", "cpu"),
+        (SFTConfig, "optimizer.lr=3", "model.optimizer.lr", 3.0),
+        (SFTConfig, "optimizer={beta1: 0.5}", "model.optimizer.beta1", 0.5),
+        (SFTConfig, "--resume_from_checkpoint", "recover_mode", "resume"),
+        (SFTConfig, "resume_from_checkpoint=true", "recover_mode", "resume"),
+        (SFTConfig, "--resume_from_checkpoint=runs/a/recover/step3", "resume_from", "runs/a/recover/step3"),
+        (SFTConfig, "--learning_rate=1e-5", "model.optimizer.lr", 1e-5),
+        (DPOConfig, "beta=0.3", "dpo.beta", 0.3),
+        (DPOConfig, "loss_type=ipo", "dpo.loss_type", "ipo"),
+        (DPOConfig, "optimizer.lr=3", "actor.optimizer.lr", 3.0),
+        (PPOConfig, "ppo.max_new_tokens=9", "ppo.gen.max_new_tokens", 9),
+        (PPOConfig, "ppo.top_p=0.9", "ppo.gen.top_p", 0.9),
+        (PPOConfig, "ppo.top_k=40", "ppo.gen.top_k", 40),
+        (PPOConfig, "ppo.greedy=true", "ppo.gen.greedy", True),
+        (PPOConfig, "top_k=40", "ppo.gen.top_k", 40),
+        (PPOConfig, "rollouts_per_prompt=4", "ppo.samples_per_prompt", 4),
+        (PPOConfig, "ppo.rollouts_per_prompt=4", "ppo.samples_per_prompt", 4),
+        (PPOConfig, "model_name_or_path=x", "actor.path", "x"),
+        (GRPOConfig, "num_generations=4", "grpo.group_size", 4),
+        (GRPOConfig, "rollouts_per_prompt=4", "grpo.group_size", 4),
+        (GRPOConfig, "grpo.temperature=0.5", "grpo.gen.temperature", 0.5),
+        (GRPOConfig, "max_completion_length=9", "grpo.gen.max_new_tokens", 9),
+        (GenConfig, "temperature=0.5", "gen.temperature", 0.5),
+    ],
+)
+def test_each_spelling_has_one_meaning_and_a_note(base: type[RunConfig], word: str, name: str, expected: Any) -> None:
+    config, notes = made(base(), word)
+    assert value(config, name) == expected
+    assert len(notes) == 1 and " is read as " in notes[0]
+
+
+def test_batch_size_accumulation_and_ranks_multiply() -> None:
+    config, notes = made(SFTConfig(), "gradient_accumulation_steps=4", "per_device_train_batch_size=8")
+    assert config.dataset.train_bs_n_seqs == 32
+    assert len(notes) == 1
+
+
+def test_a_rate_reaches_every_trained_role() -> None:
+    config, _ = made(PPOConfig(), "learning_rate=0.5")
+    assert (config.actor.optimizer.lr, config.critic.optimizer.lr) == (0.5, 0.5)
+
+
+def test_a_bare_resume_flag_takes_a_path_only_where_one_follows() -> None:
+    assert sort(["sft", "--resume_from_checkpoint", "a=1"]).assignments == ["resume_from_checkpoint=true", "a=1"]
+    assert sort(["sft", "--resume_from_checkpoint", "x/y", "a=1"]).assignments == ["resume_from_checkpoint=x/y", "a=1"]
+
+
+def test_weft_names_bring_no_note() -> None:
+    config, notes = made(SFTConfig(), "model.optimizer.lr=3", "seed=4")
+    assert (config.model.optimizer.lr, config.seed, notes) == (3.0, 4, [])
+
+
+@pytest.mark.parametrize(
+    ("base", "words", "message"),
+    [
+        (SFTConfig, ["learning_rate=1", "model.optimizer.lr=2"], "same option"),
+        (SFTConfig, ["gradient_accumulation_steps=4"], "per_device_train_batch_size"),
+        (PPOConfig, ["optimizer.lr=1"], "actor.optimizer.lr or critic.optimizer.lr"),
+        (GenConfig, ["optimizer.lr=1"], "nothing is trained"),
+        (SFTConfig, ["save_strategy=sometimes"], "no, steps or epoch"),
+        (SFTConfig, ["report_to=paper"], "tensorboard, wandb or trackio"),
+        (SFTConfig, ["temperature=1"], "unknown option 'temperature'"),
+        (SFTConfig, ["bf16=maybe"], "true or false"),
+    ],
+)
+def test_what_cannot_be_mapped_is_refused(base: type[RunConfig], words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(base(), *words)

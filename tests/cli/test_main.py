@@ -1,0 +1,262 @@
+"""The command `weft`: help, exit codes, messages; what a wrong command line costs and says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from weft import registry
+from weft.apps.quickstart import main as quickstart_app
+from weft.cli import main as weft
+from weft.errors import Interrupted, RunError, UserError
+from weft.experiments import SFTConfig
+from weft.options import leaves
+
+QUICKSTARTS = ("sft", "rw", "dpo", "ppo", "grpo", "gen")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model directory (config and weights by name) and rows."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100}))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names(*words: str) -> list[str]:
+    return ["experiment_name=e", "trial_name=t", *words]
+
+
+def sft(*words: str) -> list[str]:
+    return ["quickstart", "sft", *names("model.path=model", "dataset.train_path=rows.jsonl", *words)]
+
+
+def test_help_and_version_are_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(
+        f"\n  {command} " in shown for command in ("quickstart", "start", "stop", "demo", "chat", "data", "convert")
+    )
+    assert " plan " not in shown
+    assert weft.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("weft ")
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(["quikstart"]) == 2
+    assert "did you mean quickstart" in capsys.readouterr().err
+
+
+def test_an_unknown_quickstart_names_the_nearest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(["quickstart", "sftt", *names()]) == 2
+    assert "unknown quickstart 'sftt'; did you mean sft?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", QUICKSTARTS)
+def test_help_shows_every_option_with_type_default_and_meaning(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert weft.main(["quickstart", name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for leaf in leaves(registry.quickstarts.get(name)()):
+        assert f"\n  {leaf.name}  [{leaf.type}, " in shown
+        assert leaf.help, f"{leaf.name} has no help text"
+
+
+def test_help_of_one_group(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(["quickstart", "ppo", "--help", "ppo.gen"]) == 0
+    shown = capsys.readouterr().out
+    assert "ppo.gen.top_p" in shown and "actor.path" not in shown
+    assert weft.main(["quickstart", "ppo", "--help", "ppo.gn"]) == 2
+    assert "ppo.gen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["quickstart", "ppo", "--help"], ["quickstart", "sft", "--cfg", "job"]])
+def test_help_and_configuration_load_no_framework(words: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom weft.cli.main import main\n"
+        f"code = main({words!r})\n"
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stderr.strip().splitlines()[-1] == "[] 0"
+
+
+def test_a_wrong_setting_fails_before_torch_is_loaded(folder: Path) -> None:
+    code = (
+        "import sys\nfrom weft.cli.main import main\n"
+        f"code = main({sft('mode=ray')!r})\n"
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().splitlines()[-1] == "[] 2"
+
+
+def test_cfg_job_prints_what_a_run_would_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = sft("learning_rate=1e-5", "trial_name=1.10", "dataset.args.k=v")
+    assert weft.main([*words, "--cfg", "job"]) == 0
+    captured = capsys.readouterr()
+    printed = yaml.safe_load(captured.out)
+    assert printed["model"]["optimizer"]["lr"] == 1e-5
+    assert printed["trial_name"] == "1.10"
+    assert printed["dataset"]["args"] == {"k": "v"}
+    assert "note: learning_rate is read as model.optimizer.lr" in captured.err
+    Path("c.yaml").write_text(captured.out)
+    assert weft.main(["quickstart", "sft", "--config", "c.yaml", "--cfg", "job", "seed=9"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == {**printed, "seed": 9}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.optmizer.lr=1"], "unknown option 'model.optmizer.lr'; did you mean model.optimizer.lr"),
+        (["model.optimizer.lr=fast"], "model.optimizer.lr='fast': must be a number, such as 0.1 or 1e-5"),
+        (["max_steps=1.5"], "max_steps=1.5: must be a whole number"),
+        (["seed=-1"], "seed=-1: must be at least 0"),
+        (["experiment_name=a_b"], "write experiment_name=a-b"),
+        (["trial_name=.a"], "trial_name='.a': must hold letters, digits, . and - only"),
+        (["trial_name=a/b"], "trial_name='a/b'"),
+        (["trial_name='a b'"], "write trial_name=a-b"),
+        (["mode=ray"], "mode='ray': this version runs in one process on one device"),
+        (["mode=slurm"], "write mode=local"),
+        (["mode=locl"], "must be local"),
+        (["allocation_mode=d2t2"], "needs 4 devices"),
+        (["allocation_mode=searc"], "did you mean search"),
+        (["allocation_mode=d2x1"], "'x' is unknown"),
+        (["model.layout=d2"], "model.layout: layout d2f2t1p1c1e1 needs 2 devices"),
+        (["model.parallel.model_parallel_size=2"], "needs 2 devices"),
+        (["n_nodes=2"], "n_nodes=2: this version runs on one device"),
+        (["n_gpus_per_node=8"], "n_gpus_per_node=8: this version runs on one device"),
+        (["device=gpu"], "device='gpu': must be cpu, cuda"),
+        (["recover_mode=sometimes"], "must be one of auto, resume, disabled"),
+        (["dataset.train_path=rosw.jsonl"], "dataset.train_path='rosw.jsonl': there is no such file"),
+        (["dataset.train_bs_n_seqs=4", "dataset.train_tokens_per_batch=4096"], "exclude each other; set one"),
+        (["dataset.valid_bs_n_seqs=4", "dataset.valid_tokens_per_batch=4096"], "exclude each other; set one"),
+        (["dataset.train_tokens_per_batch=100"], "cannot hold the longest sequence, 1024 tokens"),
+        (["max_tokens_per_microbatch=100"], "max_tokens_per_microbatch=100: cannot hold the longest sequence"),
+        (["train.max_tokens_per_microbatch=100"], "train.max_tokens_per_microbatch=100: cannot hold"),
+        (["dataset.type=prompt_anser"], "unknown dataset type 'prompt_anser'; did you mean prompt_answer"),
+        (["eval_freq_steps=5"], "eval_freq_steps=5: there is nothing to evaluate on"),
+        (["train.interface=trane"], "unknown interface 'trane'; did you mean train"),
+        (["train.post_hooks=[[1]]"], "train.post_hooks=[[1]]: hook [1] cannot be read"),
+        (["dataset.type=prompt"], "wants key 'completion'"),
+        (["model.path=./modle"], "did you mean model?"),
+        (["model.path=rows.jsonl"], "is a file"),
+        (["model.optimizer.warmup_steps=1", "model.optimizer.warmup_epochs=1"], "exclude each other"),
+        (["seed=1,2"], "sweep"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_exit_2_with_one_message(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert weft.main(sft(*words)) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("missing", ["experiment_name", "trial_name", "model.path", "dataset.train_path"])
+def test_what_is_missing_is_named(missing: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in sft() if not word.startswith(f"{missing}=")]
+    assert weft.main(words) == 2
+    assert f"{missing} is missing" in capsys.readouterr().err
+
+
+def test_model_directories_are_looked_into(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "empty").mkdir()
+    step = folder / "empty" / "step12"
+    step.mkdir()
+    assert weft.main(sft("model.path=./empty")) == 2
+    assert "has no config.json" in capsys.readouterr().err
+    (step / "config.json").write_text("{}")
+    assert weft.main(sft("model.path=./empty")) == 2
+    assert f"did you mean {Path('empty/step12')}" in capsys.readouterr().err
+    assert weft.main(sft("model.path=./empty/step12")) == 2
+    assert "model.init_from_scratch=true" in capsys.readouterr().err
+    (step / "config.json").write_text("{")
+    assert weft.main(sft("model.path=./empty/step12")) == 2
+    assert "is not JSON" in capsys.readouterr().err
+    (folder / "none.jsonl").write_text("")
+    assert weft.main(sft("dataset.train_path=none.jsonl")) == 2
+    assert "the file is empty" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(sft("mode=ray", "--debug")) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def raises(error: BaseException) -> Callable[[], int]:
+    def command() -> int:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("no"), 2, "error: no"),
+        (RunError("the disk is full"), 1, "error: the disk is full"),
+        (TypeError("oops"), 1, "error: TypeError: oops (--debug shows where)"),
+        (KeyboardInterrupt(), 130, "with the same command: weft quickstart sft"),
+        (Interrupted("stopped by SIGINT after step 3", 2), 130, "after step 3"),
+        (Interrupted("stopped by SIGTERM after step 3", 15), 143, "after step 3"),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.guarded(raises(error), ["quickstart", "sft"]) == code
+    captured = capsys.readouterr().err
+    assert message in captured and "Traceback" not in captured
+    assert weft.guarded(raises(error), ["quickstart", "sft", "--debug"]) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_unknown_flags_name_the_nearest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(["quickstart", "sft", "--halp"]) == 2
+    assert "did you mean --help?" in capsys.readouterr().err
+    assert weft.main(["quickstart", "sft", "--cfg", "all"]) == 2
+    assert weft.main(["quickstart", "sft", "--import"]) == 2
+
+
+def test_quickstart_alone_lists_what_there_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(["quickstart"]) == 2
+    assert "NAME --help" in capsys.readouterr().out
+    assert weft.main(["quickstart", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in QUICKSTARTS)
+
+
+def test_the_module_form_is_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quickstart_app(["sft", *names()]) == 2
+    assert "is missing" in capsys.readouterr().err
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    for module, words in (("weft.apps.main", ["--version"]), ("weft.apps.quickstart", ["--help"])):
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words], capture_output=True, text=True, check=False, env=env
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_run_gets_the_configuration(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr("weft.launch.run", ran.append)
+    assert weft.main(sft("seed=7", "model.optimizer.lr=1e-5")) == 0
+    (config,) = ran
+    assert isinstance(config, SFTConfig)
+    assert (config.seed, config.model.optimizer.lr, config.dataset.train_path) == (7, 1e-5, "rows.jsonl")

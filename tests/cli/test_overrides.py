@@ -1,0 +1,73 @@
+"""Command lines and YAML files become nested values, in Hydra's grammar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cli import overrides
+from weft.errors import ConfigError
+from weft.options import plain
+
+
+def nested(*words: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for override in overrides.parse(words):
+        overrides.merge(values, override)
+    return plain(values)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["a.b=1e-5"], {"a": {"b": 1e-5}}),
+        (["a=[1,2]", "b={x: 1, y: {z: t}}"], {"a": [1, 2], "b": {"x": 1, "y": {"z": "t"}}}),
+        (["a='x, [y]'"], {"a": "x, [y]"}),
+        (["a=null", "b=true", "c=False"], {"a": None, "b": True, "c": False}),
+        (["+a.b=1"], {"a": {"b": 1}}),
+        (["a.b=1", "~a.b"], {"a": {}}),
+        (["a.b=1", "a={c: 2}"], {"a": {"b": 1, "c": 2}}),
+        (["reward=[{name: 'f.py:g', weight: 0.5}, gsm8k]"], {"reward": [{"name": "f.py:g", "weight": 0.5}, "gsm8k"]}),
+        (["path=/a/b-c_d.jsonl"], {"path": "/a/b-c_d.jsonl"}),
+        (["a="], {"a": ""}),
+    ],
+)
+def test_hydras_grammar(words: list[str], expected: dict[str, Any]) -> None:
+    assert nested(*words) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("a=1,2", "sweep"), ("abc", "key=value"), ("a=[1", "cannot be read"), ("a={b", "quote")],
+)
+def test_what_cannot_be_read_is_said(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        overrides.parse([word])
+
+
+def test_interpolation_takes_another_options_value() -> None:
+    values = nested("ref.path='${actor.path}'", "actor.path=x", "n=3")
+    resolved = overrides.resolve(values, {"actor": {"path": None}, "ref": {"path": None}, "n": 1})
+    assert resolved == {"ref": {"path": "x"}, "actor": {"path": "x"}, "n": 3}
+
+
+def test_an_unknown_interpolation_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="actr"):
+        overrides.resolve({"a": "${actr.path}"}, {"a": None})
+
+
+def test_a_file_is_read_and_flattened(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("seed: 3\nmodel: {path: x, optimizer: {lr: 1e-5}}\ndataset: {args: {}}\n")
+    found = {o.name: o.value for o in overrides.flatten(overrides.read_file(str(file)))}
+    assert found == {"seed": 3, "model.path": "x", "model.optimizer.lr": "1e-5", "dataset.args": {}}
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "a: [", ""])
+def test_a_file_that_holds_no_options_is_an_error(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="--config"):
+        overrides.read_file(str(file))
