@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from rich.console import Console
+from tokenizers import decoders
 
 from tests.tiny import make_llama
 from weft.cli import chat as chat_command
-from weft.cli.chat import Chat, locate
+from weft.cli.chat import locate
 from weft.cli.chat_view import GUTTER, Answer, View, Wrap
+from weft.cli.conversation import Chat
 from weft.cli.main import main
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine, Request, TokenEvent
-from weft.engine.spec import GenerationSpec
+from weft.engine.spec import GenerationSpec, LoRASpec
 from weft.errors import CheckpointError, ConfigError, DataError
+from weft.models import hf_io, lora, peft_io
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +142,17 @@ def test_plain_mode_continues_each_line_by_itself(base_model: Path, tmp_path: Pa
     assert f"{'model':{GUTTER}}Once upon a time\n" in view.text
     rows = [[m["content"] for m in json.loads(line)["messages"]] for line in file.read_text().splitlines()]
     assert rows == [["Once", " upon a time"], ["Then", " what?"]]
+
+
+def test_a_blank_between_prompt_and_answer_is_kept(base_model: Path) -> None:
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(base_model))
+    tokenizer.hf.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    view = Seen("Once")
+    chat = Chat(cast(Engine, Says(tokenizer, " upon a time")), tokenizer, GenerationSpec(), view, plain=True)
+    chat.converse()
+    assert tokenizer.decode(chat.said, skip_special=True) == "upon a time", "the decoder drops a leading blank"
+    assert "model  Once upon a time" in view.text
+    assert chat.messages[1]["content"] == " upon a time"
 
 
 def test_an_empty_line_goes_on_with_a_cut_answer(chat_model: Path) -> None:
@@ -276,6 +291,28 @@ def test_says_when_there_is_no_chat_template(
     assert "plain text: every line is continued by itself" in seen.err
     assert "greedy" in seen.err
     assert seen.out.endswith("\n")
+
+
+def test_an_adapter_talks_on_its_base(
+    chat_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    network = hf_io.load(chat_model, "lm")
+    lora.attach(network, LoRASpec(r=4, alpha=64.0), seed=1)
+    for name, parameter in network.named_parameters():
+        if name.endswith(lora.B):
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    parameters = dict(network.named_parameters())
+    peft_io.save_adapter(adapter, parameters, lora.scales(network), network.config, base=str(chat_model))
+    words = ["--base", str(chat_model), "--adapter", str(adapter), "--output", str(merged)]
+    assert main(["convert", "merge", *words]) == 0
+    capfd.readouterr()
+    answers = []
+    for path in (adapter, merged, chat_model):
+        assert run([str(path), "--max-new-tokens", "12", "--seed", "3"], "Hello\n", monkeypatch) == 0
+        answers.append(capfd.readouterr())
+    assert answers[0].out == answers[1].out != answers[2].out
+    assert f"adapter of {chat_model}" in answers[0].err
 
 
 @pytest.mark.parametrize(

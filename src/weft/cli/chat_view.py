@@ -71,12 +71,13 @@ class Answer:
             self._console.print(f"[bold green]{'model':{GUTTER}}[/]", end="")
         return self
 
-    def write(self, text: str, style: str = "") -> None:
-        """Show text; `style` is rich's ("dim" for what the user wrote)."""
+    def write(self, text: str, style: str = "") -> str:
+        """Show text and return it; `style` is rich's ("dim" for what was there before, which a pipe does not get again)."""
         if self._interactive:
             self._out(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)
         elif not style:
             self._out(text)
+        return text
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,224 @@
+"""One conversation: what was said, what a line of the user asks for, and the answer as it streams."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.engine.spec import GenerationSpec
+from weft.errors import ConfigError, RunError, UserError, nearest, unknown_name
+from weft.options import read, validate
+
+if TYPE_CHECKING:
+    from weft.cli.chat_view import View
+    from weft.data.tokenizer import Tokenizer
+    from weft.engine.base import Engine
+
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "greedy")
+HELP = """/help            this list
+/retry           another answer to the last message
+/reset           forget the conversation; the system prompt stays
+/system [TEXT]   set the system prompt; "/system off" removes it, without TEXT it is shown
+/set NAME VALUE  change temperature, top_p, top_k, min_p, max_new_tokens or greedy
+/save FILE       append the conversation to a JSONL file, a row of the `chat` dataset form
+/quit            leave, as does Ctrl-D
+an empty line    go on with an answer that was cut or stopped
+Ctrl-C           stop the answer"""
+
+
+@dataclass
+class Chat:
+    """One conversation. `prompt` and `said` are the token ids of the last request and of what came; `ended` says whether the
+    model was done."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    spec: GenerationSpec
+    view: View
+    system: str | None = None
+    plain: bool = False
+    messages: list[dict[str, str]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
+    ended: bool = True
+    draws: int = 0  # requests so far; seeds the draws, so that a retry differs
+
+    def converse(self) -> None:
+        """Read lines until the input ends. In a pipe an error ends the conversation, for there is nobody to mend it."""
+        while (line := self.view.ask()) is not None:
+            try:
+                if not self.take(line):
+                    return
+            except (UserError, RunError, OSError) as error:
+                if not self.view.interactive:
+                    raise
+                self.view.error(str(error))
+
+    def take(self, line: str) -> bool:
+        """Do what one line asks for; False to leave."""
+        if not line.strip():
+            if self.view.interactive:
+                self.go_on()
+        elif line.startswith("/") and not line.startswith("//"):
+            name, _, rest = line[1:].strip().partition(" ")
+            return self._command(name, rest.strip())
+        else:
+            self.say(line[1:] if line.startswith("//") else line)
+        return True
+
+    def say(self, text: str) -> None:
+        """Answer a message."""
+        before = list(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        try:
+            self._answer()
+        except UserError:
+            self.messages = before
+            raise
+
+    def go_on(self) -> None:
+        """Continue an answer that was cut or stopped."""
+        if self.ended:
+            if self.messages:
+                self.view.note("the answer had ended; /retry asks for another one")
+            return
+        self.messages.pop()
+        self._stream(self.prompt, self.said)
+
+    def retry(self) -> None:
+        if not self.messages:
+            self.view.note("nothing was said yet")
+            return
+        if self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
+        self._answer()
+
+    def settings(self) -> str:
+        """How answers are sampled, in words."""
+        spec = self.spec
+        words = ["greedy" if spec.greedy else f"temperature {spec.temperature:g}"]
+        if not spec.greedy:
+            words += [f"{name} {value:g}" for name, value in _limits(spec).items()]
+        return ", ".join([*words, f"at most {spec.max_new_tokens} tokens"])
+
+    # -- commands
+
+    def _command(self, name: str, rest: str) -> bool:
+        if name in ("quit", "exit"):
+            return False
+        commands: dict[str, Callable[[], None]] = {
+            "help": lambda: self.view.note(HELP),
+            "retry": self.retry,
+            "reset": self._reset,
+            "system": lambda: self._set_system(rest),
+            "set": lambda: self._set(rest),
+            "save": lambda: self._save(rest),
+        }
+        if name not in commands:
+            close = nearest(name, [*commands, "quit"])
+            hint = f"did you mean /{' or /'.join(close)}?" if close else "/help lists them"
+            raise ConfigError(f"unknown command /{name}; {hint} (a message that begins with / is written with //)")
+        commands[name]()
+        return True
+
+    def _reset(self) -> None:
+        self.messages, self.prompt, self.said, self.ended = [], [], [], True
+        self.view.note("the conversation is forgotten")
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self.system = None if text == "off" else text
+        self.view.note(f"system prompt: {self.system}" if self.system else "no system prompt")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.replace("=", " ").partition(" ")
+        if name:
+            if name not in SETTINGS:
+                raise unknown_name("setting", name, SETTINGS)
+            values: dict[str, Any] = {name: value.strip()}
+            if name == "temperature":
+                values = {"greedy": True} if value.strip() in ("0", "0.0") else {**values, "greedy": False}
+            changed = read(self.spec, values)
+            validate(changed)
+            self.spec = changed
+        self.view.note(self.settings())
+
+    def _save(self, name: str) -> None:
+        """Append to a JSONL file: the conversation as one row, or in plain mode each exchange as one."""
+        if not name:
+            raise ConfigError("/save needs the name of a file, such as /save talk.jsonl")
+        if not self.messages:
+            raise ConfigError("nothing was said yet")
+        pairs = [self.messages[i : i + 2] for i in range(0, len(self.messages), 2)]
+        rows = pairs if self.plain else [self._conversation()]
+        with Path(name).expanduser().open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"messages": row}, ensure_ascii=False) + "\n")
+        self.view.note(f"{len(self.messages)} messages appended to {name}")
+
+    # -- answers
+
+    def _conversation(self) -> list[dict[str, str]]:
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.messages]
+
+    def _answer(self) -> None:
+        if self.plain:
+            text = self.messages[-1]["content"]
+            prompt = self.tokenizer.encode(f"{self.system}\n\n{text}" if self.system else text)
+        else:
+            prompt = self.tokenizer.encode_chat(self._conversation(), add_generation_prompt=True)
+        self._stream(prompt, [])
+
+    def _stream(self, prompt: list[int], said: list[int]) -> None:
+        """Show the answer to `prompt` that begins with `said` as it comes, and keep it. Ctrl-C keeps what came."""
+        from weft.data.tokenizer import StreamDecoder
+        from weft.engine.base import Request
+
+        decoder = StreamDecoder(self.tokenizer)
+        if self.plain:
+            decoder.feed(prompt)  # some tokenizers drop the blank before a text's first word
+        new, text = list[int](), decoder.feed(said)
+        finish: str | None = None
+        started = time.perf_counter()
+        with self.view.answer() as answer:
+            if self.plain:
+                answer.write(self.messages[-1]["content"], style="dim")
+            answer.write(text, style="dim")
+            try:
+                with self.engine.generating(self.spec) as generator:
+                    generator.submit([Request("chat", 0, [*prompt, *said], step=self.draws)])
+                    while not generator.idle:
+                        for event in generator.step():
+                            new.append(event.token)
+                            finish = event.finish
+                            text += answer.write(decoder.feed([event.token]))
+            except KeyboardInterrupt:
+                if not self.view.interactive:
+                    raise
+                finish = "stopped"
+            text += answer.write(decoder.flush())
+        self.draws += 1
+        self.prompt, self.said, self.ended = prompt, [*said, *new], finish == "stop"
+        self.messages.append({"role": "assistant", "content": text if self.plain else text.strip()})
+        self._tell(finish, len(new), time.perf_counter() - started)
+
+    def _tell(self, finish: str | None, count: int, seconds: float) -> None:
+        """How the answer ended, in a terminal."""
+        if not self.view.interactive:
+            return
+        ends = {
+            "length": "; cut at max_new_tokens, an empty line goes on",
+            "stopped": "; stopped, an empty line goes on",
+        }
+        self.view.note(f"       {count} tokens, {count / seconds:.0f} a second{ends.get(str(finish), '')}")
+
+
+def _limits(spec: GenerationSpec) -> dict[str, float]:
+    """The limits in force on what is sampled from."""
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    return {name: getattr(spec, name) for name, value in off.items() if getattr(spec, name) != value}
