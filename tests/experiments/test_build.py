@@ -163,7 +163,7 @@ def test_sizes_of_a_ppo_step() -> None:
         ("grpo", {"reward": "gsm8"}, "reward='gsm8': unknown verifier 'gsm8'"),
         ("grpo", {"reward": []}, "is empty"),
         ("grpo", {"reward": "nowhere.py:fn"}, "there is no file nowhere.py"),
-        ("grpo", {"reward": "nowhere_at_all:fn"}, "there is no module nowhere_at_all"),
+        ("grpo", {"rew_weight": 0.5}, "rew_weight=0.5 weighs a reward model against a reward function"),
         ("grpo", {"reward": [{"name": "json:dumps", "wieght": 1}]}, "cannot be read"),
         ("grpo", {"reward": [{"name": "json:dumps", "weight": "1"}]}, "must be a number"),
         ("grpo", {"reward": "json:not a name"}, "must be a function's name"),

@@ -10,13 +10,22 @@ from weft.data.spec import DatasetSpec
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiments import _checks as checks
-from weft.experiments._rewards import reward_problem
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
+from weft.host.spec import locate, parse_reward
 from weft.options import option
 
 SAMPLED = ("completion", "logprobs", "versions", "finished")
 SUPPORT = ("support", "support_counts")
+
+
+def _reward_problem(reward: Any) -> str | None:
+    try:
+        for part in parse_reward(reward):
+            locate(part)
+    except ConfigError as error:
+        return str(error).removeprefix("reward: ")
+    return None
 
 
 @dataclass
@@ -68,9 +77,13 @@ class PolicyConfig(RunConfig):
         None,
         "reward function: a verifier (gsm8k, math, format, ifeval, length, code), module:function, FILE.py:function, or a "
         "list of them or of {name, weight, args}; added to the reward model's score where both are given",
-        check=reward_problem,
+        check=_reward_problem,
     )
-    reward_timeout_s: float = option(60.0, "seconds that a reward function has for a batch", at_least=0.0)
+    reward_timeout_s: float = option(60.0, "seconds that a reward function has for a batch", at_least=0.001)
+    reward_on_timeout: float | None = option(
+        None, "reward of completions whose function has not come back by then; the run stops when absent"
+    )
+    rew_weight: float = option(1.0, "weight of the reward model's score where a reward function is given too")
     dataset: DatasetSpec = option(DatasetSpec(), "rows of the form prompt, with columns for the reward function")
     actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
     rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")
@@ -94,6 +107,12 @@ class Policy:
         """Raises `ConfigError` for sizes that do not divide, and where nothing gives a reward."""
         if config.rew.path is None and config.reward is None and config.rew.backend != "null":
             raise ConfigError("rew.path and reward are both missing; set a reward model, a reward function, or both")
+        if config.rew_weight != 1.0 and (
+            config.reward is None or (config.rew.path is None and config.rew.backend != "null")
+        ):
+            raise ConfigError(
+                f"rew_weight={config.rew_weight} weighs a reward model against a reward function; set both, or leave it out"
+            )
         if dataset.train_tokens_per_batch is not None:
             raise ConfigError(
                 f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} counts prompts, since completions "
@@ -162,10 +181,15 @@ class Policy:
                 name=f"{prefix}reward", function="reward", batch_size=size,
                 input_keys=("prompt", *remap), output_keys=("rewards",),
                 input_key_remap=remap if prefix else {}, output_key_remap={"rewards": made} if prefix else {},
-                args={"reward": config.reward, "timeout_s": config.reward_timeout_s}, tokenizer_role="actor",
+                args=self._reward_args(), tokenizer_role="actor",
             )  # fmt: skip
             nodes.append(reward)
         return nodes
+
+    def _reward_args(self) -> dict[str, Any]:
+        config = self.config
+        args = {"reward": config.reward, "timeout_s": config.reward_timeout_s, "on_timeout": config.reward_on_timeout}
+        return {**args, "scores_weight": config.rew_weight} if self.has_model else args
 
     def _reward_model(self, size: int, prefix: str, scores: str) -> MFCDef:
         form = {"prompt_prefix": self.config.rew.prompt_prefix, "prompt_suffix": self.config.rew.prompt_suffix}

@@ -1,0 +1,163 @@
+"""`weft start` and user code: what is found, how it is named, and what a run of it is told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft import registry
+from weft.cli.main import main
+from weft.errors import ConfigError
+
+SWEEP = """
+from weft import register_experiment
+from weft.experiments import DPOConfig
+
+def one(size):
+    config = DPOConfig(experiment_name="unset", trial_name="unset", max_steps=2)
+    config.actor.path, config.dataset.train_path = "m", "rows.jsonl"
+    config.dpo.beta = 0.5 / size
+    return config.build()
+
+for size in range(1, 6):
+    register_experiment(f"test-dpo-s{size}", lambda size=size: one(size))
+
+@register_experiment("test-class")
+class Made:
+    def initial_setup(self):
+        return one(1)
+"""
+QUICKSTART = """
+from dataclasses import dataclass
+from weft import register_quickstart
+from weft.experiments import SFTConfig
+from weft.options import option
+
+@dataclass
+class Calm(SFTConfig):
+    coefficient: float = option(0.1, "weight of the calm")
+
+register_quickstart("test-calm", Calm)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with a model, rows and nothing registered; what a test registers or imports is forgotten."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    before, modules, path = {}, set(sys.modules), list(sys.path)
+    for kind in (registry.experiments, registry.quickstarts):
+        before[kind] = dict(kind._things)
+    yield tmp_path
+    for kind, things in before.items():
+        kind._things.clear()
+        kind._things.update(things)
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)) or name == "experiments":
+            del sys.modules[name]
+    sys.path[:] = path
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would have been run."""
+    found: list[Any] = []
+    monkeypatch.setattr("weft.launch.run", lambda experiment, **told: found.append(experiment))
+    return found
+
+
+def test_a_folder_of_experiments_is_found_and_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "experiments").mkdir()
+    (folder / "experiments" / "sweep.py").write_text(SWEEP)
+    (folder / "experiments" / "unrelated.py").write_text("raise RuntimeError('not for us')")
+    assert main(["start", "--list"]) == 0
+    assert capsys.readouterr().out.split() == ["test-class", *(f"test-dpo-s{i}" for i in range(1, 6))]
+
+
+def test_a_registered_experiment_runs_under_the_names_of_the_command_line(folder: Path, ran: list[Any]) -> None:
+    (folder / "sweep.py").write_text(SWEEP)
+    words = ["--mode", "local", "--import", "sweep.py", "--fileroot", "elsewhere"]
+    assert main(["start", "-e", "test-dpo-s4", "-f", "first", *words]) == 0
+    assert main(["start", "-e", "test-class", "-f", "second", *words]) == 0
+    first, second = ran
+    control = first.control
+    assert (control.experiment_name, control.trial_name, control.fileroot) == ("test-dpo-s4", "first", "elsewhere")
+    assert control.imports == ["sweep.py"]
+    assert first.config["fileroot"] == "elsewhere"
+    assert first.node("actor_train").args["loss_args"]["beta"] == 0.125
+    assert (second.control.experiment_name, second.control.trial_name) == ("test-class", "second")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-e", "test-dpo-s9", "-f", "a"], "unknown experiment 'test-dpo-s9'; did you mean test-dpo-s"),
+        (["-e", "test-dpo-s1"], "-f TRIAL is missing"),
+        (["-f", "a"], "-e EXPERIMENT is missing"),
+        (["-e", "test-dpo-s1", "-f", "a_b"], "write trial_name=a-b"),
+        (["-e", "test-dpo-s1", "-f", "a", "--mode", "ray"], "ray does not exist yet"),
+        (["-e", "test-dpo-s1", "-f", "a", "--mod"], "weft start:"),
+        (["-e", "test-dpo-s1", "-f", "a", "--import", "none.py"], "there is no such file"),
+    ],
+)
+def test_wrong_input_is_exit_2(
+    words: list[str], message: str, folder: Path, ran: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "sweep.py").write_text(SWEEP)
+    assert main(["start", "--import", "sweep.py", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert ran == []
+
+
+def test_stop_says_when_there_is_nothing_to_stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "-e", "a", "-f", "b"]) == 2
+    assert "there is no run" in capsys.readouterr().err
+
+
+def test_a_quickstart_of_ones_own(folder: Path, ran: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "calm.py").write_text(QUICKSTART)
+    own = ["experiment_name=e", "trial_name=t", "model.path=m", "dataset.path=rows.jsonl", "coefficient=0.5"]
+    assert main(["quickstart", "test-calm", "--import", "calm.py", *own]) == 0
+    assert (ran[0].coefficient, ran[0].imports) == (0.5, ["calm.py"])
+    assert main(["quickstart", "test-calm", "imports=[calm.py]", *own]) == 0
+    assert ran[1].imports == ["calm.py"]
+    assert main(["quickstart", "test-calm", "--import", "calm.py", "--help"]) == 0
+    assert "coefficient  [float, default 0.1]" in capsys.readouterr().out
+    assert main(["quickstart", "--help", "--import", "calm.py"]) == 0
+    assert "test-calm" in capsys.readouterr().out
+
+
+def test_a_module_is_found_from_the_working_directory(folder: Path, ran: list[Any]) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "calm.py").write_text(QUICKSTART)
+    own = ["experiment_name=e", "trial_name=t", "model.path=m", "dataset.path=rows.jsonl"]
+    assert main(["quickstart", "test-calm", "--import", "mine.calm", *own]) == 0
+    assert len(ran) == 1
+
+
+def test_user_code_that_fails_says_which_file_and_how(folder: Path) -> None:
+    (folder / "broken_code.py").write_text("import weft\nraise ValueError('half done')")
+    with pytest.raises(ConfigError, match=r"broken_code\.py' failed: ValueError: half done"):
+        registry.import_user_code(["broken_code.py"])
+    assert "broken_code" not in sys.modules
+
+
+def test_a_file_called_like_a_known_module_is_refused(folder: Path) -> None:
+    (folder / "json.py").write_text("")
+    with pytest.raises(ConfigError, match="another module is called 'json'"):
+        registry.import_user_code(["json.py"])
+
+
+def test_a_file_may_be_imported_twice(folder: Path) -> None:
+    (folder / "calm.py").write_text(QUICKSTART)
+    registry.import_user_code(["calm.py"])
+    registry.import_user_code([str(folder / "calm.py"), "calm.py"])
+    assert "test-calm" in registry.quickstarts
