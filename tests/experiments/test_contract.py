@@ -18,11 +18,11 @@ dataset.train_path dataset.valid_path dataset.path dataset.max_seqlen dataset.ma
 dataset.train_tokens_per_batch dataset.valid_tokens_per_batch dataset.overlong dataset.remove_truncated_samples dataset.type
 dataset.args dataset.sources"""
 MODEL = """path type init_from_scratch dtype backend gradient_checkpointing offload lora.r lora.alpha lora.dropout
-lora.targets layout parallel.pipeline_parallel_size parallel.data_parallel_size parallel.model_parallel_size optimizer.type optimizer.lr
-optimizer.weight_decay optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.lr_scheduler_type
-optimizer.warmup_steps_proportion optimizer.min_lr_ratio optimizer.max_grad_norm optimizer.warmup_steps
-optimizer.warmup_epochs optimizer.end_lr tokenizer.path tokenizer.chat_template tokenizer.bos_token tokenizer.eos_token
-tokenizer.pad_token tokenizer.sep_token tokenizer.add_bos_token"""
+lora.targets layout parallel.pipeline_parallel_size parallel.data_parallel_size parallel.model_parallel_size
+optimizer.type optimizer.lr optimizer.weight_decay optimizer.beta1 optimizer.beta2 optimizer.eps
+optimizer.lr_scheduler_type optimizer.warmup_steps_proportion optimizer.min_lr_ratio optimizer.max_grad_norm
+optimizer.warmup_steps optimizer.warmup_epochs optimizer.end_lr tokenizer.path tokenizer.chat_template
+tokenizer.bos_token tokenizer.eos_token tokenizer.pad_token tokenizer.sep_token tokenizer.add_bos_token"""
 GEN = "max_new_tokens min_new_tokens temperature top_p top_k greedy"
 PPO = """ppo_n_minibatches kl_ctl use_adaptive_kl_ctl discount gae_lambda eps_clip value_eps_clip max_reward_clip
 reward_output_scaling reward_output_bias early_stop_imp_ratio adv_norm value_norm samples_per_prompt ppo_epochs
