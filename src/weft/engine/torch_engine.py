@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from weft.algorithms.base import Loss, Output
 from weft.data.sample import SequenceSample
 from weft.engine import checkpoint, microbatches
+from weft.engine.adapters_off import AdaptersOff
 from weft.engine.base import Generator, StepStats
 from weft.engine.flops import Cost
 from weft.engine.generation.generate import Decoder, open_generator
@@ -180,6 +181,13 @@ class TorchEngine:
         """A Hugging Face directory that `transformers` loads, in the role's dtype. With adapters it holds the merged model,
         and `adapter/` the adapters alone in PEFT's layout."""
         self._built.save(d, self._masters.all, tokenizer)
+
+    def without_adapters(self) -> AdaptersOff | None:
+        """This engine's frozen base as an engine of its own, for a reference role; None where there are no adapters."""
+        if self._built.adapters_off is None:
+            return None
+        base = [name for name in self._masters.all if name not in self._masters.trained]
+        return AdaptersOff(self, self._built.adapters_off, base)
 
     @property
     def description(self) -> Mapping[str, Any]:

@@ -1,0 +1,82 @@
+"""The reference of a role that trains adapters: the same engine with its adapters off, so that no weight is held twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from weft.algorithms.base import Array, Loss, Output
+from weft.data.sample import SequenceSample
+from weft.engine.base import Engine, Generator, StepStats
+from weft.engine.spec import GenerationSpec
+from weft.errors import ConfigError
+from weft.topology import Layout, Slice
+
+
+class AdaptersOff:
+    """Implements `weft.engine.base.Engine` for the frozen base of `engine`; `off()` is a context without adapters.
+
+    It shares the base's memory, so offloading is the other role's business, and it cannot be trained or written to: a
+    reference that moves needs weights of its own.
+    """
+
+    def __init__(self, engine: Engine, off: Callable[[], AbstractContextManager[None]], names: Sequence[str]) -> None:
+        self.layout: Layout = engine.layout
+        self.version, self.max_tokens_per_microbatch = 0, engine.max_tokens_per_microbatch
+        self._engine, self._off, self._names = engine, off, tuple(names)
+
+    def forward(self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0) -> SequenceSample:
+        own = self._engine.max_tokens_per_microbatch
+        self._engine.max_tokens_per_microbatch = self.max_tokens_per_microbatch
+        try:
+            with self._off():
+                return self._engine.forward(batch, want, temperature=temperature)
+        finally:
+            self._engine.max_tokens_per_microbatch = own
+
+    def train(
+        self, minibatches: Sequence[SequenceSample], loss: Loss, *, veto: Any = None, temperature: float = 1.0
+    ) -> list[StepStats]:
+        _refuse("trained")
+
+    @contextmanager
+    def generating(self, spec: GenerationSpec) -> Iterator[Generator]:
+        with self._off(), self._engine.generating(spec) as generator:
+            yield generator
+
+    def slices(self) -> Mapping[str, Slice]:
+        whole = self._engine.slices()
+        return {name: whole[name] for name in self._names}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Array]]:
+        return self._engine.read(names)
+
+    def write(self, parts: Iterable[tuple[str, Slice, Array]], *, version: int, eta: float = 1.0) -> None:
+        _refuse("written to")
+
+    def save_state(self, d: Path) -> None:
+        """Nothing: the base never changes."""
+
+    def load_state(self, d: Path) -> None:
+        """Nothing: the base never changes."""
+
+    def offload(self, what: Literal["weights", "optimizer"]) -> None:
+        """Nothing: the weights are the other role's."""
+
+    def onload(self, what: Literal["weights", "optimizer"]) -> None:
+        """Nothing: the weights are the other role's, which brings them back when it computes."""
+
+    def save_model(self, d: Path, tokenizer: Any) -> None:
+        _refuse("saved")
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {**self._engine.description, "num_trainable": 0, "notes": ["the same weights with adapters off"]}
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError(
+        f"a reference that is its actor with the adapters off cannot be {what}; give it a path or dtype of its own"
+    )

@@ -1,0 +1,151 @@
+"""The backend `hf`: any decoder that `transformers` knows, on one device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weft.engine import hf_load, hf_lora
+from weft.engine.backends import common
+from weft.engine.device import resolve_device
+from weft.engine.flops import Cost
+from weft.engine.hf_network import DIGITS, HFNetwork
+from weft.engine.hf_trial import Trial, try_out
+from weft.engine.spec import ModelSpec
+from weft.engine.torch_engine import Built, TorchEngine
+from weft.errors import ConfigError
+from weft.models import hf_io
+from weft.models.config import TransformerConfig
+from weft.models.transformer import Head, Pooling
+from weft.registry import register_backend
+from weft.topology import Layout
+
+PREFIX = "module."  # of the network's parameter names: HFNetwork holds the module
+
+
+@register_backend("hf")
+def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
+    """Read the model directory `spec.path` with `transformers`. Raises `UserError` for what cannot be read or run."""
+    if layout.tensor > 1 or layout.pipeline > 1:
+        raise ConfigError(
+            f"layout={layout}: backend=hf does not cut a network into tensor or pipeline parts; use t1p1, or backend=torch"
+        )
+    path = common.check_spec(spec, layout)
+    device = resolve_device(spec.device)
+    module = hf_load.load(spec, path, device, common.reading_dtype(spec))
+    embedding = module.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    trial = try_out(module, cast(Head, spec.head), embedding.num_embeddings)
+    config = _describe(module, trial, embedding)
+    common.check_tokenizer(spec, config)
+    tied = spec.head == "lm" and module.config.tie_word_embeddings
+    cost = Cost(
+        common.products(module, embedding, tied=tied), _attention(config), backward=1 if spec.has_adapters else 2
+    )
+    module.requires_grad_(spec.trained)
+    if spec.has_adapters:
+        hf_lora.attach(module, spec.lora, seed=spec.seed)
+    if spec.gradient_checkpointing:
+        with warnings.catch_warnings():  # the newer name of the same call is not in every version that weft runs with
+            warnings.simplefilter("ignore", FutureWarning)
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    caches = _fits_cache(trial)
+    network = HFNetwork(
+        module,
+        cast(Head, spec.head),
+        trial.head,
+        config,
+        pooling=_pooling(spec, path),
+        callers=trial.callers,
+        caches=caches,
+    )
+
+    def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Any) -> None:
+        tokenizer.save(directory)
+        _save(directory, tensors, network, spec, tokenizer)
+
+    rates = hf_load.dropout_rates(module.config.to_dict())
+    built = Built(
+        network=network,
+        save=save,
+        cost=cost,
+        facts={"family": config.family, "vocab_size": config.vocab_size, "num_layers": module.config.num_hidden_layers},
+        dropout=any(rates.values()) or (spec.has_adapters and spec.lora.dropout > 0.0),
+        adapters_off=(lambda: hf_lora.adapters_off(module)) if spec.has_adapters else None,
+        notes=_notes(module, trial, caches),
+    )
+    return TorchEngine(built, spec, layout, device)
+
+
+def _describe(module: PreTrainedModel, trial: Trial, embedding: nn.Embedding) -> TransformerConfig:
+    """What the generator reads of a network: vocabulary, the table of positions, and the shape of cached keys and values.
+
+    Where keys and values do not fit weft's cache, it holds tokens, as one layer of `DIGITS` numbers.
+    """
+    values = module.config.to_dict()
+    heads, kv_heads, head_dim, layers = 1, 1, DIGITS, 1
+    if _fits_cache(trial):
+        heads, kv_heads, head_dim, _ = trial.shapes[0]
+        layers = len(trial.shapes)
+    positions = values.get("max_position_embeddings") or values.get("n_positions") or 0
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding) and m is not embedding]
+    learned = any(m.num_embeddings >= positions > 0 for m in tables)
+    return TransformerConfig(
+        family=values["model_type"],
+        vocab_size=embedding.num_embeddings,
+        hidden_size=trial.hidden_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=0,
+        max_positions=positions,
+        learned_positions=positions if learned else None,
+    )
+
+
+def _fits_cache(trial: Trial) -> bool:
+    """Whether weft's cache can hold the keys and values: all layers alike, keys as wide as values."""
+    return len(set(trial.shapes)) == 1 and trial.shapes[0][2] == trial.shapes[0][3]
+
+
+def _attention(config: TransformerConfig) -> int:
+    return config.num_layers * config.num_heads * config.head_dim
+
+
+def _pooling(spec: ModelSpec, path: str) -> Pooling:
+    """What the spec asks for, else what the directory says."""
+    stored = hf_io.read_raw(path).get(hf_io.POOLING)
+    return "mean" if "mean" in (spec.pooling, stored) else "last"
+
+
+def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ...]:
+    """What is slower than it might be, and why."""
+    kind, notes = module.config.model_type, []
+    if trial.reason is not None:
+        notes.append(f"backend=hf: {kind} runs the sequences of one length at a time, without packing ({trial.reason})")
+    if not caches:
+        notes.append(f"backend=hf: {kind} generates without a cache, computing all tokens again for each new one")
+    return tuple(notes)
+
+
+def _save(directory: Path, tensors: Mapping[str, Tensor], network: HFNetwork, spec: ModelSpec, tokenizer: Any) -> None:
+    """The module as it computes; adapters merged, and by themselves in `adapter/`, which names the base model."""
+    module = network.module
+    for key, id in common.token_ids(module.config.to_dict(), tokenizer).items():
+        setattr(module.config, key, id)
+        if network.kind == "lm" and module.generation_config is not None:
+            setattr(module.generation_config, key, id)
+    if network.kind == "score" and network.pooling == "mean":
+        setattr(module.config, hf_io.POOLING, "mean")
+    if not spec.has_adapters:
+        hf_load.save(directory, module)
+        return
+    named = {name.removeprefix(PREFIX): value for name, value in tensors.items()}
+    hf_lora.save_adapter(directory / "adapter", module, named, spec.lora, str(spec.path))
+    hf_load.save(directory, module, hf_lora.merged_state(module, named))
