@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -65,13 +64,6 @@ class Part:
         if isinstance(self.dataset, Tokenized):
             return self.dataset.table.costs()[self.indices]
         return np.asarray([int(self[i].token_costs().sum()) for i in range(len(self))], dtype=np.int64)
-
-    def batches(self, batching: Batching) -> Iterator[SequenceSample]:
-        """All samples in order, batch by batch: one pass of an evaluation."""
-        costs = self.costs() if batching.num_tokens is not None else np.ones(len(self), dtype=np.int64)
-        bounds = batching.bounds(costs)
-        for low, high in pairwise(bounds):
-            yield SequenceSample.gather([self[i] for i in range(low, high)])
 
 
 class Loader(Protocol):

@@ -130,7 +130,7 @@ class Reader:
             raise DataError(f"{name}: the dataset is empty")
         held = hold_out(_keys(dataset), share)
         train = Part(name, dataset, np.flatnonzero(~held), prefix=several)
-        valid = Part(name, dataset, np.flatnonzero(held), prefix=True) if held.any() else None
+        valid = Part(name, dataset, np.flatnonzero(held)) if held.any() else None
         drawn = Share(name, len(train), source.fraction, source.size, source.weight)
         report = dataset.table.report if isinstance(dataset, Tokenized) else None
         counts = [SourceCount(name, type, len(train), int(held.sum()), len(train), report)]
@@ -144,7 +144,7 @@ class Reader:
         type, dataset = self._build(source)
         if not isinstance(dataset, MapDataset):
             raise ConfigError(f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index")
-        part = Part(name, dataset, np.arange(len(dataset)), prefix=True)
+        part = Part(name, dataset, np.arange(len(dataset)))
         report = dataset.table.report if isinstance(dataset, Tokenized) else None
         return part, SourceCount(name, type, 0, len(part), 0, report)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -84,18 +84,6 @@ class TokenTable:
         metadata = {name: [row.metadata.get(name) for row in encoded] for name in columns}
         sample = SequenceSample.from_groups(ids, seqlens, data, metadata)
         return cls(sample, np.asarray(rows, dtype=np.int32), report)
-
-    @classmethod
-    def join(cls, tables: Sequence[TokenTable]) -> TokenTable:
-        """One table after another; row numbers go on."""
-        starts = np.cumsum([0, *(table.report.rows for table in tables)])
-        rows = np.concatenate([table.rows + start for table, start in zip(tables, starts, strict=False)])
-        filled = [table for table in tables if len(table)] or list(tables[:1])
-        report = sum((table.report for table in tables), Report())
-        return cls(SequenceSample.gather([table.sample for table in filled]), rows.astype(np.int32), report)
-
-    def with_ids(self, ids: Sequence[str]) -> TokenTable:
-        return replace(self, sample=replace(self.sample, ids=tuple(ids)))
 
     def to_bytes(self) -> bytes:
         values = {"ids": self.sample.ids, "metadata": dict(self.sample.metadata), "report": asdict(self.report)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -241,5 +242,6 @@ def _to_cache(file: Path, table: TokenTable) -> None:
         part.write_bytes(table.to_bytes())
         os.replace(part, file)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         print(f"note: tokenized rows are not kept in {file.parent} ({error.strerror})", file=sys.stderr)

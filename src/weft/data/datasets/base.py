@@ -87,12 +87,12 @@ def prompt_keys(key: str | None) -> tuple[str, ...]:
 
 
 def prompt_text(row: Row, key: str) -> str:
-    """The prompt of a row; an alpaca row's `input` follows its instruction on a new line."""
+    """The prompt of a row. An `instruction` (with its `input` below it) or a `question` gets a line end of its own."""
     prompt = text(row, key, may_be_empty=True)
-    more = row.get("input") if key == "instruction" else None
-    if more is not None and not isinstance(more, str):
-        raise BadRow("'input' must be text")
-    return f"{prompt}\n{more}" if more else prompt
+    if key == "instruction" and row.get("input") is not None:
+        more = text(row, "input", may_be_empty=True)
+        prompt = f"{prompt}\n{more}" if more else prompt
+    return f"{prompt}\n" if key in ("instruction", "question") else prompt
 
 
 def ended(tokenizer: Tokenizer, content: str) -> list[int]:

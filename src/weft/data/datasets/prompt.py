@@ -57,7 +57,9 @@ class Prompt:
                 raise BadRow(f"{key!r} is empty")
             if not self.as_chat:
                 return tokenizer.encode(prompt)
-            return tokenizer.encode_chat([{"role": "user", "content": prompt}], add_generation_prompt=True)
+            return tokenizer.encode_chat(
+                [{"role": "user", "content": prompt.removesuffix("\n")}], add_generation_prompt=True
+            )
         messages = normalise(row[key])
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()

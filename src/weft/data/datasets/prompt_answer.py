@@ -32,7 +32,7 @@ class PromptAnswer:
         answer_key = need(row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer")
         prompt, answer = prompt_text(row, prompt_key), text(row, answer_key)
         if self.as_chat:
-            user = {"role": "user", "content": prompt}
+            user = {"role": "user", "content": prompt.removesuffix("\n")}
             ids, mask = tokenizer.encode_chat_with_mask([user, {"role": "assistant", "content": answer}])
             first = mask.index(True)
             return [Encoded(ids[:first], [ids[first:]], [mask[first:]])]

@@ -1,0 +1,131 @@
+"""Rows are tokenized once: by several processes as by one, kept under a hash of everything that affects their ids."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import templates
+
+from weft.data import tokenizing
+from weft.data.datasets.chat import Chat
+from weft.data.datasets.prompt_answer import PromptAnswer
+from weft.data.lengths import Lengths
+from weft.data.progress import silent
+from weft.data.table import TokenTable
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import Source, tokenize
+from weft.errors import DataError, RunError
+
+Make = Callable[..., Tokenizer]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(1100)))
+    return file
+
+
+@pytest.fixture
+def source(rows: Path, tmp_path: Path) -> Source:
+    return Source(str(rows), cache_dir=str(tmp_path / "cache"), num_workers=0, progress=silent)
+
+
+@pytest.fixture
+def tokenizer(with_template: Make) -> Tokenizer:
+    return with_template(templates.CHATML)
+
+
+def same(one: TokenTable, other: TokenTable) -> bool:
+    return one.to_bytes() == other.to_bytes()
+
+
+def test_processes_give_what_one_gives(source: Source, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    alone = tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    shared = tokenize(
+        PromptAnswer(), Lengths(), tokenizer, replace(source, num_workers=2, cache_dir=str(tmp_path / "other"))
+    )
+    assert len(alone) == 1100 and same(alone, shared)
+    assert alone[7].ids == ("7",)
+
+
+def test_processes_report_bad_rows(source: Source, rows: Path, tokenizer: Tokenizer) -> None:
+    rows.write_text(rows.read_text() + '\n{"prompt": "x"}')
+    with pytest.raises(DataError, match=r"rows\.jsonl:1101: lacks the key 'answer'"):
+        tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, num_workers=2))
+
+
+def test_a_process_that_dies_is_no_hang(source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizing.sys, "executable", shutil.which("false"))
+    with pytest.raises(RunError, match="ended early"):
+        tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, num_workers=2))
+
+
+def test_the_cache_is_used(source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    monkeypatch.setattr(tokenizing, "encode_rows", None)  # whoever tokenizes now fails
+    assert same(tokenize(PromptAnswer(), Lengths(), tokenizer, source), first)
+    for form, lengths in (
+        (PromptAnswer(as_chat=True), Lengths()),
+        (PromptAnswer(), Lengths(max_seqlen=9)),
+        (Chat(), Lengths()),
+    ):
+        with pytest.raises(TypeError):
+            tokenize(form, lengths, tokenizer, source)
+
+
+def test_the_cache_follows_content(
+    source: Source, rows: Path, with_template: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    files = set(Path(source.cache_dir or "", "tokens").iterdir())
+    tokenize(PromptAnswer(), Lengths(), with_template(templates.CHATML, add_bos=True), source)
+    rows.write_text(rows.read_text().replace("0+0", "0-0"))
+    tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    monkeypatch.setattr(tokenizing, "VERSION", 0)
+    tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    found = set(Path(source.cache_dir or "", "tokens").iterdir())
+    assert len(files) == 1 and len(found) == 4
+    moved = rows.rename(rows.with_name("elsewhere.jsonl"))
+    tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, path=str(moved)))
+    assert set(Path(source.cache_dir or "", "tokens").iterdir()) == found
+
+
+def test_a_damaged_cache_is_made_again(source: Source, tokenizer: Tokenizer) -> None:
+    first = tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    (kept,) = Path(source.cache_dir or "", "tokens").iterdir()
+    whole = kept.read_bytes()
+    for damaged in (whole[:1000], b"", b"hello", whole[:-7]):
+        kept.write_bytes(damaged)
+        assert same(tokenize(PromptAnswer(), Lengths(), tokenizer, source), first)
+        assert kept.read_bytes() == whole
+
+
+def test_bad_rows_leave_no_cache(source: Source, rows: Path, tokenizer: Tokenizer) -> None:
+    rows.write_text('{"prompt": "x"}')
+    with pytest.raises(DataError):
+        tokenize(PromptAnswer(), Lengths(), tokenizer, source)
+    assert not Path(source.cache_dir or "", "tokens").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    source: Source, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert (
+        len(tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, cache_dir=str(tmp_path / "file")))) == 1100
+    )
+    assert "tokenized rows are not kept" in capsys.readouterr().err
+
+
+def test_progress_is_one_line_without_a_terminal(
+    source: Source, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenize(PromptAnswer(), Lengths(), tokenizer, Source(source.path, cache_dir=source.cache_dir, num_workers=0))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("tokenizing rows.jsonl: 1,100 rows in ")
