@@ -1,0 +1,169 @@
+"""A process that computes rewards: `python -m weft.host._worker FD`, started by `weft.host._pool`. Loads no torch.
+
+It reads (sys.path, targets) and then tasks (index of the function, its arguments) from the connection, and answers each with
+an `Answer`. It ends when its standard input does, which is when the process that started it has died or let go of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from multiprocessing.connection import Connection
+from typing import Any
+
+from weft.errors import UserError
+from weft.host.spec import Target
+from weft.registry import import_user_code
+
+Answer = tuple[str, Any, int | None]  # "ok", value, None; or "error", what went wrong, index of the completion or None
+POSITIONAL = 2  # prompts, completions
+SHOWN_LINES = 6  # of a traceback
+
+
+class Refused(Exception):
+    """A result, or a signature, that cannot be used: why, and which of the completions showed it."""
+
+    def __init__(self, text: str, index: int | None = None) -> None:
+        super().__init__(text)
+        self.index = index
+
+
+def main(descriptor: int) -> None:
+    connection = Connection(descriptor)
+    threading.Thread(target=_die_with_parent, args=(os.dup(0),), daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what rewards print must not mix with the run's own output
+    sys.path[:], targets = connection.recv()
+    functions: list[Callable[..., Any]] = []
+    for target in targets:
+        status, value, _ = _answer(load, target)
+        if status == "error":
+            connection.send((status, f"reward {target.label!r}: {value}", None))
+            return
+        functions.append(value)
+    connection.send(("ok", None, None))
+    loop = asyncio.new_event_loop()
+    while True:
+        try:
+            index, prompts, completions, ids, columns = connection.recv()
+        except EOFError:
+            return
+        given = arguments(functions[index], targets[index], columns) | {"completion_ids": ids}
+        connection.send(_answer(call, functions[index], loop, prompts, completions, given))
+
+
+def _die_with_parent(descriptor: int) -> None:
+    """Wait for the end of the old standard input, then end this process and what it has started in its group."""
+    while os.read(descriptor, 1024):
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _answer(work: Callable[..., Any], *arguments: Any) -> Answer:
+    """What `work` returns or, for the parent to raise, what went wrong. Nothing in user code may end this process."""
+    try:
+        return "ok", work(*arguments), None
+    except Refused as error:
+        return "error", str(error), error.index
+    except UserError as error:
+        return "error", str(error), None
+    except BaseException as error:
+        lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+        return "error", "\n  ".join([f"it raised {type(error).__name__}: {error}", *lines[-SHOWN_LINES:-1]]), None
+
+
+def load(target: Target) -> Callable[..., Any]:
+    """The function a target names."""
+    if target.file is not None:
+        import_user_code([target.file])
+        module = sys.modules[os.path.splitext(os.path.basename(target.file))[0]]
+    else:
+        assert target.module is not None, "a target names a module or a file"
+        module = importlib.import_module(target.module)
+    try:
+        function = getattr(module, target.attribute)
+    except AttributeError:
+        raise Refused(f"there is no function {target.attribute!r} in {target.file or target.module}") from None
+    if not callable(function):
+        raise Refused(f"{target.attribute!r} is a {type(function).__name__}, no function")
+    made: Callable[..., Any] = function
+    return made
+
+
+def arguments(function: Callable[..., Any], target: Target, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The data's columns and the target's own arguments, which win."""
+    options: set[str] = set()
+    if target.verifier:
+        options = {p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
+    return {name: values for name, values in columns.items() if name not in options} | dict(target.args)
+
+
+def call(
+    function: Callable[..., Any],
+    loop: asyncio.AbstractEventLoop,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    given: Mapping[str, Any],
+) -> list[float | None]:
+    """The rewards of some completions, checked. An async function is run to its end."""
+    result = function(prompts, completions, **accepted(function, given))
+    if inspect.isawaitable(result):
+        result = loop.run_until_complete(_awaited(result))
+    return checked(result, len(completions))
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns a function takes. Raises `Refused` where it needs one that is not there."""
+    parameters = list(inspect.signature(function).parameters.values())[POSITIONAL:]
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in columns and p.kind in NAMED]
+    if missing:
+        held = ", ".join(sorted(set(columns) - {"completion_ids"})) or "none"
+        raise Refused(f"it needs {', '.join(map(repr, missing))}, and the dataset's columns are: {held}")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(columns)
+    return {p.name: columns[p.name] for p in parameters if p.name in columns}
+
+
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def checked(result: Any, count: int) -> list[float | None]:
+    """The result as `count` finite numbers or None. Raises `Refused` for anything else."""
+    if isinstance(result, (str, bytes, Mapping)) or not (isinstance(result, Sized) and isinstance(result, Iterable)):
+        raise Refused(
+            f"it returned a {type(result).__name__}; return a list with one number or None for each completion"
+        )
+    if len(result) != count:
+        raise Refused(f"it returned {len(result)} rewards for {count} completions; return one for each")
+    return [_number(value, index) for index, value in enumerate(result)]
+
+
+def _number(value: Any, index: int) -> float | None:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        what = f"{value!r} ({type(value).__name__}); return a number, or None where the reward does not apply"
+        raise Refused(f"it returned {what}", index) from None
+    if not math.isfinite(number):
+        raise Refused(f"it returned {number}; return a finite number, or None where the reward does not apply", index)
+    return number
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

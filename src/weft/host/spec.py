@@ -1,0 +1,102 @@
+"""How the option `reward` is written: plain values, checked without importing anything heavy."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, unknown_name
+from weft.registry import verifiers
+
+FORM = "a verifier's name, module:function, FILE.py:function, {name, weight, args}, or a list of these"
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """One of the functions whose weighted sum is the reward. `args` are keyword arguments beside the data's columns."""
+
+    name: str
+    weight: float = 1.0
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where another process finds a part's function: a module, or a file, and the function's name in it.
+
+    A verifier's parameters with a default are its options, which `args` alone sets: a column of the data that happens to have
+    an option's name does not. A user's function may give a column a default.
+    """
+
+    label: str
+    module: str | None
+    file: str | None
+    attribute: str
+    args: Mapping[str, Any]
+    verifier: bool = False
+
+
+def parse_reward(reward: Any) -> list[RewardPart]:
+    """The parts of the option `reward`. Raises `ConfigError` for another form; names are not looked up."""
+    entries = reward if isinstance(reward, (list, tuple)) else [reward]
+    if not entries or reward is None:
+        raise ConfigError(f"reward={reward!r} is empty; give {FORM}")
+    return [_part(entry) for entry in entries]
+
+
+def _part(entry: Any) -> RewardPart:
+    if isinstance(entry, RewardPart):
+        return entry
+    if isinstance(entry, str) and entry:
+        return RewardPart(entry)
+    if (
+        not isinstance(entry, Mapping)
+        or not isinstance(entry.get("name"), str)
+        or set(entry) - {"name", "weight", "args"}
+    ):
+        raise ConfigError(f"reward: {entry!r} cannot be read; give {FORM}")
+    weight, args = entry.get("weight", 1.0), entry.get("args") or {}
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise ConfigError(f"reward: weight={weight!r} of {entry['name']!r} must be a number")
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"reward: args={args!r} of {entry['name']!r} must be a mapping")
+    return RewardPart(entry["name"], float(weight), dict(args))
+
+
+def locate(part: RewardPart) -> Target:
+    """Where the part's function is. Raises `ConfigError` for a name nobody registered, a missing file or module."""
+    place, colon, attribute = part.name.rpartition(":")
+    if not colon:
+        return _locate_verifier(part)
+    if not attribute.isidentifier():
+        raise ConfigError(f"reward: {part.name!r}: what follows the colon must be a function's name")
+    if place.endswith(".py"):
+        file = Path(place).expanduser()
+        if not file.is_file():
+            raise ConfigError(f"reward: {part.name!r}: there is no file {place}")
+        return Target(attribute, None, str(file.resolve()), attribute, part.args)
+    return Target(attribute, place, None, attribute, part.args)
+
+
+def _locate_verifier(part: RewardPart) -> Target:
+    """A registered function may come from user code that another process has not imported; it is found by its home."""
+    if part.name not in verifiers:
+        raise unknown_name("verifier", part.name, verifiers.names())
+    function = verifiers.get(part.name)
+    module, name = function.__module__, function.__qualname__
+    if module == "__main__" or not name.isidentifier():
+        raise ConfigError(
+            f"reward: {part.name!r} is {module}.{name}, which another process cannot import; define it at the top of a module"
+        )
+    file = inspect.getsourcefile(sys.modules[module])
+    found = importlib.util.find_spec(module)
+    importable = (
+        found is not None and found.origin is not None and file is not None and Path(found.origin).samefile(file)
+    )
+    # A file imported by path (`--import FILE.py`) is a module here only; elsewhere it is imported by path again.
+    return Target(part.name, module if importable else None, None if importable else file, name, part.args, True)

@@ -1,0 +1,72 @@
+"""Code: whether a completion's Python program passes its tests, run in a process with limits."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from weft.errors import DataError
+from weft.host.verifiers._sandbox import Limits, runs_to_its_end
+from weft.registry import register_verifier
+
+FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def program_of(prompt: str, completion: str, entry_point: str | None) -> str:
+    """The program a completion means: its last fenced block, or all of it; after the prompt's own code where it goes on from
+    that (HumanEval: the prompt ends in a signature and the completion is the body)."""
+    blocks = FENCED.findall(completion)
+    code = blocks[-1] if blocks else completion
+    if entry_point is None or _defines(code, entry_point):
+        return str(code)
+    return prompt + str(code)
+
+
+def _defines(code: str, name: str) -> bool:
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name for node in tree.body)
+
+
+def tests_of(test: Any, entry_point: str | None) -> str:
+    """The code of a row's tests: a text, or a list of statements; HumanEval's `check` is called with the entry point."""
+    text = "\n".join(test) if isinstance(test, (list, tuple)) else test
+    if not isinstance(text, str):
+        raise DataError(f"code: tests must be a text or a list of statements, not {type(test).__name__}")
+    call = f"\ncheck({entry_point})\n" if entry_point and re.search(r"^def check\(", text, re.MULTILINE) else ""
+    return text + call
+
+
+@register_verifier("code")
+def code(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    seconds: float = 5.0,
+    memory_mb: int = 1024,
+    **columns: Sequence[Any],
+) -> list[float | None]:
+    """1 where the completion's program followed by the row's tests runs to its end, else 0; None for rows without tests.
+
+    Columns: `test` (a text, HumanEval's form) or `tests` or `test_list` (statements such as `assert f(1) == 2`, MBPP's
+    form), and `entry_point`, the function's name, where the completion may go on from the prompt's code. `seconds` and
+    `memory_mb` bound each program; the whole batch is bounded by reward_timeout_s.
+    """
+    limits = Limits(seconds=seconds, memory_mb=memory_mb)
+    given = next(
+        (columns[name] for name in ("test", "tests", "test_list") if name in columns), [None] * len(completions)
+    )
+    entry_points = columns.get("entry_point", [None] * len(completions))
+    rewards: list[float | None] = []
+    for prompt, completion, test, entry_point in zip(prompts, completions, given, entry_points, strict=True):
+        if test is None:
+            rewards.append(None)
+            continue
+        program = f"{program_of(prompt, completion, entry_point)}\n\n{tests_of(test, entry_point)}\n"
+        rewards.append(float(runs_to_its_end(program, limits)))
+    return rewards

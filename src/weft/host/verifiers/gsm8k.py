@@ -1,0 +1,47 @@
+"""GSM8K-style answers: the number a worked solution ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from weft.host.verifiers._answers import numbers, references
+from weft.registry import register_verifier
+
+MARK = "####"  # GSM8K's own solutions end in "#### 72"
+
+
+def final_number(text: str, *, strict: bool = False) -> Fraction | None:
+    """The first number after the last "####"; without that mark the last number of the text, or (`strict`) none."""
+    _, mark, after = text.rpartition(MARK)
+    if mark:
+        found = numbers(after)
+        return found[0] if found else None
+    found = [] if strict else numbers(text)
+    return found[-1] if found else None
+
+
+@register_verifier("gsm8k")
+def gsm8k(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    column: str | None = None,
+    strict: bool = False,
+    **columns: Sequence[Any],
+) -> list[float | None]:
+    """1 where the completion's final number equals the reference's, else 0; None for rows without a reference.
+
+    The reference is the column `answer` or `ground_truth` (or `column`): a number, or a solution that ends in one. Commas,
+    dollar signs, units, trailing zeros do not matter; numbers are compared exactly, as fractions. `strict` counts an answer
+    only after "####".
+    """
+    answers = references(columns, column, len(completions))
+    rewards: list[float | None] = []
+    for completion, answer in zip(completions, answers, strict=True):
+        expected = None if answer is None else final_number(str(answer))
+        right = expected is not None and final_number(completion, strict=strict) == expected
+        rewards.append(None if expected is None else float(right))
+    return rewards

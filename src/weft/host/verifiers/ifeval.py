@@ -1,0 +1,69 @@
+"""IFEval-style constraints: whether a completion follows the verifiable instructions of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.errors import ConfigError, DataError, unknown_name
+from weft.host.verifiers._instructions import CHECKS
+from weft.registry import register_verifier
+
+SCORES = ("share", "all")
+
+
+def follows(response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool = False) -> bool:
+    """Whether a response follows one instruction. An empty response follows none.
+
+    `loose`: also where it does without its first line, its last line, both, or its asterisks (the paper's loose accuracy).
+    Raises `DataError` for an unknown instruction, or arguments that it lacks.
+    """
+    if instruction not in CHECKS:
+        raise DataError(str(unknown_name("instruction", instruction, CHECKS)))
+    check = CHECKS[instruction]
+    given = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        return any(
+            variant.strip() and check(variant, given) for variant in (variants(response) if loose else [response])
+        )
+    except KeyError as error:
+        raise DataError(f"instruction {instruction!r} needs the argument {error}; it has {sorted(given)}") from error
+
+
+def variants(response: str) -> list[str]:
+    """The response, and what is left of it by the loose reading."""
+    lines = response.split("\n")
+    cuts = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    kept = [response, *cuts]
+    return [*kept, *(text.replace("*", "") for text in kept)]
+
+
+@register_verifier("ifeval")
+def ifeval(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    instruction_id_list: Sequence[Sequence[str] | None],
+    kwargs: Sequence[Sequence[Mapping[str, Any]] | None],
+    score: str = "share",
+    loose: bool = False,
+    **columns: Sequence[Any],
+) -> list[float | None]:
+    """The share of a row's instructions that the completion follows, or (`score` "all") 1 where it follows all, else 0.
+
+    Reads the columns `instruction_id_list` and `kwargs` (one mapping an instruction) as in the IFEval data; None for rows
+    without instructions.
+    """
+    if score not in SCORES:
+        raise ConfigError(f"ifeval: score={score!r} must be share or all")
+    rewards: list[float | None] = []
+    for completion, ids, arguments in zip(completions, instruction_id_list, kwargs, strict=True):
+        if not ids:
+            rewards.append(None)
+            continue
+        if arguments is None or len(arguments) != len(ids):
+            raise DataError(f"ifeval: kwargs must hold one mapping for each of the {len(ids)} instructions {list(ids)}")
+        done = [follows(completion, id, given or {}, loose=loose) for id, given in zip(ids, arguments, strict=True)]
+        rewards.append(float(all(done)) if score == "all" else sum(done) / len(done))
+    return rewards

@@ -1,0 +1,43 @@
+"""Length: whether a completion has as many tokens, words or characters as asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weft.errors import ConfigError
+from weft.registry import register_verifier
+
+UNITS = ("tokens", "words", "chars")
+
+
+@register_verifier("length")
+def length(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    min: int = 0,
+    max: int | None = None,
+    slack: int = 0,
+    unit: str = "tokens",
+    **columns: Sequence[Any],
+) -> list[float | None]:
+    """1 where the length lies in [min, max]; outside it falls in a line to 0 at `slack` beyond the bound, at once without.
+
+    `unit` is tokens (of the policy's tokenizer, the end token included), words (between blanks) or chars.
+    """
+    if unit not in UNITS:
+        raise ConfigError(f"length: unit={unit!r} must be one of {', '.join(UNITS)}")
+    if min < 0 or slack < 0 or (max is not None and max < min):
+        raise ConfigError(f"length: min={min}, max={max}, slack={slack} must satisfy 0 <= min <= max and slack >= 0")
+    if unit == "tokens":
+        lengths = [len(ids) for ids in completion_ids]
+    else:
+        lengths = [len(text.split()) if unit == "words" else len(text) for text in completions]
+    return [_within(n, min, max, slack) for n in lengths]
+
+
+def _within(count: int, low: int, high: int | None, slack: int) -> float:
+    over = max(low - count, 0 if high is None else count - high, 0)
+    return max(0.0, 1.0 - over / slack) if slack else float(over == 0)
