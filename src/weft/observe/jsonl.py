@@ -52,7 +52,7 @@ class StepFile:
         """Write one object as a line. NaN and infinities are written as null."""
         line = json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(line)
 
     def truncate(self, step: int) -> None:

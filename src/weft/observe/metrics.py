@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 TIME = "time/"
 EVAL = "eval/"
-BOOKKEEPING = ("step", "epoch", "step_seconds", "peak_memory_gb", "time")
+COUNTERS = ("step", "epoch")
 
 # Last parts of names, most telling first: the first that a run has is its headline.
 HEADLINES = ("reward", "accuracies", "accuracy", "loss")
@@ -31,6 +31,7 @@ RISING = (
     "explained_variance",
 )
 FALLING = ("loss", "perplexity")
+ACRONYMS = {"kl": "KL", "mfu": "MFU", "approx_kl": "approx. KL", "kl_coef": "KL coefficient"}
 
 Line = Mapping[str, float | None]
 
@@ -70,8 +71,9 @@ def rank(name: str) -> tuple[int, int]:
 
 
 def title(name: str) -> str:
-    """A name as a headline says it: `rew_inf/reward` -> `reward`, `actor_train/approx_kl` -> `approx kl`."""
-    return last_part(name).replace("_", " ")
+    """A name as a headline says it: `rew_inf/reward` -> `reward`, `actor_train/clip_ratio` -> `clip ratio`."""
+    last = last_part(name)
+    return ACRONYMS.get(last) or last.replace("_", " ")
 
 
 def tokens_per_second(line: Line) -> float | None:
