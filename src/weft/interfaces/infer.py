@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from weft.algorithms.base import Output
+from weft.algorithms.base import Output, host_array
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
+from weft.host.base import HostContext
+from weft.host.reward import record_rewards
 from weft.interfaces.base import MFCResult, Model
 from weft.registry import register_interface
 
@@ -97,22 +99,10 @@ def _packed(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
 
 def _metrics(made: SequenceSample) -> Mapping[str, float]:
     """The mean of what was computed; of scores also the spread, under the names of reward nodes."""
-    metrics: dict[str, float] = {}
+    context = HostContext()
     for key in ("entropy", "values"):
         if key in made.data:
-            metrics[key] = float(made.data[key].double().mean())
+            context.record(key, float(made.data[key].double().mean()))
     if "scores" in made.data:
-        metrics |= reward_metrics(made)
-    return metrics
-
-
-def reward_metrics(made: SequenceSample) -> dict[str, float]:
-    """`reward`, `reward_std` over all completions; `frac_reward_zero_std`: share of groups whose rewards are all equal."""
-    scores = made.data["scores"].double()
-    groups = torch.split(scores, [len(n) for n in made.seqlens["scores"]])
-    equal = sum(len(torch.unique(group)) == 1 for group in groups)
-    return {
-        "reward": float(scores.mean()),
-        "reward_std": float(scores.std(correction=0)),
-        "frac_reward_zero_std": equal / len(groups),
-    }
+        record_rewards(host_array(made.data["scores"]).astype("float64"), made.group_of("scores"), context)
+    return context.metrics
