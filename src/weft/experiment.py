@@ -187,10 +187,10 @@ def _moves(node: MFCDef) -> bool:
 def _described(experiment: Experiment) -> dict[str, Any]:
     """Plain values that say what is computed; graph nodes and specs are dataclasses of plain values."""
     return {
-        "control": _plain(asdict(experiment.control)),
+        **_plain(asdict(experiment.control)),
         "roles": {name: _plain(asdict(spec)) for name, spec in experiment.roles.items()},
-        "nodes": [_plain(asdict(node)) for node in experiment.graph.nodes],
-        "syncs": [_plain(asdict(sync)) for sync in experiment.graph.syncs],
+        "nodes": {node.name: _plain(asdict(node)) for node in experiment.graph.nodes},
+        "syncs": {f"{sync.source} -> {sync.target}": _plain(asdict(sync)) for sync in experiment.graph.syncs},
         "dataset": {"type": experiment.dataset_type, **_plain(asdict(experiment.dataset))},
         "init_from": dict(experiment.init_from),
     }

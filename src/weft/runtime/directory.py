@@ -88,7 +88,8 @@ def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) 
     mode, path = control.recover_mode, directory.path
     anew = "choose another trial_name, or remove that directory"
     if not directory.holds_run():
-        foreign = sorted(p.name for p in path.iterdir() if p.name != LOCK) if path.is_dir() else []
+        names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+        foreign = [name for name in names if name != LOCK and not name.endswith(disk.TEMPORARY)]
         if foreign:
             raise ConfigError(f"{path} holds files that are no run's ({', '.join(foreign[:5])}); {anew}")
         if mode == "resume" and control.resume_from is None:

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import RunError
 from weft.graph.graph import DataflowGraph

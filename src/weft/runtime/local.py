@@ -16,9 +16,11 @@ from weft.engine.device import numerics, peak_memory_gb, reset_peak_memory
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
 from weft.runtime.group import SampleMeta
+from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker
 
 T = TypeVar("T")
+NUMERICS = "numerics.bin"
 
 
 class LocalGroup:
@@ -29,7 +31,7 @@ class LocalGroup:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
         self._thread.start()
-        self._device = device
+        self._device, self._closed = device, False
         self._worker = self._run(make).result()
 
     def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> Future[MFCResult]:
@@ -39,12 +41,23 @@ class LocalGroup:
         return self._run(lambda: self._worker.roles.sync(s))
 
     def snapshot(self, d: Path) -> Future[None]:
-        return self._run(lambda: self._worker.save_state(d))
+        def save() -> None:
+            write_state(d / NUMERICS, numerics(self._device))
+            self._worker.save_state(d)
+
+        return self._run(save)
 
     def restore(self, d: Path) -> None:
-        self._run(lambda: self._worker.load_state(d)).result()
+        """Computes with as many threads as the process did that wrote the cut, so that sums come out the same."""
+
+        def load() -> None:
+            torch.set_num_threads(read_state(d / NUMERICS)["threads"])
+            self._worker.load_state(d)
+
+        self._run(load).result()
 
     def close(self, deadline_s: float) -> None:
+        self._closed = True
         self._queue.put(None)
         self._thread.join(deadline_s)
 
@@ -64,7 +77,7 @@ class LocalGroup:
         return self._worker.roles.describe()
 
     def numerics(self) -> Mapping[str, Any]:
-        return numerics(self._device)
+        return self._run(lambda: numerics(self._device)).result()
 
     def peak_memory_gb(self) -> float:
         peak = peak_memory_gb(self._device)
@@ -72,6 +85,7 @@ class LocalGroup:
         return peak
 
     def _run(self, task: Callable[[], T]) -> Future[T]:
+        assert not self._closed, "the worker group is closed"
         future: Future[T] = Future()
 
         def work() -> None:

@@ -41,7 +41,7 @@ class Loader(Protocol):
 class Listener(Protocol):
     """Hears of every firing when it is over, while its tensors are still there."""
 
-    def fired(self, outcome: Outcome, last_of_step: bool) -> None: ...
+    def fired(self, outcome: Outcome, step: int, ends_step: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Master:
         group: WorkerGroup,
         loader: Loader,
         tokenizers: Mapping[str, Tokenizer],
-        listener: Listener,
     ) -> None:
         self._experiment, self._graph, self._group = experiment, experiment.graph, group
-        self._loader, self._listener = loader, listener
+        self._loader = loader
+        self.listener: Listener | None = None
         self._fires = Fires(experiment.graph, group, tokenizers, experiment.data_role, experiment.control.seed)
         self._buffer, self._ledger, self._metas = Buffer(), Ledger(), TensorStore()
         self.position = Position()
@@ -131,7 +131,8 @@ class Master:
         if outcome.outputs is not None:
             self._metas.put(outcome.outputs)
         self._ledger.add(firing.node, Measured(outcome.metrics, len(firing.ids), outcome.seconds))
-        self._listener.fired(outcome, firing.node == self._experiment.steps_follow)
+        if self.listener is not None:
+            self.listener.fired(outcome, self.position.step + 1, firing.node == self._experiment.steps_follow)
         gone = self._buffer.finish(firing, outcome.kept, node.outputs, len(self._graph.nodes))
         self._group.discard(gone)
         self._metas.discard(gone)

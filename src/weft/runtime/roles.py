@@ -25,6 +25,8 @@ class Roles:
         self._layouts = {role: spec.resolve_layout() for role, spec in specs.items()}
         self._engines: dict[Place, Engine] = {}
         self._away: set[tuple[str, What]] = set()  # what hooks have moved to host memory
+        trained = {role for role, spec in specs.items() if spec.trained}
+        self._changing = sorted(trained | {sync.target for sync in experiment.graph.syncs})
         for role, spec in specs.items():
             self._engines[role, self._layouts[role]] = backends.get(spec.backend)(spec, self._layouts[role])
         for target, source in experiment.init_from.items():
@@ -55,14 +57,15 @@ class Roles:
         return self._copy(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
-        for role in self._layouts:
+        """The roles whose weights change; the others are read again from where they came."""
+        for role in self._changing:
             directory = folder / role
             directory.mkdir(parents=True)
             self.engine(role).save_state(directory)
 
     def load_state(self, folder: Path) -> None:
         """Raises `CheckpointError` where a role's state is not there."""
-        for role in self._layouts:
+        for role in self._changing:
             if not (folder / role).is_dir():
                 there = ", ".join(sorted(p.name for p in folder.iterdir())) if folder.is_dir() else "none"
                 raise CheckpointError(

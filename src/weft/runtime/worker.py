@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer

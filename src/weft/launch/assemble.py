@@ -1,0 +1,74 @@
+"""From an experiment to a session that can run: tokenizers, data, engines, in the order in which mistakes are cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.data.loader import LoadedData, load_data
+from weft.data.tokenizer import Tokenizer
+from weft.engine.device import resolve_device, set_deterministic
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.launch.plan import plan_lines
+from weft.observe.sinks import check_sinks
+from weft.registry import import_user_code
+from weft.runtime.check import check_calls
+from weft.runtime.directory import RunDirectory
+from weft.runtime.evaluate import Evaluator
+from weft.runtime.group import WorkerGroup
+from weft.runtime.local import LocalGroup
+from weft.runtime.master import Master
+from weft.runtime.samples import Samples
+from weft.runtime.schedule import Horizon
+from weft.runtime.session import Parts, Session
+from weft.runtime.worker import Worker
+
+
+def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
+    """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing."""
+    control = experiment.control
+    import_user_code(control.imports)
+    check_sinks(control.loggers)
+    device = resolve_device(control.device)
+    set_deterministic(control.deterministic)
+    check_calls(experiment)
+    tokenizers = load_tokenizers(experiment)
+    data = load_data(experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed)
+    horizon = Horizon.of(experiment, data.train.num_ids, data.train.batches_per_epoch)
+    specs = horizon.specs(experiment)
+    cache = directory.path / "cache"
+    group = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
+    return Session(
+        Parts(
+            experiment=experiment,
+            directory=directory,
+            group=group,
+            master=Master(experiment, group, data.train, tokenizers),
+            evaluator=_evaluator(experiment, group, data, tokenizers),
+            samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
+            horizon=horizon,
+            plan=plan_lines(experiment, horizon, group.describe(), group.numerics(), data),
+        )
+    )
+
+
+def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
+    """Every role's tokenizer; roles that name the same one share it."""
+    shared: dict[str, Tokenizer] = {}
+    tokenizers = {}
+    for role, spec in experiment.roles.items():
+        if spec.path is None and spec.tokenizer.path is None:
+            raise ConfigError(f"{role}.path is missing: give a Hugging Face directory or a hub name")
+        key = repr((spec.tokenizer, spec.tokenizer.path or spec.path, spec.trust_remote_code))
+        if key not in shared:
+            shared[key] = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
+        tokenizers[role] = shared[key]
+    return tokenizers
+
+
+def _evaluator(
+    experiment: Experiment, group: WorkerGroup, data: LoadedData, tokenizers: Mapping[str, Tokenizer]
+) -> Evaluator | None:
+    if experiment.evaluation is None or not data.valid:
+        return None
+    return Evaluator(experiment, experiment.evaluation, group, data.valid, tokenizers)

@@ -1,0 +1,96 @@
+"""From a configuration to a finished run, in this process. Torch is loaded once everything that can be checked without it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weft.errors import CheckpointError, ConfigError, Interrupted, unknown_name
+from weft.experiment import Experiment
+
+if TYPE_CHECKING:
+    from weft.runtime.directory import RunDirectory
+
+MODES = ("local", "ray", "slurm")
+
+
+class Buildable(Protocol):
+    """A configuration: `SFTConfig` and its kin, or a class of the user's."""
+
+    def build(self) -> Experiment: ...
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run leaves: one mapping a step, and its directory."""
+
+    metrics: list[dict[str, Any]]
+    directory: Path
+
+    def checkpoint(self, role: str) -> Path:
+        """The newest checkpoint of a role, a Hugging Face directory. Raises `CheckpointError` where there is none."""
+        folder = self.directory / "checkpoints"
+        steps = [p for p in (folder / role).glob("step*") if p.name.removeprefix("step").isdigit()]
+        if not steps:
+            roles = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint of role {role!r}; roles: {', '.join(roles) or 'none'}"
+            )
+        return max(steps, key=lambda p: int(p.name.removeprefix("step")))
+
+
+def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult:
+    """Run an experiment to its end.
+
+    `mode` is `local`, this process; None takes the configuration's own. Raises `UserError` for input that cannot be used,
+    before anything is trained or written; `RunError` where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the
+    step is over and what a restart needs is on the disk.
+    """
+    experiment = config if isinstance(config, Experiment) else config.build()
+    check_mode(mode if mode is not None else str(experiment.config.get("mode", "local")))
+    experiment.check()
+    from weft.runtime.directory import RunDirectory, RunLock, admit
+
+    directory = RunDirectory.of(experiment.control)
+    goes_on = admit(directory, experiment.control, experiment.resolved())
+    lock = RunLock(directory.path)
+    lock.take()
+    try:
+        return _run(experiment, directory, goes_on=goes_on)
+    finally:
+        lock.release()
+
+
+def check_mode(mode: str) -> None:
+    """Raises `ConfigError` for a mode that does not exist, or not yet."""
+    if mode not in MODES:
+        raise unknown_name("mode", mode, MODES)
+    if mode != "local":
+        raise ConfigError(f"mode={mode}: this version runs in one process on one device; write mode=local")
+
+
+def _run(experiment: Experiment, directory: RunDirectory, *, goes_on: bool) -> RunResult:
+    from weft.launch.assemble import assemble
+
+    session = assemble(experiment, directory)
+    with _told_status(session, directory):
+        session.open(goes_on=goes_on)
+        session.run()
+    return RunResult(session.metrics(), directory.path)
+
+
+@contextmanager
+def _told_status(session: Any, directory: RunDirectory) -> Iterator[None]:
+    """Write down how the run ended, whatever way it does."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt):
+        session.close("stopped")
+        raise
+    except BaseException as error:
+        session.close("failed", error)
+        raise
+    session.close("finished")

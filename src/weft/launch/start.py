@@ -1,0 +1,47 @@
+"""Experiments registered by name: found, called for, given their trial's name."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+from weft.errors import ConfigError
+from weft.experiment import Experiment, Scheduling
+from weft.launch.run import RunResult, check_mode, run
+from weft.registry import experiments
+
+
+def registered(name: str, trial_name: str) -> Experiment:
+    """The experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
+
+    It is a function returning an `Experiment`, or a class with `initial_setup() -> Experiment` and optionally
+    `scheduling_setup() -> Scheduling`. Raises `ConfigError` with the nearest names, or what is wrong with it.
+    """
+    thing = experiments.get(name)
+    made = thing()
+    if inspect.isclass(thing):
+        if "scheduling_setup" in dir(thing):
+            _check_machines(name, made.scheduling_setup())
+        if "initial_setup" not in dir(thing):
+            raise ConfigError(
+                f"experiment {name!r}: the class {thing.__qualname__} has no initial_setup(); give it one"
+            )
+        made = made.initial_setup()
+    if not isinstance(made, Experiment):
+        raise ConfigError(f"experiment {name!r} gives a {type(made).__name__}; it must return an Experiment")
+    config = {**made.config, "experiment_name": name, "trial_name": trial_name} if made.config else {}
+    return replace(made, control=replace(made.control, experiment_name=name, trial_name=trial_name), config=config)
+
+
+def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
+    """Run a registered experiment. Raises as `run` does."""
+    check_mode(mode)
+    return run(registered(name, trial_name), mode=mode)
+
+
+def _check_machines(name: str, asked: Scheduling) -> None:
+    if asked.n_nodes > 1 or asked.n_gpus_per_node > 1:
+        raise ConfigError(
+            f"experiment {name!r} asks for {asked.n_nodes} x {asked.n_gpus_per_node} devices, and this version runs one device "
+            "in this process; ask for one"
+        )

@@ -1,0 +1,39 @@
+"""Stopping a run from outside: the process that holds its lock is told, and waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from weft.errors import ConfigError, RunError
+
+POLL_SECONDS = 0.1
+
+
+def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", deadline_s: float = 600.0) -> str:
+    """Send SIGTERM to the run's process and wait until it is gone: it finishes its step and writes a cut first.
+
+    Returns what happened, for people. Raises `ConfigError` where there is no such run or nobody runs it, `RunError` where it
+    does not end in time.
+    """
+    from weft.runtime.directory import owner
+
+    run = Path(fileroot).expanduser() / experiment_name / trial_name
+    if not run.is_dir():
+        there = sorted(str(p.relative_to(run.parent.parent)) for p in run.parent.parent.glob("*/*") if p.is_dir())
+        raise ConfigError(f"there is no run {run}; runs here: {', '.join(there[:8]) or 'none'}")
+    pid = owner(run)
+    if pid is None:
+        raise ConfigError(f"no process runs {run}; there is nothing to stop")
+    os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + deadline_s
+    while owner(run) == pid:
+        if time.monotonic() > end:
+            raise RunError(
+                f"process {pid} still runs {run} after {deadline_s:g} s; it finishes its step first, so wait, or end it with "
+                f"kill -9 {pid} and lose that step"
+            )
+        time.sleep(POLL_SECONDS)
+    return f"stopped {run} (process {pid}); the command that started it goes on with it"

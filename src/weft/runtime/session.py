@@ -1,0 +1,256 @@
+"""A run from its first step to its last: steps, evaluation, checkpoints, cuts, and what happens when it is told to stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from weft.errors import ConfigError, Interrupted
+from weft.experiment import Control, Experiment
+from weft.graph.draw import to_svg
+from weft.observe.jsonl import read_rows
+from weft.observe.observer import METRICS, Observer
+from weft.observe.report import build_report
+from weft.observe.sinks import RunInfo
+from weft.runtime import disk
+from weft.runtime.checkpoints import Checkpoints
+from weft.runtime.directory import RunDirectory, Status
+from weft.runtime.evaluate import Evaluator
+from weft.runtime.group import WorkerGroup
+from weft.runtime.master import NUMERICS, Master, StepResult
+from weft.runtime.recover import Cut, Cuts, named_cut
+from weft.runtime.samples import Samples
+from weft.runtime.schedule import Every, Horizon
+from weft.runtime.watch import Watch
+
+CUT_SECONDS = 600.0  # a step that ends this long after the last cut makes one, wherever checkpoints are rarer
+CLOSE_SECONDS = 10.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a session is made of. `plan` are the lines that are shown before the first step."""
+
+    experiment: Experiment
+    directory: RunDirectory
+    group: WorkerGroup
+    master: Master
+    evaluator: Evaluator | None
+    samples: Samples
+    horizon: Horizon
+    plan: Sequence[str] = ()
+
+
+class Session:
+    """Drives the master and keeps the schedule. Everything between two steps happens in `_between`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._control = parts, parts.experiment.control
+        self._master, self._group, self._directory = parts.master, parts.group, parts.directory
+        self._cuts = Cuts(parts.directory.recover)
+        roles, limit = parts.experiment.saved_roles, self._control.save_total_limit
+        self._checkpoints = Checkpoints(parts.directory, roles, parts.group, limit)
+        self._due = frequencies(self._control)
+        self._saved_step = self._cut_step = self._evaluated_step = 0
+        self._signal: int | None = None
+        self._notes = list(parts.plan)  # until there is an observer to tell
+        self._watch: Watch | None = None
+        self._observer: Observer | None = None
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self._master.position.step
+
+    # -- begin and end
+
+    def open(self, *, goes_on: bool) -> None:
+        """Begin to write: nothing in the directory is touched before. `goes_on`: the directory holds this run already.
+
+        Raises `UserError` where the cut that is asked for is not there, or a logger cannot start.
+        """
+        cut = self._find_cut() if goes_on else None
+        if cut is None and self._control.resume_from is not None:
+            cut = named_cut(Path(self._control.resume_from))
+        if cut is not None:
+            self._take_up(cut)
+        elif goes_on and self._control.recover_mode == "resume":
+            raise ConfigError(f"recover_mode=resume: {self._directory.path} holds no whole cut; auto begins anew")
+        self._cuts.drop_after(self.step)
+        config = self._parts.experiment.resolved()
+        self._directory.write_config(config)
+        self._directory.set_status("running", self.step)
+        disk.write_text(self._directory.path / "graph.svg", to_svg(self._parts.experiment.graph))
+        names = self._control.experiment_name, self._control.trial_name
+        self._observe(RunInfo(self._directory.path, *names, config, self.step))
+        self._tell(f"going on after step {self.step}" if cut else f"writing to {self._directory.path}")
+
+    def close(self, status: Status, error: BaseException | None = None) -> None:
+        """Write down how the run ended; let go of the workers."""
+        if self._observer is not None:
+            self._directory.set_status(status, self.step)
+            if error is not None:
+                self._tell(f"{type(error).__name__}: {error}")
+            self._observer.close(status)
+            build_report(self._directory.path)
+        self._group.close(CLOSE_SECONDS if error is None else 0.0)  # what failed may hang
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        return list(read_rows(self._directory.path / METRICS))
+
+    def _find_cut(self) -> Cut | None:
+        """The cut of this directory to go on from; what a killed process left half-written is removed first."""
+        self._cuts.mend()
+        self._checkpoints.mend()
+        named = self._control.resume_from
+        if named is not None and self._directory.path.resolve() in Path(named).expanduser().resolve().parents:
+            return None  # one of its own, asked for by name
+        return self._cuts.newest(self._notes.append)
+
+    def _take_up(self, cut: Cut) -> None:
+        """Restore a cut. Says what would keep the bits from being those of a run that was never stopped."""
+        state = self._master.load(cut.directory)
+        for name, every in self._due.items():
+            every.load_state_dict(state["due"][name])
+        self._saved_step, self._evaluated_step = state["saved_step"], state["evaluated_step"]
+        self._cut_step = self.step
+        then, now = state[NUMERICS], self._group.numerics()
+        apart = [f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value]
+        if apart:
+            self._notes.append(
+                f"warning: {'; '.join(apart)}: the run goes on, but its numbers may differ in their last bits from those of "
+                "a run that was never stopped"
+            )
+
+    def _observe(self, info: RunInfo) -> None:
+        parts, control = self._parts, self._control
+        observer = Observer.open(
+            info, control.loggers, progress=control.progress, log_freq_steps=control.log_freq_steps
+        )
+        observer.expect(parts.horizon.steps, self.step)
+        self._observer = observer
+        self._watch = self._master.listener = Watch(parts.experiment, parts.samples, self._directory.path, observer)
+        self._watch.truncate(self.step)
+        for note in self._notes:
+            observer.note(note)
+
+    # -- the run
+
+    def run(self) -> None:
+        """To the end. Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` where the run cannot go on."""
+        with self._hearing_signals():
+            while not self._over():
+                result = self._master.step()
+                if result is None:
+                    break
+                self._between(result)
+            if self._saved_step != self.step:
+                self._save(milestone=False)
+
+    def _over(self) -> bool:
+        position, control = self._master.position, self._control
+        if control.max_steps is not None and position.step >= control.max_steps:
+            return True
+        return position.epochs_done >= control.total_train_epochs
+
+    def _between(self, result: StepResult) -> None:
+        """After a step: measure, write the line, save, cut. A signal ends the run here."""
+        due = {name: every.due(result.step, result.epochs_done) for name, every in self._due.items()}
+        over = self._over()
+        line = {"step": result.step, "epoch": result.epoch, "step_seconds": result.seconds, **result.measured}
+        line["peak_memory_gb"] = self._group.peak_memory_gb()
+        if due["evaluate"] or over:
+            line |= self._evaluate()
+        self._write_line(line)
+        if due["save"] or due["milestone"] or over:
+            self._save(milestone=due["milestone"])
+        saved, asked = self._saved_step == self.step, self._signal is not None
+        if self._control.recover_mode != "disabled" and (saved or asked or due["cut"]):
+            self._cut()
+        if saved:
+            self._checkpoints.prune()
+            build_report(self._directory.path)
+        if self._signal is not None and not over:
+            raise self._interrupted(self._signal)
+
+    def _write_line(self, line: Mapping[str, Any]) -> None:
+        assert self._observer is not None and self._watch is not None, "the session is open"
+        self._observer.step(line)
+        self._observer.samples(self.step, self._watch.rows)
+
+    def _evaluate(self) -> dict[str, float]:
+        if self._parts.evaluator is None or self._evaluated_step == self.step:
+            return {}
+        self._evaluated_step = self.step
+        with self._span("evaluate"):
+            return self._parts.evaluator.run(self.step)
+
+    def _save(self, *, milestone: bool) -> None:
+        with self._span("save"):
+            self._checkpoints.save(self.step, milestone=milestone)
+        self._saved_step = self.step
+
+    def _cut(self) -> None:
+        extra = {
+            "due": {name: every.state_dict() for name, every in self._due.items()},
+            "saved_step": self._saved_step,
+            "evaluated_step": self._evaluated_step,
+        }
+        with self._span("recover"):
+            self._cuts.write(self.step, lambda d: self._master.save(d, extra))
+        self._cut_step = self.step
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        assert self._observer is not None, "the session is open"
+        with self._observer.span(name, step=self.step):
+            yield
+
+    def _tell(self, note: str) -> None:
+        assert self._observer is not None, "the session is open"
+        self._observer.note(note)
+
+    # -- signals
+
+    @contextmanager
+    def _hearing_signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM lets the step end and the cut be written; a second one ends at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            if self._signal is not None:
+                raise KeyboardInterrupt
+            self._signal = number
+
+        before = {number: signal.signal(number, hear) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupted(self, number: int) -> Interrupted:
+        how = f"stopped by {signal.Signals(number).name} after step {self.step}"
+        if self._cut_step == self.step:
+            return Interrupted(f"{how}; give the same command again to go on", number)
+        return Interrupted(f"{how}; recover_mode=disabled wrote no cut to go on from", number)
+
+
+def frequencies(control: Control) -> dict[str, Every]:
+    """What happens between steps, and when: `evaluate`, `save`, `milestone`, `cut`."""
+    return {
+        "evaluate": Every(control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs),
+        "save": Every(control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs),
+        "milestone": Every(control.save_milestone_freq_steps, control.save_milestone_freq_epochs),
+        "cut": Every(control.recover_freq_steps, secs=CUT_SECONDS),
+    }
