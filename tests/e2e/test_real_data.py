@@ -64,7 +64,7 @@ def test_sft_on_two_sources(data_dir: Path, stories: Path, tmp_path: Path) -> No
     config.dataset.max_seqlen, config.dataset.train_bs_n_seqs = 256, 16
     lines = run(config).metrics
     assert len(lines) == 40
-    assert mean(lines[-8:], "sft/loss") < 0.95 * mean(lines[:4], "sft/loss")
+    assert mean(lines[-8:], "train/loss") < 0.95 * mean(lines[:4], "sft/loss")
 
 
 def test_reward_model_then_ppo(stories: Path, pairs: Path, prompts: Path, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_reward_model_then_ppo(stories: Path, pairs: Path, prompts: Path, tmp_pa
     config.dataset.train_path, config.dataset.type = str(pairs), "preference"
     config.dataset.max_seqlen, config.dataset.train_bs_n_seqs = 384, 32
     judged = run(config)
-    assert mean(judged.metrics[-6:], "rw/accuracy") > 0.55
+    assert mean(judged.metrics[-6:], "train/accuracy") > 0.55
     reward = str(judged.checkpoint("model"))
 
     learn = PPOConfig(**options(tmp_path, "ppo", max_steps=15))

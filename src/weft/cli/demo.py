@@ -76,10 +76,10 @@ def prepare(demo: Demo) -> None:
 
 def supervise(demo: Demo) -> Path:
     """SFT from random weights, stopped while there is still something to learn."""
-    config = SFTConfig(**demo.options("sft", total_train_epochs=5, max_steps=190))
+    config = SFTConfig(**demo.options("sft", total_train_epochs=5, max_steps=230))
     config.model.path = str(demo.material / "model")
     config.model.init_from_scratch = True
-    config.model.optimizer.lr = 2e-3
+    config.model.optimizer.lr = 1e-3
     config.model.optimizer.lr_scheduler_type = "linear"
     config.model.optimizer.warmup_steps = 20
     config.dataset.train_path = str(demo.material / "sft.jsonl")
