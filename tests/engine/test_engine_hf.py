@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 4},
         "apart",
     ),
+    "lfm2": ({"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}, "apart"),
     "mamba": ({"state_size": 4}, "apart"),
 }
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.engine.common import Nll, batch_of, engine_of, tiny
+from tests.engine.common import Nll, batch_of, engine_of, spec_of, tiny
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
+from weft.engine.adapters_off import shares_base
 from weft.engine.base import Request
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, Schedule
 from weft.engine.torch_engine import TorchEngine
@@ -89,7 +90,7 @@ def test_a_state_before_the_first_step_and_a_broken_one(path: Path, tmp_path: Pa
     engine.load_state(tmp_path)
     assert engine.version == 0
     assert_equal(before, parameters(engine))
-    with pytest.raises(CheckpointError, match="not trained"):
+    with pytest.raises(CheckpointError, match="of a role that is trained"):
         engine_of(path, trained=False).load_state(tmp_path)
     file = tmp_path / "parameters.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -179,6 +180,9 @@ def test_lora_trains_adapters_and_leaves_the_base_alone(path: Path, tmp_path: Pa
     assert_equal({n: v for n, _, v in reference.read(reference.slices())}, parameters(plain))
     with pytest.raises(ConfigError, match="adapters off"):
         reference.train([batch_of(GROUPS)], Nll())
+    trained, frozen = spec_of(path, lora=LORA), spec_of(path, trained=False)
+    assert shares_base(frozen, trained) and not shares_base(frozen, spec_of(path))
+    assert not shares_base(spec_of(path, trained=False, dtype="bfloat16"), trained)
 
     engine.save_model(tmp_path, Tokenizer.load(TokenizerSpec(), str(path)))
     merged = engine_of(tmp_path)

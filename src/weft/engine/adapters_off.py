@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 from weft.algorithms.base import Array, Loss, Output
 from weft.data.sample import SequenceSample
 from weft.engine.base import Engine, Generator, StepStats
-from weft.engine.spec import GenerationSpec
+from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.topology import Layout, Slice
 
@@ -74,6 +74,24 @@ class AdaptersOff:
     @property
     def description(self) -> Mapping[str, Any]:
         return {**self._engine.description, "num_trainable": 0, "notes": ["the same weights with adapters off"]}
+
+
+def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
+    """Whether a frozen role is what `trained` computes with its adapters off, so that it needs no engine of its own."""
+    same = (
+        "path",
+        "type",
+        "head",
+        "dtype",
+        "backend",
+        "pooling",
+        "init_from_scratch",
+        "seed",
+        "trust_remote_code",
+        "device",
+    )
+    alike = all(getattr(reference, name) == getattr(trained, name) for name in same)
+    return trained.has_adapters and not reference.trained and alike
 
 
 def _refuse(what: str) -> NoReturn:

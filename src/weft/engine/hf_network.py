@@ -7,12 +7,10 @@ run the sequences of one length at a time as a rectangle without padding, which 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,13 +133,8 @@ class HFNetwork(nn.Module):
 
 def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
     """The decoder beneath the head on [B, L] tokens without any padding -> [B, L, hidden]."""
-    base = _trunk(module)
-    arguments: dict[str, Any] = {"input_ids": tokens}
-    if "use_cache" in inspect.signature(base.forward).parameters:
-        arguments["use_cache"] = False
-    if positions is not None:
-        arguments["position_ids"] = positions
-    return base(**arguments).last_hidden_state
+    places = {} if positions is None else {"position_ids": positions}
+    return _trunk(module)(input_ids=tokens, **places).last_hidden_state
 
 
 def _trunk(module: PreTrainedModel) -> nn.Module:

@@ -25,7 +25,7 @@ TOLERANCE = 1e-4  # of a relative difference: rotations and norms round in float
 HALF_TOLERANCE, HALF_LEAK = 2e-2, 1e-3
 # How configurations say what happens to the logits after the output layer: (key, whether it divides).
 LOGIT_SCALES = (("logit_scale", False), ("logits_scaling", True), ("lm_head_multiplier", False))
-SOFTCAP = "final_logit_softcapping"
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 MOVING_ROTATIONS = ("dynamic", "longrope")  # rotations that depend on the longest sequence of the pass
 
 
@@ -110,7 +110,8 @@ def _check_head(module: PreTrainedModel, head: Head, probes: list[Tensor], alone
         for key, divides in LOGIT_SCALES:
             if values.get(key) is not None:
                 scale = scale / values[key] if divides else scale * values[key]
-        found = HeadLayer(layer, scale, values.get(SOFTCAP))
+        softcap = next((values[key] for key in SOFTCAPS if values.get(key) is not None), None)
+        found = HeadLayer(layer, scale, softcap)
         wanted = [module(input_ids=probe[None]).logits[0] for probe in probes]
         states = alone
     tolerance = HALF_TOLERANCE if alone[0].dtype in (torch.bfloat16, torch.float16) else TOLERANCE

@@ -38,6 +38,8 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     path = common.check_spec(spec, layout)
     device = resolve_device(spec.device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
+    use_cache = module.config.to_dict().get("use_cache")
+    module.config.use_cache = False  # weft's passes keep nothing; what is saved says what was read
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     trial = try_out(module, cast(Head, spec.head), embedding.num_embeddings)
@@ -67,7 +69,9 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Any) -> None:
         tokenizer.save(directory)
+        module.config.use_cache = use_cache
         _save(directory, tensors, network, spec, tokenizer)
+        module.config.use_cache = False
 
     rates = hf_load.dropout_rates(module.config.to_dict())
     built = Built(
