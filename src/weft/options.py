@@ -149,7 +149,8 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
     """`value` as the type `hint`: 1e-5 is a number however it is spelled, 1.5 is no int. Raises `ConfigError`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(value, Scalar):
-        value = value.text if _wants_text(hint) and value.value is not None else value.value
+        null = value.value is None and type(None) in arguments
+        value = value.text if _wants_text(hint) and not null else value.value
     if hint is Any or isinstance(hint, TypeVar):
         return plain(value)
     if origin in (typing.Union, types.UnionType):
@@ -278,7 +279,8 @@ def _coerce_scalar(value: Any, hint: Any, name: str) -> Any:
         return spelled
     if hint is str:
         if not isinstance(value, str):
-            raise _wrong(name, value, f"must be a text; quote it: {name}='{value}'")
+            spelled = "null" if value is None else value
+            raise _wrong(name, value, f"must be a text; quote it: {name}='{spelled}'")
         return value
     if hint in (int, float):
         return _coerce_number(value, hint, name)

@@ -47,6 +47,9 @@ class Outer:
         ({"name": Scalar(1.1, "1.10")}, ("name", "1.10")),
         ({"path": Scalar(7, "007")}, ("path", "007")),
         ({"limit": Scalar(7, "7")}, ("limit", 7)),
+        ({"limit": Scalar(None, "null")}, ("limit", None)),
+        ({"path": Scalar(None, "null")}, ("path", None)),
+        ({"name": Scalar(None, "null")}, ("name", "null")),  # as in backend=null, a name
         ({"texts": ["a", "b"]}, ("texts", ["a", "b"])),
         ({"texts": "a"}, ("texts", ["a"])),
         ({"args": {"k": {"x": Scalar(1, "1")}}}, ("args", {"k": {"x": 1}})),

@@ -38,7 +38,7 @@ def parse(words: Sequence[str]) -> list[Override]:
                 f"write a list as {found.key_or_group}=[1,2], quote a text that has commas: {found.key_or_group}=\"'a,b'\""
             )
         value: Any = found.value()
-        if isinstance(value, (bool, int, float)):
+        if isinstance(value, (bool, int, float)) or (value is None and "=" in word):
             value = Scalar(value, word.split("=", 1)[1].strip())
         overrides.append(Override(found.key_or_group, value, removed=found.is_delete()))
     return overrides
