@@ -223,9 +223,9 @@ def test_one_prompt_is_prefilled_once_and_decodes_go_together() -> None:
     spy = Spy(build())
     spec = GenerationSpec(max_new_tokens=3, min_new_tokens=3)
     with open_generator(spy, spec, device=CPU, version=0, eos_ids=[EOS]) as generator:
-        generator.submit([Request("a", k, [9] * 50) for k in range(8)] + [Request("b", 0, [8] * 20)])
+        generator.submit([Request("a", k, [9] * 50) for k in range(18)] + [Request("b", 0, [8] * 20)])
         drain(generator)
-    assert spy.passes == [70, 9, 9]
+    assert spy.passes == [70, 19, 19]
 
 
 def test_changed_weights_are_computed_again_and_versions_say_so() -> None:
@@ -250,6 +250,15 @@ def test_changed_weights_are_computed_again_and_versions_say_so() -> None:
     assert {event.version for row in rest.values() for event in row} == {8}
 
 
+@pytest.mark.parametrize("count", [1, 3, 16, 40])
+def test_passes_have_the_rows_that_a_cpus_usual_kernels_need(count: int) -> None:
+    spy = Spy(build())
+    with open_generator(spy, GenerationSpec(max_new_tokens=4), device=CPU, version=0, eos_ids=[]) as generator:
+        generator.submit([Request(f"p{i}", 0, [6 + i]) for i in range(count)])
+        drain(generator)
+    assert spy.passes == [max(count, 16)] * 4
+
+
 def test_kept_keys_and_values_are_not_computed_again() -> None:
     spy = Spy(build())
     with open_generator(spy, GenerationSpec(max_new_tokens=9), device=CPU, version=0, eos_ids=[]) as generator:
@@ -257,10 +266,10 @@ def test_kept_keys_and_values_are_not_computed_again() -> None:
         generator.step()
         generator.weights_changed(1, keep_kv=True)
         [event] = generator.step()
-        assert (event.version, spy.passes) == (1, [30, 1])
+        assert (event.version, spy.passes) == (1, [30, 16])
         generator.weights_changed(2, keep_kv=False)
         generator.step()
-        assert spy.passes == [30, 1, 32]
+        assert spy.passes == [30, 16, 32]
 
 
 def test_ends_by_end_token_by_stop_id_or_by_length() -> None:

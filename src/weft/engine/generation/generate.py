@@ -38,6 +38,7 @@ from weft.models.packed import Packed
 KV_SHARE = 0.25  # of the device's memory that keys and values may take
 SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
 DEFAULT_SEQUENCES = 256
+LEAST_ROWS = {"cpu": 16}  # a CPU multiplies fewer rows by other kernels, whose sums differ in the last digit
 
 
 class Decoder(Protocol):
@@ -91,6 +92,7 @@ class BatchGenerator:
         self._network, self._spec, self._device, self._tokenizer = network, spec, device, tokenizer
         self._version, self._stop_ids = version, stop_ids
         self._scheduler = Scheduler(budget, Slots(budget.max_sequences, budget.max_tokens))
+        self._least_rows = LEAST_ROWS.get(device.type, 1)
         self._cache: KVCache | None = None
         self._rows: list[Live] = []  # by slot of the cache
         self._draws: dict[tuple[str, int], randomness.Key] = {}
@@ -148,18 +150,26 @@ class BatchGenerator:
     # -- one step
 
     def _decode(self) -> list[TokenEvent]:
-        rows = list(self._rows)
-        tokens = torch.tensor([live.tokens[-1] for live in rows])
-        packed = self._kv().extend(range(len(rows)), tokens.to(self._device))
-        return self._draw(rows, self._network.next_token_logits(self._network.hidden(packed)))
+        cache, rows = self._kv(), list(self._rows)
+        fillers = cache.allocate(max(0, self._least_rows - len(rows)))
+        tokens = torch.tensor([live.tokens[-1] for live in rows] + [0] * len(fillers))
+        packed = cache.extend(range(len(tokens)), tokens.to(self._device))
+        logits = self._network.next_token_logits(self._network.hidden(packed))
+        self._release(fillers)
+        return self._draw(rows, logits[: len(rows)])
 
     def _prefill(self, prefills: list[Prefill]) -> list[TokenEvent]:
         """Compute each prompt once, then copy its keys and values for the others that begin with it."""
-        cache = self._kv()
-        slots = cache.allocate(len(prefills))
-        packed = cache.extend(slots, [torch.tensor(prefill.tokens) for prefill in prefills])
-        logits = self._network.next_token_logits(self._network.hidden(packed)[packed.rows])
-        fresh, source = [prefill.sequences[0] for prefill in prefills], list(range(len(prefills)))
+        cache, count, least = self._kv(), len(prefills), self._least_rows
+        slots = cache.allocate(count)
+        tokens = [torch.tensor(prefill.tokens) for prefill in prefills]
+        missing = least - sum(map(len, tokens))
+        fillers = cache.allocate(1) if missing > 0 else []
+        packed = cache.extend([*slots, *fillers], tokens + [torch.zeros(missing, dtype=torch.int64) for _ in fillers])
+        last = packed.rows[torch.arange(max(count, least), device=self._device).clamp(max=count - 1)]
+        logits = self._network.next_token_logits(self._network.hidden(packed)[last])
+        self._release(fillers)
+        fresh, source = [prefill.sequences[0] for prefill in prefills], list(range(count))
         for index, prefill in enumerate(prefills):
             others = prefill.sequences[1:]
             if others:
@@ -168,6 +178,11 @@ class BatchGenerator:
                 source += [index] * len(others)
         self._rows += fresh
         return self._draw(fresh, logits[torch.tensor(source, device=self._device)])
+
+    def _release(self, fillers: list[int]) -> None:
+        """Give back the last slots, which held rows that only fill a pass up."""
+        for slot in reversed(fillers):
+            self._kv().release(slot)
 
     def _draw(self, rows: list[Live], logits: Tensor) -> list[TokenEvent]:
         """Sample one token a row of `logits` [R, V] and book it."""

@@ -42,8 +42,8 @@ def limits(spec: GenerationSpec, vocab_size: int) -> bool:
 def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None = None) -> Draw:
     """One token a row of `logits` [R, V] (any float dtype), by `uniforms` [R] in [0, 1).
 
-    `banned` is bool [R, V]: ids that may not be drawn. The arithmetic is float64, row by row, so a row's token does not depend
-    on the other rows (Apple's MPS has no float64: there the rows are drawn on the CPU).
+    `banned` is bool [R, V]: ids that may not be drawn. The draw is in float64, row by row, so a row's token does not depend on
+    the other rows (Apple's MPS has no float64: there the rows are drawn on the CPU). Log-probs are float32.
     """
     if logits.device.type == "mps":
         logits, uniforms, banned = logits.cpu(), uniforms.cpu(), None if banned is None else banned.cpu()
@@ -64,26 +64,31 @@ def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor
     exact = logits.double()
     if spec.greedy:
         tokens = _allowed(exact, banned).argmax(dim=-1)
-        return Draw(tokens, (_at(exact, tokens) - exact.logsumexp(dim=-1)).float())
+        return Draw(tokens, _logprobs(logits, tokens, 1.0, None))
     if spec.temperature != 1.0:
         exact = exact / spec.temperature
     scores = _allowed(exact, banned)
     kept = likeliest(scores, spec) if limits(spec, logits.shape[-1]) else None
     if kept is not None:
         scores = scores.masked_fill(~kept, -math.inf)
-    peak = scores.amax(dim=-1, keepdim=True)
-    tokens, total = inverse_cdf((scores - peak).exp_(), uniforms)
-    if kept is None and banned is not None:
-        total = (exact - peak).exp_().sum(dim=-1)
-    return Draw(tokens, (_at(scores, tokens) - peak.squeeze(-1) - total.log()).float(), kept)
+    tokens = inverse_cdf((scores - scores.amax(dim=-1, keepdim=True)).exp_(), uniforms)
+    return Draw(tokens, _logprobs(logits, tokens, spec.temperature, kept), kept)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, temperature: float, kept: Tensor | None) -> Tensor:
+    """Step by step what `models/heads.py` computes, so that equal logits give equal log-probs to the last bit."""
+    tempered = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if kept is not None:
+        tempered = tempered.masked_fill(~kept, -math.inf)
+    return _at(tempered.log_softmax(dim=-1), tokens).float()
 
 
 def _allowed(scores: Tensor, banned: Tensor | None) -> Tensor:
     return scores if banned is None else scores.masked_fill(banned, -math.inf)
 
 
-def inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids int64 [R], totals float64 [R]) for unnormalised `weights` float64 [R, V] >= 0.
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Ids, int64 [R], for unnormalised `weights` float64 [R, V] >= 0 and `uniforms` [R] in [0, 1).
 
     The id is the first whose cumulative weight exceeds `uniform * total`: sums over blocks of ids first, then inside the
     block found, so that no row needs a running sum over its whole vocabulary.
@@ -93,12 +98,11 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         weights = torch.nn.functional.pad(weights, (0, -vocab % BLOCK))
     blocks = weights.view(rows, -1, BLOCK)
     ends = blocks.sum(dim=-1).cumsum(dim=-1)
-    total = ends[:, -1]
-    target = uniforms.to(torch.float64) * total
+    target = uniforms.to(torch.float64) * ends[:, -1]
     block = _first_above(ends, target)
     before = torch.where(block > 0, _at(ends, (block - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(rows, device=weights.device), block].cumsum(dim=-1)
-    return block * BLOCK + _first_above(inside, target - before), total
+    return block * BLOCK + _first_above(inside, target - before)
 
 
 def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
