@@ -51,9 +51,10 @@ def logprobs(engine: Any) -> torch.Tensor:
         {"optimizer": OptimizerSpec(lr=1e-2), "dtype": "bfloat16"},
         {"optimizer": OptimizerSpec(lr=1e-2), "dtype": "float16"},
         {"optimizer": OptimizerSpec(lr=1e-2), "lora": LoRASpec(r=2, dropout=0.2)},
+        {"optimizer": OptimizerSpec(lr=1e-2), "lora": LoRASpec(r=2), "dtype": "bfloat16"},
         {"optimizer": OptimizerSpec(lr=1e-2), "head": "value", "init_from_scratch": True},
     ],
-    ids=["adamw", "lion", "sgd-dropout", "bfloat16", "float16", "lora", "value"],
+    ids=["adamw", "lion", "sgd-dropout", "bfloat16", "float16", "lora", "lora-bfloat16", "value"],
 )
 def test_a_restart_goes_on_bit_for_bit(path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = {"schedule": Schedule(8, 2), **changes}

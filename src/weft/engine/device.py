@@ -14,7 +14,7 @@ import torch
 from weft.errors import ConfigError
 
 GIGABYTE = 1024.0**3
-MATMUL_SIZE = {"cpu": 768, "cuda": 8192}  # large enough to run at full speed, small enough to go unnoticed
+MATMUL_SIZE = {"cpu": 512, "cuda": 8192}  # large enough to run at full speed, small enough to go unnoticed
 MATMUL_REPEATS = 3
 
 

@@ -18,7 +18,8 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Masters:
-    """Those parameters of `network` that require gradients are trained; they come in float32 (adapters in `dtype`, too).
+    """Those parameters of `network` that require gradients are trained; they come in float32, or in `dtype` where adapters
+    were made beside frozen weights.
 
     Parameters are named as the network names them; a tied tensor has one name.
     """
@@ -32,7 +33,6 @@ class Masters:
         for name, parameter in self._copies.items():
             if parameter.requires_grad and dtype in HALF:
                 self._masters[name] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-            if dtype in HALF:
                 parameter.data = parameter.data.to(dtype)
         for name in self._masters:
             self._hooks.append(self._copies[name].register_post_accumulate_grad_hook(self._moves_gradient_to(name)))

@@ -93,25 +93,26 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Tensor) -> Tensor:
         ctx.save_for_backward(lengths)
+        ctx.num_rows = len(rows)
         return torch.segment_reduce(rows, "sum", lengths=lengths, initial=0.0, unsafe=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].repeat_interleave(ctx.saved_tensors[0]), None
+        return gradients[0].repeat_interleave(ctx.saved_tensors[0], output_size=ctx.num_rows), None
 
 
 class _Spread(torch.autograd.Function):
     """[S] -> [N]: each sequence's value at each of its rows."""
 
     @staticmethod
-    def forward(ctx: Any, sequences: Tensor, lengths: Tensor) -> Tensor:
+    def forward(ctx: Any, sequences: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(lengths)
-        return sequences.repeat_interleave(lengths)
+        return sequences.repeat_interleave(lengths, output_size=num_rows)  # told the size, the device need not be asked
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        lengths = ctx.saved_tensors[0]
-        return torch.segment_reduce(gradients[0].contiguous(), "sum", lengths=lengths, initial=0.0, unsafe=True), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        lengths, by_row = ctx.saved_tensors[0], gradients[0].contiguous()
+        return torch.segment_reduce(by_row, "sum", lengths=lengths, initial=0.0, unsafe=True), None, None
 
 
 class SampleRows:
@@ -162,7 +163,7 @@ class SampleRows:
 
     def spread(self, sequences: Tensor) -> Tensor:
         """[S] -> [N]."""
-        return _Spread.apply(sequences, self._counts)
+        return _Spread.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Indices ([P], [P]) of (better, worse): same group and comparison, smaller rank better; in index order.

@@ -56,6 +56,7 @@ class TorchEngine:
 
     def __init__(self, built: Built, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
         self.layout, self.version, self.max_tokens_per_microbatch = layout, 0, DEFAULT_MAX_TOKENS
+        self.notes = built.notes
         self._built, self._spec, self._device = built, spec, device
         self._network = built.network.eval()
         self._masters = Masters(self._network, DTYPES[spec.dtype])
