@@ -6,7 +6,7 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,14 @@ class StepFile:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one object as a line. NaN and infinities are written as null."""
-        line = json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n"
+        self.extend([row])
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write objects as lines, all at once."""
+        lines = "".join(json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(line)
+            file.write(lines)
 
     def truncate(self, step: int) -> None:
         """Keep the lines of steps up to `step`, as they are; later ones, and a half-written last one, go."""

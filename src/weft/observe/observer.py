@@ -86,8 +86,7 @@ class Observer:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Completions of a step: mappings with `prompt`, `completion` and what else is known (`id`, `reward`, `finished`)."""
         with self._told(SAMPLES):
-            for row in rows:
-                self._samples.append({"step": step, **row})
+            self._samples.extend({"step": step, **row} for row in rows)
         if rows:
             self._view.sample(step, rows[0])
             for sink in self._sinks:

@@ -133,7 +133,11 @@ class LiveView:
     def _head(self, width: int) -> RenderableType:
         pace = self._pace
         left = Text.assemble(("weft ", f"{STRONG} {ACCENT}"), (self._run, STRONG))
-        where = f"{pace.counted()}  ·  epoch {pace.epoch:.2f}" if pace.done else "starting"
+        where = (
+            f"{pace.counted()}  ·  epoch {pace.epoch:.2f}"
+            if pace.latest
+            else (pace.counted() if pace.done else "starting")
+        )
         times = f"{duration(pace.elapsed)} elapsed"
         if pace.remaining is not None:
             times += f"  ·  {duration(pace.remaining)} left"

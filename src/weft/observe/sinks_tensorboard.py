@@ -28,19 +28,19 @@ class TensorBoard:
 
     def __init__(self, folder: Path, cut: int = 0) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._scalar, self._text = Event, scalar_pb, text_pb
+        self._event, self._summary, self._text = Event, Summary, text_pb
         earlier = folder.is_dir() and any(folder.iterdir())
         self._writer = EventFileWriter(str(folder))
         if earlier:
             self._add(cut + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._add(step, summary=self._scalar(name, value))
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step, summary=self._summary(value=values))
         self._writer.flush()
 
     def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

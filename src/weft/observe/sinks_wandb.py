@@ -47,14 +47,16 @@ def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
         )
     except wandb.Error as error:
         raise _failed("the run could not begin", error) from error
-    return Wandb(session, options.get("prefix") or "")
+    known = session.step if options.get("mode", ONLINE) == ONLINE else run.logged + 1
+    return Wandb(session, options.get("prefix") or "", known)
 
 
 class Wandb:
-    """A resumed run repeats steps that the server already has; those are left out, since its history only grows."""
+    """A resumed run repeats steps that the server already has; those before `first` are left out, since a history there
+    only grows."""
 
-    def __init__(self, session: Any, prefix: str) -> None:
-        self._session, self._first = session, session.step
+    def __init__(self, session: Any, prefix: str, first: int) -> None:
+        self._session, self._first = session, first
         self._prefix = f"{prefix.rstrip('/')}/" if prefix else ""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -83,6 +85,6 @@ def _own_id(path: Path) -> str:
 
 def _failed(what: str, why: object) -> UserError:
     return ConfigError(
-        f"logger.wandb: {what}: {why}; run `wandb login` or set WANDB_API_KEY, or write logger.wandb.mode=offline "
+        f"logger.wandb: {what}: {str(why).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, or write logger.wandb.mode=offline "
         "(`wandb sync` sends it later)"
     )

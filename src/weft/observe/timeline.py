@@ -93,7 +93,7 @@ class Timeline:
 
     def _event(self, event: Mapping[str, Any], when: float) -> None:
         stamped = {**event, "ts": round((when - self._origin) * MICROSECONDS)}
-        line = json.dumps(stamped, ensure_ascii=False, allow_nan=False).encode()
+        line = json.dumps(stamped, allow_nan=False).encode()
         new = self._size == 0
         with self._path.open("wb" if new else "r+b") as file:
             file.seek(self._size)
@@ -113,7 +113,7 @@ class Timeline:
         first = next((event for event in events if event["name"] == STARTED), None)
         if first is not None:
             self._origin = first["args"]["epoch_s"] - first["ts"] / MICROSECONDS
-            body = b",\n".join(json.dumps(event, ensure_ascii=False).encode() for event in events)
+            body = b",\n".join(json.dumps(event).encode() for event in events)
             self._path.write_bytes(HEAD + body + TAIL)
             self._size = len(HEAD) + len(body)
 

@@ -1,0 +1,158 @@
+"""The observer: what it is told lies in the run's files, goes to the loggers, and is cut at a restart."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from weft.errors import ConfigError, RunError
+from weft.observe.jsonl import read_rows
+from weft.observe.observer import Observer
+from weft.observe.progress import PlainView
+from weft.observe.sinks import RunInfo, check_sinks, make_sinks
+from weft.observe.timeline import read_spans
+
+
+class Recorder:
+    """A sink that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.heard.append((step, dict(metrics)))
+
+    def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self.heard.append((step, [row["completion"] for row in samples]))
+
+    def close(self) -> None:
+        self.heard.append("closed")
+
+
+def quiet() -> PlainView:
+    return PlainView(Console(file=io.StringIO()))
+
+
+def test_a_step_goes_to_file_log_and_sinks(tmp_path: Path) -> None:
+    sink = Recorder()
+    observer = Observer(tmp_path, [sink], quiet(), memory=lambda: 1.25)
+    observer.expect(2)
+    observer.samples(1, [{"prompt": "p", "completion": "c", "reward": 1.0}])
+    observer.step({"step": 1, "train/loss": 0.5, "train/odd": math.inf})
+    observer.close("finished")
+    observer.close("finished")
+    assert list(read_rows(tmp_path / "metrics.jsonl")) == [
+        {"step": 1, "train/loss": 0.5, "train/odd": None, "peak_memory_gb": 1.25}
+    ]
+    assert list(read_rows(tmp_path / "samples.jsonl")) == [{"step": 1, "prompt": "p", "completion": "c", "reward": 1.0}]
+    assert sink.heard == [(1, ["c"]), (1, {"train/loss": 0.5, "peak_memory_gb": 1.25}), "closed"]
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split("  ", 1)[1].split("  ")[0] for line in log] == ["step 1/2", log[1].split("  ", 1)[1]]
+    assert "finished after step 1/2" in log[1]
+
+
+def test_log_freq_thins_lines_and_sinks_but_not_the_file(tmp_path: Path) -> None:
+    sink = Recorder()
+    observer = Observer(tmp_path, [sink], quiet(), log_freq_steps=2)
+    for step in range(1, 6):
+        observer.step({"step": step, "train/loss": 1.0})
+    assert [step for step, _ in sink.heard] == [2, 4]
+    assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 5
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 2
+
+
+def test_a_restart_cuts_the_files_and_goes_on(tmp_path: Path) -> None:
+    first = Observer(tmp_path, view=quiet())
+    for step in range(1, 6):
+        first.samples(step, [{"completion": str(step)}])
+        first.step({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "tr')
+    again = Observer(tmp_path, view=quiet())
+    again.truncate(3)
+    again.step({"step": 4, "new": True})
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [1, 2, 3]
+
+
+def test_opening_cuts_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    observer = Observer.open(RunInfo(tmp_path, "e", "t", {}, cut=1), {}, progress=False)
+    observer.step({"step": 2, "train/loss": 2.0, "step_seconds": 1.0})
+    observer.close("stopped")
+    assert [row.get("train/loss") for row in read_rows(tmp_path / "metrics.jsonl")] == [None, 2.0]
+    assert capsys.readouterr().out.splitlines()[0].startswith("step 2  epoch 0.00  loss 2")
+
+
+def test_spans_and_what_ran_elsewhere_share_the_timeline(tmp_path: Path) -> None:
+    observer = Observer(tmp_path, view=quiet())
+    with observer.span("save"):
+        pass
+    observer.ran("actor_gen", "roles/actor", 1e9, 2.0, step=3)
+    spans = {span.name: span for span in read_spans(tmp_path / "timeline.json")}
+    assert (spans["save"].group, spans["save"].lane) == ("run", "save")
+    assert (spans["actor_gen"].group, spans["actor_gen"].seconds, spans["actor_gen"].step) == ("roles", 2.0, 3)
+
+
+def test_notes_of_several_lines_keep_their_stamp(tmp_path: Path) -> None:
+    Observer(tmp_path, view=quiet()).note("one\ntwo")
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line[21:] for line in lines] == ["one", "two"]
+
+
+def test_a_file_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
+    observer = Observer(tmp_path, view=quiet())
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"metrics\.jsonl cannot be written"):
+        observer.step({"step": 1})
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_package_is_told_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"pip install 'weft\[{name}\]'"):
+        check_sinks({name: {}})
+
+
+def test_an_unknown_logger_is_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown logger 'wanbd'; did you mean wandb\?"):
+        check_sinks({"wanbd": {}})
+
+
+def test_tensorboard_files_read_back_and_a_resumed_run_has_one_curve(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (first,) = make_sinks({"tensorboard": {}}, RunInfo(tmp_path, "e", "t", {}))
+    for step in (1, 2, 3):
+        first.log(step, {"train/loss": 1.0 / step})
+    first.text(3, [{"prompt": "<b>|", "completion": "a\nb", "reward": 0.5}])
+    first.close()
+    (second,) = make_sinks({"tensorboard": {}}, RunInfo(tmp_path, "e", "t", {}, cut=1))
+    for step in (2, 3, 4):
+        second.log(step, {"train/loss": 10.0 / step})
+    second.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    points = [(event.step, round(event.value, 4)) for event in events.Scalars("train/loss")]
+    assert "samples" in " ".join(events.Tags()["tensors"])
+    assert points == [(1, 1.0), (2, 5.0), (3, 3.3333), (4, 2.5)]
+
+
+def test_no_framework_and_no_logger_is_loaded_unasked() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, weft.observe.observer, weft.observe.report, weft.graph.draw, weft.cli.report\n"
+        "print([m for m in ('torch', 'tensorboard', 'wandb', 'trackio', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.replace("'", '"')) == []
