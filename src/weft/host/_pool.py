@@ -78,6 +78,15 @@ class Pool:
     def __post_init__(self) -> None:
         weakref.finalize(self, _kill_all, self._idle, self._busy)
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that wait for tasks."""
+        return [worker.process.pid for worker in self._idle]
+
+    def close(self) -> None:
+        """End all workers; `run` starts others."""
+        _kill_all(self._idle, self._busy)
+
     def start(self) -> None:
         """Bring the pool to its size. Raises `UserError` where a function cannot be imported."""
         fresh = [Worker.start(self.targets) for _ in range(self.size - len(self._idle))]

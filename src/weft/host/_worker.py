@@ -25,7 +25,7 @@ from weft.registry import import_user_code
 
 Answer = tuple[str, Any, int | None]  # "ok", value, None; or "error", what went wrong, index of the completion or None
 POSITIONAL = 2  # prompts, completions
-SHOWN_LINES = 6  # of a traceback
+SHOWN_FRAMES = 4  # of a traceback
 
 
 class Refused(Exception):
@@ -76,8 +76,9 @@ def _answer(work: Callable[..., Any], *arguments: Any) -> Answer:
     except UserError as error:
         return "error", str(error), None
     except BaseException as error:
-        lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-        return "error", "\n  ".join([f"it raised {type(error).__name__}: {error}", *lines[-SHOWN_LINES:-1]]), None
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        places = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-SHOWN_FRAMES:]]
+        return "error", "\n  ".join([f"it raised {type(error).__name__}: {error}", *places]), None
 
 
 def load(target: Target) -> Callable[..., Any]:
@@ -95,6 +96,10 @@ def load(target: Target) -> Callable[..., Any]:
     if not callable(function):
         raise Refused(f"{target.attribute!r} is a {type(function).__name__}, no function")
     made: Callable[..., Any] = function
+    taken = inspect.signature(made).parameters.values()
+    unknown = [name for name in target.args if name not in {p.name for p in taken}]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken):
+        raise Refused(f"it takes no argument {', '.join(map(repr, unknown))}")
     return made
 
 

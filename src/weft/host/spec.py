@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ def _locate_verifier(part: RewardPart) -> Target:
     if part.name not in verifiers:
         raise unknown_name("verifier", part.name, verifiers.names())
     function = verifiers.get(part.name)
+    _check_options(part, function)
     module, name = function.__module__, function.__qualname__
     if module == "__main__" or not name.isidentifier():
         raise ConfigError(
@@ -100,3 +101,15 @@ def _locate_verifier(part: RewardPart) -> Target:
     )
     # A file imported by path (`--import FILE.py`) is a module here only; elsewhere it is imported by path again.
     return Target(part.name, module if importable else None, None if importable else file, name, part.args, True)
+
+
+def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
+    """Refuse arguments that are no option of a verifier; a shipped one refuses wrong values when it has nothing to verify."""
+    parameters = inspect.signature(function).parameters.values()
+    options = [p.name for p in parameters if p.default is not p.empty]
+    for name in part.args:
+        if name not in options:
+            raise unknown_name(f"option of the verifier {part.name!r}", name, options)
+    if function.__module__.startswith("weft.host.verifiers."):
+        needed = [p.name for p in list(parameters)[2:] if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
+        function([], [], **{name: [] for name in needed}, **part.args)

@@ -1,0 +1,297 @@
+"""Advantages as host functions: by hand, through the graph's keys, with state that survives a restart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from weft.algorithms.advantages import gae
+from weft.data.sample import SequenceSample
+from weft.errors import ConfigError, DataError
+from weft.host.advantages import GAEAdvantages, GroupAdvantages
+from weft.host.base import HostContext, PlainFunction, make_host_function
+
+PER_SEQUENCE = {"rewards", "finished", "scores", "baseline_rewards"}
+
+
+def sample(completions: list[list[int]], prompts: list[int] | None = None, **keys: Any) -> SequenceSample:
+    """Groups of completions; keys hold one value a token (`values` one more), a completion, or an id."""
+    ids = [f"p{n}" for n in range(len(completions))]
+    lengths: dict[str, list[list[int]]] = {"completion": completions}
+    data: dict[str, Any] = {"completion": torch.zeros(sum(map(sum, completions)), dtype=torch.int64)}
+    if prompts is not None:
+        lengths["prompt"] = [[n] for n in prompts]
+        data["prompt"] = torch.zeros(sum(prompts), dtype=torch.int64)
+    for key, values in keys.items():
+        data[key] = torch.tensor(values, dtype=torch.float32)
+        if key in PER_SEQUENCE:
+            one_an_id = len(values) == len(ids)
+            lengths[key] = [[1] * (1 if one_an_id else len(group)) for group in completions]
+        else:
+            lengths[key] = [[n + (key == "values") for n in group] for group in completions]
+    return SequenceSample.from_groups(ids, lengths, data)
+
+
+def call(function: Any, batch: SequenceSample) -> tuple[Mapping[str, list[float]], dict[str, float]]:
+    context = HostContext()
+    made = function(batch, context)
+    return {key: made.data[key].tolist() for key in made.keys}, context.metrics
+
+
+PLAIN = {"adv_norm": False, "value_norm": False}
+
+
+def test_ppo_by_hand() -> None:
+    # Two completions of one prompt. The first has ended with reward 1; the second was cut off with V = 0.4 after it.
+    batch = sample(
+        [[2, 1]],
+        logprobs=[-1.0, -1.0, -2.0],
+        ref_logprobs=[-1.5, -1.0, -1.0],
+        rewards=[1.0, 9.0],
+        values=[0.2, 0.3, 7.0, 0.1, 0.4],
+        finished=[1.0, 0.0],
+    )
+    made, metrics = call(GAEAdvantages(kl_ctl=0.1, discount=0.9, gae_lambda=0.5, **PLAIN), batch)
+    # KL 0.5, 0, -1; rewards -0.05, 1 and 0.1. deltas: -.05+.27-.2=.02, 1-.3=.7; .1+.36-.1=.36
+    assert made["advantages"] == pytest.approx([0.02 + 0.45 * 0.7, 0.7, 0.36])
+    assert made["returns"] == pytest.approx([0.535, 1.0, 0.46])
+    assert metrics["kl"] == pytest.approx(-0.5 / 3)
+    assert metrics["kl_per_completion"] == pytest.approx(-0.25)
+    assert metrics["kl_coef"] == 0.1
+    assert (metrics["reward"], metrics["truncated_fraction"]) == (5.0, 0.5)
+    assert metrics["reward_after_kl"] == pytest.approx((0.95 + 0.1) / 2)
+
+
+def test_a_cut_completion_may_keep_its_reward() -> None:
+    batch = sample([[1, 1]], rewards=[1.0, 3.0], values=[0.0, 5.0, 0.0, 5.0], finished=[1.0, 0.0])
+    kept, _ = call(GAEAdvantages(kl_ctl=0.0, truncated="score", **PLAIN), batch)
+    assert kept["advantages"] == [1.0, 3.0]
+    bootstrapped, _ = call(GAEAdvantages(kl_ctl=0.0, missing_eos_penalty=0.5, **PLAIN), batch)
+    assert bootstrapped["advantages"] == [1.0, 4.5]
+
+
+def test_reward_shaping() -> None:
+    batch = sample([[1], [1]], rewards=[3.0, -100.0], values=[0.0] * 4, finished=[1.0, 1.0])
+    function = GAEAdvantages(
+        kl_ctl=0.0, reward_output_bias=1.0, reward_output_scaling=0.5, max_reward_clip=5.0, **PLAIN
+    )
+    assert call(function, batch)[0]["advantages"] == [1.0, -5.0]
+
+
+def test_masked_tokens_take_no_time() -> None:
+    """What somebody else wrote in the middle is passed over: the same as if it were not there."""
+    keys = {"rewards": [1.0], "finished": [1.0]}
+    whole = sample([[2]], logprobs=[-1.0, -2.0], ref_logprobs=[-1.2, -1.8], values=[0.1, 0.2, 0.9], **keys)
+    gapped = sample(
+        [[4]],
+        logprobs=[-1.0, -5.0, -5.0, -2.0],
+        ref_logprobs=[-1.2, 0.0, 0.0, -1.8],
+        values=[0.1, 55.0, 55.0, 0.2, 0.9],
+        loss_mask=[1.0, 0.0, 0.0, 1.0],
+        **keys,
+    )
+    function = GAEAdvantages(discount=0.9, gae_lambda=0.8, **PLAIN)
+    one, other = call(function, whole)[0], call(function, gapped)[0]
+    for key in ("advantages", "returns"):
+        assert [other[key][0], other[key][3]] == pytest.approx(one[key])
+        assert other[key][1:3] == [0.0, 0.0]
+
+
+def test_the_reward_goes_to_the_last_trained_token() -> None:
+    batch = sample([[3]], rewards=[1.0], finished=[1.0], values=[0.0] * 4, loss_mask=[1.0, 1.0, 0.0])
+    assert call(GAEAdvantages(kl_ctl=0.0, **PLAIN), batch)[0]["advantages"] == [1.0, 1.0, 0.0]
+
+
+def test_a_token_that_nothing_precedes_is_not_trained() -> None:
+    batch = sample([[2], [2]], prompts=[0, 1], rewards=[1.0, 1.0], finished=[1.0, 1.0], values=[0.0] * 6)
+    assert call(GAEAdvantages(kl_ctl=0.0, **PLAIN), batch)[0]["advantages"] == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_whitening_is_over_the_whole_batch() -> None:
+    batch = sample([[1], [1]], rewards=[1.0, 3.0], values=[0.0] * 4, finished=[1.0, 1.0])
+    made, metrics = call(GAEAdvantages(kl_ctl=0.0, value_norm=False), batch)
+    assert made["advantages"] == pytest.approx([-1.0, 1.0], abs=1e-4)
+    assert metrics["advantage_std"] == pytest.approx(1.0)
+
+
+def test_values_are_normalised_and_back() -> None:
+    """The critic speaks in units of past returns; the second batch is brought to rewards' units by the first's statistics."""
+    rng = np.random.default_rng(0)
+    function = GAEAdvantages(kl_ctl=0.0, adv_norm=False, value_norm_type="ma")
+    plain = GAEAdvantages(kl_ctl=0.0, **PLAIN)
+    rewards = rng.normal(5.0, 2.0, 8).tolist()
+    first = sample([[1]] * 8, rewards=rewards, values=[0.0] * 16, finished=[1.0] * 8)
+    made, _ = call(function, first)
+    mean, std = np.mean(rewards), np.std(rewards)
+    assert made["returns"] == pytest.approx(((np.array(rewards) - mean) / std).tolist(), abs=1e-5)
+    assert made["advantages"] == pytest.approx(rewards, abs=1e-5)
+    raw = rng.normal(0.0, 1.0, 4)
+    second = {"rewards": [4.0, 6.0], "finished": [1.0, 1.0]}
+    normal, _ = call(function, sample([[1], [1]], values=raw.tolist(), **second))
+    direct, _ = call(plain, sample([[1], [1]], values=(raw * std + mean).tolist(), **second))
+    assert normal["advantages"] == pytest.approx(direct["advantages"], abs=1e-5)
+
+
+def random_batch(seed: int) -> SequenceSample:
+    rng = np.random.default_rng(seed)
+    completions = [[int(n) for n in rng.integers(1, 6, 2)] for _ in range(4)]
+    tokens, sequences = sum(map(sum, completions)), 8
+    logprobs = -rng.gamma(1.0, 1.0, tokens)
+    return sample(
+        completions,
+        logprobs=logprobs.tolist(),
+        ref_logprobs=(logprobs - rng.gamma(1.0, 3.0, tokens)).tolist(),
+        rewards=rng.normal(size=sequences).tolist(),
+        values=rng.normal(size=tokens + sequences).tolist(),
+        finished=rng.integers(0, 2, sequences).astype(float).tolist(),
+    )
+
+
+def test_state_survives_a_restart() -> None:
+    args = {"use_adaptive_kl_ctl": True, "adaptive_kl_target": 1.0, "adaptive_kl_horizon": 20.0}
+    whole = make_host_function("gae_advantages", args)
+    for step in range(3):
+        call(whole, random_batch(step))
+    again = make_host_function("gae_advantages", args)
+    again.load_state_dict(whole.state_dict())
+    one, other = call(whole, random_batch(3)), call(again, random_batch(3))
+    assert one == other
+    assert one[1]["kl_coef"] > 0.1
+    assert call(make_host_function("gae_advantages", args), random_batch(3)) != other
+
+
+def test_equals_gae_on_its_parts() -> None:
+    """The node's advantages are those of the pure function on the rewards it shapes."""
+    batch = random_batch(7)
+    made, _ = call(GAEAdvantages(kl_ctl=0.3, kl_estimator="k3", gae_lambda=0.9, **PLAIN), batch)
+    data = {key: value.double().numpy() for key, value in batch.data.items()}
+    lengths = batch.lengths["completion"].astype(np.int64)
+    last = np.cumsum(lengths + 1) - 1
+    ratio = data["logprobs"] - data["ref_logprobs"]
+    rewards = -0.3 * (np.exp(-ratio) - 1 + ratio)
+    ends = np.cumsum(lengths) - 1
+    rewards[ends] += np.where(data["finished"] == 1, data["rewards"], 0.0)
+    after = np.where(data["finished"] == 1, 0.0, data["values"][last])
+    advantages, returns = gae(rewards, np.delete(data["values"], last), after, lengths, lam=0.9)
+    assert made["advantages"] == pytest.approx(advantages.tolist(), rel=1e-5, abs=1e-6)
+    assert made["returns"] == pytest.approx(returns.tolist(), rel=1e-5, abs=1e-6)
+
+
+# -- groups
+
+
+def test_grpo_by_hand() -> None:
+    batch = sample([[2, 1], [1, 1]], rewards=[1.0, 0.0, 2.0, 2.0], finished=[1.0] * 4)
+    made, metrics = call(GroupAdvantages(), batch)
+    unit = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert made["advantages"] == pytest.approx([unit, unit, -unit, 0.0, 0.0])
+    assert metrics["reward"] == 1.25
+    dr_grpo, _ = call(GroupAdvantages(scale="none"), batch)
+    assert dr_grpo["advantages"] == [0.5, 0.5, -0.5, 0.0, 0.0]
+    rloo, _ = call(GroupAdvantages(baseline="leave_one_out", scale="none"), batch)
+    assert rloo["advantages"] == [1.0, 1.0, -1.0, 0.0, 0.0]
+
+
+def test_remax_by_hand() -> None:
+    batch = sample([[2, 1], [1, 1]], rewards=[1.0, 0.0, 2.0, 2.0], baseline_rewards=[0.5, 3.0], finished=[1.0] * 4)
+    made, metrics = call(GroupAdvantages(baseline="given", scale="none"), batch)
+    assert made["advantages"] == [0.5, 0.5, -0.5, -1.0, -1.0]
+    assert metrics["baseline_reward"] == pytest.approx(1.75)
+
+
+def test_reinforce_plus_plus_whitens_tokens() -> None:
+    batch = sample([[3], [1]], rewards=[1.0, 0.0], finished=[1.0, 1.0])
+    made, _ = call(GroupAdvantages(baseline="none", scale="none", whiten=True), batch)
+    std = math.sqrt(3) / 4  # of 1 1 1 0, mean 3/4
+    assert made["advantages"] == pytest.approx([0.25 / std] * 3 + [-0.75 / std], rel=1e-4)
+
+
+def test_overlong_penalty_by_hand() -> None:
+    batch = sample([[4, 7, 8, 10]], rewards=[0.0] * 4, finished=[1.0, 1.0, 1.0, 0.0])
+    function = GroupAdvantages(
+        baseline="none", scale="none", overlong_buffer=4, max_new_tokens=10, overlong_penalty=2.0
+    )
+    made, metrics = call(function, batch)
+    starts = [0, 4, 11, 19]
+    assert [made["advantages"][start] for start in starts] == [0.0, -0.5, -1.0, -2.0]
+    assert metrics["overlong_penalty"] == pytest.approx(3.5 / 4)
+
+
+def test_truncated_completions_can_be_left_out() -> None:
+    batch = sample([[2, 1]], rewards=[1.0, 0.0], finished=[0.0, 1.0])
+    made, _ = call(GroupAdvantages(scale="none", mask_truncated=True), batch)
+    assert made["loss_mask"] == [0.0, 0.0, 1.0]
+    assert made["advantages"] == [0.0, 0.0, -0.5]
+
+
+def test_masks_hold_for_groups_too() -> None:
+    batch = sample([[2, 2]], rewards=[1.0, 0.0], finished=[1.0, 1.0], loss_mask=[1.0, 0.0, 1.0, 1.0])
+    assert call(GroupAdvantages(scale="none"), batch)[0]["advantages"] == [0.5, 0.0, -0.5, -0.5]
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("gae_advantage", {}, "did you mean gae_advantages"),
+        ("gae_advantages", {"gae_lamda": 0.9}, "did you mean gae_lambda"),
+        ("gae_advantages", {"kl_estimator": "k4"}, "k1"),
+        ("gae_advantages", {"truncated": "drop"}, "bootstrap or score"),
+        ("gae_advantages", {"value_norm_type": "popart"}, "exp"),
+        ("group_advantages", {"baseline": "groups"}, "did you mean group"),
+        ("group_advantages", {"scale": "std"}, "scale"),
+        ("group_advantages", {"overlong_buffer": 5}, "max_new_tokens"),
+        ("group_advantages", {"overlong_buffer": 5, "max_new_tokens": 4}, "at least the buffer"),
+    ],
+)
+def test_wrong_arguments_are_refused(name: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_host_function(name, args)
+
+
+def test_groups_of_one_are_refused() -> None:
+    batch = sample([[2], [1]], rewards=[1.0, 0.0], finished=[1.0, 1.0])
+    for args in ({}, {"baseline": "leave_one_out", "scale": "none"}, {"baseline": "none", "scale": "group"}):
+        with pytest.raises(ConfigError, match="group_size"):
+            call(GroupAdvantages(**args), batch)
+    assert call(GroupAdvantages(baseline="none", scale="none"), batch)[0]["advantages"] == [1.0, 1.0, 0.0]
+
+
+def test_missing_and_misshapen_keys_are_named() -> None:
+    batch = sample([[2]], rewards=[1.0], values=[0.0] * 3, finished=[1.0])
+    with pytest.raises(DataError, match="ref_logprobs"):
+        call(GAEAdvantages(), batch)
+    short = batch.update(SequenceSample.from_groups(["p0"], {"values": [[2]]}, {"values": torch.zeros(2)}))
+    with pytest.raises(DataError, match="'values'"):
+        call(GAEAdvantages(kl_ctl=0.0), short)
+
+
+def test_plain_functions_become_host_functions() -> None:
+    from weft.registry import functions
+
+    def shift(batch: SequenceSample, context: HostContext, by: float = 1.0) -> SequenceSample:
+        context.record("by", by)
+        return batch.select(keys=["rewards"])
+
+    functions.register("test-shift", shift)
+    made = make_host_function("test-shift", {"by": 2.0})
+    assert isinstance(made, PlainFunction)
+    assert made.state_dict() == {}
+    _, metrics = call(made, sample([[1]], rewards=[1.0]))
+    assert metrics == {"by": 2.0}
+    with pytest.raises(ConfigError, match="did you mean by"):
+        make_host_function("test-shift", {"bye": 2.0})
+
+    class Stateful:
+        def __call__(self, batch: SequenceSample, context: HostContext) -> None: ...
+
+    functions.register("test-no-state", Stateful)
+    with pytest.raises(ConfigError, match="state_dict"):
+        make_host_function("test-no-state", {})

@@ -1,0 +1,394 @@
+"""The reward node: functions in processes of their own, weighted sums, deadlines, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.errors import ConfigError, RunError, UserError
+from weft.host.base import HostContext, make_host_function
+from weft.host.reward import RewardFunction
+from weft.host.spec import RewardPart, locate, parse_reward
+from weft.registry import functions, verifiers
+
+SOURCE = '''
+"""Reward functions as a user writes them."""
+import asyncio, os, sys, time
+
+
+def ones(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+def count(prompts, completions, *, completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+async def slow_twice(prompts, completions, target):
+    await asyncio.sleep(0.01)
+    return [2 * t for t in target]
+
+def some(prompts, completions, **columns):
+    return [None if "x" in c else 1 for c in completions]
+
+def never(prompts, completions, **columns):
+    return [None] * len(completions)
+
+def raises(prompts, completions, **columns):
+    return [1.0 / 0 if "x" in c else 0.0 for c in completions]
+
+def leaves(prompts, completions, **columns):
+    sys.exit(3)
+
+def dies(prompts, completions, **columns):
+    os._exit(5)
+
+def nan(prompts, completions, **columns):
+    return [float("nan") if "x" in c else 0.0 for c in completions]
+
+def text(prompts, completions, **columns):
+    return ["good"] * len(completions)
+
+def short(prompts, completions, **columns):
+    return [1.0] * (len(completions) + 1)
+
+def number(prompts, completions, **columns):
+    return 1.0
+
+def hangs(prompts, completions, **columns):
+    if any("x" in c for c in completions):
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+def hangs_with_child(prompts, completions, mark, **columns):
+    import subprocess
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(2); open({mark[0]!r}, 'w')"])
+    while True:
+        pass
+
+def process(prompts, completions, **columns):
+    return [os.getpid()] * len(completions)
+
+def noisy(prompts, completions, **columns):
+    print("noise on stdout")
+    return [float(sys.stdin.read() == "")] * len(completions)
+
+def seen(prompts, completions, *, completion_ids, answer, extra=7):
+    return [float((p, c, i, a, e) == ("ab", "c!", [3, 0, 9], "A", 7)) for p, c, i, a, e in
+            zip(prompts, completions, completion_ids, answer, [extra] * len(prompts))]
+
+def scaled(prompts, completions, *, by):
+    return [by] * len(completions)
+
+class Judge:
+    def __call__(self, prompts, completions, **columns):
+        return tuple(len(c) for c in completions)
+
+judge = Judge()
+value = 3
+'''
+
+
+class Letters:
+    """1 is a, 2 is b, ...; 0 is "!", and 9 the end token."""
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        return "".join("!" if i == 0 else chr(96 + i) for i in ids if not (skip_special and i == 9))
+
+
+def batch(groups: Sequence[Sequence[str]], **columns: Sequence[Any]) -> SequenceSample:
+    """One id a group; prompt "ab", completions as given in letters."""
+    ids = [f"p{n}" for n in range(len(groups))]
+    tokens = [[0 if c == "!" else ord(c) - 96 for c in text] for group in groups for text in group]
+    lengths = {"prompt": [[2]] * len(groups), "completion": [[len(text) for text in group] for group in groups]}
+    data = {
+        "prompt": torch.tensor([1, 2] * len(groups)),
+        "completion": torch.tensor([token for each in tokens for token in each]),
+    }
+    return SequenceSample.from_groups(ids, lengths, data, columns)
+
+
+def context() -> HostContext:
+    return HostContext(tokenizer=cast(Tokenizer, Letters()))
+
+
+def rewards(made: SequenceSample) -> list[float]:
+    return [float(value) for value in made.data["rewards"]]
+
+
+Make = Callable[..., RewardFunction]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "my_reward_functions.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def make(source: Path) -> Iterator[Make]:
+    """Builds the node for functions of the source file."""
+    made = []
+
+    def build(*names: Any, **options: Any) -> RewardFunction:
+        parts = [
+            {**name, "name": f"{source}:{name['name']}"} if isinstance(name, Mapping) else f"{source}:{name}"
+            for name in names
+        ]
+        made.append(RewardFunction(parts, **{"num_workers": 1, **options}))
+        return made[-1]
+
+    yield build
+    for function in made:
+        function.pool.close()
+
+
+def test_a_function_gets_texts_ids_and_columns(make: Make) -> None:
+    made = make("seen")(batch([["c!i"], ["zz"]], answer=["A", "B"], unused=[1, 2]), context())
+    assert rewards(made) == [1.0, 0.0]
+    assert made.lengths["rewards"].tolist() == [1, 1]
+    assert made.data["rewards"].dtype == torch.float32
+
+
+def test_parts_are_weighted_and_measured(make: Make) -> None:
+    function = make({"name": "count", "weight": 0.5}, {"name": "some", "weight": 10.0}, "count")
+    told = context()
+    made = function(batch([["abc", "x"], ["ab", "abcd"]]), told)
+    assert rewards(made) == [1.5 + 10 + 3, 0.5 + 1, 1 + 10 + 2, 2 + 10 + 4]
+    assert made.group_of("rewards").tolist() == [0, 0, 1, 1]
+    expected = {"reward/count": 2.5, "reward/some": 1.0, "reward/count_2": 2.5, "frac_reward_zero_std": 0.0}
+    expected |= {"reward": 45.0 / 4, "reward_std": (13.0 + 3.0) / 2 / 2**0.5}
+    assert told.metrics == pytest.approx(expected)
+
+
+def test_groups_of_one_are_measured_together(make: Make) -> None:
+    told = context()
+    make("count")(batch([["a"], ["abc"]]), told)
+    assert told.metrics["reward_std"] == pytest.approx(2**0.5)
+    assert told.metrics["frac_reward_zero_std"] == 0.0
+
+
+def test_async_functions_objects_and_arguments(make: Make) -> None:
+    function = make("slow_twice", "judge", {"name": "scaled", "args": {"by": 100}})
+    assert rewards(function(batch([["abc"], ["a"]], target=[1, 2]), context())) == [2 + 3 + 100, 4 + 1 + 100]
+
+
+def test_scores_of_a_reward_model_are_added(make: Make) -> None:
+    scores = SequenceSample.from_groups(["p0"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -1.0])})
+    told = context()
+    made = make("never", scores_weight=2.0)(batch([["a", "b"]]).update(scores), told)
+    assert rewards(made) == [1.0, -2.0]
+    assert told.metrics["reward/model"] == -0.25
+    assert "reward/never" not in told.metrics
+
+
+def test_a_worker_lives_on_between_batches(make: Make) -> None:
+    function = make("process")
+    first = rewards(function(batch([["a"], ["b"]]), context()))
+    second = rewards(function(batch([["c"]]), context()))
+    assert first == [second[0]] * 2
+    assert second[0] != os.getpid()
+
+
+def test_the_whole_batch_is_shared_out(make: Make) -> None:
+    function = make("count", num_workers=2, chunk_size=1)
+    groups = [["a" * (n % 5 + 1)] * 2 for n in range(11)]
+    assert rewards(function(batch(groups), context())) == [len(text) for group in groups for text in group]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "raises",
+            r"reward 'raises' failed on p1\[0\], p1\[1\]: it raised ZeroDivisionError.*\n.*my_reward_functions.py:\d+ in",
+        ),
+        ("leaves", r"'leaves' failed.*SystemExit: 3"),
+        ("nan", r"'nan' failed on p1\[1\]: it returned nan; return a finite number"),
+        ("text", r"'text' failed on p0\[0\]: it returned 'good' \(str\)"),
+        ("short", r"'short' failed.*it returned 2 rewards for 1 completions"),
+        ("number", r"'number' failed.*it returned a float; return a list"),
+        ("seen", r"'seen' failed.*it needs 'answer', and the dataset's columns are: question"),
+        ("never", r"no reward applies to p0\[0\], p1\[0\], p1\[1\] \(3 of 3 completions\): never returned None"),
+    ],
+)
+def test_wrong_results_are_the_users_to_mend(make: Make, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(name, chunk_size=1)(batch([["a"], ["b", "x"]], question=["q", "r"]), context())
+
+
+def test_after_an_error_the_next_batch_is_computed(make: Make) -> None:
+    function = make("raises")
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        function(batch([["x"]]), context())
+    assert rewards(function(batch([["a"]]), context())) == [0.0]
+
+
+def test_a_process_that_dies_is_named(make: Make) -> None:
+    function = make("dies")
+    with pytest.raises(RunError, match=r"'dies': its process ended with exit code 5 on p0\[0\]"):
+        function(batch([["a"]]), context())
+
+
+def test_a_hung_call_stops_the_run(make: Make) -> None:
+    begin = time.monotonic()
+    with pytest.raises(
+        UserError, match=r"'hangs' did not finish within reward_timeout_s=0.7 seconds on p1\[0\]; make it faster"
+    ):
+        make("hangs", timeout_s=0.7, num_workers=2, chunk_size=1)(batch([["a"], ["x"], ["b"]]), context())
+    assert time.monotonic() - begin < 10
+
+
+def test_a_hung_call_may_get_a_reward_instead(make: Make) -> None:
+    function = make("hangs", "ones", timeout_s=1.0, on_timeout=-5.0, num_workers=2, chunk_size=1)
+    told = context()
+    made = function(batch([["a"], ["x", "a"], ["b"]]), told)
+    assert rewards(made) == [2.0, -4.0, -4.0, 2.0]
+    assert told.metrics["timeouts"] == 2
+    told = context()
+    assert rewards(function(batch([["a"], ["b"]]), told)) == [2.0, 2.0]
+    assert told.metrics["timeouts"] == 0
+
+
+def test_what_a_hung_call_started_is_killed(make: Make, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    function = make("hangs_with_child", timeout_s=0.7, on_timeout=0.0)
+    assert rewards(function(batch([["a"]], mark=[str(mark)]), context())) == [0.0]
+    time.sleep(2.2)
+    assert not mark.exists()
+
+
+def test_workers_keep_away_from_standard_streams(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    assert rewards(make("noisy")(batch([["a"]]), context())) == [1.0]
+    out, err = capfd.readouterr()
+    assert "noise" not in out
+    assert "noise" in err
+
+
+def test_workers_end_with_the_process_that_started_them(source: Path) -> None:
+    program = (
+        "import os, sys\nfrom weft.host.reward import RewardFunction\n"
+        f"function = RewardFunction({str(source) + ':ones'!r}, num_workers=1)\n"
+        "print(function.pool.pids[0], flush=True)\nos._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    worker, end = int(done.stdout), time.monotonic() + 10
+    while _alive(worker) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _alive(worker)
+
+
+def _alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_verifiers_by_name() -> None:
+    function = RewardFunction([{"name": "length", "args": {"max": 2}}, "gsm8k"], num_workers=1)
+    # The column `max` is data; the option of that name is not taken from it.
+    made = function(batch([["a", "abc"]], answer=["1"], max=[100]), context())
+    assert rewards(made) == [1.0, 0.0]
+    function.pool.close()
+
+
+def test_a_verifier_of_user_code_is_found_again(tmp_path: Path) -> None:
+    from weft.registry import import_user_code
+
+    path = tmp_path / "my_registered_verifier.py"
+    path.write_text(
+        "from weft.registry import register_verifier\n\n\n"
+        '@register_verifier("test-sevens")\n'
+        "def sevens(prompts, completions, *, completion_ids, value=7.0, **columns):\n"
+        "    return [value] * len(completions)\n"
+    )
+    import_user_code([str(path)])
+    function = RewardFunction({"name": "test-sevens", "weight": 2.0}, num_workers=1)
+    assert rewards(function(batch([["a"]], value=[1.0]), context())) == [14.0]
+    function.pool.close()
+
+
+def test_it_is_a_host_function(source: Path) -> None:
+    made = cast(RewardFunction, make_host_function("reward", {"reward": f"{source}:ones", "timeout_s": 30.0}))
+    assert made.state_dict() == {}
+    made.pool.close()
+    with pytest.raises(UserError, match="tokenizer_role"):
+        made(batch([["a"]]), HostContext())
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (None, "is empty"),
+        ([], "is empty"),
+        (3, "cannot be read"),
+        ({"name": "gsm8k", "wieght": 2}, "cannot be read"),
+        ({"name": "gsm8k", "weight": "2"}, "weight='2'"),
+        ({"name": "gsm8k", "args": [1]}, r"args=\[1\]"),
+        ("gsm9k", "did you mean gsm8k"),
+        ({"name": "length", "args": {"maxi": 3}}, "did you mean max"),
+        ({"name": "format", "args": {"pattern": "("}}, "no regular expression"),
+        ("nowhere.py:f", "there is no file"),
+        ("os.path:", "function's name"),
+    ],
+)
+def test_wrong_specifications_are_refused(reward: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RewardFunction(reward)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("no.such.module:f", "No module named"),
+        ("os.path:jion", "there is no function 'jion' in os.path"),
+        ("{source}:value", "'value' is a int, no function"),
+        ({"name": "{source}:scaled", "args": {"times": 3}}, "takes no argument 'times'"),
+    ],
+)
+def test_functions_that_cannot_be_imported_are_refused_at_once(source: Path, reward: Any, message: str) -> None:
+    filled = (
+        {**reward, "name": reward["name"].format(source=source)}
+        if isinstance(reward, dict)
+        else reward.format(source=source)
+    )
+    with pytest.raises(UserError, match=message):
+        RewardFunction(filled, num_workers=1)
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "num_workers", "chunk_size"])
+def test_sizes_must_be_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=0 must be above 0"):
+        RewardFunction("length", **{name: 0})
+
+
+def test_specifications() -> None:
+    assert parse_reward("gsm8k") == [RewardPart("gsm8k")]
+    assert parse_reward(["gsm8k", {"name": "m:f", "weight": 2, "args": {"a": 1}}]) == [
+        RewardPart("gsm8k"),
+        RewardPart("m:f", 2.0, {"a": 1}),
+    ]
+    assert locate(RewardPart("gsm8k")).module == "weft.host.verifiers.gsm8k"
+    assert locate(RewardPart("a.b:f")).attribute == "f"
+
+
+def test_every_shipped_verifier_and_function_is_registered() -> None:
+    assert {"gsm8k", "math", "format", "ifeval", "length", "exact", "code"} <= set(verifiers.load_all())
+    shipped = {"gae_advantages", "group_advantages", "reward", "dynamic_sampling", "kto_mismatch", "kto_baseline"}
+    assert shipped <= set(functions.load_all())
+
+
+def test_workers_load_no_torch() -> None:
+    code = "import sys, weft.host._worker, weft.host.spec; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,294 @@
+"""Verifiers on real data and on answers that look alike or unlike."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError
+from weft.host.verifiers._answers import numbers
+from weft.host.verifiers._language import detect
+from weft.host.verifiers._sandbox import Limits, runs_to_its_end
+from weft.host.verifiers.code import code, program_of
+from weft.host.verifiers.exact import exact
+from weft.host.verifiers.format import format_match
+from weft.host.verifiers.gsm8k import final_number, gsm8k
+from weft.host.verifiers.length import length
+from weft.host.verifiers.math import boxed, equal, math_answer
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def one(verifier: Any, completion: str, *, ids: list[int] | None = None, **columns: Any) -> float | None:
+    """The reward of one completion."""
+    made = verifier(["p"], [completion], completion_ids=[ids or []], **columns)
+    assert len(made) == 1
+    return made[0]
+
+
+# -- gsm8k
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_gsm8k_reference_verifies(data_dir: Path, split: str) -> None:
+    answers = [row["answer"] for row in rows(data_dir / "gsm8k" / f"{split}.jsonl")]
+    finals = [answer.split("####")[1].strip() for answer in answers]
+    blanks = [""] * len(answers)
+    assert set(gsm8k(blanks, answers, completion_ids=[], answer=finals)) == {1.0}
+    assert set(gsm8k(blanks, finals, completion_ids=[], ground_truth=answers)) == {1.0}
+    others = [str(final_number(a) + 1) for a in answers]  # type: ignore[operator]
+    assert set(gsm8k(blanks, others, completion_ids=[], answer=answers)) == {0.0}
+
+
+def test_model_solutions_agree_with_their_flags(data_dir: Path) -> None:
+    disagree = [
+        (solution["solution"][-40:], row["ground_truth"][-20:])
+        for row in rows(data_dir / "gsm8k" / "example_model_solutions.jsonl")
+        for solution in (row[kind] for kind in row if kind.endswith(("finetuning", "verification")))
+        if one(gsm8k, solution["solution"], ground_truth=[row["ground_truth"]]) != float(solution["is_correct"])
+    ]
+    assert disagree == []
+
+
+def test_svamp_answers_verify(data_dir: Path) -> None:
+    for row in rows(data_dir / "svamp" / "svamp_test.jsonl"):
+        said = f"First {row['Equation']}, so the answer is {row['Answer']:,} in all."
+        assert one(gsm8k, said, column="Answer", Answer=[row["Answer"]]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("She has 1,234.50 dollars.", ["2469/2"]),
+        ("5-3=2", ["5", "3", "2"]),
+        ("-7 and $-5 and -$5, 3/4 or .5", ["-7", "-5", "-5", "3/4", "1/2"]),
+        ("3, 4", ["3", "4"]),
+        ("1,2345", ["1", "2345"]),
+        ("1/0", []),
+        ("none", []),
+    ],
+)
+def test_numbers(text: str, found: list[str]) -> None:
+    assert [str(number) for number in numbers(text)] == found
+
+
+@given(st.integers(-(10**9), 10**9))
+def test_numbers_survive_their_spellings(n: int) -> None:
+    for text in (str(n), f"{n:,}", f"{n}.00", f"it is {n} apples."):
+        assert numbers(text)[-1] == n
+
+
+def test_gsm8k_by_hand() -> None:
+    assert one(gsm8k, "12 + 3 = 15 #### 15 apples", answer=["15"]) == 1.0
+    assert one(gsm8k, "#### 15 (and not 16)", answer=["15"]) == 1.0
+    assert one(gsm8k, "it is 15", answer=["15"], strict=True) == 0.0
+    assert one(gsm8k, "no idea", answer=["15"]) == 0.0
+    assert one(gsm8k, "15", answer=[None]) is None
+    assert one(gsm8k, "15") is None
+    assert one(gsm8k, "15", answer=[15]) == 1.0
+
+
+# -- math
+
+SAME = [
+    (r"\frac{1}{2}", "0.5"), (r"\frac12", r"\dfrac{1}{2}"), ("1/2", r"\tfrac{1}{2}"), (r"\sqrt3", r"\sqrt{3}"),
+    (r"2\sqrt{3}", r"\sqrt{12}"), (r"50\%", "50"), (r"5\text{ cm}", "5"), (r"5 \text{ cm}^2", "5"), ("10 inches", "10"),
+    (r"\$1,000", "1000"), (r"1{,}000", "1000"), ("11,\\! 111", "11111"), (r"90^\circ", "90"), ("x=5", "5"), ("6.0", "6"),
+    ("[0,1)", r"\left[0, 1\right)"), (r"(-\infty,2]\cup[3,\infty)", r"(-\infty, 2] \cup [3, \infty)"), ("$5$", "5"),
+    (r"\{1,2\}", r"\{2, 1\}"), ("3, -3", "-3,3"), (r"1 \pm \sqrt{2}", r"1+\sqrt{2}, 1-\sqrt{2}"), ("5 or 6", "6,5"),
+    (r"\text{Evelyn}", "Evelyn"), (r"\text{(C)}", "C"), (r"3\frac{1}{5}", "3.2"), ("x^2+2x+1", "(x+1)^2"), ("5.", "5"),
+    (r"\frac{\pi}{4}", r"0.25\pi"), (r"\left(\frac{1}{2},3\right)", "(0.5, 3)"), (r"\frac{x+2}{7}", r"\frac17x+\frac27"),
+    (r"\frac{-3}{4}", "-0.75"), ("3!", "6"), (r"\sin x", r"\sin(x)"), ("2^{10}", "1024"), (r"\sqrt[3]{27}", "3"),
+    ("y=2x+3", "3+2x"), (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), ("|x-1|", "| x - 1 |"), (r"10\,000", "10000"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+]  # fmt: skip
+APART = [
+    ("1/3", "0.333"), ("(0,1)", "[0,1]"), ("(1,2)", "(2,1)"), ("5", "-5"), ("x", "y"), ("1,2", "1,2,3"), ("", "5"),
+    (r"\{1\}", r"\{2\}"), ("(1,2)", "1,2"), ("50", "0.5"), ("A", "B"), ("3.14", r"\pi"), ("x+1", "x+2"), ("1,1,2", "1,2,2"),
+    ("9^{9^{9^9}}", "1"), ("(" * 500, "1"), (r"\frac{1}{0}", r"\frac{2}{0}"), (r"\sqrt{-1}", "1"), ("171!", "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "b"), SAME)
+def test_equal_answers(a: str, b: str) -> None:
+    assert equal(a, b) and equal(b, a)
+
+
+@pytest.mark.parametrize(("a", "b"), APART)
+def test_unequal_answers(a: str, b: str) -> None:
+    assert not equal(a, b) and not equal(b, a)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_equal_to_itself_and_raises_nothing(text: str) -> None:
+    assert equal(text, text)
+    equal(text, r"\frac{1}{2}")
+
+
+def test_boxes() -> None:
+    assert boxed(r"so \boxed{\frac{1}{2}} and then \boxed{\{1, \{2\}\}}.") == r"\{1, \{2\}\}"
+    assert boxed(r"\boxed 5.") == "5"
+    assert boxed("none") is None
+    assert boxed(r"\boxed{1} then \boxed{cut off") == "1"
+
+
+def test_math_by_hand() -> None:
+    assert one(math_answer, r"Thus $\boxed{0.5}$.", answer=[r"We get \boxed{\frac{1}{2}}"]) == 1.0
+    assert one(math_answer, r"\boxed{1} or rather \boxed{2}", answer=["1"]) == 0.0
+    assert one(math_answer, "The final answer is $\\frac12$.", answer=["0.5"]) == 1.0
+    assert one(math_answer, "The final answer is 0.5", answer=["0.5"], strict=True) == 0.0
+    assert one(math_answer, r"\boxed{1}", answer=[None]) is None
+
+
+# -- format, length, exact
+
+
+def test_format() -> None:
+    good = "<think>a\nb</think>\n<answer>1</answer>"
+    assert one(format_match, good) == 1.0
+    assert one(format_match, f"x {good}") == 0.0
+    assert one(format_match, "abc 12", pattern=r"\d+", match="search") == 1.0
+    assert one(format_match, "abc 12", pattern=r"\d+") == 0.0
+    with pytest.raises(ConfigError, match="pattern"):
+        one(format_match, "", pattern="(")
+    with pytest.raises(ConfigError, match="match"):
+        one(format_match, "", match="part")
+
+
+def test_length() -> None:
+    assert one(length, "", ids=[1] * 10, max=10) == 1.0
+    assert one(length, "", ids=[1] * 11, max=10) == 0.0
+    assert one(length, "", ids=[1] * 12, max=10, slack=8) == 0.75
+    assert one(length, "", ids=[1] * 4, min=8, slack=8) == 0.5
+    assert one(length, "", ids=[1] * 40, max=10, slack=8) == 0.0
+    assert one(length, "two words", unit="words", max=2) == 1.0
+    assert one(length, "two words", unit="chars", max=8) == 0.0
+    for wrong in ({"unit": "lines"}, {"min": 5, "max": 3}, {"slack": -1}):
+        with pytest.raises(ConfigError, match="length"):
+            one(length, "", **wrong)
+
+
+def test_exact() -> None:
+    assert one(exact, " New\nYork ", answer=["new york"]) == 1.0
+    assert one(exact, "New York", answer=["new york"], case=True) == 0.0
+    assert one(exact, "x") is None
+
+
+# -- languages
+
+
+def test_languages_of_real_replies(data_dir: Path) -> None:
+    """Replies of Open-Assistant volunteers, each marked with its language; code, lists of names and drawings are the rest."""
+    seen = right = 0
+    for row in rows(data_dir / "oasst" / "oasst1_validation_guanaco.jsonl"):
+        if len(row["output"]) >= 100 and "```" not in row["output"]:
+            seen += 1
+            right += detect(row["output"]) == row["lang"].split("-")[0]
+    assert seen > 800
+    assert right / seen > 0.98
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("hi", "यह एक छोटा सा वाक्य है और मैं इसे हिंदी में लिख रहा हूँ।"),
+        ("mr", "हे एक छोटे वाक्य आहे आणि मी ते मराठी मध्ये लिहित आहे."),
+        ("ne", "यो एउटा सानो वाक्य हो र म यो नेपाली भाषामा लेख्दै छु, तर यो राम्रो छ।"),
+        ("bn", "এটি একটি ছোট বাক্য।"), ("pa", "ਇਹ ਇੱਕ ਛੋਟਾ ਵਾਕ ਹੈ।"), ("gu", "આ એક નાનું વાક્ય છે."), ("ta", "இது ஒரு சிறிய வாக்கியம்."),
+        ("te", "ఇది ఒక చిన్న వాక్యం."), ("kn", "ಇದು ಒಂದು ಸಣ್ಣ ವಾಕ್ಯ."), ("th", "นี่คือประโยคสั้น ๆ"), ("ko", "이것은 짧은 문장입니다."),
+        ("ar", "هذه جملة قصيرة باللغة العربية."), ("fa", "این یک جملهٔ کوتاه به زبان فارسی است که می‌نویسم."),
+        ("ur", "یہ اردو زبان میں ایک چھوٹا سا جملہ ہے۔"), ("ru", "Это короткое предложение, и мы его читаем."),
+        ("bg", "Това е кратко изречение, което съм написал на български език и въпросът е дали е вярно."),
+        ("vi", "Đây là một câu ngắn được viết bằng tiếng Việt."), ("sw", "Hii ni sentensi fupi kwa lugha ya Kiswahili."),
+        ("fi", "Tämä on lyhyt lause, joka on kirjoitettu suomeksi."), ("de", "Das ist ein kurzer Satz, der auf Deutsch ist."),
+        ("it", "Questa è una frase breve che non è in inglese."), ("pt", "Esta é uma frase curta que não está em inglês."),
+        ("en", "hello world"), ("en", "THIS IS A SHORT SENTENCE."), ("", "123 ..."),
+    ],
+)  # fmt: skip
+def test_languages_that_ifeval_asks_for(language: str, text: str) -> None:
+    assert detect(text) == language
+
+
+# -- code
+
+
+def test_canonical_solutions_pass(data_dir: Path) -> None:
+    problems = rows(data_dir / "human_eval" / "HumanEval.jsonl.gz")[:6]
+    columns = {"test": [p["test"] for p in problems], "entry_point": [p["entry_point"] for p in problems]}
+    prompts, bodies = [p["prompt"] for p in problems], [p["canonical_solution"] for p in problems]
+    fenced = [f"Here it is:\n```python\n{p}{b}```\nDone." for p, b in zip(prompts, bodies, strict=True)]
+    assert code(prompts, bodies, completion_ids=[], **columns) == [1.0] * 6
+    assert code(["Solve it."] * 6, fenced, completion_ids=[], **columns) == [1.0] * 6
+    assert code(prompts, ["    return None\n"] * 6, completion_ids=[], **columns) == [0.0] * 6
+
+
+@pytest.mark.slow
+def test_all_canonical_solutions_pass(data_dir: Path) -> None:
+    problems = rows(data_dir / "human_eval" / "HumanEval.jsonl.gz")
+    columns = {"test": [p["test"] for p in problems], "entry_point": [p["entry_point"] for p in problems]}
+    prompts, bodies = [p["prompt"] for p in problems], [p["canonical_solution"] for p in problems]
+    assert code(prompts, bodies, completion_ids=[], **columns) == [1.0] * len(problems)
+
+
+def test_lists_of_tests() -> None:
+    statements = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
+    assert one(code, "def add(a, b):\n    return a + b", test_list=[statements]) == 1.0
+    assert one(code, "def add(a, b):\n    return a - b", tests=[statements]) == 0.0
+    assert one(code, "x = 1") is None
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "def f(",
+        "x = bytearray(2 * 10**9)",
+        "open('f', 'wb').write(bytes(1 << 25))",
+        "def f(): f()\nf()",
+        "import os; os.kill(os.getpid(), 9)",
+        "print(open('/proc/self/environ').read()); assert __import__('os').environ.get('PATH')",
+    ],
+)
+def test_programs_that_do_not_come_to_their_end(program: str) -> None:
+    assert not runs_to_its_end(program, Limits(seconds=5.0, memory_mb=512))
+
+
+def test_programs_that_do() -> None:
+    assert runs_to_its_end("x = 1\nprint('a' * 10**6)\nassert input is not None", Limits())
+    assert runs_to_its_end("if __name__ == '__main__':\n    import math\n    assert math.pi > 3", Limits())
+
+
+@pytest.mark.parametrize(
+    "program", ["while True: pass", "import time; time.sleep(60)", "input('?')\nimport time; time.sleep(60)"]
+)
+def test_endless_programs_are_killed(program: str) -> None:
+    begin = time.monotonic()
+    assert not runs_to_its_end(program, Limits(seconds=0.5))
+    assert time.monotonic() - begin < 5.0
+
+
+def test_what_a_killed_program_started_is_killed_too(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
+    program = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
+    assert not runs_to_its_end(program, Limits(seconds=0.7, processes=100))
+    time.sleep(1.5)
+    assert not mark.exists()
+
+
+def test_which_code_a_completion_means() -> None:
+    assert program_of("p", "```python\nx = 1\n```\ntext\n```py\ny = 2\n```", None) == "y = 2\n"
+    assert program_of("def f():\n", "    return 1", "f") == "def f():\n    return 1"
+    assert program_of("p", "def f(): return 1", "f") == "def f(): return 1"
