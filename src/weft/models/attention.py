@@ -77,7 +77,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scores: Scores, drop: Callable[[Ten
     length = q.shape[2]
     limited = scores.window is not None and scores.window < length
     if scores.softcap is None and not limited and drop is None:
-        return F.scaled_dot_product_attention(q, *_repeat(q, k, v), is_causal=True, scale=scores.scale)
+        shared = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=shared)
     places = torch.arange(length, device=q.device)
     return _masked(q, k, v, _visible(places[:, None], places, scores), scores, drop)
 
@@ -114,9 +115,10 @@ def _visible(query: Tensor, key: Tensor, scores: Scores) -> Tensor:
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scores: Scores, drop: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    k, v = _repeat(q, k, v)
+    shared = q.shape[1] != k.shape[1]
     if scores.softcap is None and drop is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scores.scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scores.scale, enable_gqa=shared)
+    k, v = _repeat(q, k, v)
     logits = torch.matmul(q, k.transpose(-1, -2)) * scores.scale
     if scores.softcap is not None:
         logits = torch.tanh(logits / scores.softcap) * scores.softcap

@@ -109,7 +109,8 @@ class _TokenOutputs(torch.autograd.Function):
             by_logit.scatter_add_(1, labels[rows, None], by_logprob[rows, None])
             if settings.entropy:
                 by_logit -= by_entropy[rows, None] * (_times(p, logp) + p * entropies[rows, None])
-            by_logit /= settings.temperature
+            if settings.temperature != 1.0:
+                by_logit /= settings.temperature
             if settings.softcap is not None:
                 by_logit *= 1 - (capped / settings.softcap) ** 2
             by_raw = by_logit.to(weight.dtype)
@@ -143,7 +144,8 @@ def _times(p: Tensor, logp: Tensor) -> Tensor:
 
 def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) -> Tensor:
     """Logits over the temperature; ids outside a row's support at minus infinity."""
-    logits = logits / settings.temperature
+    if settings.temperature != 1.0:
+        logits = logits / settings.temperature
     if settings.support is None:
         return logits
     counts = settings.support.counts

@@ -298,6 +298,7 @@ def save(
     tensors = ((name, tensor.to(stored[name])) for name, tensor in assemble(keymap.hf_names(), parameters))
     weight_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
     values["dtype"] = str(next(iter(stored.values()))).removeprefix("torch.")
+    values.pop(POOLING, None)
     if pooling == "mean" and head == "score":
         values[POOLING] = "mean"
     if head == "lm":

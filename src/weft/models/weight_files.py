@@ -204,6 +204,10 @@ def write(
         places = {member: name for name, members in zip(names, shards, strict=True) for member in members}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         write_text(directory / INDEX, json.dumps(index, indent=2))
+    written = {*names, INDEX} if len(shards) > 1 else {SINGLE}
+    for file in (*directory.glob("model*.safetensors"), directory / INDEX):  # of an earlier save, cut otherwise
+        if file.name not in written:
+            file.unlink(missing_ok=True)
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""weft's own tests of the things users write, for them to run: `from weft.testing import check_family`.
+"""weft's own tests of the things users write, for them to run: `from weft.testing import check_dataset`.
 
 Nothing is imported before it is asked for: the checks of a family load torch and transformers, those of others need not.
 """
@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-HOMES = {"check_family": "weft.testing.families"}
+HOMES = {
+    "check_dataset": "weft.testing.datasets",
+    "check_family": "weft.testing.families",
+    "check_interface": "weft.testing.interfaces",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
     The family must be registered, and `transformers` must know its `model_type`. Needs no network.
     """
     assert families.get(family.name) is family, f"{family.name} is not registered; call register_hf_family"
-    with tempfile.TemporaryDirectory() as folder:
+    with _no_bars(), tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         reference = reference_model(family, "lm", seed, overrides)
         reference.save_pretrained(directory / "theirs")
@@ -43,6 +44,18 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
         check_parts(directory / "theirs")
         if family.classifier is not None:
             check_classifier(family, directory, seed, overrides)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the progress bars of `transformers`, which say nothing about a model this small."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def reference_model(family: Family, head: str, seed: int, overrides: Mapping[str, Any]) -> Any:
@@ -174,8 +187,9 @@ def check_classifier(family: Family, directory: Path, seed: int, overrides: Mapp
 
 
 def _sequences(vocab_size: int, seed: int) -> list[Tensor]:
+    """Ids from 1 on: id 0 is the reference's padding, whose embedding gets no gradient there."""
     generator = torch.Generator().manual_seed(seed + 1)
-    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
+    return [torch.randint(1, vocab_size, (n,), generator=generator) for n in LENGTHS]
 
 
 def _naive_logprobs(logits: list[Tensor], sequences: list[Tensor]) -> Tensor:

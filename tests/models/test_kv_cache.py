@@ -1,0 +1,134 @@
+"""The slot cache: growing, forking, releasing, going back; what is computed stays what the whole pass computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from weft.errors import ConfigError
+from weft.models.kv_cache import KVCache
+from weft.models.packed import Cached, pack
+
+from .common import sequences, tiny
+
+NETWORKS = ["llama", "mistral", "gemma2", "gpt2"]
+
+
+def last_states(network: torch.nn.Module, rows: list[Tensor]) -> Tensor:
+    return torch.stack([network.hidden(pack([row]))[-1] for row in rows])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NETWORKS)
+def test_sequences_come_and_go(name: str) -> None:
+    """Prefill some, decode, release one in the middle, admit others, decode on: always the states of the whole pass."""
+    network = tiny(name)
+    cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=2)
+    texts = sequences([7, 3, 12, 5])
+    slots = cache.allocate(3)
+    network.hidden(cache.extend(slots, texts[:3]))
+    held = dict(zip(slots, texts[:3], strict=True))
+
+    def step(seed: int) -> None:
+        order = sorted(held)
+        tokens = sequences([len(order)], seed=seed)[0]
+        packed = cache.extend(order, tokens)
+        for slot, token in zip(order, tokens, strict=True):
+            held[slot] = torch.cat([held[slot], token[None]])
+        assert_close(network.hidden(packed)[packed.rows], last_states(network, [held[s] for s in order]))
+
+    step(1)
+    moved = cache.release(0)
+    assert moved == 2
+    held[0] = held.pop(moved)
+    step(2)
+    (new,) = cache.allocate()
+    assert new == 2
+    packed = cache.extend([new], [texts[3]])
+    assert_close(network.hidden(packed)[packed.rows], last_states(network, [texts[3]]))
+    held[new] = texts[3]
+    step(3)
+    step(4)
+
+
+@torch.no_grad()
+def test_one_prompt_many_samples() -> None:
+    network = tiny()
+    cache = KVCache(network.config, "cpu", torch.float32, slots=2, room=4)
+    (prompt,) = sequences([9])
+    (slot,) = cache.allocate()
+    network.hidden(cache.extend([slot], [prompt]))
+    slots = [slot, *cache.fork(slot, 3)]
+    assert slots == [0, 1, 2, 3] and cache.used[:4].tolist() == [9] * 4
+    tokens = torch.tensor([3, 50, 7, 99])
+    packed = cache.extend(slots, tokens)
+    expected = last_states(network, [torch.cat([prompt, t[None]]) for t in tokens])
+    assert_close(network.hidden(packed)[packed.rows], expected)
+
+
+@torch.no_grad()
+def test_going_back() -> None:
+    network = tiny()
+    cache = KVCache(network.config, "cpu", torch.float32)
+    (row,) = sequences([12])
+    (slot,) = cache.allocate()
+    network.hidden(cache.extend([slot], [row]))
+    cache.truncate(slot, 5)
+    packed = cache.extend([slot], [row[5:9]])
+    assert packed.positions.tolist() == [5, 6, 7, 8]
+    assert_close(network.hidden(packed), network.hidden(pack([row[:9]]))[5:])
+
+
+@torch.no_grad()
+def test_slots_in_any_order_and_with_gaps() -> None:
+    network = tiny()
+    cache = KVCache(network.config, "cpu", torch.float32)
+    rows = sequences([4, 9, 6])
+    slots = cache.allocate(3)
+    network.hidden(cache.extend(slots, rows))
+    tokens = torch.tensor([8, 9])
+    packed = cache.extend([2, 0], tokens)
+    assert isinstance(packed.attention, Cached) and packed.attention.span is None
+    expected = last_states(network, [torch.cat([rows[2], tokens[:1]]), torch.cat([rows[0], tokens[1:]])])
+    assert_close(network.hidden(packed)[packed.rows], expected)
+
+
+def test_room_grows_by_doubling() -> None:
+    config = tiny().config
+    cache = KVCache(config, "cpu", torch.float32, slots=2, room=4)
+    slots = cache.allocate(3)
+    assert cache.num_slots == 4 and cache.num_active == 3
+    cache.extend(slots, [torch.arange(n) for n in (1, 5, 2)])
+    assert cache.capacity == 8 and cache.used[:3].tolist() == [1, 5, 2]
+    cache.extend([1], [torch.arange(20)])
+    assert cache.capacity == 25
+    assert cache.num_bytes == 2 * config.num_layers * 4 * config.num_kv_heads * 25 * config.head_dim * 4
+
+
+def test_a_decode_step_reads_consecutive_slots_without_a_copy() -> None:
+    cache = KVCache(tiny().config, "cpu", torch.float32)
+    slots = cache.allocate(4)
+    cache.extend(slots, [torch.arange(3)] * 4)
+    packed = cache.extend(slots[1:], torch.zeros(3, dtype=torch.int64))
+    assert isinstance(packed.attention, Cached)
+    keys, _ = cache.read(0, packed.attention)
+    assert keys.shape == (3, 2, 4, 8) and keys.data_ptr() == cache.keys[0][1].data_ptr()
+    assert np.array_equal(packed.attention.used.numpy(), [3, 3, 3])
+
+
+def test_frequencies_that_would_change_under_cached_keys_are_refused() -> None:
+    """phi3 with LongRoPE, trained length 16: a prompt beyond it is fine, growing past it is not."""
+    network = tiny("phi3")
+    cache = KVCache(network.config, "cpu", torch.float32)
+    short, long = cache.allocate(2)
+    with torch.no_grad():
+        network.hidden(cache.extend([short, long], sequences([15, 20])))
+        packed = cache.extend([long], torch.tensor([4]))
+        whole = network.hidden(pack([torch.cat([sequences([15, 20])[1], torch.tensor([4])])]))
+        assert_close(network.hidden(packed)[0], whole[-1])
+    cache.extend([short], torch.tensor([4]))
+    with pytest.raises(ConfigError, match=r"past 16 tokens.*longrope"):
+        cache.extend([short], torch.tensor([4]))
