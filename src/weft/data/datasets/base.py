@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from weft.data.chat import Message, common_prefix
 from weft.data.lengths import Encoded, Lengths
@@ -16,14 +16,12 @@ from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import Form, Source, tokenize
 from weft.errors import ConfigError, nearest
 
-FormT = TypeVar("FormT", bound=Form)
-
 
 @dataclass(frozen=True)
 class DatasetUtility:
     """What weft gives every dataset class: `cls(util=DatasetUtility(...), **args)`.
 
-    A class that draws at random does so from `seed` alone, so that every rank of `world_size` sees the same ids.
+    One reader serves all devices, so `rank` is 0 of a `world_size` of 1; a class that draws at random does so from `seed`.
     """
 
     tokenizer: Tokenizer
@@ -52,30 +50,34 @@ class StreamDataset(Protocol):
 
 @runtime_checkable
 class Tokenized(Protocol):
-    """A dataset whose rows lie in a table: the shipped ones."""
+    """A dataset whose rows lie in a table, made of a form: the shipped ones."""
 
-    @property
-    def table(self) -> TokenTable: ...
+    form: type[Form]
+    table: TokenTable
 
 
 def build_table(
-    form_class: type[FormT], util: DatasetUtility, path: str, split: str | None, options: dict[str, Any]
+    form: type[Form], util: DatasetUtility, path: str, split: str | None, options: dict[str, Any]
 ) -> TokenTable:
-    """The table of a shipped dataset; `options` are fields of `form_class` and of `Lengths`.
+    """The table of a shipped dataset; `options` are fields of `form` and of `Lengths`.
 
     Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot be used.
     """
-    of_form = {spec.name for spec in fields(form_class)}
+    source = Source(path, split, util.cache_dir, util.num_workers, util.progress)
+    return tokenize(*configure(form, options), util.tokenizer, source)
+
+
+def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]:
+    """A form and its limits from one set of options. Raises `ConfigError` for unknown ones."""
+    of_form = {spec.name for spec in fields(form)}
     of_lengths = {spec.name for spec in fields(Lengths)}
     for name in options:
         if name not in of_form | of_lengths:
             close = nearest(name, of_form | of_lengths)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(of_form))}"
             raise ConfigError(f"dataset.args.{name}={options[name]!r}: no such argument; {hint}")
-    form = form_class(**{name: value for name, value in options.items() if name in of_form})
-    lengths = Lengths(**{name: value for name, value in options.items() if name in of_lengths})
-    source = Source(path, split, util.cache_dir, util.num_workers, util.progress)
-    return tokenize(form, lengths, util.tokenizer, source)
+    chosen = form(**{name: value for name, value in options.items() if name in of_form})
+    return chosen, Lengths(**{name: value for name, value in options.items() if name in of_lengths})
 
 
 # -- token ids of texts

@@ -57,8 +57,10 @@ class ChatDataset:
     `options`: messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
+    form = Chat
+
     def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(Chat, util, path, split, options)
+        self.table = build_table(self.form, util, path, split, options)
 
     def __len__(self) -> int:
         return len(self.table)

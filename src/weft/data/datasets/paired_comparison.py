@@ -65,8 +65,10 @@ class PairedComparisonDataset:
     `options`: prompt_key, id_key, max_pairs_per_prompt, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
+    form = PairedComparison
+
     def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(PairedComparison, util, path, split, options)
+        self.table = build_table(self.form, util, path, split, options)
 
     def __len__(self) -> int:
         return len(self.table)

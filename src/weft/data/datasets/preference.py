@@ -116,8 +116,10 @@ class PreferenceDataset:
     `options`: prompt_key, chosen_key, rejected_key, id_key, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
+    form = Preference
+
     def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(Preference, util, path, split, options)
+        self.table = build_table(self.form, util, path, split, options)
 
     def __len__(self) -> int:
         return len(self.table)

@@ -75,10 +75,12 @@ class PromptDataset:
     `options`: prompt_key, id_key, as_chat, max_prompt_len (256 when absent), overlong, truncate_side, max_seqlen.
     """
 
+    form = Prompt
+
     def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
         if options.get("max_prompt_len") is None:
             options["max_prompt_len"] = PROMPT_LEN
-        self.table = build_table(Prompt, util, path, split, options)
+        self.table = build_table(self.form, util, path, split, options)
 
     def __len__(self) -> int:
         return len(self.table)

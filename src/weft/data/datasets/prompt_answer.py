@@ -46,8 +46,10 @@ class PromptAnswerDataset:
     `options`: prompt_key, answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
+    form = PromptAnswer
+
     def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(PromptAnswer, util, path, split, options)
+        self.table = build_table(self.form, util, path, split, options)
 
     def __len__(self) -> int:
         return len(self.table)

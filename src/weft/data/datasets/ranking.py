@@ -72,8 +72,10 @@ class RankingDataset:
     `options`: prompt_key, replies_key, id_key, max_replies, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
+    form = Ranking
+
     def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(Ranking, util, path, split, options)
+        self.table = build_table(self.form, util, path, split, options)
 
     def __len__(self) -> int:
         return len(self.table)

@@ -1,0 +1,380 @@
+"""`weft data`: look at data as a run would see them: rows token by token, counts, and what had better not be learned."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.cli import overrides
+from weft.data.spec import DatasetSpec, TokenizerSpec, parse_sources
+from weft.errors import ConfigError, DataError
+from weft.options import option, read, validate
+from weft.registry import datasets, import_user_code, import_user_folder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from weft.data.sample import SequenceSample
+    from weft.data.tokenizer import Tokenizer
+
+ROLES = ("model", "actor")  # whose tokenizer makes the token ids of a run
+SHOWN = 5  # places listed for each finding of a scan
+
+EPILOG = """options of a run can be given as they are there:
+  dataset.max_seqlen=512 dataset.overlong=drop dataset.args.prompt_key=q
+  dataset.sources='[{path: a.jsonl, fraction: 0.5}, {path: b.jsonl}]'
+  tokenizer.chat_template=chat.jinja tokenizer.eos_token='</s>'
+
+examples:
+  weft data inspect pairs.jsonl --type preference --tokenizer MODEL_DIR -n 2
+  weft data counts a.jsonl b.parquet --type prompt_answer --tokenizer MODEL_DIR
+  weft data counts --config runs/E/T/config.yaml
+  weft data scan chats.json --type chat --tokenizer MODEL_DIR dataset.max_seqlen=2048"""
+
+
+@dataclass
+class DataConfig:
+    """The options of a run that decide what its data are."""
+
+    dataset: DatasetSpec = option(DatasetSpec(), "data")
+    tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer")
+    seed: int = option(1, "seed of the draws and the order")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `weft data ...`; returns the exit code. Raises `UserError` for input that cannot be used."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(list(argv))
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown:
+        parser.error(f"unknown option {unknown[0]}")
+    arguments.words += rest  # paths and assignments may also stand after options
+    import_user_folder()
+    import_user_code(arguments.imports)
+    config, paths = _configure(arguments)
+    run: Callable[[DataConfig, list[str], argparse.Namespace], None] = arguments.run
+    run(config, paths, arguments)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="weft data", description=__doc__, epilog=EPILOG, formatter_class=form)
+    commands = parser.add_subparsers(dest="command", metavar="{inspect,counts,scan}")
+    parts: tuple[tuple[str, Callable[..., None], str], ...] = (
+        (
+            "inspect",
+            inspect,
+            "print rows token by token; what is trained is coloured and stands between \u27e6 and \u27e7",
+        ),
+        (
+            "counts",
+            counts,
+            "print how many rows each source gives to train and to evaluate on, and what was cut or left out",
+        ),
+        (
+            "scan",
+            scan,
+            "count phrases such as 'As an AI language model', doubles, empty answers, bad and overlong rows",
+        ),
+    )
+    for name, run, help in parts:
+        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG, formatter_class=form)
+        command.add_argument(
+            "words", nargs="*", metavar="PATH|option=value", help="files, directories or hub names; options"
+        )
+        command.add_argument(
+            "--type", help=f"dataset type, by default guessed from the first row: {', '.join(datasets.names())}"
+        )
+        command.add_argument(
+            "--tokenizer", help="HF directory, tokenizer.json, sentencepiece tokenizer.model, or a hub name"
+        )
+        command.add_argument("--config", type=Path, help="a run's config.yaml, for its data and its tokenizer")
+        command.add_argument(
+            "--import", dest="imports", action="append", default=[], help="module or file of your own types"
+        )
+        command.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+        command.set_defaults(run=run)
+    inspecting, _, scanning = (commands.choices[name] for name, *_ in parts)
+    inspecting.add_argument("-n", type=_count, default=3, metavar="N", help="rows to print (default 3)")
+    inspecting.add_argument("--skip", type=_count, default=0, metavar="K", help="rows to pass over first")
+    inspecting.add_argument("--lines", action="store_true", help="one token a line, with its id")
+    scanning.add_argument("--phrases", type=Path, help="a file of phrases to look for instead, one a line")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must not be below 0")
+    return number
+
+
+def _configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
+    """(options, paths) of a command line. Raises `ConfigError` for unknown options and where there are no data."""
+    assigned = [word for word in arguments.words if re.match(r"\+*[A-Za-z_][\w.]*=", word)]
+    paths = [word for word in arguments.words if word not in assigned]
+    config = DataConfig()
+    if arguments.config is not None:
+        config = read(config, _of_run(overrides.read_file(str(arguments.config))))
+    values: dict[str, Any] = {}
+    for assignment in overrides.parse(assigned):
+        overrides.merge(values, assignment)
+    config = read(config, values)
+    if arguments.tokenizer is not None:
+        config.tokenizer.path = arguments.tokenizer
+    if arguments.type is not None:
+        config.dataset.type = arguments.type
+    if paths:
+        config.dataset = replace(config.dataset, path=None, train_path=None, sources=None, valid_path=None)
+    config.dataset = replace(config.dataset, train_bs_n_seqs=1, train_tokens_per_batch=None, shuffle=False)
+    validate(config)
+    spec = config.dataset
+    if not (paths or spec.path or spec.train_path or spec.sources or spec.args):
+        raise ConfigError("there are no data to look at: give a PATH, --config, or dataset.sources=...")
+    return config, paths
+
+
+def _of_run(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The data options of a run's configuration; its tokenizer is that of the role that reads the data."""
+    kept = {name: values[name] for name in ("dataset", "tokenizer", "seed") if name in values}
+    role: Mapping[str, Any] = next((values[name] for name in ROLES if isinstance(values.get(name), Mapping)), {})
+    own = {name: value for name, value in (role.get("tokenizer") or {}).items() if value is not None}
+    if role and "tokenizer" not in kept:
+        kept["tokenizer"] = {"path": role.get("path"), **own}
+    return kept
+
+
+def _type(spec: DatasetSpec, paths: Sequence[str]) -> str:
+    """The dataset type: the one asked for, or what the first row looks like. Raises `ConfigError` where it tells nothing."""
+    from weft.data.rows import looks_like
+    from weft.data.sources import Unreadable, find_files, read_rows
+
+    if spec.type is not None:
+        return spec.type
+    first = next(iter(paths), None) or spec.train_path or spec.path
+    if first is None:
+        sources = spec.sources or [{}]
+        if all(isinstance(source, Mapping) and source.get("type") for source in sources):
+            return str(sources[0]["type"])
+        raise ConfigError("the dataset type is not known: set --type")
+    place, row = next(read_rows(find_files(first)[0]))
+    found = None if isinstance(row, Unreadable) else looks_like(row)
+    if found is None:
+        has = "it is no JSON object" if isinstance(row, Unreadable) else f"it has {', '.join(row) or 'no keys'}"
+        raise ConfigError(
+            f"{place}: this row tells no dataset type ({has}); set --type to one of {', '.join(datasets.names())}"
+        )
+    return found
+
+
+def _tokenizer(config: DataConfig) -> Tokenizer:
+    from weft.data.tokenizer import Tokenizer
+
+    if config.tokenizer.path is None:
+        raise ConfigError("--tokenizer is missing: name a model directory, a tokenizer file or a hub name")
+    return Tokenizer.load(config.tokenizer)
+
+
+def _console(arguments: argparse.Namespace) -> Console:
+    from rich.console import Console
+
+    terminal = {"always": True, "never": False, "auto": None}[arguments.color]
+    return Console(force_terminal=terminal, no_color=arguments.color == "never", highlight=False, soft_wrap=True)
+
+
+def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
+    """The dataset options with the paths of the command line as the only sources."""
+    if not paths:
+        return config.dataset
+    if len(paths) == 1:
+        return replace(config.dataset, train_path=paths[0])
+    return replace(config.dataset, sources=[{"path": path} for path in paths])
+
+
+# -- inspect
+
+
+def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
+    """Print rows in the order of their files."""
+    from weft.data.loader import load_data
+
+    tokenizer, spec = _tokenizer(config), _spec(config, paths)
+    data = load_data(spec, _type(spec, paths), tokenizer, seed=config.seed)
+    console = _console(arguments)
+    for number in range(arguments.skip + arguments.n):
+        batch = data.train.next_batch()
+        if number >= arguments.skip:
+            for sample in batch.unpack():
+                console.print(_row(sample, tokenizer, arguments.lines))
+        if data.train.epoch_done:
+            break
+    for note in data.notes:
+        console.print(f"note: {note}", style="yellow", markup=False)
+
+
+def _row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
+    """One id: its prompt and completions, token by token."""
+    from rich.text import Text
+
+    prompt = sample.data["prompt"].tolist() if "prompt" in sample.keys else []
+    text = Text().append(f"id {sample.ids[0]}", style="bold")
+    text.append(f"  source {sample.metadata['source'][0]}", style="dim")
+    text.append(f"\nprompt, {len(prompt)} tokens\n", style="cyan")
+    text.append(_tokens(tokenizer, [], prompt, [False] * len(prompt), lines))
+    for name in (name for name in sample.metadata if name != "source"):
+        text.append(f"{name}: {sample.metadata[name][0]!r}\n", style="dim")
+    if "completion" not in sample.keys:
+        return text
+    masks = sample.sequences("loss_mask") if "loss_mask" in sample.keys else None
+    for k, completion in enumerate(sample.sequences("completion")):
+        ids = completion.tolist()
+        mask = [True] * len(ids) if masks is None else [bool(on) for on in masks[k].tolist()]
+        facts = [
+            f"{key} {sample.sequences(key)[k].item():g}"
+            for key in ("rank", "comparison", "margin", "label")
+            if key in sample.keys
+        ]
+        title = f"completion {k + 1}, {len(ids)} tokens, {sum(mask)} trained"
+        text.append(f"{', '.join([title, *facts])}\n", style="cyan")
+        text.append(_tokens(tokenizer, prompt, ids, mask, lines))
+    return text
+
+
+def _tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int], mask: Sequence[bool], lines: bool) -> Text:
+    """Tokens apart by |, runs of trained ones between \u27e6 and \u27e7; or one token a line."""
+    from rich.text import Text
+
+    text, previous = Text(), False
+    for index, (id, on, piece) in enumerate(zip(ids, mask, _pieces(tokenizer, before, ids), strict=True)):
+        style = "bold green" if on else "dim"
+        if lines:
+            text.append(f"{index:>6} {id:>8} {'trained' if on else '       '} {piece!r}\n", style=style)
+            continue
+        if on != previous:
+            text.append("\u27e6" if on else "\u27e7", style="green")
+        elif index:
+            text.append("|", style="dim")
+        text.append(piece.replace("\n", "\u23ce\n"), style=style)
+        previous = on
+    if previous and not lines:
+        text.append("\u27e7", style="green")
+    return text if lines else text.append("\n")
+
+
+def _pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> Iterator[str]:
+    """The text that each token completes; a token that ends within a character shows its id."""
+    from weft.data.tokenizer import StreamDecoder
+
+    stream = StreamDecoder(tokenizer, skip_special=False)
+    stream.feed(before)
+    for id in ids:
+        yield stream.feed([id]) or f"<{id}>"
+
+
+# -- counts
+
+
+def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
+    """Print the table of counts; without a tokenizer only rows are counted."""
+    from weft.data.loader import load_data
+    from weft.data.sources import Unreadable, find_files, read_rows
+
+    console = _console(arguments)
+    if config.tokenizer.path is not None:
+        spec = _spec(config, paths)
+        data = load_data(spec, _type(spec, paths), _tokenizer(config), seed=config.seed)
+        console.print(data.table(), markup=False)
+        for note in data.notes:
+            console.print(f"note: {note}", style="yellow", markup=False)
+        return
+    if not paths:
+        raise ConfigError("--tokenizer is missing: what is cut or left out depends on it")
+    for path in paths:
+        rows = [row for file in find_files(path) for _, row in read_rows(file)]
+        bad = sum(isinstance(row, Unreadable) for row in rows)
+        console.print(f"{path}: {len(rows):,} rows{f', {bad:,} of them unreadable' if bad else ''}", markup=False)
+    console.print("note: with --tokenizer the table also says what is trained, cut and left out", style="yellow")
+
+
+# -- scan
+
+
+def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
+    """Print what a scan finds in each path; with a tokenizer also bad and overlong rows."""
+    from weft.data.scan import PHRASES
+    from weft.data.scan import scan as look
+    from weft.data.sources import find_files, read_rows
+
+    phrases = _phrases(arguments.phrases) if arguments.phrases else PHRASES
+    spec, console = config.dataset, _console(arguments)
+    named = [source.path for source in parse_sources(spec.sources)] if spec.sources else [spec.train_path or spec.path]
+    for path in paths or [path for path in (*named, spec.valid_path) if path]:
+        rows = [(str(place), row) for file in find_files(path) for place, row in read_rows(file)]
+        found = look(rows, phrases)
+        console.print(f"{path}: {found.rows:,} rows", style="bold", markup=False)
+        hits = sorted(found.phrases.items(), key=lambda item: -len(item[1]))
+        _finding(console, "phrases", sum(len(places) for _, places in hits), [])
+        for phrase, places in hits:
+            _finding(console, f"  {phrase!r}", len(places), [f"{place}: {context}" for place, context in places])
+        _finding(
+            console,
+            "repeated rows",
+            sum(len(p) - 1 for p in found.doubles),
+            [" = ".join(p[:4]) for p in found.doubles],
+        )
+        _finding(console, "rows with an empty answer", len(found.empty), found.empty)
+        _finding(console, "unreadable rows", len(found.unreadable), found.unreadable)
+        if config.tokenizer.path is not None:
+            _scan_tokens(console, config, path, rows)
+
+
+def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any]) -> None:
+    from weft.data.datasets.base import Tokenized, configure
+    from weft.data.tokenizing import Job, encode_rows
+
+    spec = config.dataset
+    type_name = _type(spec, [path])
+    made = datasets.get(type_name)
+    if not isinstance(made, Tokenized) and "form" not in vars(made):
+        raise ConfigError(f"--type={type_name}: scan tokenizes weft's own types; leave out --tokenizer for others")
+    longest = spec.longest_prompt if type_name == "prompt" else spec.max_prompt_len
+    limits = {
+        "max_seqlen": spec.max_seqlen,
+        "max_prompt_len": longest,
+        "overlong": "truncate",
+        "truncate_side": spec.truncate_side,
+    }
+    form, lengths = configure(made.form, {**limits, **spec.args})
+    tokenizer = _tokenizer(config)
+    form.check(tokenizer)
+    _, report, problems = encode_rows(Job(form, lengths, tokenizer), rows)
+    where = f"dataset.max_seqlen={spec.max_seqlen}" + (f", dataset.max_prompt_len={longest}" if longest else "")
+    overlong = report.prompts_cut + report.answers_cut + report.dropped
+    _finding(console, f"samples that are too long ({where})", overlong, [])
+    _finding(console, f"rows that cannot be used as {type_name}", len(problems), problems)
+
+
+def _phrases(file: Path) -> list[str]:
+    if not file.is_file():
+        raise DataError(f"--phrases={file}: there is no such file")
+    phrases = [line.strip().lower() for line in file.read_text().splitlines() if line.strip()]
+    if not phrases:
+        raise DataError(f"--phrases={file}: the file holds no phrases; write one a line")
+    return phrases
+
+
+def _finding(console: Console, what: str, count: int, examples: Sequence[str]) -> None:
+    console.print(f"{count:>8,}  {what}", style=None if count else "dim", markup=False)
+    for example in examples[:SHOWN]:
+        console.print(f"            {example}", style="yellow", markup=False)
+    if len(examples) > SHOWN:
+        console.print(f"            ... and {len(examples) - SHOWN:,} more", style="dim", markup=False)

@@ -1,0 +1,155 @@
+"""The built-in tests of a dataset class, for yours too: `check_dataset(MyDataset, path=...)` raises `AssertionError`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
+from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset
+from weft.data.mixture import Share
+from weft.data.progress import silent
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SAMPLES = 64  # looked at in a large dataset, evenly spread
+BATCHES = 12  # positions that are resumed from
+
+
+def check_dataset(cls: type[Any], *, tokenizer: Tokenizer | None = None, **args: Any) -> None:
+    """Every property a dataset class has to have. It is built as `cls(util=DatasetUtility(...), **args)`.
+
+    Map-style classes: samples of one id each, unique ids, the same sample for the same index, in every object built alike.
+    Iterable ones: every pass gives the same batches. Both: keys that agree, lengths that fit together, token ids within the
+    vocabulary, values that survive the way between processes, and an exact position at every batch.
+    `tokenizer` defaults to `small_tokenizer()`.
+    """
+    words = tokenizer or small_tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def build() -> Any:
+            return cls(util=DatasetUtility(words, cache_dir=folder, progress=silent), **args)
+
+        dataset = build()
+        if isinstance(dataset, MapDataset):
+            _check_map(dataset, build, words)
+        else:
+            assert isinstance(dataset, StreamDataset), (
+                f"{cls.__name__} has neither __len__ and __getitem__ (samples by index) nor __iter__ (whole batches)"
+            )
+            _check_stream(dataset, build, words)
+
+
+def small_tokenizer() -> Tokenizer:
+    """One token a byte, `<s>`, `</s>`, and a chat template; no file is read."""
+    alphabet = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = tokenizers.Tokenizer(models.BPE(alphabet, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    hf = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    hf.chat_template = TEMPLATE
+    return Tokenizer(hf)
+
+
+def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) -> None:
+    count = len(dataset)
+    assert count > 0, "the dataset is empty: len() is 0"
+    indices = sorted({int(i) for i in np.linspace(0, count - 1, min(count, SAMPLES))})
+    samples = [dataset[index] for index in indices]
+    for index, sample in zip(indices, samples, strict=True):
+        assert isinstance(sample, SequenceSample), f"[{index}] is a {type(sample).__name__}, not a SequenceSample"
+        assert sample.num_ids == 1, f"[{index}] holds {sample.num_ids} ids; a sample is one id"
+        check_sample(sample, words, f"[{index}]")
+    _check_keys(samples)
+    ids = [sample.ids[0] for sample in samples]
+    assert len(set(ids)) == len(ids), f"ids are not unique: {sorted({i for i in ids if ids.count(i) > 1})[:5]}"
+    SequenceSample.gather(samples)
+    for other, what in ((dataset, "a second look"), (build(), "a second build")):
+        assert len(other) == count, f"{what} has {len(other)} samples, the first {count}"
+        for index, sample in zip(indices, samples, strict=True):
+            _same(sample, other[index], f"[{index}] in {what}")
+
+    def loader() -> Loader:
+        part = Part("data", build(), np.arange(count))
+        return MapLoader([part], [Share("data", count)], Batching(max(1, count // BATCHES)), seed=1)
+
+    _check_resume(loader)
+
+
+def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Tokenizer) -> None:
+    first = list(islice(iter(dataset), SAMPLES))
+    assert first, "the dataset is empty: iter() gives no batch"
+    for number, batch in enumerate(first):
+        assert isinstance(batch, SequenceSample), f"batch {number} is a {type(batch).__name__}, not a SequenceSample"
+        assert batch.num_ids > 0, f"batch {number} holds no ids"
+        check_sample(batch, words, f"batch {number}")
+    _check_keys(first)
+    for other, what in ((dataset, "a second pass"), (build(), "a second build")):
+        again = list(islice(iter(other), SAMPLES))
+        assert len(again) == len(first), f"{what} has {len(again)} batches, the first {len(first)}"
+        for number, (one, two) in enumerate(zip(first, again, strict=True)):
+            _same(one, two, f"batch {number} in {what}")
+    _check_resume(lambda: StreamLoader(build(), "data"))
+
+
+def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> None:
+    """That the keys of a sample fit together and survive the way to another process."""
+    for key in sample.keys:
+        assert key in sample.data, f"{where}: key {key!r} has lengths but no tensor"
+        if key in ("prompt", "completion"):
+            tokens = sample.data[key]
+            assert tokens.dtype == torch.int64, f"{where}: {key!r} is {tokens.dtype}; token ids are int64"
+            outside = ((tokens < 0) | (tokens >= tokenizer.vocab_size)).any()
+            assert not outside, f"{where}: {key!r} has ids outside the vocabulary of {tokenizer.vocab_size}"
+    if "prompt" in sample.keys:
+        assert (np.diff(sample.offsets["prompt"]) == 1).all(), f"{where}: 'prompt' is one sequence an id"
+    if "completion" in sample.keys:
+        groups = np.diff(sample.offsets["completion"])
+        assert (groups >= 1).all(), f"{where}: an id without a completion"
+        for key in sample.keys:
+            counts = np.diff(sample.offsets[key])
+            fits = (counts == groups) | (counts == 1)
+            assert fits.all(), f"{where}: {key!r} has {counts.tolist()} sequences for {groups.tolist()} completions"
+    if "loss_mask" in sample.keys:
+        same = np.array_equal(sample.lengths["loss_mask"], sample.lengths["completion"])
+        assert same, f"{where}: 'loss_mask' and 'completion' differ in length"
+    _same(sample, SequenceSample.from_bytes(sample.to_bytes()), f"{where} after to_bytes and from_bytes")
+
+
+def _check_keys(samples: Sequence[SequenceSample]) -> None:
+    keys = {frozenset(sample.keys) for sample in samples}
+    assert len(keys) == 1, f"samples differ in their keys: {[sorted(found) for found in keys]}"
+
+
+def _same(one: SequenceSample, other: SequenceSample, where: str) -> None:
+    assert one.ids == other.ids, f"{where}: ids {other.ids[:3]} instead of {one.ids[:3]}"
+    assert set(one.keys) == set(other.keys), f"{where}: other keys"
+    assert dict(one.metadata) == dict(other.metadata), f"{where}: other metadata"
+    for key in one.keys:
+        assert np.array_equal(one.lengths[key], other.lengths[key]), f"{where}: other lengths of {key!r}"
+        assert torch.equal(one.data[key], other.data[key]), f"{where}: other values of {key!r}"
+
+
+def _check_resume(make: Callable[[], Loader]) -> None:
+    """From every one of the first positions, a new loader goes on with the same batches."""
+    loader = make()
+    states, batches = [loader.state_dict()], []
+    for _ in range(BATCHES):
+        batches.append(loader.next_batch())
+        states.append(loader.state_dict())
+    for position, state in enumerate(states[:-1]):
+        again = make()
+        again.load_state_dict(state)
+        _same(batches[position], again.next_batch(), f"the batch at position {position} after a restart")
