@@ -146,7 +146,7 @@ def _of_the_trained_role(config: RunConfig, name: str) -> str:
 
 
 def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks = dataset.train_bs_n_seqs."""
+    """`dataset.train_bs_n_seqs` = per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks."""
     if BATCH[0] not in given:
         raise ConfigError(
             f"{BATCH[1]}: multiplies {BATCH[0]}, which is not set; write dataset.train_bs_n_seqs=N instead"
@@ -164,7 +164,7 @@ def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None
 
 
 def _warmup(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """A number of steps, or a share of them where it lies below 1."""
+    """`MODEL.optimizer.warmup_steps`, or `warmup_steps_proportion` where it lies below 1."""
     value = given[override.name]
     share = isinstance(value, float) and 0 < value < 1
     name = "warmup_steps_proportion" if share else "warmup_steps"
@@ -172,23 +172,26 @@ def _warmup(done: Translation, override: Override, given: dict[str, Any]) -> Non
 
 
 def _half(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    """`MODEL.dtype=bfloat16` or `float16`."""
     if _truth(override, given):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[override.name]
         done.put_all([f"{role}.dtype" for role in done.trained], override, dtype)
 
 
 def _cpu(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    """`device=cpu`."""
     if _truth(override, given):
         done.put_all(["device"], override, "cpu")
 
 
 def _peft(done: Translation, override: Override, given: dict[str, Any]) -> None:
+    """`MODEL.lora.r=16`, unless lora_r says another rank."""
     if _truth(override, given) and "lora_r" not in given:
         done.put_all([f"{role}.lora.r" for role in done.trained], override, LORA_RANK)
 
 
 def _strategy(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """save_strategy, eval_strategy: no, steps or epoch."""
+    """no, steps (`save_freq_steps` or `eval_freq_steps`) or epoch (`..._freq_epochs=1`)."""
     kind = override.name.split("_")[0].replace("evaluation", "eval")
     value = given[override.name]
     if value not in ("no", "steps", "epoch"):
@@ -200,7 +203,7 @@ def _strategy(done: Translation, override: Override, given: dict[str, Any]) -> N
 
 
 def _report(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """report_to: none, or names of loggers."""
+    """none, or names of loggers: `logger.tensorboard=true`, `logger.wandb.mode=online`, `logger.trackio.project`."""
     value = given[override.name]
     for name in value if isinstance(value, list) else [value]:
         settings = {
@@ -215,7 +218,7 @@ def _report(done: Translation, override: Override, given: dict[str, Any]) -> Non
 
 
 def _resume(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """resume_from_checkpoint: true or latest is `recover_mode=resume`; a path is that checkpoint."""
+    """`recover_mode=resume` for true or latest (or the bare flag); `resume_from` for a path."""
     value = given[override.name]
     if value in (True, "latest", "true"):
         done.put_all(["recover_mode"], override, "resume")

@@ -1,0 +1,106 @@
+"""docs/options.md, made from the config dataclasses: `python -m weft.cli.reference > docs/options.md`. A test compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from weft import registry
+from weft.cli.aliases import RENAMED, SPECIAL
+from weft.cli.help import shown
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.experiments.common import MFCOptions, RunConfig
+from weft.options import Leaf, leaves
+
+SHIPPED = ("sft", "rw", "dpo", "ppo", "grpo", "gen")
+HEAD = """# Options
+
+Made from the source by `python -m weft.cli.reference`; `weft quickstart NAME --help` shows the same for one quickstart, and
+`--cfg job` what a command line comes to. Options are dotted names in Hydra's grammar: `key=value`, lists `[a,b]`, mappings
+`{a: 1}`, `null`; `${other.option}` stands for another option's value and `~key` puts a default back. An unknown name is an
+error that names the nearest ones.
+"""
+MODEL = """Below the name of a role: `model` for sft, rw and gen; `actor` and `ref` for dpo; `actor`, `critic`, `ref` and `rew`
+for ppo; `actor`, `ref` and `rew` for grpo. {different}"""
+CALL = """Below the name of a model function call: {calls}."""
+SPELLED = """Spellings of Hugging Face and of older programs are mapped once, with a note that says to what. `MODEL` is the
+trained role (each of them where there are several), `GEN` the options of sampling."""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    configs = {name: registry.quickstarts.get(name)() for name in SHIPPED}
+    run = [leaf for leaf in leaves(configs["sft"]) if _is_run(leaf.name)]
+    parts = [HEAD, "## Run\n", *_table(run)]
+    parts += ["\n## Model\n", MODEL.format(different=_different(configs)) + "\n", *_table(leaves(ModelSpec()))]
+    parts += ["\n## Data\n", "Below `dataset`.\n", *_table(leaves(DatasetSpec()))]
+    parts += ["\n## Sampling\n", "Below `ppo.gen`, `grpo.gen` and `gen`.\n", *_table(leaves(GenerationSpec()))]
+    calls = "; ".join(f"{name} {', '.join(f'`{c}`' for c in _calls(config))}" for name, config in configs.items())
+    parts += ["\n## Calls\n", CALL.format(calls=calls) + "\n", *_table(leaves(MFCOptions()))]
+    for name, config in configs.items():
+        own = [leaf for leaf in leaves(config) if _is_own(leaf.name, config)]
+        parts += [f"\n## {name}\n", (type(config).__doc__ or "").strip() + "\n", *_table(own)]
+    parts += ["\n## Other spellings\n", SPELLED + "\n", *_spellings(configs)]
+    return "\n".join(parts) + "\n"
+
+
+def _is_run(name: str) -> bool:
+    return name.split(".")[0] in {spec.name for spec in fields(RunConfig)}
+
+
+def _is_own(name: str, config: RunConfig) -> bool:
+    """Whether an option is the algorithm's: not shared with others through a section of its own."""
+    value = getattr(config, name.split(".")[0])
+    if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):
+        return False
+    shared = {leaf.name for leaf in leaves(MFCOptions())} if isinstance(value, MFCOptions) else set()
+    if config.generation and name.startswith(f"{config.generation}."):
+        shared |= {leaf.name for leaf in leaves(GenerationSpec())}
+        return name.removeprefix(f"{config.generation}.") not in shared
+    return name.split(".", 1)[-1] not in shared
+
+
+def _calls(config: Any) -> list[str]:
+    return [spec.name for spec in fields(config) if isinstance(getattr(config, spec.name), MFCOptions)]
+
+
+def _different(configs: dict[str, Any]) -> str:
+    """Defaults of roles that differ from those of the table."""
+    usual = {leaf.name: leaf.default for leaf in leaves(ModelSpec())}
+    found: dict[str, list[str]] = {}
+    for name, config in configs.items():
+        for spec in fields(config):
+            value = getattr(config, spec.name)
+            for leaf in leaves(value) if isinstance(value, ModelSpec) else ():
+                if leaf.default != usual[leaf.name]:
+                    found.setdefault(f"`{spec.name}.{leaf.name}` is {shown(leaf.default)}", []).append(name)
+    said = "; ".join(f"{what} for {' and '.join(names)}" for what, names in found.items())
+    return f"Other defaults: {said}." if said else ""
+
+
+def _table(options: Iterable[Leaf]) -> list[str]:
+    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    for leaf in options:
+        cells = (f"`{leaf.name}`", leaf.type, f"`{shown(leaf.default)}`" if leaf.default != "" else "", leaf.help)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return lines
+
+
+def _spellings(configs: dict[str, Any]) -> Sequence[str]:
+    lines = ["| spelling | option |", "|---|---|"]
+    names = {"{first}": "MODEL", "{model}": "MODEL", "{gen}": "GEN"}
+    for spelling, option in RENAMED.items():
+        for mark, name in names.items():
+            option = option.replace(mark, name)
+        lines.append(f"| `{spelling}` | `{option}` |")
+    lines += [f"| `{name}` | {' '.join((rule.__doc__ or '').split())} |" for name, rule in SPECIAL.items()]
+    lines.append("| `optimizer.*` | the optimizer of the one trained role |")
+    for name, config in configs.items():
+        lines += [f"| `{spelling}` ({name}) | `{option}` |" for spelling, option in config.spellings.items()]
+    return lines
+
+
+if __name__ == "__main__":
+    print(page(), end="")

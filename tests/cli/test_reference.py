@@ -1,0 +1,22 @@
+"""docs/options.md is what the source says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft import registry
+from weft.cli.reference import SHIPPED, page
+from weft.options import leaves
+
+
+def test_the_page_is_up_to_date(repo: Path) -> None:
+    assert (repo / "docs" / "options.md").read_text() == page(), "run: python -m weft.cli.reference > docs/options.md"
+
+
+def test_every_option_is_on_the_page_by_its_last_names() -> None:
+    text = page()
+    for name in SHIPPED:
+        for leaf in leaves(registry.quickstarts.get(name)()):
+            parts = leaf.name.split(".")
+            endings = [".".join(parts[start:]) for start in range(len(parts))]
+            assert any(f"| `{ending}` |" in text for ending in endings), leaf.name
