@@ -30,7 +30,7 @@ def lede(run: RunFiles) -> str:
     last = run.lines[-1]
     seconds = sum(run.series("step_seconds")[1])
     epochs = run.series("epoch")[1]
-    parts = [f"{number(last['step'])} steps"]
+    parts = [f"{number(last['step'])} {'step' if last['step'] == 1 else 'steps'}"]
     if epochs:
         parts.append(f"{number(round(epochs[-1], 3))} {'epoch' if epochs[-1] == 1 else 'epochs'} of data")
     text = ", ".join(parts) + (f", {duration(seconds)} of training." if seconds else ".")

@@ -85,6 +85,6 @@ def _own_id(path: Path) -> str:
 
 def _failed(what: str, why: object) -> UserError:
     return ConfigError(
-        f"logger.wandb: {what}: {str(why).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, or write logger.wandb.mode=offline "
-        "(`wandb sync` sends it later)"
+        f"logger.wandb: {what}: {str(why).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, or write "
+        "logger.wandb.mode=offline (`wandb sync` sends it later)"
     )

@@ -1,0 +1,287 @@
+"""The page of a run: whole, self-contained, and safe whatever the run's files hold."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from weft.cli.report import report
+from weft.errors import UserError
+from weft.observe import charts, timing
+from weft.observe.report import build_report
+from weft.observe.run_files import RunFiles
+from weft.observe.timeline import Timeline
+
+EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'&\x00\ud800"
+VOID = {"meta", "input", "img", "br", "link"}
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and keeps what a test wants to see."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.data = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"] and self.tags[-1][1].get("id") == "data":
+            self.data += data
+        elif self.open[-1:] not in (["script"], ["style"]):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def sections(self) -> list[str]:
+        return [str(attrs["id"]) for tag, attrs in self.tags if tag == "section" and "id" in attrs]
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    seconds = {"time/actor_gen": 0.5, "time/actor_train": 0.25, "time/reward": 0.05, "step_seconds": 1.0}
+    return {
+        "step": step,
+        "epoch": step / 10,
+        **seconds,
+        "actor_train/loss": 1.0 / step,
+        "reward/reward": step / 10.0,
+        **more,
+    }
+
+
+def write_run(folder: Path, steps: int = 12, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    timeline = Timeline(folder / "timeline.json")
+    for step in range(1, steps + 1):
+        timeline.add("actor_gen", "roles/actor", 1000.0 + step, 0.5, step=step)
+        timeline.add("actor_train", "roles/actor", 1000.5 + step, 0.25, step=step)
+        timeline.add("reward", "host/reward", 1000.75 + step, 0.05, step=step)
+    rows = [
+        {"step": s, "id": str(s), "prompt": f"q{s}", "completion": f"a{s}", "reward": s / 10}
+        for s in range(1, steps + 1)
+    ]
+    contents = {
+        "metrics.jsonl": "".join(json.dumps(line(step)) + "\n" for step in range(1, steps + 1)),
+        "samples.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "graph.svg": '<svg xmlns="http://www.w3.org/2000/svg"/>',
+        "config.yaml": yaml.safe_dump(
+            {"experiment_name": "exp", "trial_name": "one", "actor": {"optimizer": {"lr": 1e-5}}}
+        ),
+        "log.txt": "2026-01-01 00:00:00  step 1\n",
+        "status.json": '{"status": "finished"}',
+        **{name.replace("__", "."): text for name, text in files.items()},
+    }
+    for name, text in contents.items():
+        (folder / name).write_text(text, encoding="utf-8", errors="surrogatepass")
+    return folder
+
+
+def read(folder: Path) -> Page:
+    return Page(build_report(folder).read_text(encoding="utf-8"))
+
+
+def test_a_whole_run_has_every_part(tmp_path: Path) -> None:
+    page = read(write_run(tmp_path / "run"))
+    assert page.sections() == ["top", "curves", "completions", "time", "graph", "configuration", "log"]
+    for part in (
+        "exp",
+        "one",
+        "finished",
+        "12 steps",
+        "went from 0.1 to 1.2",
+        ["actor", "optimizer"][1] + ".lr",
+        "1e-05",
+    ):
+        assert part in page.text
+    assert "best 1.2" in page.text and "a12" in page.text and "q1" in page.text
+    assert [h for h, _ in page.tags if h == "h1"] == ["h1"]
+
+
+def test_nothing_is_asked_of_the_network_and_only_our_script_may_run(tmp_path: Path) -> None:
+    path = build_report(write_run(tmp_path / "run"))
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    for tag, attrs in page.tags:
+        for name in ("src", "href", "srcset", "action"):
+            target = attrs.get(name) or ""
+            if tag != "a":
+                assert target == "" or target.startswith("data:")
+            else:
+                assert target.startswith(("#", "https://ui.perfetto.dev"))
+        assert not any(name.startswith("on") for name in attrs)
+    assert "@import" not in text and "url(" not in text
+    policy = next(attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    script = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)[-1]
+    assert policy and f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+    assert "default-src 'none'" in policy
+
+
+def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
+    row = {"step": 1, "id": EVIL, "prompt": EVIL, "completion": EVIL, "note": EVIL[:30], EVIL: 1.0}
+    folder = write_run(
+        tmp_path / "run",
+        metrics__jsonl=json.dumps(line(1) | {f"{EVIL}/loss": 1.0, f"time/{EVIL}": 1.0}) + "\n",
+        samples__jsonl=json.dumps(row) + "\n",
+        graph__svg="<svg><script>alert(1)</script></svg>",
+        config__yaml=yaml.safe_dump({"experiment_name": EVIL[:-2], "a<b>": {EVIL[:-2]: EVIL[:-2]}}),
+        log__txt=EVIL,
+        status__json=json.dumps({"status": EVIL}),
+    )
+    Timeline(folder / "timeline.json").add(EVIL, f"roles/{EVIL}", 1.0, 1.0)
+    page = read(folder)
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert not any(attrs.get("src") == "x" or "onerror" in attrs for _, attrs in page.tags)
+    assert page.text.count("<script>alert('x')</script>") >= 5
+    assert isinstance(json.loads(page.data), list)
+
+
+ALONE = ["metrics.jsonl", "samples.jsonl", "timeline.json", "graph.svg", "config.yaml", "log.txt"]
+
+
+@pytest.mark.parametrize("kept", [*([name] for name in ALONE), ["config.yaml", "metrics.jsonl"]])
+def test_some_of_the_files_are_enough(tmp_path: Path, kept: list[str]) -> None:
+    folder = write_run(tmp_path / "exp" / "two")
+    for path in folder.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    page = read(folder)
+    assert "unfinished" in page.text
+    parts = {"metrics.jsonl": "curves", "samples.jsonl": "completions", "graph.svg": "graph", "log.txt": "log"}
+    assert set(page.sections()) == {"top", *(part for file, part in parts.items() if file in kept)} | (
+        {"time"} if {"metrics.jsonl", "timeline.json"} & set(kept) else set()
+    ) | ({"configuration"} if "config.yaml" in kept else set())
+
+
+def test_a_run_that_was_killed_while_writing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    for name in ("metrics.jsonl", "samples.jsonl", "timeline.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-9])
+    (folder / "config.yaml").write_text("a: [1, ")
+    (folder / "status.json").write_text('{"status": "run')
+    page = read(folder)
+    assert "2 steps" in page.text and "unfinished" in page.text
+
+
+def test_empty_files_and_a_first_step_of_nothing_but_nan(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("")
+    assert "No step has been written yet" in read(folder).text
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": null}\n')
+    assert "1 step." in read(folder).text
+
+
+def test_what_is_no_run_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "outer" / "trial").mkdir(parents=True)
+    (tmp_path / "outer" / "trial" / "config.yaml").write_text("a: 1")
+    for name, told in (
+        ("none", "no such directory"),
+        ("file", "no such"),
+        ("empty", "holds no run"),
+        ("outer", "outer/trial"),
+    ):
+        with pytest.raises(UserError, match=told):
+            build_report(tmp_path / name)
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(str(write_run(tmp_path / "run"))) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")
+
+
+# -- what is on the charts
+
+
+def run_of(*lines: dict[str, Any]) -> RunFiles:
+    return RunFiles(Path("run"), lines)
+
+
+def test_training_and_evaluation_share_a_chart_with_every_source_and_no_repeats() -> None:
+    lines = [{"step": s, "train/loss": 2.0, "eval/a/loss": 3.0, "eval/b/loss": 4.0, "eval/loss": 3.5} for s in (1, 2)]
+    (chart,) = charts.all_charts(run_of(*lines))
+    assert [item.label for item in chart.lines] == ["training", "eval", "eval a", "eval b"]
+    assert len({item.hue for item in chart.lines}) == 4
+    (one,) = charts.all_charts(
+        run_of(*({"step": s, "train/loss": 2.0, "eval/a/loss": 3.0, "eval/loss": 3.0} for s in (1, 2)))
+    )
+    assert [item.label for item in one.lines] == ["training", "eval"]
+
+
+def test_chosen_and_rejected_share_a_chart() -> None:
+    lines = [{"step": s, "t/rewards/chosen": s, "t/rewards/rejected": -s, "t/rewards/margins": 2 * s} for s in (1, 2)]
+    found = {chart.title: [item.label for item in chart.lines] for chart in charts.all_charts(run_of(*lines))}
+    assert found == {"margins": ["t"], "rewards": ["chosen", "rejected"]} or found["rewards"] == ["chosen", "rejected"]
+
+
+def test_gaps_are_counted_and_left_out() -> None:
+    (chart,) = charts.all_charts(
+        run_of({"step": 1, "a/loss": 1.0}, {"step": 2, "a/loss": None}, {"step": 3, "a/loss": 2.0})
+    )
+    assert (list(chart.lines[0].x), chart.missing) == ([1.0, 3.0], 1)
+    assert "1 not finite" in charts.html(chart, 0)
+
+
+def test_thinning_keeps_ends_and_spikes() -> None:
+    x = [float(i) for i in range(10_000)]
+    y = [0.0] * 10_000
+    y[4321], y[9000] = 5.0, -5.0
+    a, b = charts.thinned(x, y)
+    assert len(a) <= charts.POINTS + 2 and a == sorted(a)
+    assert (a[0], a[-1], max(b), min(b)) == (0.0, 9999.0, 5.0, -5.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "most", "wanted"),
+    [(0, 1, 5, [0, 0.25, 0.5, 0.75, 1]), (1, 60, 5, [20, 40, 60]), (-0.25, 0.83, 6, [-0.2, 0, 0.2, 0.4, 0.6, 0.8])],
+)
+def test_ticks_are_round(low: float, high: float, most: int, wanted: list[float]) -> None:
+    assert charts.ticks(low, high, most) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-12, -3e9, 5.0])
+def test_a_flat_line_or_a_single_point_can_be_drawn(value: float) -> None:
+    for lines in ([{"step": 4, "a/x": value}], [{"step": s, "a/x": value} for s in (1, 2, 3)]):
+        (chart,) = charts.all_charts(run_of(*lines))
+        assert "nan" not in charts.html(chart, 0)
+
+
+def test_shares_of_a_step_add_up() -> None:
+    rows = timing.shares(run_of(*(line(step) for step in (1, 2, 3))))
+    assert [name for name, _, _ in rows] == ["actor_gen", "actor_train", "reward", "between the calls"]
+    assert sum(share for _, _, share in rows) == pytest.approx(1.0)
+    assert rows[0][1:] == pytest.approx((0.5, 0.5))
+
+
+def test_the_gantt_shows_the_last_steps(tmp_path: Path) -> None:
+    run = RunFiles.read(write_run(tmp_path / "run", steps=9))
+    assert {span.step for span in timing.last_steps(run.spans)} == {7, 8, 9}
+    text = timing.gantt_html(run.spans)
+    assert "Steps 7 to 9" in text and text.count('class="lane"') == 2
