@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from weft.data.sample import SequenceSample
+from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.errors import ConfigError, DataError, RunError
+from weft.experiment import Control, Experiment
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import MFCDef
 from weft.runtime.ledger import Ledger, Measured, join
 from weft.runtime.schedule import Every, Horizon
 from weft.runtime.state import read_state, write_state
@@ -83,59 +87,46 @@ def test_a_step_of_several_firings_is_one_line():
 
 
 @dataclass
-class FakeControl:
-    total_train_epochs: int = 3
-    max_steps: int | None = None
-    device: str | None = None
-    seed: int = 1
-    on_nonfinite: str = "stop"
+class Length:
+    """A loader's length."""
+
+    num_ids: int
+    batches_per_epoch: int
+
+    def num_batches(self, epochs: int) -> int:
+        return epochs * self.batches_per_epoch
 
 
-@dataclass
-class FakeNode:
-    name: str
-    batch_size: int
-    role: str = "actor"
-
-
-@dataclass
-class FakeGraph:
-    nodes: list
-
-
-@dataclass
-class FakeExperiment:
-    graph: FakeGraph
-    control: FakeControl = field(default_factory=FakeControl)
-    steps_follow: str = "train"
-    updates_per_firing: dict = field(default_factory=lambda: {"train": 4})
-    roles: dict = field(
-        default_factory=lambda: {"actor": ModelSpec(optimizer=OptimizerSpec(warmup_steps_proportion=0.1))}
+def training(batch_size: int, max_steps: int | None = None) -> Experiment:
+    node = MFCDef("train", "actor", "train", "train_step", batch_size, ["completion"])
+    return Experiment(
+        control=Control("e", "t", total_train_epochs=3, max_steps=max_steps),
+        roles={"actor": ModelSpec(trained=True, optimizer=OptimizerSpec(warmup_steps_proportion=0.1))},
+        graph=DataflowGraph([node], ["completion"]),
+        dataset=DatasetSpec(),
+        dataset_type="prompt_answer",
+        data_role="actor",
+        steps_follow="train",
+        updates_per_firing={"train": 4},
     )
-
-    def trained_nodes(self):
-        return [n for n in self.graph.nodes if n.name == "train"]
 
 
 def test_schedules_count_the_optimizer_steps_of_the_real_run():
-    experiment = FakeExperiment(FakeGraph([FakeNode("train", 128)]))
-    horizon = Horizon.of(experiment, num_ids=5000, batches=40)
+    horizon = Horizon.of(training(128), Length(5000, 40))
     assert (horizon.steps_per_epoch, horizon.steps) == (40, 120), "5,000 rows, batch 128, 3 epochs: 120 steps, not 354"
-    schedule = horizon.specs(experiment)["actor"].schedule
+    schedule = horizon.specs(training(128))["actor"].schedule
     assert (schedule.total_steps, schedule.warmup_steps) == (480, 48)
-    experiment.control.max_steps = 50
-    assert horizon.of(experiment, 5000, 40).specs(experiment)["actor"].schedule.total_steps == 200
+    limited = training(128, max_steps=50)
+    assert Horizon.of(limited, Length(5000, 40)).specs(limited)["actor"].schedule.total_steps == 200
 
 
 def test_batches_by_tokens_are_counted_by_the_loader():
-    experiment = FakeExperiment(FakeGraph([FakeNode("train", 0)]))
-    assert Horizon.of(experiment, 5000, 17).steps == 51
+    assert Horizon.of(training(0), Length(5000, 17)).steps == 51
 
 
 def test_a_run_without_steps_is_refused():
-    experiment = FakeExperiment(FakeGraph([FakeNode("train", 8)]))
     with pytest.raises(ConfigError, match="no steps"):
-        Horizon.of(experiment, 0, 0)
+        Horizon.of(training(8), Length(0, 0))
 
 
 def test_frequencies():

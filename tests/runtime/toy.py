@@ -190,6 +190,9 @@ class ToyLoader:
     def batches_per_epoch(self) -> int:
         return -(-self.num_ids // self.batch)
 
+    def num_batches(self, epochs: int) -> int:
+        return epochs * self.batches_per_epoch
+
     def next_batch(self) -> SequenceSample:
         order = randomness.permutation(self.num_ids, 7, "order", self.epoch)
         chosen = order[self.at : self.at + self.batch]
@@ -253,7 +256,7 @@ class Toy:
             call("gen", "actor", "toy_generate", "generate", size, input_keys=["prompt"], output_keys=["completion"],
                  max_staleness=self.staleness),
             call("rew", "reward", "toy_infer", "inference", size, input_keys=["completion"], output_keys=["scores"],
-                 cache=self.cache, pre_hooks=[] if self.cache else [Offload("weights")], post_hooks=[] if self.cache else hooks),
+                 cache=self.cache, pre_hooks=[Offload("weights")], post_hooks=hooks),
             HostFunction("filter", "toy_filter", size, ["scores"], ["kept"], args={"drop": self.drop}),
             call("ref_inf", "ref", "toy_infer", "inference", size, input_keys=["completion", "kept"],
                  output_keys=["scores"], output_key_remap={"scores": "ref"}),
@@ -288,7 +291,7 @@ class Toy:
         experiment.check()
         loader = ToyLoader(self.num_ids, self.size)
         directory = RunDirectory.of(experiment.control)
-        horizon = Horizon.of(experiment, loader.num_ids, loader.batches_per_epoch)
+        horizon = Horizon.of(experiment, loader)
         specs, tokenizers = horizon.specs(experiment), dict.fromkeys(experiment.roles, ToyTokenizer())
         make = lambda: Worker(experiment, specs, tokenizers, "cpu", directory.path / "cache")  # noqa: E731
         group = LocalGroup(make, resolve_device("cpu"))

@@ -34,7 +34,7 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     check_calls(experiment)
     tokenizers = load_tokenizers(experiment)
     data = load_data(experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed)
-    horizon = Horizon.of(experiment, data.train.num_ids, data.train.batches_per_epoch)
+    horizon = Horizon.of(experiment, data.train)
     specs = horizon.specs(experiment)
     cache = directory.path / "cache"
     group = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)

@@ -58,7 +58,8 @@ def _limit(experiment: Experiment) -> str:
 def _describe(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
     trainable, total = facts.get("num_trainable", 0), facts.get("num_parameters", 0)
     trained = f", {_count(trainable)} trained" if spec.trained else ", frozen"
-    return f"{spec.path or spec.tokenizer.path} ({facts.get('family', spec.backend)}, {_count(total)} parameters{trained}, {spec.dtype})"
+    kind = f"{facts.get('family', spec.backend)}, {_count(total)} parameters{trained}, {spec.dtype}"
+    return f"{spec.path or spec.tokenizer.path} ({kind})"
 
 
 def memory_gib(spec: ModelSpec, facts: Mapping[str, Any]) -> float:

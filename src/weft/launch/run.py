@@ -1,10 +1,10 @@
-"""From a configuration to a finished run, in this process. Torch is loaded once everything that can be checked without it is."""
+"""From a configuration to a finished run, in this process. Torch is loaded after all that can be checked without it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 

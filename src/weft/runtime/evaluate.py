@@ -52,7 +52,8 @@ class Evaluator:
 
     def _batch(self, batch: SequenceSample, step: int) -> Measured:
         """Every node of the graph once, over the whole batch; later nodes' metrics win where names meet."""
-        buffer, metas, metrics = Buffer(closed=True), TensorStore(), {}
+        buffer, metas = Buffer(closed=True), TensorStore()
+        metrics: dict[str, float] = {}
         metas.put(self._group.put(batch))
         buffer.add(batch.ids, batch.keys)
         seconds = 0.0

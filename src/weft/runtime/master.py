@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from weft.data.batches import Loader
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import GraphError, RunError
@@ -25,17 +26,6 @@ from weft.runtime.store import TensorStore
 
 MASTER, WORKERS = "master.bin", "workers"
 NUMERICS = "numerics"
-
-
-class Loader(Protocol):
-    """Rows in batches that never span epochs; its position is saved and restored exactly."""
-
-    num_ids: int  # of an epoch
-    epoch_done: bool  # true right after the last batch of an epoch
-
-    def next_batch(self) -> SequenceSample: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Listener(Protocol):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
+from weft.engine.adapters_off import shares_base
 from weft.engine.base import Engine
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
@@ -18,6 +19,13 @@ Place = tuple[str, Layout]
 What = Literal["weights", "optimizer"]
 
 
+@runtime_checkable
+class WithAdapters(Protocol):
+    """An engine that can show itself without what it trains."""
+
+    def without_adapters(self) -> Engine | None: ...
+
+
 class Roles:
     """Every role of an experiment on its layout. `specs` have the schedules of the real run filled in."""
 
@@ -25,15 +33,25 @@ class Roles:
         self._layouts = {role: spec.resolve_layout() for role, spec in specs.items()}
         self._engines: dict[Place, Engine] = {}
         self._away: set[tuple[str, What]] = set()  # what hooks have moved to host memory
-        trained = {role for role, spec in specs.items() if spec.trained}
-        self._changing = sorted(trained | {sync.target for sync in experiment.graph.syncs})
-        for role, spec in specs.items():
-            self._engines[role, self._layouts[role]] = backends.get(spec.backend)(spec, self._layouts[role])
+        written = {sync.target for sync in experiment.graph.syncs}
+        shared: dict[str, Engine] = {}
+        for role, spec in sorted(specs.items(), key=lambda each: not each[1].trained):  # adapters before their base
+            base = None if role in written else self._base(spec, specs)
+            if base is not None:
+                shared[role] = base
+            engine = base or backends.get(spec.backend)(spec, self._layouts[role])
+            self._engines[role, self._layouts[role]] = engine
         for target, source in experiment.init_from.items():
-            self._copy(source, target, eta=1.0, partly=True)
+            if target not in shared:
+                self._copy(source, target, eta=1.0, partly=True)
 
-    def __iter__(self) -> Iterable[str]:
-        return iter(self._layouts)
+    def _base(self, spec: ModelSpec, specs: Mapping[str, ModelSpec]) -> Engine | None:
+        """The engine of a trained role with its adapters off, where that is what `spec` asks for and the engine offers it."""
+        for role, trained in specs.items():
+            engine = self._engines.get((role, self._layouts[role]))
+            if shares_base(spec, trained) and isinstance(engine, WithAdapters):
+                return engine.without_adapters()
+        return None
 
     def engine(self, role: str) -> Engine:
         """The role's engine, with its weights where they can be used."""
@@ -57,15 +75,15 @@ class Roles:
         return self._copy(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
-        """The roles whose weights change; the others are read again from where they came."""
-        for role in self._changing:
+        """Every role; engines leave out frozen weights that nobody wrote to."""
+        for role in self._layouts:
             directory = folder / role
             directory.mkdir(parents=True)
-            self.engine(role).save_state(directory)
+            self._engine(role).save_state(directory)
 
     def load_state(self, folder: Path) -> None:
         """Raises `CheckpointError` where a role's state is not there."""
-        for role in self._changing:
+        for role in self._layouts:
             if not (folder / role).is_dir():
                 there = ", ".join(sorted(p.name for p in folder.iterdir())) if folder.is_dir() else "none"
                 raise CheckpointError(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weft.data.batches import Loader
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -15,31 +16,32 @@ from weft.experiment import Experiment
 
 @dataclass(frozen=True)
 class Horizon:
-    """`num_ids` ids make `batches` loader batches an epoch; `firings[node]` a node's firings an epoch. `steps` is the run's
-    length; filters that drop ids can only make it shorter."""
+    """`num_ids` ids an epoch; `firings[node]` a node's firings an epoch. `steps` is the run's length; filters that drop ids
+    can only make it shorter."""
 
     num_ids: int
-    batches: int
     firings: Mapping[str, int]
     steps_per_epoch: int
     steps: int
 
     @classmethod
-    def of(cls, experiment: Experiment, num_ids: int, batches: int) -> Horizon:
+    def of(cls, experiment: Experiment, loader: Loader) -> Horizon:
         """Raises `ConfigError` where the run would have no step."""
+        num_ids, batches, control = loader.num_ids, loader.batches_per_epoch, experiment.control
         firings = {
             n.name: math.ceil(num_ids / n.batch_size) if n.batch_size else batches for n in experiment.graph.nodes
         }
-        per_epoch, control = firings[experiment.steps_follow], experiment.control
-        steps = per_epoch * control.total_train_epochs
+        per_epoch, epochs = firings[experiment.steps_follow], control.total_train_epochs
+        by_batch = experiment.node(experiment.steps_follow).batch_size == 0
+        steps = loader.num_batches(epochs) if by_batch else per_epoch * epochs
         if control.max_steps is not None:
             steps = min(steps, control.max_steps)
         if steps < 1:
             raise ConfigError(
-                f"the run has no steps: {num_ids} ids an epoch, {control.total_train_epochs} epochs, "
-                f"max_steps={control.max_steps}; give more rows or a smaller batch"
+                f"the run has no steps: {num_ids} ids an epoch, {epochs} epochs, max_steps={control.max_steps}; "
+                "give more rows or a smaller batch"
             )
-        return cls(num_ids, batches, firings, per_epoch, steps)
+        return cls(num_ids, firings, per_epoch, steps)
 
     def updates(self, experiment: Experiment, node: str) -> tuple[int, int]:
         """(optimizer steps an epoch, optimizer steps in all) of a training node."""
@@ -51,8 +53,10 @@ class Horizon:
     def specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
         """The roles' specs with what a backend needs of the run; trained ones with the schedule of the real run."""
         control = experiment.control
-        shared = {"device": control.device, "seed": control.seed, "on_nonfinite": control.on_nonfinite}
-        specs = {role: replace(spec, **shared) for role, spec in experiment.roles.items()}
+        specs = {
+            role: replace(spec, device=control.device, seed=control.seed, on_nonfinite=control.on_nonfinite)
+            for role, spec in experiment.roles.items()
+        }
         for node in experiment.trained_nodes():
             per_epoch, total = self.updates(experiment, node.name)
             spec = specs[node.role]

@@ -57,7 +57,7 @@ class Session:
         self._cuts = Cuts(parts.directory.recover)
         roles, limit = parts.experiment.saved_roles, self._control.save_total_limit
         self._checkpoints = Checkpoints(parts.directory, roles, parts.group, limit)
-        self._due = frequencies(self._control)
+        self._due = frequencies(self._control, evaluates=parts.evaluator is not None)
         self._saved_step = self._cut_step = self._evaluated_step = 0
         self._signal: int | None = None
         self._notes = list(parts.plan)  # until there is an observer to tell
@@ -246,10 +246,13 @@ class Session:
         return Interrupted(f"{how}; recover_mode=disabled wrote no cut to go on from", number)
 
 
-def frequencies(control: Control) -> dict[str, Every]:
-    """What happens between steps, and when: `evaluate`, `save`, `milestone`, `cut`."""
+def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
+    """What happens between steps, and when: `evaluate` (every epoch unless asked otherwise), `save`, `milestone`, `cut`."""
+    evaluate = Every(control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs)
+    if evaluates and not evaluate.wanted:
+        evaluate.epochs = 1
     return {
-        "evaluate": Every(control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs),
+        "evaluate": evaluate,
         "save": Every(control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs),
         "milestone": Every(control.save_milestone_freq_steps, control.save_milestone_freq_epochs),
         "cut": Every(control.recover_freq_steps, secs=CUT_SECONDS),
