@@ -91,7 +91,8 @@ def gantt_html(spans: Sequence[Span]) -> str:
     which = f"steps {number(steps[0])} to {number(steps[-1])}" if steps else "the last calls"
     return (
         f'<p class="note">{which[0].upper()}{which[1:]}, {escape(duration(length))}. '
-        'The whole run is in <code>timeline.json</code>; <a href="https://ui.perfetto.dev" rel="noreferrer">Perfetto</a> opens it.</p>'
+        "The whole run is in <code>timeline.json</code>; "
+        '<a href="https://ui.perfetto.dev" rel="noreferrer">Perfetto</a> opens it.</p>'
         f'<div class="gantt" role="img" aria-label="{escape(_spoken(lanes, length))}">{rows}'
         f'<div class="axis">{marks}</div></div>'
     )
