@@ -16,7 +16,7 @@ import yaml
 from weft.cli.report import report
 from weft.errors import UserError
 from weft.observe import charts, timing
-from weft.observe.report import build_report
+from weft.observe.report import build_report, embedded
 from weft.observe.run_files import RunFiles
 from weft.observe.timeline import Timeline
 
@@ -157,6 +157,11 @@ def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
     assert not any(attrs.get("src") == "x" or "onerror" in attrs for _, attrs in page.tags)
     assert page.text.count("<script>alert('x')</script>") >= 5
     assert isinstance(json.loads(page.data), list)
+
+
+def test_no_text_can_end_the_script_element_that_holds_it() -> None:
+    text = embedded([{"label": "</script><!--"}])
+    assert "<" not in text and json.loads(text) == [{"label": "</script><!--"}]
 
 
 ALONE = ["metrics.jsonl", "samples.jsonl", "timeline.json", "graph.svg", "config.yaml", "log.txt"]

@@ -60,7 +60,7 @@ def page(run: RunFiles) -> str:
         nav="".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in there),
         body=_hero(run, hero) + "".join(_section(*part) for part in there),
         footer=f"Built {time.strftime('%Y-%m-%d %H:%M')} from <code>{escape(str(run.directory))}</code>",
-        data=_embedded([charts.data(chart) for chart in drawn]),
+        data=embedded([charts.data(chart) for chart in drawn]),
         js=script,
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
@@ -136,6 +136,6 @@ def _folded(summary: str, content: str) -> str:
     return f"<details><summary>{summary}</summary>{content}</details>"
 
 
-def _embedded(value: Any) -> str:
+def embedded(value: Any) -> str:
     """JSON inside a script element: no text in it can end the element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -98,7 +98,6 @@ class Timeline:
         with self._path.open("wb" if new else "r+b") as file:
             file.seek(self._size)
             file.write((HEAD if new else b",\n") + line + TAIL)
-            file.truncate()
         self._size += len(line) + 2
 
     def _take_up(self, events: list[dict[str, Any]]) -> None:
