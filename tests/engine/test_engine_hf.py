@@ -231,11 +231,18 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds unknown"):
         engine_of(path, backend="hf")
     (path / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "x.Y"}, "model_type": "nobody"}))
-    with pytest.raises(CheckpointError, match="transformers cannot load it"):
+    with pytest.raises(CheckpointError, match="set trust_remote_code=true"):
         engine_of(path, backend="hf")
     (path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     with pytest.raises(ConfigError, match="has an encoder"):
         engine_of(path, backend="hf")
+    bert = AutoConfig.for_model(
+        "bert", **{key: COMMON[key] for key in ("hidden_size", "vocab_size", "num_attention_heads")}
+    )
+    make_tokenizer(tmp_path / "bert")
+    AutoModelForCausalLM.from_config(bert).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ConfigError, match="no decoder"):
+        engine_of(tmp_path / "bert", backend="hf")
     small = save_tiny(tmp_path / "small", "stablelm", vocab_size=100)
     with pytest.raises(CheckpointError, match="vocabulary of 100"):
         engine_of(small, backend="hf")

@@ -31,7 +31,7 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
     Raises `UserError` for a directory that is not whole, an architecture that is no decoder, or one that brings its own code.
     """
     where = path if spec.trust_remote_code else str(hf_io.resolve(path))
-    hf_io.read_raw(where)
+    raw = hf_io.read_raw(where)
     auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModelForSequenceClassification
     with quiet():
         try:
@@ -42,19 +42,28 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
                     module = auto.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
                     new = ["score.weight"]
                 else:
-                    WeightFiles(hf_io.resolve(where))  # names a missing or truncated file
+                    _check_files(hf_io.resolve(where))
                     module, report = auto.from_pretrained(
                         where, config=config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
-                        output_loading_info=True, use_safetensors=None,
+                        output_loading_info=True,
                     )  # fmt: skip
                     new = _check_report(path, report)
         except (OSError, ValueError, SafetensorError) as refused:
             if isinstance(refused, ConfigError | CheckpointError):
                 raise
-            raise CheckpointError(f"{path}: transformers cannot load it: {str(refused).splitlines()[0]}") from refused
+            code = "it brings Python code of its own; read that, then set trust_remote_code=true to run it: "
+            hint = code if "auto_map" in raw and not spec.trust_remote_code else ""
+            first = str(refused).splitlines()[0]
+            raise CheckpointError(f"{path}: transformers cannot load it: {hint}{first}") from refused
     if spec.head != "lm" and any(name.startswith(HEADS) for name in new):
         _new_head(module, spec)
     return module.to(device).eval()
+
+
+def _check_files(directory: Path) -> None:
+    """Raises `CheckpointError` naming a missing or truncated file; `transformers` only says that something is wrong."""
+    if any(directory.glob("*.safetensors*")):
+        WeightFiles(directory)
 
 
 def _configure(config: Any, spec: ModelSpec) -> None:
