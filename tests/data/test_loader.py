@@ -355,6 +355,10 @@ def test_custom_datasets(files: Path, tokenizer: Tokenizer) -> None:
     assert [len(batch) for batch in epoch_of(stream.train)] == [1, 2, 3, 1]
     with pytest.raises(ConfigError, match=r"missing a required argument: 'count'; its constructor is CustomNumbers\("):
         load(tokenizer, files, "test-numbers")
+    with pytest.raises(ConfigError, match=r"'test-numbers' takes no path, so .*valid\.jsonl cannot be given to it"):
+        load(tokenizer, files, "test-numbers", args={"count": 4}, valid_path=str(files / "valid.jsonl"))
+    data = load(tokenizer, files, args={"path": str(files / "a.jsonl")}, valid_path=str(files / "valid.jsonl"))
+    assert (data.train.num_ids, len(data.valid["valid"])) == (40, 5)
     with pytest.raises(ConfigError, match="Neither has neither"):
         load(tokenizer, files, "test-neither")
     with pytest.raises(ConfigError, match="iterable dataset cannot be split"):

@@ -45,19 +45,20 @@ def same(one: TokenTable, other: TokenTable) -> bool:
     return one.to_bytes() == other.to_bytes()
 
 
-def test_processes_give_what_one_gives(source: Source, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    alone = tokenize(PromptAnswer(), Lengths(), tokenizer, source)
-    shared = tokenize(
-        PromptAnswer(), Lengths(), tokenizer, replace(source, num_workers=2, cache_dir=str(tmp_path / "other"))
-    )
-    assert len(alone) == 1100 and same(alone, shared)
-    assert alone[7].ids == ("7",)
+def test_processes_give_what_one_gives(source: Source, rows: Path, tokenizer: Tokenizer) -> None:
+    chunks: list[tokenizing.Chunk] = [
+        [(f"f:{i}", row) for i, row in enumerate(load(rows))][at : at + 512] for at in (0, 512, 1024)
+    ]
+    chunks[1].append(("f:bad", {"prompt": "x"}))
+    job = tokenizing.Job(PromptAnswer(), Lengths(), tokenizer)
+    seen: list[int] = []
+    shared = tokenizing._in_processes(job, chunks, 2, seen.append)
+    assert shared == [tokenizing.encode_rows(job, chunk) for chunk in chunks]
+    assert shared[1][2][0].startswith("f:bad: lacks the key 'answer'") and sorted(seen) == [76, 512, 513]
 
 
-def test_processes_report_bad_rows(source: Source, rows: Path, tokenizer: Tokenizer) -> None:
-    rows.write_text(rows.read_text() + '\n{"prompt": "x"}')
-    with pytest.raises(DataError, match=r"rows\.jsonl:1101: lacks the key 'answer'"):
-        tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, num_workers=2))
+def load(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_a_process_that_dies_is_no_hang(source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,8 +140,9 @@ class Reader:
         return Built(drawn, train, tuple(counts), valid)
 
     def validation(self, source: SourceSpec, name: str) -> tuple[Part, SourceCount]:
-        """All rows of a validation path. A directory's own validation files are taken, where it names them."""
-        type, dataset = self._build(source)
+        """All rows of a validation path, whatever path the arguments name for training."""
+        args = {name: value for name, value in source.args.items() if name != "path"}
+        type, dataset = self._build(replace(source, args=args))
         if not isinstance(dataset, MapDataset):
             raise ConfigError(f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index")
         part = Part(name, dataset, np.arange(len(dataset)))
@@ -163,6 +164,11 @@ class Reader:
         }
         signature = inspect.signature(make)
         takes = signature.parameters
+        if source.path and "path" not in takes:
+            raise ConfigError(
+                f"dataset type {type!r} takes no path, so {source.path} cannot be given to it; its constructor is "
+                f"{make.__name__}{signature}; use dataset.args"
+            )
         open_ended = "path" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
         given = {n: v for n, v in offered.items() if (n in takes or open_ended) and not (v is None and n == "path")}
         arguments = {**given, **source.args}
