@@ -23,13 +23,15 @@ def plan_lines(
     data: LoadedData,
 ) -> list[str]:
     """`facts` are the engines' descriptions by role; `numerics` says device and threads."""
-    lines = [f"nodes: {' -> '.join(experiment.graph.order)}", *experiment.plan_notes, *data.notes]
+    lines = [f"nodes: {' -> '.join(experiment.graph.order)}", *data.table().splitlines(), *data.notes]
+    lines += experiment.plan_notes
     lines += _counts(experiment, horizon)
     total = 0.0
     for role, spec in experiment.roles.items():
         gib = memory_gib(spec, facts[role])
         total += gib
         lines.append(f"{role}: {_describe(spec, facts[role])}, {gib:.2f} GiB")
+        lines += [f"{role}: {note}" for note in facts[role].get("notes", ())]
     lines.append(
         f"memory: about {total:.2f} GiB for weights, gradients and optimizers; activations and caches come on top"
     )

@@ -1,0 +1,53 @@
+"""Runs a case in a child process and kills it with SIGKILL at random moments until it has come to its end.
+
+`python -m tests.launch.killer ROOT CASE FOLDER KILLS SEED`: the child is forked after torch is imported, so that a kill costs
+a second. Prints the number of kills.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main(root: Path, case: str, folder: str, kills: int, seed: int) -> None:
+    import weft.launch.assemble  # noqa: F401  # everything heavy, before the first fork
+    from tests.launch.cases import CASES
+    from weft.launch import run
+
+    draw = random.Random(seed)
+    killed = 0
+    while True:
+        child = os.fork()
+        if child == 0:
+            try:
+                run(CASES[case](root, folder))
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
+            os._exit(0)
+        if killed < kills:
+            deadline = time.monotonic() + draw.uniform(0.2, 2.0)
+            while time.monotonic() < deadline:
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    break
+                time.sleep(0.002)
+            else:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                killed += 1
+                continue
+        else:
+            _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        print(killed)
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
