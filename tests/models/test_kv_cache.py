@@ -102,10 +102,12 @@ def test_room_grows_by_doubling() -> None:
     slots = cache.allocate(3)
     assert cache.num_slots == 4 and cache.num_active == 3
     cache.extend(slots, [torch.arange(n) for n in (1, 5, 2)])
-    assert cache.capacity == 8 and cache.used[:3].tolist() == [1, 5, 2]
+    assert cache.capacity == 16 and cache.used[:3].tolist() == [1, 5, 2]
     cache.extend([1], [torch.arange(20)])
-    assert cache.capacity == 25
-    assert cache.num_bytes == 2 * config.num_layers * 4 * config.num_kv_heads * 25 * config.head_dim * 4
+    assert cache.capacity == 32
+    cache.extend([1], [torch.arange(50)])
+    assert cache.capacity == 80, "whole vectors, and no more than is needed beyond twice the room"
+    assert cache.num_bytes == 2 * config.num_layers * 4 * config.num_kv_heads * 80 * config.head_dim * 4
 
 
 def test_a_decode_step_reads_consecutive_slots_without_a_copy() -> None:
@@ -115,7 +117,7 @@ def test_a_decode_step_reads_consecutive_slots_without_a_copy() -> None:
     packed = cache.extend(slots[1:], torch.zeros(3, dtype=torch.int64))
     assert isinstance(packed.attention, Cached)
     keys, _ = cache.read(0, packed.attention)
-    assert keys.shape == (3, 2, 4, 8) and keys.data_ptr() == cache.keys[0][1].data_ptr()
+    assert keys.shape == (3, 2, 16, 8) and keys.data_ptr() == cache.keys[0][1].data_ptr()
     assert np.array_equal(packed.attention.used.numpy(), [3, 3, 3])
 
 

@@ -3,6 +3,10 @@
 Training and prefill lay the pack's sequences out as rectangles of like length (`Dense.buckets`) with padding after each
 sequence: causal attention never looks there, so the fast causal kernel is exact without a mask. Soft-capping has no fused
 kernel on CPU and takes the written-out form. A decode step is one masked rectangle over the cache.
+
+On a CPU a row's result has the same bits in training and in decoding, whatever stands beside it: keys are padded to whole
+vectors and a head has a few query rows at least, so every row is added up in the same order. What the sampler reports as a
+log-prob is then what training computes (given that matrix products too have rows enough; see `engine/generation`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models.dropout import TokenNoise
-from weft.models.packed import AttentionContext, Bucket, Cached, Dense
+from weft.models.packed import AttentionContext, Bucket, Cached, Dense, in_vectors
+
+LEAST_QUERIES = 4  # a CPU multiplies fewer rows by another kernel, which adds up in another order
 
 Drop = Callable[[Bucket, Tensor], Tensor]
 
@@ -75,21 +81,29 @@ def _cells(x: Tensor, bucket: Bucket) -> Tensor:
 def _causal(q: Tensor, k: Tensor, v: Tensor, scores: Scores, drop: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Rectangles: q [n, heads, L, dim], k and v [n, kv_heads, L, dim] -> [n, heads, L, dim]."""
     length = q.shape[2]
+    tail = in_vectors(length, q.device) - length
+    if tail and drop is None:
+        q, k, v = F.pad(q, (0, 0, 0, tail)), F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail))
     limited = scores.window is not None and scores.window < length
     if scores.softcap is None and not limited and drop is None:
         shared = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=shared)
-    places = torch.arange(length, device=q.device)
-    return _masked(q, k, v, _visible(places[:, None], places, scores), scores, drop)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=shared)
+    else:
+        places = torch.arange(q.shape[2], device=q.device)
+        out = _masked(q, k, v, _visible(places[:, None], places, scores), scores, drop)
+    return out[:, :, :length]
 
 
 def _decode(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
     """One new token a row: the query heads that share a kv head stand in the query dimension, so nothing is repeated."""
     k, v = context.cache.read(layer, context)
     grouped = q.unflatten(1, (k.shape[1], -1))  # [R, kv_heads, group, dim]
+    group = grouped.shape[2]
+    if q.device.type == "cpu" and group < LEAST_QUERIES:
+        grouped = grouped.repeat(1, 1, -(-LEAST_QUERIES // group), 1)
     places = torch.arange(k.shape[2], device=q.device)
     visible = _visible(context.used[:, None], places, scores)[:, None, None]
-    return _masked(grouped, k, v, visible, scores).flatten(1, 2)
+    return _masked(grouped, k, v, visible, scores)[:, :, :group].flatten(1, 2)
 
 
 def _chunk(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:

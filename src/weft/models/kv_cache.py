@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.models.config import TransformerConfig
-from weft.models.packed import Cached, Packed
+from weft.models.packed import Cached, Packed, in_vectors
 
 
 class KVCache:
@@ -103,7 +103,7 @@ class KVCache:
         self._check_rotation(used, after)
         most = int(after.max())
         if most > self.capacity:
-            self._grow(dim=2, to=max(most, 2 * self.capacity))
+            self._grow(dim=2, to=in_vectors(max(most, 2 * self.capacity), self.device))
         self.used[where] = after
         ends = np.cumsum(lengths)
         flat = tokens if isinstance(tokens, Tensor) else torch.cat([t.to(self.device) for t in tokens])
@@ -144,9 +144,11 @@ class KVCache:
             values[slot, :, used:stop] = v[new].transpose(0, 1)
 
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows, each [R, kv_heads, max_used, head_dim]; entries past a row's length are garbage."""
+        """Keys and values of the rows, each [R, kv_heads, n, head_dim], n >= max_used in whole vectors; entries past a row's
+        length are finite but mean nothing."""
         which = context.slots if context.span is None else context.span
-        return self.keys[layer][which, :, : context.max_used], self.values[layer][which, :, : context.max_used]
+        stop = in_vectors(context.max_used, self.device)
+        return self.keys[layer][which, :, :stop], self.values[layer][which, :, :stop]
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

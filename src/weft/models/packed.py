@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PADDING_SHARE = 0.25  # of a bucket's area at most; more padding costs more than another kernel launch saves
 SHORT = 16  # sequences up to this length share a bucket whatever the padding
+VECTOR = 16  # floats that the widest CPUs add at once; sums over whole vectors do not depend on what follows them
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,11 @@ class Packed:
     rows: Tensor  # int64 [N]: the hidden state (a token's index) that each wanted output is read from
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
     noise: Noise | None = None  # keys of the sequences' dropout masks; without them nothing is dropped
+
+
+def in_vectors(length: int, device: torch.device) -> int:
+    """`length` keys as attention on this device reads them: a CPU reads whole vectors."""
+    return -(-length // VECTOR) * VECTOR if device.type == "cpu" else length
 
 
 def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
