@@ -75,6 +75,7 @@ def epoch_of(source: Loader) -> list[tuple[str, ...]]:
 batchings = st.one_of(st.builds(Batching, st.integers(1, 9)), st.builds(Batching, st.none(), st.integers(7, 40)))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=3), batchings, st.integers(0, 99), st.booleans())
 def test_an_epoch_holds_every_id_once(counts: list[int], batching: Batching, seed: int, shuffle: bool) -> None:
     source = loader(counts, batching, seed, shuffle)
@@ -172,6 +173,7 @@ def test_golden_order() -> None:
     assert (source.tolist(), sample.tolist()) == ([1, 1, 0, 1, 0, 0], [0, 2, 1, 1, 5, 2])
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 1.0)), min_size=1, max_size=3),
     st.integers(0, 99),

@@ -63,6 +63,7 @@ def same(one: SequenceSample, other: SequenceSample) -> None:
         assert torch.equal(value, other.data[key]), key
 
 
+@settings(deadline=None)
 @given(samples(), st.data())
 def test_gather_undoes_split(sample: SequenceSample, data: st.DataObject) -> None:
     parts = sample.split(data.draw(st.integers(1, sample.num_ids)))
@@ -71,6 +72,7 @@ def test_gather_undoes_split(sample: SequenceSample, data: st.DataObject) -> Non
     same(SequenceSample.gather(sample.unpack()), sample)
 
 
+@settings(deadline=None)
 @given(samples(), st.integers(0, 60))
 def test_split_by_tokens_keeps_the_budget(sample: SequenceSample, budget: int) -> None:
     if budget < sample.token_costs().max():
@@ -82,6 +84,7 @@ def test_split_by_tokens_keeps_the_budget(sample: SequenceSample, budget: int) -
     same(SequenceSample.gather(parts), sample)
 
 
+@settings(deadline=None)
 @given(samples(), st.integers(12, 60), st.randoms())
 def test_regroup_undoes_ungroup(sample: SequenceSample, budget: int, random: Any) -> None:
     parts = sample.ungroup(budget)
@@ -94,6 +97,7 @@ def test_regroup_undoes_ungroup(sample: SequenceSample, budget: int, random: Any
     same(again.select(ids=sample.ids), sample)
 
 
+@settings(deadline=None)
 @given(samples(), st.integers(12, 30))
 def test_keys_made_on_parts_come_back_by_completion(sample: SequenceSample, budget: int) -> None:
     parts = sample.ungroup(budget)
@@ -120,6 +124,7 @@ def test_a_part_holds_the_prompt_and_says_where_it_is_from() -> None:
         sample.ungroup(4)
 
 
+@settings(deadline=None)
 @given(samples(), st.sampled_from([None, "zlib"]))
 def test_bytes_round_trip(sample: SequenceSample, compression: str | None) -> None:
     raw = sample.to_bytes(compression)
@@ -140,6 +145,7 @@ def test_bytes_that_are_no_sample_are_refused() -> None:
         sample.to_bytes("lzma")
 
 
+@settings(deadline=None)
 @given(samples(), st.randoms())
 def test_update_joins_by_id(sample: SequenceSample, random: Any) -> None:
     order = list(sample.ids)
@@ -152,6 +158,7 @@ def test_update_joins_by_id(sample: SequenceSample, random: Any) -> None:
     same(joined.select(keys=sample.keys), sample)
 
 
+@settings(deadline=None)
 @given(samples(min_ids=2))
 def test_select_takes_ids_in_the_order_asked(sample: SequenceSample) -> None:
     backwards = sample.select(ids=sample.ids[::-1])
@@ -230,6 +237,7 @@ def best_largest(costs: list[int], parts: int) -> int:
     return table[parts, count]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
 def test_the_split_is_the_best_there_is(costs: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))
@@ -239,6 +247,7 @@ def test_the_split_is_the_best_there_is(costs: list[int], data: st.DataObject) -
     assert max(sums) == best_largest(costs, parts)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(30, 90))
 def test_fill_holds_everything_once_within_the_budget(costs: list[int], budget: int) -> None:
     parts = packing.fill(costs, budget)
@@ -246,6 +255,7 @@ def test_fill_holds_everything_once_within_the_budget(costs: list[int], budget: 
     assert all(sum(costs[i] for i in part) <= budget for part in parts)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 5))
 def test_partition_is_nearly_even(costs: list[int], parts: int) -> None:
     found = packing.partition(costs, parts)
@@ -261,9 +271,7 @@ def test_too_many_parts_is_an_error() -> None:
         packing.fill([9], 5, "dataset.train_tokens_per_batch")
 
 
-@settings(deadline=None)
-@given(st.just(0))
-def test_ten_thousand_ids_split_in_milliseconds(_: int) -> None:
+def test_ten_thousand_ids_split_in_milliseconds() -> None:
     rng = np.random.default_rng(0)
     sizes = rng.integers(1, 100, 10_000)
     sample = SequenceSample.from_default(

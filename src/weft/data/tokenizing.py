@@ -25,7 +25,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError
 
 VERSION = 1  # part of the cache's key; raised when the same rows give other ids
-PARALLEL_BYTES = 24 << 20  # files below this are tokenized before a second process has started
+PARALLEL_BYTES = 8 << 20  # smaller files are tokenized about as soon as a second process has started
 CHUNK = 512
 
 
