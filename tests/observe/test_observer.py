@@ -55,7 +55,7 @@ def test_a_step_goes_to_file_log_and_sinks(tmp_path: Path) -> None:
     assert sink.heard == [(1, ["c"]), (1, {"train/loss": 0.5, "peak_memory_gb": 1.25}), "closed"]
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split("  ", 1)[1].split("  ")[0] for line in log] == ["step 1/2", log[1].split("  ", 1)[1]]
-    assert "finished after step 1/2" in log[1]
+    assert "finished after step 1 of 2" in log[1]
 
 
 def test_log_freq_thins_lines_and_sinks_but_not_the_file(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_plain_lines_are_one_a_step_without_escapes_or_wraps() -> None:
     view.note("saved [bold]checkpoints/actor/step4")
     lines += view.close("finished")
     assert told(console) == "\n".join([lines[0], "saved [bold]checkpoints/actor/step4", lines[1]]) + "\n"
-    assert "step 3/10" in lines[0] and "\x1b" not in told(console)
+    assert "step  3/10" in lines[0] and "\x1b" not in told(console)
 
 
 def test_the_live_view_shows_what_was_asked_for() -> None:
@@ -52,12 +52,12 @@ def test_the_live_view_shows_what_was_asked_for() -> None:
     view = LiveView("e/t", console)
     assert "starting" in drawn(view, console)
     view.expect(10, 2)
-    assert "step 2/10" in drawn(view, console)
+    assert "step  2/10" in drawn(view, console)
     view.step(LINE | CALLS | {"peak_memory_gb": 1.5}, shown=True)
     view.sample(3, {"prompt": "How are you?", "completion": "[bold]Well,\n thank you", "reward": 0.5})
     with view.doing("actor_train"):
         text = drawn(view, console)
-    for part in ("e/t", "step 3/10", "left", "reward 0.25", "2,000", "1.50", "actor_gen", "0.30 s", "65%"):
+    for part in ("e/t", "step  3/10", "left", "reward 0.25", "2,000", "1.50", "actor_gen", "0.30 s", "65%"):
         assert part in text
     for part in ("▸ actor_train", "step 3 · reward 0.5", "How are you? [bold]Well, thank you"):
         assert part in text

@@ -13,7 +13,7 @@ EVAL = "eval/"
 COUNTERS = ("step", "epoch")
 
 # Last parts of names, most telling first: the first that a run has is its headline.
-HEADLINES = ("reward", "accuracies", "accuracy", "loss")
+HEADLINES = ("reward", "loss", "accuracy")
 # Shown before all others, in this order; the rest is a click away.
 TELLING = (
     "reward", "accuracy", "accuracies", "token_accuracy", "loss", "value_loss", "perplexity", "kl", "margin", "margins",
@@ -54,7 +54,7 @@ def direction(name: str) -> int:
 
 
 def headline(names: Iterable[str]) -> str | None:
-    """The metric that tells how a run goes: reward, else accuracy of preferences, else loss. None without any of them."""
+    """The metric that tells how a run goes: reward, else loss, else accuracy. None without any of them."""
     known = [name for name in names if not name.startswith((TIME, EVAL))]
     for wanted in HEADLINES:
         for name in known:

@@ -76,7 +76,9 @@ class Pace:
 
     def counted(self) -> str:
         """`step 12/60`, or `step 12` where the end is not known."""
-        return f"step {self.done}/{self.total}" if self.total is not None else f"step {self.done}"
+        return (
+            f"step {self.done:>{len(str(self.total))}}/{self.total}" if self.total is not None else f"step {self.done}"
+        )
 
     def text(self) -> str:
         """The latest step as one plain line."""
@@ -88,7 +90,7 @@ class Pace:
         rate = tokens_per_second(self.latest)
         parts += [f"{number(round(rate))} tokens/s"] if rate else []
         parts += [duration(self.latest["step_seconds"])] if "step_seconds" in self.latest else []
-        parts += [f"ETA {duration(self.remaining)}"] if self.remaining is not None else []
+        parts += [f"ETA {duration(self.remaining)}"] if self.remaining else []
         return "  ".join(parts)
 
     def evaluated(self) -> list[tuple[str, float]]:
@@ -101,7 +103,8 @@ class Pace:
 
     def summary(self, status: str) -> str:
         """The run in one line, for its end."""
-        parts = [f"{status} after {self.counted()} in {duration(self.elapsed)}"]
+        of = f" of {self.total}" if self.total is not None else ""
+        parts = [f"{status} after step {self.done}{of} in {duration(self.elapsed)}"]
         if self.name is not None and self.values:
             parts.append(
                 f"{title(self.name)} {number(self.values[0])} -> {number(self.values[-1])} (best {number(self.best)})"
