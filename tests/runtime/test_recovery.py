@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.runtime.toy import Toy, timeless
 
+from tests.runtime.toy import Toy, timeless
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.jsonl import StepFile
 from weft.runtime import disk, local

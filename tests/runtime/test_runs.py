@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.runtime.toy import Toy, ToyGenerate, ToyInfer, timeless
 
+from tests.runtime.toy import Toy, ToyGenerate, ToyInfer, timeless
 from weft import register_function
 from weft.errors import Interrupted, RunError
 from weft.graph.mfc import Call

@@ -1,0 +1,198 @@
+"""The built-in tests of an interface class, for yours too: `check_interface(MyInterface, scale=2.0)` raises `AssertionError`."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.data.sample import SequenceSample
+from weft.engine.spec import Head, ModelSpec, Schedule
+from weft.interfaces.base import MFCResult, Model, ModelInterface
+from weft.registry import backends
+from weft.runtime.state import read_state, write_state
+from weft.testing.datasets import small_tokenizer
+from weft.topology import Layout
+
+CALLS = ("generate", "inference", "evaluate", "train_step")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+TEXTS = {"What is 1+1?": ["2", "It is 3."], "Say hello.": ["Hello!", "No."], "": ["Once upon", "a time"]}
+
+
+def check_interface(cls: type[Any], *, batch: SequenceSample | None = None, head: Head = "lm", **args: Any) -> None:
+    """Every property that an interface has to have. It is built as `cls(**args)` and called on a small random Llama.
+
+    For each method that it implements: an `MFCResult` with finite metrics; outputs with tensors for exactly the ids of the
+    batch, of a fitting number of sequences; the batch left as it was; the same result when called again on the same weights;
+    an id's outputs the same alone as among others (`generate`, `inference`). A train step counts one version. `state_dict`
+    comes back from the disk and is taken up by `load_state_dict`. `save` fills a directory.
+
+    `batch` defaults to `small_batch()`, which has every key that shipped datasets and nodes make; `head` says what the network
+    ends in: lm, value or score.
+    """
+    assert isinstance(cls, type), f"{cls!r} is no class; an interface is built as cls(**args)"
+    found = [name for name in CALLS if _implements(cls, name)]
+    assert found, f"{cls.__name__} implements none of {', '.join(CALLS)}; a node could call nothing"
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(cls, args, small_batch() if batch is None else batch, head, Path(folder))
+        for name in found:
+            _check_call(bench, name)
+        if _implements(cls, "state_dict") or _implements(cls, "load_state_dict"):
+            _check_state(bench, found)
+        if _implements(cls, "save"):
+            _check_save(bench)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What an interface is tried on. Every call of `model` gives the same fresh weights."""
+
+    cls: type[Any]
+    args: Mapping[str, Any]
+    batch: SequenceSample
+    head: Head
+    folder: Path
+
+    def build(self) -> Any:
+        return self.cls(**self.args)
+
+    def model(self) -> Model:
+        """A random Llama with an optimizer and a byte tokenizer."""
+        tokenizer, directory = small_tokenizer(), self.folder / "model"
+        if not directory.exists():
+            directory.mkdir()
+            (directory / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": tokenizer.vocab_size}))
+            tokenizer.save(directory)
+        schedule = Schedule(total_steps=100, warmup_steps=0)
+        spec = ModelSpec(
+            path=str(directory), init_from_scratch=True, head=self.head, trained=True, schedule=schedule, device="cpu"
+        )
+        engine = backends.get("torch")(spec, Layout())
+        return Model("actor", engine, tokenizer, tokenizer, "cpu", "float32", step=1, seed=1, schedule=schedule)
+
+    def call(self, name: str, batch: SequenceSample | None = None) -> MFCResult:
+        """One call of a newly built interface on fresh weights."""
+        return _call(self.build(), name, self.model(), self.batch if batch is None else batch)
+
+
+def small_batch() -> SequenceSample:
+    """Three ids of two completions each (one without a prompt), with every key of docs/architecture.md's edges but `support`."""
+    tokenizer = small_tokenizer()
+    prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]
+    groups = [[tokenizer.encode(text, bos=False) for text in texts] for texts in TEXTS.values()]
+    lengths = [[len(c) for c in group] for group in groups]
+    rows, count = sum(map(sum, lengths)), sum(map(len, lengths))
+    single, pairs = [[1] * len(group) for group in groups], len(groups)
+    per_token, per_sequence = torch.linspace(-1.0, -0.1, rows), torch.linspace(-1.0, 1.0, count)
+    keys: dict[str, tuple[Any, torch.Tensor]] = {
+        "prompt": ([[len(p)] for p in prompts], _flat(prompts)),
+        "completion": (lengths, _flat([c for group in groups for c in group])),
+        "loss_mask": (lengths, torch.ones(rows)),
+        "rank": (single, torch.tensor([0, 1] * pairs)),
+        "comparison": (single, torch.zeros(count, dtype=torch.int64)),
+        "margin": (single, torch.zeros(count)),
+        "label": (single, torch.tensor([1.0, 0.0] * pairs)),
+        "versions": (lengths, torch.zeros(rows, dtype=torch.int64)),
+        "finished": (single, torch.ones(count)),
+        "values": ([[n + 1 for n in group] for group in lengths], torch.zeros(rows + count)),
+        "rewards": (single, per_sequence),
+        "scores": (single, per_sequence),
+    }
+    keys |= dict.fromkeys(("logprobs", "ref_logprobs", "advantages", "returns"), (lengths, per_token))
+    metadata = {"answer": ["2", "Hello!", "a time"], "source": ["small"] * pairs}
+    return SequenceSample.from_groups(
+        ["a", "b", "c"], {k: n for k, (n, _) in keys.items()}, {k: v for k, (_, v) in keys.items()}, metadata
+    )
+
+
+def _implements(cls: type[Any], method: str) -> bool:
+    return any(method in vars(base) for base in cls.__mro__ if base is not ModelInterface)
+
+
+def _call(interface: Any, name: str, model: Model, batch: SequenceSample) -> MFCResult:
+    method: Callable[[Model, SequenceSample], MFCResult] = getattr(interface, name)
+    return method(model, batch)
+
+
+def _check_call(bench: Bench, name: str) -> None:
+    where = f"{bench.cls.__name__}.{name}"
+    before = bench.batch.to_bytes()
+    model = bench.model()
+    result = _call(bench.build(), name, model, bench.batch)
+    assert isinstance(result, MFCResult), f"{where} returns a {type(result).__name__}, not an MFCResult"
+    assert bench.batch.to_bytes() == before, f"{where} changes the batch that it is given; samples are immutable"
+    for metric, value in result.metrics.items():
+        assert isinstance(value, int | float), f"{where}: metric {metric!r} is a {type(value).__name__}, not a number"
+        assert math.isfinite(value), f"{where}: metric {metric!r} is {value}"
+    trained = 1 if name == "train_step" else 0
+    assert model.engine.version == trained, f"{where}: the engine's version is {model.engine.version}, not {trained}"
+    if result.outputs is not None:
+        _check_outputs(result.outputs, bench.batch, where)
+    again = bench.call(name)
+    _check_same(result.outputs, again.outputs, f"{where}, called again on the same weights")
+    if name in ("generate", "inference") and result.outputs is not None:
+        for id in bench.batch.ids:
+            alone = bench.call(name, bench.batch.select(ids=[id]))
+            _check_same(result.outputs.select(ids=[id]), alone.outputs, f"{where} on {id!r} alone")
+
+
+def _check_outputs(outputs: SequenceSample, batch: SequenceSample, where: str) -> None:
+    assert set(outputs.ids) == set(batch.ids), f"{where}: outputs are of {sorted(outputs.ids)}, not {sorted(batch.ids)}"
+    assert outputs.keys, f"{where}: outputs hold no key; return None where a call makes none"
+    for key in outputs.keys:
+        assert key in outputs.data, f"{where}: key {key!r} has lengths but no tensor"
+    if "completion" in outputs.keys:
+        return
+    for key in outputs.keys:
+        counts = [len(n) for n in outputs.select(ids=batch.ids).seqlens[key]]
+        groups = [len(n) for n in batch.seqlens["completion"]] if "completion" in batch.keys else counts
+        fits = all(count in (1, group) for count, group in zip(counts, groups, strict=True))
+        assert fits, f"{where}: key {key!r} has {counts} sequences for {groups} completions"
+
+
+def _check_same(one: SequenceSample | None, other: SequenceSample | None, where: str) -> None:
+    assert (one is None) == (other is None), f"{where}: outputs there once and once not"
+    if one is None or other is None:
+        return
+    assert set(one.keys) == set(other.keys), f"{where}: keys {sorted(one.keys)} and {sorted(other.keys)}"
+    other = other.select(ids=one.ids)
+    for key in one.keys:
+        same = one.lengths[key].tolist() == other.lengths[key].tolist()
+        assert same, f"{where}: key {key!r} has other lengths"
+        torch.testing.assert_close(
+            one.data[key], other.data[key], msg=lambda text, key=key: f"{where}: key {key!r}: {text}"
+        )
+
+
+def _check_state(bench: Bench, found: Sequence[str]) -> None:
+    for name in ("state_dict", "load_state_dict"):
+        assert _implements(bench.cls, name), f"{bench.cls.__name__} has only one of state_dict and load_state_dict"
+    used, fresh = bench.build(), bench.build()
+    _call(used, found[-1], bench.model(), bench.batch)
+    for name, interface in (("one", used), ("two", fresh)):
+        write_state(bench.folder / name, interface.state_dict())
+    fresh.load_state_dict(read_state(bench.folder / "one"))
+    write_state(bench.folder / "two", fresh.state_dict())
+    same = (bench.folder / "one").read_bytes() == (bench.folder / "two").read_bytes()
+    assert same, f"{bench.cls.__name__}: load_state_dict does not bring back what state_dict gave"
+
+
+def _check_save(bench: Bench) -> None:
+    directory = bench.folder / "saved"
+    directory.mkdir()
+    bench.build().save(bench.model(), directory)
+    assert any(directory.iterdir()), f"{bench.cls.__name__}.save leaves its directory empty"
+
+
+def _flat(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64)
