@@ -12,6 +12,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, GraphError, unknown_name
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload
+from weft.registry import interfaces
 from weft.topology import Layout
 
 
@@ -167,10 +168,14 @@ def _check_roles(experiment: Experiment) -> None:
     for node in (*graph.model_calls(), *evaluated):
         if node.trains and not roles[node.role].trained:
             raise GraphError(f"node {node.name!r} trains {node.role!r}, whose spec has trained=False; set it")
-        if roles[node.role].backend == "null" and (node.method in ("generate", "train_step") or _moves(node)):
+        shipped = node.interface in interfaces.shipped()  # these ask the engine, and there is none
+        if roles[node.role].backend == "null" and (
+            node.method in ("generate", "train_step") or _moves(node) or shipped
+        ):
             raise GraphError(
                 f"node {node.name!r} calls {node.method} on {node.role!r}, which has {node.role}.backend=null, a tokenizer "
-                "alone: it cannot be trained, generated with or moved; give the role a network"
+                "alone: it cannot be trained, generated with or moved; give the role a network, or the node an interface "
+                f"with its own ({node.name}.interface=NAME)"
             )
     moved = {r for s in graph.syncs for r in (s.source, s.target)} | set(experiment.init_from.values())
     for role in sorted(moved | set(experiment.init_from) | set(experiment.saved_roles)):

@@ -251,6 +251,26 @@ def test_the_module_form_is_the_same(folder: Path, capsys: pytest.CaptureFixture
         assert done.returncode == 0, done.stderr
 
 
+def test_a_call_still_at_work_does_not_change_the_exit_code(folder: Path) -> None:
+    code = """
+import sys, threading
+import torch
+from weft.cli import main as weft
+from weft.errors import RunError
+
+def fails():
+    work = lambda: [torch.ones(600, 600) @ torch.ones(600, 600) for _ in range(100_000)]
+    threading.Thread(target=work, name=weft.WORKER, daemon=True).start()
+    raise RunError("the run failed")
+
+weft._dispatch = lambda words: fails()
+sys.argv = ["weft", "quickstart"]
+sys.exit(weft.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (1, "error: the run failed")
+
+
 def test_the_run_gets_the_configuration(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

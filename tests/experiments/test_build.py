@@ -257,6 +257,15 @@ def test_the_temperature_is_the_samplers_everywhere() -> None:
     assert {experiment.node(n).args["temperature"] for n in ("actor_gen", "ref_inf", "actor_train")} == {0.5}
 
 
+def test_paths_may_begin_at_home(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(files))
+    experiment = build("sft", model__path="~/m", dataset__train_path="~/rows.jsonl")
+    assert (experiment.roles["model"].path, experiment.dataset.train_path) == (
+        str(files / "m"),
+        str(files / "rows.jsonl"),
+    )
+
+
 # -- roles that are not named in full
 
 
@@ -332,9 +341,12 @@ def test_a_role_of_a_tokenizer_alone_cannot_be_trained_or_generated_with() -> No
         build("sft", model__backend="null")
     with pytest.raises(GraphError, match="a tokenizer alone"):
         build("gen", model__backend="null")
-    with pytest.raises(GraphError, match="no parameters to move"):
+    with pytest.raises(GraphError, match="a tokenizer alone"):
         build("ppo", ref__backend="null", ref__path="m", ppo__ref_ema_eta=0.5)
-    assert build("ppo", rew__backend="null", rew__path=None, rew__tokenizer__path="m").node("rew_inf")
+    alone = {"rew__backend": "null", "rew__path": None, "rew__tokenizer__path": "m"}
+    with pytest.raises(GraphError, match=r"rew_inf\.interface=NAME"):
+        build("ppo", **alone)
+    config_of("ppo", **alone).build().with_mfc("rew_inf", interface="mine").check()  # one that brings its own network
 
 
 def test_hooks_as_users_write_them() -> None:

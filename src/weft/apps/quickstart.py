@@ -10,7 +10,9 @@ from weft.cli.main import main as weft
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code. A script that registers a quickstart may end with `sys.exit(main())`."""
-    return weft(["quickstart", *(sys.argv[1:] if argv is None else argv)])
+    if argv is None:
+        sys.argv.insert(1, "quickstart")
+    return weft(None if argv is None else ["quickstart", *argv])
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +28,11 @@ COMMANDS = {
     "report": "build report.html of a run anew",
 }
 INTERRUPTED = 130
+WORKER = "weft-worker"  # the thread in which a run's calls are made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Nothing is raised but `SystemExit` of argparse and what `--debug` shows."""
+    """Run one command; the exit code. Without `argv` this is the program itself, and may end the process."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("--help", "-h", "help"):
         print(usage())
@@ -37,7 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"weft {__version__}")
         return 0
-    return guarded(lambda: _dispatch(words), words)
+    code = guarded(lambda: _dispatch(words), words)
+    if argv is None and code:
+        _end(code)
+    return code
+
+
+def _end(code: int) -> None:
+    """A failed run may leave a call at work in torch, in which the interpreter's own end would abort with code 134."""
+    if any(thread.name == WORKER and thread.is_alive() for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def usage() -> str:

@@ -54,7 +54,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     """The experiment, checked as far as no torch is needed. Raises `UserError` with the option, its value and the rule."""
     _check_sizes(config, plan)
     trained = {node.role for node in plan.nodes if isinstance(node, MFCDef) and node.trains}
-    roles = {name: replace(spec, trained=name in trained) for name, spec in plan.roles.items()}
+    roles = {name: replace(_at_home(spec), trained=name in trained) for name, spec in plan.roles.items()}
     for name, spec in roles.items():
         checks.check_model(name, spec)
     keys = ROW_KEYS.get(plan.dataset_type, COMPARED)
@@ -96,8 +96,15 @@ def batches(dataset: DatasetSpec) -> DatasetSpec:
     valid = dataset.valid_bs_n_seqs
     if valid is None and dataset.valid_tokens_per_batch is None:
         valid = size or DEFAULT_BATCH
-    train_path = dataset.train_path or dataset.path
-    return replace(dataset, train_bs_n_seqs=size, valid_bs_n_seqs=valid, train_path=train_path, path=None)
+    train_path, valid_path = checks.at_home(dataset.train_path or dataset.path), checks.at_home(dataset.valid_path)
+    sized = replace(dataset, train_bs_n_seqs=size, valid_bs_n_seqs=valid)
+    return replace(sized, train_path=train_path, valid_path=valid_path, path=None)
+
+
+def _at_home(spec: ModelSpec) -> ModelSpec:
+    """The role with `~` in its paths read as a shell reads it; after `path=` no shell does."""
+    tokenizer = replace(spec.tokenizer, path=checks.at_home(spec.tokenizer.path))
+    return replace(spec, path=checks.at_home(spec.path), tokenizer=tokenizer)
 
 
 def batch_size(dataset: DatasetSpec) -> int:

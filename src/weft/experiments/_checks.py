@@ -103,6 +103,11 @@ def check_model(role: str, spec: ModelSpec) -> None:
         _check_directory(role, spec, directory)
 
 
+def at_home(path: str | None) -> str | None:
+    """A path with `~` in front read as the home directory."""
+    return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
+
+
 def is_local(path: str) -> bool:
     """Whether a path is meant for this machine: it exists, or no hub name looks like it."""
     return Path(path).expanduser().exists() or HUB_NAME.fullmatch(path) is None

@@ -178,9 +178,11 @@ class RunConfig(ABC):
         choices=("auto", "resume", "disabled"),
     )
     recover_freq_steps: int | None = option(
-        None, "steps between recovery points; with every checkpoint when absent", at_least=1
+        None, "steps between recovery points, besides one with every checkpoint and every ten minutes", at_least=1
     )
-    resume_from: str | None = option(None, "recovery point to go on from, in place of the run's own last one")
+    resume_from: str | None = option(
+        None, "recovery point, checkpoint or directory of a run to go on from, in place of the run's own last point"
+    )
     max_tokens_per_microbatch: int = option(16384, "most tokens of one forward pass, for every call", at_least=1)
     deterministic: bool = option(False, "choose kernels that repeat bit for bit (on CUDA; the CPU's do anyway)")
     on_nonfinite: str = option(
