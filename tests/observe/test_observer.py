@@ -62,8 +62,10 @@ def test_log_freq_thins_lines_and_sinks_but_not_the_file(tmp_path: Path) -> None
     sink = Recorder()
     observer = Observer(tmp_path, [sink], quiet(), log_freq_steps=2)
     for step in range(1, 6):
+        observer.samples(step, [{"completion": "c"}])
         observer.step({"step": step, "train/loss": 1.0})
-    assert [step for step, _ in sink.heard] == [2, 4]
+    assert [step for step, _ in sink.heard] == [2, 2, 4, 4]
+    assert len(list(read_rows(tmp_path / "samples.jsonl"))) == 5
     assert len(list(read_rows(tmp_path / "metrics.jsonl"))) == 5
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 2
 

@@ -15,7 +15,7 @@ import yaml
 
 from weft.cli.report import report
 from weft.errors import UserError
-from weft.observe import charts, timing
+from weft.observe import charts, sections, timing
 from weft.observe.report import build_report, embedded
 from weft.observe.run_files import RunFiles
 from weft.observe.timeline import Timeline
@@ -215,6 +215,12 @@ def test_what_is_no_run_is_the_users_to_mend(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=told):
             build_report(tmp_path / name)
     assert not list((tmp_path / "empty").iterdir())
+
+
+def test_evaluation_is_told_in_the_terms_of_the_headline() -> None:
+    lines = [{"step": s, "train/loss": 2.0, "eval/accuracy": 0.25, "eval/loss": 3.0 + s} for s in (1, 2)]
+    tiles = sections.tiles(run_of(*lines))
+    assert "<dt>eval loss</dt><dd>5<small>first 4</small>" in tiles
 
 
 def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,7 @@ class Observer:
             self._samples.extend({"step": step, **row} for row in rows)
         if rows:
             self._view.sample(step, rows[0])
+        if rows and step % self._every == 0:
             for sink in self._sinks:
                 sink.text(step, rows)
 
@@ -101,12 +102,6 @@ class Observer:
     def ran(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
         """Something that ran elsewhere and is over: `began` in seconds since the epoch."""
         self.timeline.add(name, track, began, seconds, **args)
-
-    @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """The live view says what is under way."""
-        with self._view.doing(what):
-            yield
 
     def note(self, line: str) -> None:
         """A line for people: into log.txt and onto the terminal."""

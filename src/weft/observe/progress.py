@@ -118,7 +118,7 @@ class LiveView:
         sign, colour = OUTCOMES.get(status, ("·", QUIET))
         line = self._pace.summary(status)
         shown = Text.assemble((f"{sign} ", colour), (self._run, STRONG), "  ", line)
-        shown.append(f"  {sparkline(self._pace.values, 24)}", ACCENT)
+        shown.append(f"  {sparkline(self._pace.values, min(24, self._console.width - shown.cell_len - 3))}", ACCENT)
         self._console.print(shown)
         return [line]
 

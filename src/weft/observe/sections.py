@@ -61,7 +61,7 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         _, values = run.series(name)
         good = min(values) if direction(name) < 0 else max(values)
         yield title(name), number(values[-1]), f"best {number(good)}"
-    for word in ("eval/accuracy", "eval/reward", "eval/loss"):
+    for word in (f"eval/{last_part(name or '')}", "eval/reward", "eval/accuracy", "eval/loss"):
         if word in run.names:
             _, values = run.series(word)
             yield f"eval {last_part(word)}", number(values[-1]), f"first {number(values[0])}"

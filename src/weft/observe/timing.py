@@ -18,9 +18,9 @@ GROUPS = (ROLES, HOST, RUN)
 
 
 def node_hues(spans: Sequence[Span]) -> dict[str, Hue]:
-    """Node -> its role's colour, as far as the timeline tells."""
+    """Node -> its role's colour, grey for host functions, as far as the timeline tells."""
     roles = role_hues(span.lane for span in spans if span.group == ROLES)
-    return {span.name: roles[span.lane] for span in spans if span.group == ROLES}
+    return {span.name: roles.get(span.lane, GREY) for span in spans if span.group in (ROLES, HOST)}
 
 
 def shares(run: RunFiles) -> list[tuple[str, float, float]]:
