@@ -210,7 +210,7 @@ def test_the_whole_batch_is_shared_out(make: Make) -> None:
     [
         (
             "raises",
-            r"reward 'raises' failed on p1\[0\], p1\[1\]: it raised ZeroDivisionError.*\n.*my_reward_functions.py:\d+ in",
+            r"'raises' failed on p1\[0\], p1\[1\]: it raised ZeroDivisionError.*\n.*my_reward_functions.py:\d+ in",
         ),
         ("leaves", r"'leaves' failed.*SystemExit: 3"),
         ("nan", r"'nan' failed on p1\[1\]: it returned nan; return a finite number"),
