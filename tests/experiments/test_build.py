@@ -387,6 +387,23 @@ def test_a_configuration_made_in_code_is_checked_like_a_command_line() -> None:
         config.build()
 
 
+def test_groups_of_options_may_be_mappings() -> None:
+    config = DPOConfig("e", "t", actor={"path": "m", "lora": {"r": 4}}, dataset={"path": "rows.jsonl"})  # type: ignore[arg-type]
+    assert (config.actor.path, config.actor.lora.r, config.actor.optimizer.lr) == ("m", 4, 1e-6)
+    assert config.build().dataset.train_path == "rows.jsonl"
+    with pytest.raises(ConfigError, match=r"unknown option 'actor\.pth'"):
+        DPOConfig("e", "t", actor={"pth": "m"})  # type: ignore[arg-type]
+
+
+def test_imports_are_read_before_names_are_looked_up(files: Path) -> None:
+    code = "from weft import register_dataset\nregister_dataset('test_rows', type('Rows', (), {}))\n"
+    (files / "own_rows.py").write_text(code)
+    try:
+        assert build("sft", imports=["own_rows.py"], dataset__type="test_rows").dataset_type == "test_rows"
+    finally:
+        registry.datasets._things.pop("test_rows")
+
+
 def test_loggers_are_on_where_something_is_set() -> None:
     assert LoggerSpec().enabled() == {}
     assert LoggerSpec(wandb=WandbSpec(project="p")).enabled() == {"wandb": {"mode": "online", "project": "p"}}

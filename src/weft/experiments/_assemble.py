@@ -15,20 +15,21 @@ from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
 from weft.options import to_mapping, validate
-from weft.registry import datasets, interfaces, losses
+from weft.registry import datasets, import_user_code, interfaces, losses
 
 DEFAULT_BATCH = 32
 
 # Keys that the rows of a shipped dataset type bring; a registered type may bring any of them.
 ANSWERS = ("prompt", "completion", "loss_mask")
-COMPARED = (*ANSWERS, "rank", "comparison", "margin", "label")
+RANKED = (*ANSWERS, "rank", "comparison", "margin")
+COMPARED = (*RANKED, "label")
 ROW_KEYS = {
     "prompt_answer": ANSWERS,
     "chat": ANSWERS,
     "prompt": ("prompt",),
     "paired_comparison": COMPARED,
     "preference": COMPARED,
-    "ranking": COMPARED,
+    "ranking": RANKED,
 }
 
 
@@ -83,6 +84,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
 def check(config: RunConfig) -> None:
     """What holds for every experiment; an algorithm's `build` calls it before it looks at its own options."""
     validate(config)
+    import_user_code(config.imports)  # names that the options use may be registered there
     checks.check_names(experiment_name=config.experiment_name, trial_name=config.trial_name)
     checks.check_one_device(config.n_nodes, config.n_gpus_per_node)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments import _checks as checks
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
-from weft.options import option
+from weft.options import option, read
 
 
 @dataclass
@@ -191,6 +191,14 @@ class RunConfig(ABC):
     progress: bool = option(True, "show the live view where the output is a terminal")
     imports: list[str] = option([], "modules and FILE.py that register datasets, rewards, interfaces, experiments")
     logger: LoggerSpec = option(LoggerSpec(), "where metrics go besides metrics.jsonl")
+
+    def __post_init__(self) -> None:
+        """A group of options may be given as a mapping, as in a file: `actor={"path": ...}`."""
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, Mapping) and callable(spec.default_factory):
+                base = spec.default_factory()
+                setattr(self, spec.name, read(base, value, f"{spec.name}.") if is_dataclass(base) else value)
 
     @abstractmethod
     def build(self) -> Experiment:

@@ -46,6 +46,10 @@ def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
         f"{horizon.num_ids} ids an epoch, {batch}: {horizon.steps_per_epoch} steps an epoch; "
         f"{horizon.steps} steps in all ({epochs} epochs{_limit(experiment)})"
     )
+    for call in experiment.graph.model_calls():
+        if call.method == "generate":
+            samples = int(call.args.get("samples_per_prompt", 1))
+            yield f"{call.name}: {samples * call.batch_size} completions a step, {samples * horizon.num_ids} an epoch"
     for node in experiment.trained_nodes():
         updates = experiment.updates_per_firing.get(node.name, 1)
         per_epoch, total = horizon.updates(experiment, node.name)
