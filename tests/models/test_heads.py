@@ -84,6 +84,15 @@ def test_outputs_and_gradients_are_the_formula(
             assert_close(one, other)
 
 
+def test_a_label_always_counts_as_kept() -> None:
+    hidden, weight, _, labels = inputs()
+    others = Support((labels + 1) % V, torch.ones(N, dtype=torch.int64))
+    both = Support(torch.stack([labels, (labels + 1) % V], 1).flatten(), torch.full((N,), 2))
+    ours = token_outputs(hidden, labels, Projection(weight), ALL, support=others)
+    assert_close(ours, token_outputs(hidden, labels, Projection(weight), ALL, support=both))
+    assert bool(ours["logprobs"].isfinite().all())
+
+
 def test_gradcheck() -> None:
     hidden, weight, bias, labels = inputs()
 

@@ -62,9 +62,12 @@ def resolve(path: str | Path) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
+        found = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+        if not any(found.glob("*.safetensors")):
+            snapshot_download(str(path), allow_patterns=["*.bin", "*.bin.index.json"], ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failed:
         raise CheckpointError(f"{path} is neither a directory nor a model that the hub hands out: {failed}") from failed
+    return found
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
