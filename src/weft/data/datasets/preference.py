@@ -99,7 +99,7 @@ def _dialogues(tokenizer: Tokenizer, contents: Sequence[str], values: Mapping[st
         spans = dialogue.assistant_spans(content)
         if spans == [(0, len(content))]:
             spans = [(dialogue.shared_words(*contents), len(content))]
-        after = [(max(a, len(prompt)), b) for a, b in spans if b >= len(prompt)]
+        after = [span for span in spans if span[0] >= len(prompt)]
         if not after or after[-1][1] < len(content):
             raise BadRow("one of the dialogues does not end with the assistant's turn")
         ids, mask = tokenizer.encode_with_spans(content, after)
