@@ -247,28 +247,11 @@ def test_the_split_is_the_best_there_is(costs: list[int], data: st.DataObject) -
     assert max(sums) == best_largest(costs, parts)
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 30), max_size=20), st.integers(30, 90))
-def test_fill_holds_everything_once_within_the_budget(costs: list[int], budget: int) -> None:
-    parts = packing.fill(costs, budget)
-    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
-    assert all(sum(costs[i] for i in part) <= budget for part in parts)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 5))
-def test_partition_is_nearly_even(costs: list[int], parts: int) -> None:
-    found = packing.partition(costs, parts)
-    assert sorted(i for part in found for i in part) == list(range(len(costs)))
-    sums = [sum(costs[i] for i in part) for part in found]
-    assert max(sums) - min(sums) <= max(costs)
-
-
 def test_too_many_parts_is_an_error() -> None:
     with pytest.raises(ConfigError, match="2 ids do not split into 3"):
         packing.cut_evenly([1, 1], 3)
     with pytest.raises(ConfigError, match=r"train_tokens_per_batch=5.*longest sequence.*9 tokens.*9 or more"):
-        packing.fill([9], 5, "dataset.train_tokens_per_batch")
+        packing.cut_by_budget([9], 5, "dataset.train_tokens_per_batch")
 
 
 def test_ten_thousand_ids_split_in_milliseconds() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,43 +57,6 @@ def cut_by_budget(costs: Costs, budget: int, field: str = "max_tokens_per_microb
         return [0]
     sums = np.concatenate([[0], np.cumsum(np.asarray(costs, dtype=np.int64))])
     return cut_evenly(costs, _parts_needed(sums, budget, len(costs)))
-
-
-def partition(costs: Costs, parts: int) -> list[list[int]]:
-    """`parts` lists of indices whose sums are nearly equal: the largest remaining item goes to the lightest part.
-
-    At most 4/3 of the best largest sum (Graham 1969, "Bounds on multiprocessing timing anomalies"); ties go to the part
-    with the lower index, and indices ascend within a part. Parts may be empty where there are fewer items than parts.
-    """
-    loads = [(0, part) for part in range(parts)]
-    members: list[list[int]] = [[] for _ in range(parts)]
-    for index in np.argsort(-np.asarray(costs, dtype=np.int64), kind="stable"):
-        load, part = heapq.heappop(loads)
-        members[part].append(int(index))
-        heapq.heappush(loads, (load + int(costs[index]), part))
-    return [sorted(part) for part in members]
-
-
-def fill(costs: Costs, budget: int, field: str = "max_tokens_per_microbatch") -> list[list[int]]:
-    """Few parts of at most `budget` tokens each, in any order: first-fit decreasing, then evened out where that fits.
-
-    Raises `ConfigError` naming `field` where one item alone costs more.
-    """
-    check_fits(costs, budget, field)
-    room: list[int] = []
-    members: list[list[int]] = []
-    for index in np.argsort(-np.asarray(costs, dtype=np.int64), kind="stable"):
-        cost = int(costs[index])
-        part = next((p for p, left in enumerate(room) if left >= cost), len(room))
-        if part == len(room):
-            room.append(budget)
-            members.append([])
-        room[part] -= cost
-        members[part].append(int(index))
-    even = partition(costs, len(members)) if members else []
-    if all(sum(int(costs[i]) for i in part) <= budget for part in even):
-        members = [part for part in even if part]
-    return [sorted(part) for part in members]
 
 
 def _parts_needed(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> int:
