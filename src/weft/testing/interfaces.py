@@ -1,4 +1,4 @@
-"""The built-in tests of an interface class, for yours too: `check_interface(MyInterface, scale=2.0)` raises `AssertionError`."""
+"""The built-in tests of an interface class, for yours too: `check_interface(Mine, scale=2.0)` raises `AssertionError`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
-TEXTS = {"What is 1+1?": ["2", "It is 3."], "Say hello.": ["Hello!", "No."], "": ["Once upon", "a time"]}
+TEXTS = {"What is 1+1?": ["2", "It is 3."], "Say hello.": ["Hello!", "No."], "Once": [" upon", " a time"]}
 
 
 def check_interface(cls: type[Any], *, batch: SequenceSample | None = None, head: Head = "lm", **args: Any) -> None:
@@ -86,7 +86,7 @@ class Bench:
 
 
 def small_batch() -> SequenceSample:
-    """Three ids of two completions each (one without a prompt), with every key of docs/architecture.md's edges but `support`."""
+    """Three ids of two completions each, with every key that shipped datasets and nodes make but `support`."""
     tokenizer = small_tokenizer()
     prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]
     groups = [[tokenizer.encode(text, bos=False) for text in texts] for texts in TEXTS.values()]
@@ -169,9 +169,10 @@ def _check_same(one: SequenceSample | None, other: SequenceSample | None, where:
     for key in one.keys:
         same = one.lengths[key].tolist() == other.lengths[key].tolist()
         assert same, f"{where}: key {key!r} has other lengths"
-        torch.testing.assert_close(
-            one.data[key], other.data[key], msg=lambda text, key=key: f"{where}: key {key!r}: {text}"
-        )
+        try:
+            torch.testing.assert_close(one.data[key], other.data[key])
+        except AssertionError as error:
+            raise AssertionError(f"{where}: key {key!r}: {error}") from error
 
 
 def _check_state(bench: Bench, found: Sequence[str]) -> None:
