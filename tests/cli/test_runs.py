@@ -1,0 +1,123 @@
+"""Whole runs from the command line on a tiny model: the metrics and files that outside code relies on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import make_llama, pair_rows, prompt_answer_rows, prompt_rows, write_jsonl
+from weft.cli.main import main
+
+TRAINING = {"loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "mfu"}
+POLICY = TRAINING | {"kl", "entropy", "clip_ratio", "approx_kl", "importance_ratio_max", "sampler_logprob_diff"}
+REWARD = {"reward", "reward_std", "frac_reward_zero_std"}
+GENERATED = {"response_length", "truncated_fraction"}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("material")
+    make_llama(folder / "m")
+    write_jsonl(folder / "sft.jsonl", prompt_answer_rows(8))
+    write_jsonl(folder / "pairs.jsonl", pair_rows(8))
+    write_jsonl(folder / "prompts.jsonl", prompt_rows(8))
+    return folder
+
+
+def run(material: Path, tmp_path: Path, name: str, *words: str) -> tuple[Path, dict[str, Any]]:
+    """(the run's directory, its last line) of two steps."""
+    common = ["experiment_name=e", "trial_name=t", f"fileroot={tmp_path}", "dataset.train_bs_n_seqs=4", "max_steps=2"]
+    assert main(["quickstart", name, *common, "progress=false", *(w.replace("@", f"{material}/") for w in words)]) == 0
+    directory = tmp_path / "e" / "t"
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert {"epoch", "step_seconds", "peak_memory_gb"} <= lines[-1].keys()
+    return directory, lines[-1]
+
+
+def under(line: dict[str, Any], node: str) -> set[str]:
+    """The metrics of a node."""
+    return {key.removeprefix(f"{node}/") for key in line if key.startswith(f"{node}/")}
+
+
+def test_sft(material: Path, tmp_path: Path) -> None:
+    words = (
+        "model.path=@m",
+        "dataset.train_path=@sft.jsonl",
+        "dataset.valid_path=@sft.jsonl",
+        "model.optimizer.lr=1e-3",
+    )
+    directory, line = run(material, tmp_path, "sft", *words)
+    assert under(line, "train") >= TRAINING | {"accuracy", "perplexity"}
+    assert {"eval/loss", "eval/sft/loss", "time/train"} <= line.keys()
+    assert (directory / "checkpoints" / "model" / "step2" / "model.safetensors").is_file()
+    assert json.loads((directory / "metrics.jsonl").read_text().splitlines()[0])["train/learning_rate"] == 1e-3
+
+
+def test_reward_model_then_ppo_with_it_and_a_function(material: Path, tmp_path: Path) -> None:
+    directory, line = run(material, tmp_path / "a", "rw", "model.path=@m", "dataset.train_path=@pairs.jsonl")
+    assert under(line, "train") >= TRAINING | {"accuracy", "margin", "kendalltau"}
+    judge = directory / "checkpoints" / "model" / "step2"
+    words = ("actor.path=@m", f"rew.path={judge}", "reward=length", "dataset.path=@prompts.jsonl")
+    words += ("ppo.gen.max_new_tokens=4", "ppo.ppo_n_minibatches=2", "ppo.ppo_epochs=2")
+    directory, line = run(material, tmp_path / "b", "ppo", *words)
+    assert under(line, "actor_train") >= POLICY
+    assert under(line, "critic_train") >= TRAINING | {"value_loss", "explained_variance"}
+    assert under(line, "rew_inf") >= REWARD
+    assert under(line, "reward") >= REWARD | {"reward/length", "reward/model"}
+    assert under(line, "actor_gen") >= GENERATED
+    assert {
+        f"time/{node}" for node in ("actor_gen", "ref_inf", "critic_inf", "advantages", "critic_train")
+    } <= line.keys()
+    assert line["actor_train/sampler_logprob_diff"] <= 1e-6
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["actor", "critic"]
+    log = (directory / "log.txt").read_text()
+    assert "4 prompts x 1 = 4 completions of at most 4 tokens" in log
+    assert "4 completions x 2 epochs / 2 a minibatch = 4 optimizer steps of actor and of critic" in log
+
+
+def test_dpo(material: Path, tmp_path: Path) -> None:
+    _, line = run(material, tmp_path, "dpo", "actor.path=@m", "dataset.train_path=@pairs.jsonl", "beta=0.2")
+    wanted = {
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "rewards/accuracies",
+        "logps/chosen",
+        "logps/rejected",
+    }
+    assert under(line, "actor_train") >= TRAINING | wanted
+
+
+def test_grpo(material: Path, tmp_path: Path) -> None:
+    words = ("actor.path=@m", "dataset.path=@prompts.jsonl", "reward=length", "grpo.gen.max_new_tokens=4")
+    _, line = run(material, tmp_path, "grpo", *words, "grpo.group_size=3", "grpo.mini_batch_size=4")
+    assert under(line, "actor_train") >= POLICY
+    assert under(line, "reward") >= REWARD
+    assert under(line, "actor_gen") >= GENERATED
+
+
+def test_gen(material: Path, tmp_path: Path) -> None:
+    words = ("model.path=@m", "dataset.path=@prompts.jsonl", "gen.max_new_tokens=4", "gen.samples_per_prompt=2")
+    directory, _ = run(material, tmp_path, "gen", *words)
+    rows = [json.loads(line) for line in (directory / "generations.jsonl").read_text().splitlines()]
+    assert len(rows) == 16
+    assert rows[0].keys() >= {"id", "prompt", "completion", "completion_ids", "logprobs", "finish_reason"}
+    assert rows[0]["prompt"] == prompt_rows(1)[0]["prompt"]
+    assert len(rows[0]["logprobs"]) == len(rows[0]["completion_ids"]) <= 4
+
+
+def test_the_same_command_again_is_refused_and_changes_nothing(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("model.path=@m", "dataset.train_path=@sft.jsonl")
+    directory, _ = run(material, tmp_path, "sft", *words)
+    before = {p: p.stat().st_mtime_ns for p in directory.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    with pytest.raises(AssertionError):
+        run(material, tmp_path, "sft", *words)
+    assert "holds a finished run" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in directory.rglob("*") if p.is_file()} == before
