@@ -73,6 +73,7 @@ def test_a_restart_goes_on_bit_for_bit(path: Path, tmp_path: Path, changes: dict
         for name in ("loss", "grad_norm", "learning_rate"):
             assert one[name] == other[name]
     assert_equal(parameters(second), parameters(straight))
+    assert second._optimizer.values() == straight._optimizer.values()
     assert {p.name for p in tmp_path.iterdir()} == {"parameters.safetensors", "optimizer.safetensors", "state.json"}
 
 
