@@ -1,0 +1,257 @@
+"""`run`, `start` and `stop`: what they leave, what they refuse, and that nothing is touched by what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.launch.cases import dpo, grpo, options, prepare, sft
+from weft import register_experiment, register_function, register_interface
+from weft.errors import CheckpointError, ConfigError, GraphError, UserError
+from weft.experiment import Scheduling
+from weft.experiments import SFTConfig
+from weft.interfaces.base import MFCResult
+from weft.launch import RunResult, registered, run, start, stop
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    prepare(folder)
+    return folder
+
+
+def small(root: Path, folder: str, **more) -> SFTConfig:
+    config = SFTConfig(**options(root, folder, **{"max_steps": 2, "save_freq_steps": None, **more}))
+    config.model.path = str(root / "model")
+    config.dataset.train_path, config.dataset.train_bs_n_seqs = str(root / "sft.jsonl"), 4
+    return config
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(root) -> RunResult:
+    return run(small(root, "finished"))
+
+
+def test_a_run_leaves_what_the_contract_lists(finished):
+    files = {p.name for p in finished.directory.iterdir()}
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "timeline.json",
+        "graph.svg",
+        "report.html",
+        "log.txt",
+    } <= files
+    assert {"checkpoints", "recover"} <= files and "run.lock" not in files
+    assert [line["step"] for line in finished.metrics] == [1, 2]
+    checkpoint = finished.checkpoint("model")
+    assert checkpoint == finished.directory / "checkpoints" / "model" / "step2"
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json"} <= {
+        p.name for p in checkpoint.iterdir()
+    }
+    assert json.loads((finished.directory / "timeline.json").read_text())
+    with pytest.raises(CheckpointError, match="no checkpoint of role 'actor'; roles: model"):
+        finished.checkpoint("actor")
+
+
+def test_a_checkpoint_is_loaded_by_transformers(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(finished.checkpoint("model"))
+    tokens = AutoTokenizer.from_pretrained(finished.checkpoint("model"))("What is", return_tensors="pt")
+    assert model(tokens["input_ids"]).logits.shape[-1] == model.config.vocab_size
+
+
+def test_the_plan_is_told_before_the_first_step(finished):
+    log = (finished.directory / "log.txt").read_text()
+    before = log.split("step 1/")[0]
+    for words in (
+        "nodes: train",
+        "24 ids an epoch",
+        "6 steps an epoch",
+        "2 steps in all",
+        "parameters",
+        "GiB",
+        "threads",
+        "sft",
+    ):
+        assert words in before
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({}, "holds a finished run"),
+    ({"seed": 2}, "seed: 1 there, 2 here"),
+    ({"recover_mode": "disabled"}, "recover_mode=disabled"),
+    ({"recover_mode": "resume"}, "holds a finished run"),
+])  # fmt: skip
+def test_a_second_run_into_the_directory_is_refused_and_nothing_is_touched(root, finished, change, words):
+    before = tree(finished.directory)
+    with pytest.raises(ConfigError, match=words):
+        run(small(root, "finished", **change))
+    assert tree(finished.directory) == before
+
+
+@pytest.mark.parametrize("mode", ["ray", "slurm", "locl"])
+def test_modes_that_do_not_exist_are_refused(root, mode):
+    with pytest.raises(ConfigError, match=r"one device|did you mean local"):
+        run(small(root, "mode"), mode=mode)
+    assert not (root / "mode").exists()
+
+
+def test_a_layout_of_more_than_one_device_is_refused(root):
+    config = small(root, "layout")
+    experiment = config.build()
+    roles = {"model": replace(experiment.roles["model"], layout="d2t2")}
+    with pytest.raises(ConfigError, match="needs 4 devices"):
+        run(replace(experiment, roles=roles))
+    assert not (root / "layout").exists()
+
+
+@register_interface("only_infers")
+class OnlyInfers:
+    def inference(self, model, batch):
+        return MFCResult()
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), [
+    ({"interface": "only_infers"}, GraphError, "calls train_step of the interface 'only_infers', which lacks it"),
+    ({"interface": "trian"}, ConfigError, "did you mean train"),
+    ({"args": {"loss": "sft", "epocs": 2}}, ConfigError, "epocs"),
+    ({"post_hooks": ["nobody"]}, ConfigError, "nobody"),
+    ({"cache": True}, GraphError, "cache=True"),
+])  # fmt: skip
+def test_calls_that_cannot_be_made_are_refused_before_the_start(root, changes, error, words):
+    from weft.graph.mfc import Call
+
+    if "post_hooks" in changes:
+        changes = {"post_hooks": [Call(name) for name in changes["post_hooks"]]}
+    with pytest.raises(error, match=words):
+        run(small(root, "calls").build().with_mfc("train", **changes))
+    assert not (root / "calls").exists(), "not even the directory is left"
+
+
+def test_a_role_without_a_network_is_not_trained(root):
+    experiment = small(root, "null").build()
+    roles = {"model": replace(experiment.roles["model"], backend="null")}
+    with pytest.raises(GraphError, match="backend=null"):
+        run(replace(experiment, roles=roles))
+
+
+def test_what_is_wrong_with_the_rows_is_told_before_anything_is_written(root):
+    bad = root / "bad.jsonl"
+    bad.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\nnonsense\n')
+    config = small(root, "rows")
+    config.dataset.train_path = str(bad)
+    with pytest.raises(UserError, match=r"bad\.jsonl:2"):
+        run(config)
+    assert not (root / "rows").exists()
+
+
+def test_two_processes_never_write_one_run(root):
+    from weft.runtime.directory import RunDirectory, RunLock
+
+    config = small(root, "locked")
+    lock = RunLock(RunDirectory.of(config.build().control).path)
+    lock.take()
+    with pytest.raises(ConfigError, match=f"written by process {os.getpid()}"):
+        run(config)
+    lock.release()
+    assert len(run(config).metrics) == 2
+
+
+@register_function("nan_reward")
+def nan_reward(batch, context):
+    raise ValueError("the reward is not a number")
+
+
+def test_a_host_function_that_raises_is_named_and_the_run_can_go_on(root):
+    experiment = replace(grpo(root, "raises").build().with_mfc("reward", function="nan_reward", args={}))
+    with pytest.raises(ValueError, match="not a number") as caught:
+        run(experiment)
+    assert any("node 'reward'" in note for note in caught.value.__notes__)
+    status = json.loads((root / "raises" / "e" / "t" / "status.json").read_text())
+    assert status["status"] == "failed"
+
+
+def test_a_reference_shares_the_base_of_a_lora_actor(root, monkeypatch):
+    from weft.engine.adapters_off import AdaptersOff
+    from weft.runtime import roles
+
+    built = []
+    original = roles.Roles.__init__
+    monkeypatch.setattr(roles.Roles, "__init__", lambda self, *a: (original(self, *a), built.append(self))[0])
+    config = dpo(root, "shared")
+    config.max_steps = 1
+    run(config)
+    assert isinstance(built[0]._engine("ref"), AdaptersOff)
+
+
+def test_registered_experiments_are_functions_or_classes(root):
+    register_experiment("run-function", lambda: small(root, "registered").build())
+
+    @register_experiment("run-class")
+    class Mine:
+        def scheduling_setup(self):
+            return Scheduling(n_nodes=1)
+
+        def initial_setup(self):
+            return small(root, "registered").build()
+
+    @register_experiment("run-large")
+    class Large(Mine):
+        def scheduling_setup(self):
+            return Scheduling(n_nodes=4, n_gpus_per_node=8)
+
+    register_experiment("run-nothing", lambda: None)
+    assert len(start("run-function", "first").metrics) == 2
+    assert registered("run-class", "second").control.trial_name == "second"
+    assert (root / "registered" / "run-function" / "first" / "config.yaml").is_file()
+    with pytest.raises(ConfigError, match="asks for 4 x 8 devices"):
+        start("run-large", "a")
+    with pytest.raises(ConfigError, match="gives a NoneType"):
+        start("run-nothing", "a")
+    with pytest.raises(ConfigError, match="run-function"):
+        start("run-funktion", "a")
+
+
+def test_stop_ends_a_run_after_its_step_and_it_goes_on(root):
+    code = (
+        "from pathlib import Path; from tests.launch.cases import sft; from weft.launch import run\n"
+        f"config = sft(Path({str(root)!r}), 'stopped'); config.total_train_epochs = 400; config.save_freq_steps = None\n"
+        "run(config)"
+    )
+    with pytest.raises(ConfigError, match="there is no run"):
+        stop("e", "t", fileroot=str(root / "stopped"))
+    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    metrics = root / "stopped" / "e" / "t" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
+        assert child.poll() is None, child.stderr.read()
+        time.sleep(0.05)
+    assert "stopped" in stop("e", "t", fileroot=str(root / "stopped"), deadline_s=60)
+    assert child.wait(30) != 0 and f"stopped by {signal.SIGTERM.name}" in child.stderr.read()
+    steps = len(metrics.read_text().splitlines())
+    assert (root / "stopped" / "e" / "t" / "recover" / f"step{steps}.json").is_file()
+    with pytest.raises(ConfigError, match="no process runs"):
+        stop("e", "t", fileroot=str(root / "stopped"))
+
+
+def test_evaluation_gives_every_source_a_name(root):
+    config = sft(root, "evaluated")
+    config.max_steps = 2
+    last = run(config).metrics[-1]
+    assert {"eval/sft/loss", "eval/loss"} <= last.keys() and last["eval/sft/loss"] == last["eval/loss"]
