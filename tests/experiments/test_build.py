@@ -32,11 +32,13 @@ NODES = {
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model directory `m`, another `r` of its own tokenizer, and rows."""
+    """Model directories `m` and `r` of one vocabulary, and rows."""
     for name in ("m", "r"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 50}))
         (tmp_path / name / "model.safetensors").write_bytes(b"")
+        tokenizer = {"model": {"vocab": {"a": 0}}, "added_tokens": [], "padding": name}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "rows.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -147,6 +149,7 @@ def test_sizes_of_a_ppo_step() -> None:
         ("grpo", {"dataset__train_bs_n_seqs": 3, "grpo__group_size": 3, "grpo__mini_batch_size": 2}, "1, 3, 9 do"),
         ("grpo", {"grpo__group_size": 1}, "grpo.group_size=1: a group of 1 is its own baseline"),
         ("grpo", {"grpo__group_size": 1, "grpo__baseline": "none"}, "a group of 1"),  # scale_rewards=group
+        ("grpo", {"grpo__gen__greedy": True}, "all the same"),
         ("ppo", {"dataset__train_tokens_per_batch": 4096}, "ppo counts prompts"),
         ("ppo", {"rew__path": None}, "rew.path and reward are both missing"),
         ("ppo", {"ppo__gen__max_new_tokens": 20000}, "cannot hold the longest sequence, 20256 tokens"),
@@ -255,6 +258,8 @@ def test_a_top_k_of_the_whole_vocabulary_is_no_limit() -> None:
 def test_the_temperature_is_the_samplers_everywhere() -> None:
     experiment = build("grpo", grpo__gen__temperature=0.5)
     assert {experiment.node(n).args["temperature"] for n in ("actor_gen", "ref_inf", "actor_train")} == {0.5}
+    greedy = build("ppo", ppo__gen__temperature=0.5, ppo__gen__greedy=True)
+    assert {greedy.node(n).args["temperature"] for n in ("ref_inf", "actor_train")} == {1.0}
 
 
 def test_paths_may_begin_at_home(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,10 +282,13 @@ def test_the_reference_is_the_actor_as_it_starts() -> None:
     assert build("dpo", ref__path="r").roles["ref"].path == "r"
 
 
-def test_the_critic_is_the_reward_model_unless_that_reads_other_text() -> None:
+def test_the_critic_is_the_reward_model_unless_that_reads_other_text(files: Path) -> None:
     assert build("ppo").roles["critic"].path == "r"
     assert build("ppo", ppo__critic_init="actor").roles["critic"].path == "m"
     assert build("ppo", rew__prompt_prefix="Q: ").roles["critic"].path == "m"
+    (files / "r" / "tokenizer.json").write_text('{"model": {"vocab": {"b": 0}}, "added_tokens": []}')
+    assert build("ppo").roles["critic"].path == "m"
+    assert build("ppo", ppo__critic_init="rew").roles["critic"].path == "r"
     assert build("ppo", rew__path=None, reward="json:dumps").roles["critic"].path == "m"
     own = build("ppo", critic__path="m", critic__optimizer__lr=1.0)
     assert (own.roles["critic"].path, own.roles["critic"].optimizer.lr) == ("m", 1.0)

@@ -144,6 +144,11 @@ class Policy:
         return self.minibatches * self.options.ppo_epochs
 
     @property
+    def temperature(self) -> float:
+        """What log-probs were sampled at; those of greedy completions are the model's own."""
+        return 1.0 if self.gen.greedy else self.gen.temperature
+
+    @property
     def longest(self) -> int:
         return self.dataset.longest_prompt + self.gen.max_new_tokens
 
@@ -206,7 +211,7 @@ class Policy:
             name="ref_inf", role="ref", interface="infer", method="inference", batch_size=self.batch,
             input_keys=("prompt", "completion", *self.rescored, *waits),
             output_keys=("logprobs",), output_key_remap={"logprobs": "ref_logprobs"},
-            args={"outputs": ["logprobs"], "temperature": self.gen.temperature},
+            args={"outputs": ["logprobs"], "temperature": self.temperature},
         )  # fmt: skip
 
     def train(self, node: str, role: str, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str]) -> MFCDef:
@@ -220,7 +225,7 @@ class Policy:
             name=node, role=role, interface="train", method="train_step", batch_size=self.batch,
             input_keys=("prompt", "completion", *keys, *(self.rescored if samples else ())),
             optional_keys=("ref_logprobs",) if samples and "ref_logprobs" not in keys else (),
-            args={**args, "temperature": self.gen.temperature} if samples else args,
+            args={**args, "temperature": self.temperature} if samples else args,
         )  # fmt: skip
 
     def evaluation(self) -> list[Node]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from weft.engine.spec import ModelSpec
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 
 
 def reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
@@ -34,12 +37,12 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
 def critic(spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
     """(the critic, which role's weights it begins with). With a path of its own it is that model.
 
-    Otherwise it is the reward model, whose score head predicts well what is to come, or the actor with a new head: it reads
-    the actor's tokens, so a reward model that reads text in its own form cannot be it.
+    Otherwise it is the reward model, whose score head knows already what is good, or the actor with a new head: it reads the
+    actor's tokens, so a reward model that has another tokenizer or prompt form cannot be it.
     """
     if spec.path is not None:
         return spec.with_head("value", trained=True), {}
-    shares_tokens = rew.tokenizer.path is None and not rew.prompt_prefix and not rew.prompt_suffix
+    shares_tokens = not rew.prompt_prefix and not rew.prompt_suffix and _same_vocabulary(actor, rew)
     usable = rew.path is not None and rew.backend != "null"
     if init == "rew" and not usable:
         raise ConfigError(
@@ -49,3 +52,32 @@ def critic(spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec) 
         return _like(spec, rew).with_head("value", trained=True), {}
     made = _like(spec, actor).with_head("value", trained=True)
     return made, {"critic": "actor"} if actor.init_from_scratch else {}
+
+
+def _same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
+    """Whether two roles are known to read the same token ids: one path, or tokenizer files of one vocabulary."""
+    places = [spec.tokenizer.path or spec.path for spec in (one, other)]
+    if places[0] == places[1]:
+        return True
+    files = [_tokenizer_file(place) for place in places]
+    if files[0] is None or files[1] is None or files[0].name != files[1].name:
+        return False
+    texts = [file.read_bytes() for file in files if file is not None]
+    return texts[0] == texts[1] or (files[0].suffix == ".json" and _vocabulary(texts[0]) == _vocabulary(texts[1]))
+
+
+def _tokenizer_file(place: str | None) -> Path | None:
+    """The file that holds a local tokenizer's vocabulary, or None."""
+    found = Path(place).expanduser() if place else None
+    if found is None or found.is_file():
+        return found
+    return next((found / name for name in ("tokenizer.json", "tokenizer.model") if (found / name).is_file()), None)
+
+
+def _vocabulary(text: bytes) -> Any:
+    """What a tokenizer.json says of its tokens; the rest (templates, padding) may differ."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"a tokenizer.json is not JSON: {error}") from error
+    return values.get("model"), values.get("added_tokens")

@@ -105,6 +105,10 @@ class GRPOConfig(PolicyConfig):
                 f"grpo.group_size={grpo.group_size}: a group of 1 is its own baseline and every advantage is 0; "
                 "set it to 2 or more, or grpo.baseline=greedy or none with grpo.scale_rewards=none"
             )
+        if grpo.gen.greedy:
+            raise ConfigError(
+                "grpo.gen.greedy=true: greedy completions of one prompt are all the same, so no group teaches anything"
+            )
         dataset = batches(self.dataset)
         policy = Policy.of(self, grpo, "grpo", dataset, grpo.group_size)
         roles, init_from = self._roles(policy)

@@ -45,7 +45,7 @@ class PPOOptions(PolicyOptions):
     )
     critic_init: str | None = option(
         None,
-        "what the critic begins as when critic.path is absent: rew (the usual where there is a reward model), or actor",
+        "what the critic begins as when critic.path is absent: rew (the usual where it reads the actor's tokens), or actor",
         choices=("rew", "actor"),
     )
     critic_warmup_epochs: int = option(0, "epochs at the start in which the critic alone is trained", at_least=0)
