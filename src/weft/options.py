@@ -273,10 +273,10 @@ def _coerce_mapping(value: Any, name: str) -> dict[str, Any]:
 
 def _coerce_scalar(value: Any, hint: Any, name: str) -> Any:
     if hint is bool:
-        spelled = {"true": True, "false": False}.get(str(value).lower())
-        if not isinstance(value, (bool, str)) or spelled is None:
+        truth = {"true": True, "false": False}.get(str(value).lower())
+        if not isinstance(value, (bool, str)) or truth is None:
             raise _wrong(name, value, "must be true or false")
-        return spelled
+        return truth
     if hint is str:
         if not isinstance(value, str):
             spelled = "null" if value is None else value
