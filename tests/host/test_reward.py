@@ -274,14 +274,18 @@ def test_workers_keep_away_from_standard_streams(make: Make, capfd: pytest.Captu
     assert "noise" in err
 
 
-def test_workers_end_with_the_process_that_started_them(source: Path) -> None:
+@pytest.mark.parametrize("text", ["a", "x"])
+def test_workers_end_with_the_process_that_started_them(source: Path, text: str) -> None:
+    """Idle ones, and ones that hang ("x") when that process dies without a word."""
     program = (
-        "import os, sys\nfrom weft.host.reward import RewardFunction\n"
-        f"function = RewardFunction({str(source) + ':ones'!r}, num_workers=1)\n"
-        "print(function.pool.pids[0], flush=True)\nos._exit(0)\n"
+        "import os, sys, threading, time\nfrom weft.host._pool import Pool\nfrom weft.host.spec import RewardPart, locate\n"
+        f"pool = Pool([locate(RewardPart({str(source) + ':hangs'!r}))], 1)\npool.start()\nprint(pool.pids[0], flush=True)\n"
+        f"task = (0, ['p'], [{text!r}], [[1]], {{}})\n"
+        "threading.Thread(target=pool.run, args=([task], 100.0), daemon=True).start()\ntime.sleep(0.5)\nos._exit(0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    worker, end = int(done.stdout), time.monotonic() + 10
+    # Not its standard error: a worker that lives on would hold it, and this test would wait for it.
+    run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    worker, end = int(run.stdout), time.monotonic() + 10
     while _alive(worker) and time.monotonic() < end:
         time.sleep(0.05)
     assert not _alive(worker)
