@@ -85,7 +85,7 @@ def test_the_plan_is_told_before_the_first_step(finished):
         "6 steps an epoch",
         "2 steps in all",
         "parameters",
-        "GiB",
+        "MiB",
         "threads",
         "sft",
     ):
@@ -248,6 +248,24 @@ def test_stop_ends_a_run_after_its_step_and_it_goes_on(root):
     assert (root / "stopped" / "e" / "t" / "recover" / f"step{steps}.json").is_file()
     with pytest.raises(ConfigError, match="no process runs"):
         stop("e", "t", fileroot=str(root / "stopped"))
+
+
+def test_a_run_goes_on_with_other_options_where_that_is_asked_for(root):
+    first = run(small(root, "other", max_steps=2))
+    with pytest.raises(ConfigError, match=f"resume_from={first.directory}"):
+        run(small(root, "other", max_steps=5))
+    again = run(small(root, "other", max_steps=5, resume_from=str(first.directory)))
+    assert [line["step"] for line in again.metrics] == [1, 2, 3, 4, 5] and again.metrics[:2] == first.metrics
+
+
+def test_dynamic_sampling_refills_the_batch(root):
+    config = grpo(root, "dynamic")
+    config.reward, config.grpo.dynamic_sampling, config.total_train_epochs = "tests.launch.cases:coin", True, 1
+    result = run(config)
+    sizes = [
+        e["args"] for e in json.loads((result.directory / "timeline.json").read_text()) if e["name"] == "actor_train"
+    ]
+    assert sizes[0]["ids"] == 4 and 0 < result.metrics[0]["filter/kept_fraction"] < 1
 
 
 def test_evaluation_gives_every_source_a_name(root):

@@ -205,7 +205,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     assert len(lines(toy.path)) == 10
 
 
-def test_a_run_that_loses_all_ids_ends_without_a_step(tmp_path):
-    toy = Toy(tmp_path, drop=1.1)
-    toy.run()
-    assert not (toy.path / "metrics.jsonl").exists() or lines(toy.path) == []
+def test_a_run_that_loses_all_ids_says_so(tmp_path):
+    with pytest.raises(RunError, match="filters dropped every id"):
+        Toy(tmp_path, drop=1.1).run()

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.data.loader import LoadedData
+from weft.engine.adapters_off import shares_base
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.runtime.schedule import Horizon
 
-GIB = 2.0**30
+GIB, MIB = 2.0**30, 2.0**20
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATES = {"adamw": 2, "lion": 1, "sgd": 1}  # float32 values that an optimizer keeps for each trained parameter
 
@@ -28,12 +29,13 @@ def plan_lines(
     lines += _counts(experiment, horizon)
     total = 0.0
     for role, spec in experiment.roles.items():
-        gib = memory_gib(spec, facts[role])
-        total += gib
-        lines.append(f"{role}: {_describe(spec, facts[role])}, {gib:.2f} GiB")
+        shared = any(shares_base(spec, other) for other in experiment.roles.values())
+        size = 0.0 if shared else memory_bytes(spec, facts[role])
+        total += size
+        lines.append(f"{role}: {_describe(spec, facts[role])}, {_size(size)}")
         lines += [f"{role}: {note}" for note in facts[role].get("notes", ())]
     lines.append(
-        f"memory: about {total:.2f} GiB for weights, gradients and optimizers; activations and caches come on top"
+        f"memory: about {_size(total)} for weights, gradients and optimizers; activations and caches come on top"
     )
     lines.append(f"device {numerics['device']}, {numerics['threads']} threads, torch {numerics['torch']}")
     return lines
@@ -68,7 +70,7 @@ def _describe(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
     return f"{spec.path or spec.tokenizer.path} ({kind})"
 
 
-def memory_gib(spec: ModelSpec, facts: Mapping[str, Any]) -> float:
+def memory_bytes(spec: ModelSpec, facts: Mapping[str, Any]) -> float:
     """Frozen parameters in their dtype; trained ones in float32 with gradient and optimizer state, and a copy to compute
     with where that is in another dtype."""
     trainable, total = int(facts.get("num_trainable", 0)), int(facts.get("num_parameters", 0))
@@ -76,7 +78,11 @@ def memory_gib(spec: ModelSpec, facts: Mapping[str, Any]) -> float:
     copy = compute if spec.dtype != "float32" else 0
     each = 4 + 4 + 4 * STATES[spec.optimizer.type] + copy
     trained = trainable if spec.trained else 0
-    return (trained * each + (total - trained) * compute) / GIB
+    return float(trained * each + (total - trained) * compute)
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.2f} GiB" if number >= 0.1 * GIB else f"{number / MIB:.1f} MiB"
 
 
 def _count(number: int) -> str:

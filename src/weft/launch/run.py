@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weft.errors import CheckpointError, ConfigError, Interrupted, unknown_name
+from weft.errors import CheckpointError, ConfigError, Interrupted, RunError, unknown_name
 from weft.experiment import Experiment
 
 if TYPE_CHECKING:
     from weft.runtime.directory import RunDirectory
+    from weft.runtime.session import Session
 
 MODES = ("local", "ray", "slurm")
 
@@ -76,21 +77,22 @@ def _run(experiment: Experiment, directory: RunDirectory, *, goes_on: bool) -> R
     from weft.launch.assemble import assemble
 
     session = assemble(experiment, directory)
-    with _told_status(session, directory):
+    with _told_status(session):
         session.open(goes_on=goes_on)
         session.run()
     return RunResult(session.metrics(), directory.path)
 
 
 @contextmanager
-def _told_status(session: Any, directory: RunDirectory) -> Iterator[None]:
-    """Write down how the run ended, whatever way it does."""
+def _told_status(session: Session) -> Iterator[None]:
+    """Write down how the run ended, whatever way it does; trouble in doing so never hides what came before."""
     try:
         yield
-    except (Interrupted, KeyboardInterrupt):
-        session.close("stopped")
-        raise
     except BaseException as error:
-        session.close("failed", error)
+        stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        try:
+            session.close("stopped" if stopped else "failed", None if stopped else error)
+        except RunError as trouble:
+            error.add_note(str(trouble))
         raise
     session.close("finished")

@@ -102,7 +102,10 @@ def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) 
     changed = differences(directory.read_config(), as_plain(config))
     if changed:
         more = "; ..." if len(changed) > 8 else ""
-        raise ConfigError(f"{path} holds a run of another configuration ({'; '.join(changed[:8])}{more}); {anew}")
+        raise ConfigError(
+            f"{path} holds a run of another configuration ({'; '.join(changed[:8])}{more}); {anew}, "
+            f"or go on with these options all the same: resume_from={path}"
+        )
     if directory.status() == "finished":
         raise ConfigError(f"{path} holds a finished run of this configuration; {anew}")
     return True

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from weft.errors import ConfigError, Interrupted
+from weft.errors import ConfigError, Interrupted, RunError
 from weft.experiment import Control, Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
@@ -30,6 +30,7 @@ from weft.runtime.schedule import Every, Horizon
 from weft.runtime.watch import Watch
 
 CUT_SECONDS = 600.0  # a step that ends this long after the last cut makes one, wherever checkpoints are rarer
+REPORT_SECONDS = 60.0  # the report is built anew at a checkpoint, at most this often, and at the end
 CLOSE_SECONDS = 10.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -57,6 +58,7 @@ class Session:
         self._cuts = Cuts(parts.directory.recover)
         roles, limit = parts.experiment.saved_roles, self._control.save_total_limit
         self._checkpoints = Checkpoints(parts.directory, roles, parts.group, limit)
+        self._report_due = Every(secs=REPORT_SECONDS)
         self._due = frequencies(self._control, evaluates=parts.evaluator is not None)
         self._saved_step = self._cut_step = self._evaluated_step = 0
         self._signal: int | None = None
@@ -93,14 +95,15 @@ class Session:
         self._tell(f"going on after step {self.step}" if cut else f"writing to {self._directory.path}")
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
-        """Write down how the run ended; let go of the workers."""
-        if self._observer is not None:
-            self._directory.set_status(status, self.step)
-            if error is not None:
-                self._tell(f"{type(error).__name__}: {error}")
-            self._observer.close(status)
-            build_report(self._directory.path)
-        self._group.close(CLOSE_SECONDS if error is None else 0.0)  # what failed may hang
+        """Write down how the run ended; let go of the workers, without waiting for them where the run did not end well."""
+        self._group.close(CLOSE_SECONDS if status == "finished" else 0.0)
+        if self._observer is None:
+            return
+        if error is not None:
+            self._tell(f"{type(error).__name__}: {error}")
+        self._observer.close(status)
+        build_report(self._directory.path)
+        self._directory.set_status(status, self.step)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
@@ -152,6 +155,10 @@ class Session:
                 if result is None:
                     break
                 self._between(result)
+            if self.step == 0:
+                raise RunError(
+                    "no step was made: filters dropped every id before the node that steps follow had a batch"
+                )
             if self._saved_step != self.step:
                 self._save(milestone=False)
 
@@ -177,7 +184,8 @@ class Session:
             self._cut()
         if saved:
             self._checkpoints.prune()
-            build_report(self._directory.path)
+            if self._report_due.due(result.step, result.epochs_done):
+                build_report(self._directory.path)
         if self._signal is not None and not over:
             raise self._interrupted(self._signal)
 
