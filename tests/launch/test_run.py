@@ -200,6 +200,15 @@ def test_a_reference_shares_the_base_of_a_lora_actor(root, monkeypatch):
     assert isinstance(built[0]._engine("ref"), AdaptersOff)
 
 
+def test_runs_share_cached_outputs_where_they_share_a_folder(root):
+    first, second = dpo(root, "shares-a"), dpo(root, "shares-b")
+    for config in (first, second):
+        config.dataset.cache_dir, config.total_train_epochs = str(root / "cache"), 1
+    one, two = run(first).metrics, run(second).metrics
+    assert one[0]["ref_inf/cached_fraction"] == 0.0 and [line["ref_inf/cached_fraction"] for line in two] == [1.0] * 5
+    assert [line["actor_train/loss"] for line in one] == [line["actor_train/loss"] for line in two]
+
+
 def test_registered_experiments_are_functions_or_classes(root):
     register_experiment("run-function", lambda: small(root, "registered").build())
 

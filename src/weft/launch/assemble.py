@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
@@ -36,7 +37,8 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     data = load_data(experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed)
     horizon = Horizon.of(experiment, data.train)
     specs = horizon.specs(experiment)
-    cache = directory.path / "cache"
+    shared = experiment.dataset.cache_dir
+    cache = Path(shared).expanduser() / "outputs" if shared is not None else directory.path / "cache"
     group = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
     return Session(
         Parts(

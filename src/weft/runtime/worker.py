@@ -136,9 +136,8 @@ class Worker:
     def _cached(self, node: MFCDef, name: str, model: Model, batch: SequenceSample) -> MFCResult:
         """Outputs from the cache on disk; the interface is called on ids that are not there, and its metrics are theirs."""
         if name not in self._caches:
-            self._caches[name] = OutputCache(
-                self._cache / f"{name.replace(chr(47), chr(45))}-{fingerprint(node, model.engine)}"
-            )
+            folder = f"{name.replace('/', '-')}-{fingerprint(node, model.engine)}"
+            self._caches[name] = OutputCache(self._cache / folder)
         metrics: dict[str, float] = {}
 
         def compute(missing: SequenceSample) -> SequenceSample:
