@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.toy import Toy, ToyGenerate, ToyInfer, timeless
+from tests.runtime.toy import SIZE, Toy, ToyEngine, ToyGenerate, ToyInfer, timeless
 from weft import register_function
-from weft.errors import Interrupted, RunError
+from weft.errors import ConfigError, Interrupted, RunError
 from weft.graph.mfc import Call
 from weft.runtime import disk
 from weft.runtime.directory import RunDirectory
+from weft.topology import whole
 
 
 @register_function("toy_sleep")
@@ -86,6 +87,12 @@ def test_the_moving_average_follows_after_each_training_step(tmp_path):
     roles = session._group._worker.roles
     assert roles.engine("ref").w.tolist() == pytest.approx((0.25 * roles.engine("actor").w).tolist())
     assert roles.engine("ref").version == 1
+
+
+def test_a_sync_between_networks_of_two_shapes_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(ToyEngine, "slices", lambda self: {"w": whole((SIZE + self.spec.trained,))})
+    with pytest.raises(ConfigError, match=r"actor -> ref: parameters differ between the two roles \(w\)"):
+        Toy(tmp_path).session()
 
 
 def test_outputs_of_a_frozen_role_are_computed_once(tmp_path):

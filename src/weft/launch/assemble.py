@@ -11,8 +11,6 @@ from weft.engine.device import resolve_device, set_deterministic
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.launch.plan import plan_lines
-from weft.observe.sinks import check_sinks
-from weft.registry import import_user_code
 from weft.runtime.check import check_calls
 from weft.runtime.directory import RunDirectory
 from weft.runtime.evaluate import Evaluator
@@ -28,8 +26,6 @@ from weft.runtime.worker import Worker
 def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing."""
     control = experiment.control
-    import_user_code(control.imports)
-    check_sinks(control.loggers)
     device = resolve_device(control.device)
     set_deterministic(control.deterministic)
     check_calls(experiment)

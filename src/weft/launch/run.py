@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.errors import CheckpointError, ConfigError, Interrupted, RunError, unknown_name
 from weft.experiment import Experiment
+from weft.observe.sinks import check_sinks
+from weft.registry import import_user_code
 
 if TYPE_CHECKING:
     from weft.runtime.directory import RunDirectory
@@ -52,7 +54,9 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
     """
     experiment = config if isinstance(config, Experiment) else config.build()
     check_mode(mode if mode is not None else str(experiment.config.get("mode", "local")))
+    import_user_code(experiment.control.imports)
     experiment.check()
+    check_sinks(experiment.control.loggers)
     from weft.runtime.directory import RunDirectory, RunLock, admit
 
     directory = RunDirectory.of(experiment.control)

@@ -44,6 +44,8 @@ class Roles:
         for target, source in experiment.init_from.items():
             if target not in shared:
                 self._copy(source, target, eta=1.0, partly=True)
+        for sync in experiment.graph.syncs:
+            self._common(sync.source, sync.target, partly=False)  # refused now rather than after the first step
 
     def _base(self, spec: ModelSpec, specs: Mapping[str, ModelSpec]) -> Engine | None:
         """The engine of a trained role with its adapters off, where that is what `spec` asks for and the engine offers it."""
@@ -98,15 +100,23 @@ class Roles:
         return self._engines[role, self._layouts[role]]
 
     def _copy(self, source: str, target: str, eta: float, *, partly: bool) -> int:
-        """Move parameters by name. `partly`: those that both have (a new head keeps what it was initialised to)."""
+        """Move parameters by name."""
+        names = self._common(source, target, partly=partly)
         giver, taker = self.engine(source), self.engine(target)
-        have, want = giver.slices(), taker.slices()
-        shared = [name for name in want if name in have and have[name] == want[name]]
-        if not shared or (not partly and len(shared) < max(len(want), len(have))):
-            apart = sorted(set(want) ^ set(have)) or [name for name in want if name not in shared]
+        taker.write(giver.read(names), version=giver.version, eta=eta)
+        return taker.version
+
+    def _common(self, source: str, target: str, *, partly: bool) -> list[str]:
+        """Parameters that both roles have; all of them unless `partly` (a new head keeps what it was initialised to).
+
+        Raises `ConfigError` naming the parameters that differ.
+        """
+        have, want = self._engine(source).slices(), self._engine(target).slices()
+        names = [name for name in want if name in have and have[name] == want[name]]
+        if not names or (not partly and len(names) < max(len(want), len(have))):
+            apart = sorted((set(want) | set(have)) - set(names))
             raise ConfigError(
                 f"{source} -> {target}: parameters differ between the two roles ({', '.join(apart[:5])}); "
-                "only networks of one shape can be copied"
+                "only networks of one shape can be copied, and none with adapters"
             )
-        taker.write(giver.read(shared), version=giver.version, eta=eta)
-        return taker.version
+        return names

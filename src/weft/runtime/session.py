@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -239,6 +240,8 @@ class Session:
             if self._signal is not None:
                 raise KeyboardInterrupt
             self._signal = number
+            with suppress(OSError):  # a write that may come in the middle of another one
+                os.write(2, f"\nfinishing step {self.step + 1}, then stopping; once more stops at once\n".encode())
 
         before = {number: signal.signal(number, hear) for number in SIGNALS}
         try:
