@@ -67,7 +67,9 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def prompt_answer_rows(count: int = 16) -> list[dict[str, Any]]:
     """Rows of the `prompt_answer` form."""
-    return [{"id": f"r{i}", "prompt": f"What is {i} plus {i}?", "answer": f" The answer is {2 * i}."} for i in range(count)]
+    return [
+        {"id": f"r{i}", "prompt": f"What is {i} plus {i}?", "answer": f" The answer is {2 * i}."} for i in range(count)
+    ]
 
 
 def pair_rows(count: int = 16) -> list[dict[str, Any]]:

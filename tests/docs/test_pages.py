@@ -1,7 +1,8 @@
 """Every page under docs/ and the README: its files are written, its commands are run, as a reader would.
 
-A block opened by ```` ```python file=NAME ```` (or json, jsonl, jinja) is written to NAME in an empty folder; a block opened by
-```` ```console run ```` runs each line that begins with `$ `. `MODEL` on a page is a model directory; here it is a tiny random one.
+A block opened by ```` ```python file=NAME ```` (or json, jsonl, jinja) is written to NAME in an empty folder; a block
+opened by ```` ```console run ```` runs each line that begins with `$ `. `MODEL` on a page is a model directory; here it is
+a tiny random one.
 """
 
 from __future__ import annotations

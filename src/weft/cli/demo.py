@@ -1,4 +1,4 @@
-"""`weft demo`: a small model learns two-digit addition under SFT, then PPO with a reward model, then GRPO with a verifier."""
+"""`weft demo`: a small model learns sums from a careless teacher (SFT), then outgrows it (reward model, PPO, GRPO)."""
 
 from __future__ import annotations
 
@@ -47,36 +47,36 @@ class Demo:
         self.seconds[config.trial_name] = time.monotonic() - begun
         return result
 
-    def generate(self, model: Path, rows: Path, trial: str, *, greedy: bool) -> Path:
+    def generate(self, model: Path, rows: Path, trial: str, temperature: float = 1.0) -> Path:
         """Complete every prompt of `rows` once; returns generations.jsonl."""
         config = GenConfig(**self.options(trial, progress=False))
         config.model.path = str(model)
         config.dataset.path = str(rows)
-        config.dataset.train_bs_n_seqs = 250
+        config.dataset.train_bs_n_seqs = 400
         config.gen.max_new_tokens = 5
-        config.gen.greedy = greedy
+        config.gen.temperature = temperature
         return self.run(config).directory / "generations.jsonl"
 
     def measure(self, stage: str, model: Path) -> float:
-        """Accuracy on the held-out problems under greedy decoding."""
+        """The share of right answers among samples for the held-out problems."""
         rows = self.material / "held_out.jsonl"
-        self.accuracy[stage] = task.share_right(self.generate(model, rows, f"accuracy-{stage}", greedy=True))
+        self.accuracy[stage] = task.share_right(self.generate(model, rows, f"accuracy-{stage}"))
         return self.accuracy[stage]
 
 
 def prepare(demo: Demo) -> None:
-    """Write the problems, the tokenizer and the model's configuration."""
-    training, held_out = task.problems(demo.seed, held_out=500)
-    task.write_rows(demo.material / "sft.jsonl", task.answer_rows(training[:6000]))
-    task.write_rows(demo.material / "prompts.jsonl", task.prompt_rows(training[:6000]))
-    task.write_rows(demo.material / "reward_prompts.jsonl", task.prompt_rows(training[6000:]))
-    task.write_rows(demo.material / "held_out.jsonl", task.prompt_rows(held_out))
+    """Write the problems, the teacher's answers, the tokenizer and the model's configuration."""
+    training, held_out = task.problems(demo.seed, held_out=200)
+    task.write_rows(demo.material / "sft.jsonl", task.lesson_rows(training, demo.seed, times=10))
+    task.write_rows(demo.material / "prompts.jsonl", task.prompt_rows(training))
+    task.write_rows(demo.material / "mistakes.jsonl", task.prompt_rows(training, times=3))
+    task.write_rows(demo.material / "held_out.jsonl", task.prompt_rows(held_out, times=4))
     task.write_model(demo.material / "model")
 
 
 def supervise(demo: Demo) -> Path:
-    """SFT from random weights, stopped while there is still something to learn."""
-    config = SFTConfig(**demo.options("sft", total_train_epochs=5, max_steps=230))
+    """SFT from random weights: the model learns to add, and to be as careless as its teacher."""
+    config = SFTConfig(**demo.options("sft", total_train_epochs=10, max_steps=400))
     config.model.path = str(demo.material / "model")
     config.model.init_from_scratch = True
     config.model.optimizer.lr = 1e-3
@@ -88,13 +88,13 @@ def supervise(demo: Demo) -> Path:
 
 
 def judge(demo: Demo, model: Path) -> Path:
-    """A reward model that prefers right sums to the mistakes the model makes."""
-    samples = demo.generate(model, demo.material / "reward_prompts.jsonl", "mistakes", greedy=False)
+    """A reward model that prefers right sums to the mistakes the model makes, warm samples included."""
+    samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
     pairs = task.write_rows(demo.material / "pairs.jsonl", task.pair_rows(samples))
-    config = RWConfig(**demo.options("reward", total_train_epochs=3))
+    config = RWConfig(**demo.options("reward", total_train_epochs=20, max_steps=120))
     config.model.path = str(model)
-    config.model.optimizer.lr = 1e-3
-    config.model.optimizer.warmup_steps = 5
+    config.model.optimizer.lr = 3e-4
+    config.model.optimizer.warmup_steps = 10
     config.dataset.train_path = str(pairs)
     config.dataset.train_bs_n_seqs = 64
     return demo.run(config).checkpoint("model")
@@ -102,30 +102,33 @@ def judge(demo: Demo, model: Path) -> Path:
 
 def ppo(demo: Demo, model: Path, reward: Path) -> Path:
     """PPO against the reward model, near the supervised model."""
-    config = PPOConfig(**demo.options("ppo", total_train_epochs=1, max_steps=40))
+    config = PPOConfig(**demo.options("ppo", total_train_epochs=20, max_steps=50))
     for role in (config.actor, config.ref):
         role.path = str(model)
     for role in (config.critic, config.rew):
         role.path = str(reward)
-    config.actor.optimizer.lr = 3e-4
-    config.critic.optimizer.lr = 5e-4
+    config.actor.optimizer.lr = 5e-5
+    config.critic.optimizer.lr = 3e-4
     for role in (config.actor, config.critic):
         role.optimizer.lr_scheduler_type = "constant"
+        role.optimizer.warmup_steps = 5
     config.dataset.path = str(demo.material / "prompts.jsonl")
-    config.dataset.train_bs_n_seqs = 128
+    config.dataset.train_bs_n_seqs = 64
+    config.ppo.samples_per_prompt = 4
     config.ppo.gen.max_new_tokens = 5
     config.ppo.ppo_n_minibatches = 2
-    config.ppo.kl_ctl = 0.02
+    config.ppo.kl_ctl = 0.1
     return demo.run(config).checkpoint("actor")
 
 
 def grpo(demo: Demo, model: Path) -> Path:
     """GRPO with the verifier: 1 for the right number, 0 otherwise."""
-    config = GRPOConfig(**demo.options("grpo", total_train_epochs=1, max_steps=40))
+    config = GRPOConfig(**demo.options("grpo", total_train_epochs=20, max_steps=80))
     for role in (config.actor, config.ref):
         role.path = str(model)
-    config.actor.optimizer.lr = 3e-4
+    config.actor.optimizer.lr = 5e-5
     config.actor.optimizer.lr_scheduler_type = "constant"
+    config.actor.optimizer.warmup_steps = 5
     config.dataset.path = str(demo.material / "prompts.jsonl")
     config.dataset.train_bs_n_seqs = 32
     config.grpo.group_size = 8
@@ -137,9 +140,10 @@ def grpo(demo: Demo, model: Path) -> Path:
 def walk(demo: Demo, say: Callable[[str], None]) -> None:
     """All stages, with the accuracy on held-out problems before and after each."""
     prepare(demo)
-    say("[bold]1. SFT[/]: a model of 1.3 million random weights sees 6,000 sums such as 47+38=85")
+    say("Accuracy is the share of right answers among 800 samples for 200 problems that no stage trains on.")
+    say("[bold]1. SFT[/]: a model of 1.3 million random weights learns sums such as 47+8 from a careless teacher")
     actor = supervise(demo)
-    say(f"   held-out accuracy {demo.measure('sft', actor):.1%}")
+    say(f"   held-out accuracy {demo.measure('sft', actor):.1%} (of the teacher's answers {task.RIGHT:.0%} are right)")
     say("[bold]2. Reward model[/]: learns to prefer right sums to the model's own mistakes")
     reward = judge(demo, actor)
     say("[bold]3. PPO[/] with that reward model")
@@ -162,7 +166,7 @@ def conclude(demo: Demo, say: Callable[[str], None]) -> None:
     say(f"in all {sum(demo.seconds.values()):.0f} s, peak memory {peak:.2f} GB")
     say("")
     say(f"report   {demo.folder / 'grpo' / 'report.html'}")
-    say(f"talk     weft chat {demo.folder / 'grpo'}    (then type 47+38)")
+    say(f"talk     weft chat {demo.folder / 'grpo'}    (then type 47+8)")
 
 
 def free_name(root: Path) -> str:

@@ -1,4 +1,4 @@
-"""The demo's world, made on the spot: two-digit addition, a tokenizer of single characters, a model from scratch."""
+"""The demo's world, made on the spot: small sums, a careless teacher, a character tokenizer, a small model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 CHARACTERS = "0123456789+="
+RIGHT = 0.55  # share of the teacher's answers that are right
 # A problem is answered on its own: the template shows the model what follows the last question, not the talk before it.
 CHAT_TEMPLATE = (
     "{% set last = namespace(at=0) %}"
@@ -21,7 +22,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Problem:
-    """`left` + `right`, both of two digits."""
+    """`left` + `right`: two digits and one."""
 
     left: int
     right: int
@@ -36,8 +37,8 @@ class Problem:
 
 
 def problems(seed: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """All 8,100 problems in random order: (for training, `held_out` of them never trained on)."""
-    every = [Problem(left, right) for left in range(10, 100) for right in range(10, 100)]
+    """All 810 problems in random order: (for training, `held_out` of them never trained on)."""
+    every = [Problem(left, right) for left in range(10, 100) for right in range(1, 10)]
     random.Random(seed).shuffle(every)
     return every[held_out:], every[:held_out]
 
@@ -49,14 +50,26 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
-def prompt_rows(chosen: Iterable[Problem]) -> list[dict[str, Any]]:
-    """Rows of the `prompt` form with the answer for the verifier; the id is the problem itself."""
-    return [{"id": p.prompt, "prompt": p.prompt, "answer": p.answer} for p in chosen]
+def prompt_rows(chosen: Iterable[Problem], times: int = 1) -> list[dict[str, Any]]:
+    """Rows of the `prompt` form with the answer for the verifier, each problem `times` times."""
+    return [{"prompt": p.prompt, "answer": p.answer} for p in chosen for _ in range(times)]
 
 
-def answer_rows(chosen: Iterable[Problem]) -> list[dict[str, Any]]:
-    """Rows of the `prompt_answer` form."""
-    return [{"id": p.prompt, "prompt": p.prompt, "answer": p.answer} for p in chosen]
+def lesson_rows(chosen: Iterable[Problem], seed: int, times: int) -> list[dict[str, Any]]:
+    """Rows of the `prompt_answer` form from a careless teacher: each problem `times` times, `RIGHT` of the answers right."""
+    draw = random.Random(seed)
+    return [
+        {"prompt": p.prompt, "answer": p.answer if draw.random() < RIGHT else slip(p.answer, draw)}
+        for p in chosen
+        for _ in range(times)
+    ]
+
+
+def slip(answer: str, draw: random.Random) -> str:
+    """The answer with one digit wrong."""
+    at = draw.randrange(len(answer))
+    wrong = draw.choice([digit for digit in "0123456789" if digit != answer[at]])
+    return answer[:at] + wrong + answer[at + 1 :]
 
 
 def write_model(directory: Path) -> Path:
