@@ -57,6 +57,7 @@ def test_a_run_leaves_what_the_contract_lists(finished):
         "log.txt",
     } <= files
     assert {"checkpoints", "recover"} <= files and "run.lock" not in files
+    assert '<span class="status finished">' in (finished.directory / "report.html").read_text()
     assert [line["step"] for line in finished.metrics] == [1, 2]
     checkpoint = finished.checkpoint("model")
     assert checkpoint == finished.directory / "checkpoints" / "model" / "step2"

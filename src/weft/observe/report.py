@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from string import Template
@@ -24,12 +25,13 @@ HERE = Path(__file__).parent
 GRAPH_ALT = "The dataflow graph of the run: its calls and the keys between them"
 
 
-def build_report(run_dir: Path | str) -> Path:
-    """Write `run_dir/report.html` anew and return its path.
+def build_report(run_dir: Path | str, status: str | None = None) -> Path:
+    """Write `run_dir/report.html` anew and return its path. `status` is how the run ends, where the run does not say so yet.
 
     Works for a run that goes on and for one that has only some of its files. Raises `UserError` where `run_dir` is no run.
     """
     run = RunFiles.read(Path(run_dir))
+    run = run if status is None else replace(run, status=status)
     path = run.directory / NAME
     temporary = path.with_name(NAME + TEMPORARY)
     temporary.write_text(page(run), encoding="utf-8", errors="replace")

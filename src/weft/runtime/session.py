@@ -103,7 +103,7 @@ class Session:
         if error is not None:
             self._tell(f"{type(error).__name__}: {error}")
         self._observer.close(status)
-        build_report(self._directory.path)
+        build_report(self._directory.path, status)  # before the status: a run killed in here goes on, and ends with one
         self._directory.set_status(status, self.step)
 
     def metrics(self) -> list[dict[str, Any]]:
