@@ -221,3 +221,12 @@ def test_a_stream_gives_no_half_characters(llama2: Tokenizer) -> None:
     stream = StreamDecoder(llama2)
     parts = [stream.feed([id]) for id in llama2.encode("a 🤗!")]
     assert parts == ["a", " ", "", "", "", "🤗", "!"]
+
+
+def test_a_completion_keeps_the_blank_it_begins_with(data_dir: Path) -> None:
+    tokenizer = Tokenizer.load(TokenizerSpec(path=str(data_dir / "tokenizers" / "llama2")))
+    prompt, ids = tokenizer.encode("The cat"), tokenizer.encode("and a big dog", bos=False)
+    assert tokenizer.decode(ids) == "and a big dog"
+    assert tokenizer.decode_after(prompt, ids) == " and a big dog"
+    assert tokenizer.decode_after([], ids) == "and a big dog"
+    assert tokenizer.decode_after(tokenizer.encode("é")[:-1], ids).strip() == "and a big dog"

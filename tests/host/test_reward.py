@@ -100,6 +100,9 @@ value = 3
 class Letters:
     """1 is a, 2 is b, ...; 0 is "!", and 9 the end token."""
 
+    def decode_after(self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False) -> str:
+        return self.decode(ids, skip_special)
+
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         return "".join("!" if i == 0 else chr(96 + i) for i in ids if not (skip_special and i == 9))
 

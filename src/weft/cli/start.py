@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
             or "no experiments are registered (--import FILE.py, or experiments/)"
         )
         return 0
-    _check(given)
+    _check(given, "start")
     from weft.launch import registered, run
 
     run(_as_told(registered(given.experiment, given.trial), given), mode=given.mode)
@@ -55,7 +55,7 @@ def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
 def stop(argv: Sequence[str]) -> int:
     """Ask a run to end after its step, wait until it has, and say so."""
     given = _named("weft stop", "End a run after its step; the same command goes on with it.").parse_args(argv)
-    _check(given)
+    _check(given, "stop")
     from weft.launch import stop as stop_run
 
     print(stop_run(given.experiment, given.trial, fileroot=given.fileroot or "./runs"))
@@ -71,10 +71,12 @@ def _named(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check(given: argparse.Namespace, command: str) -> None:
     for flag, value in (("-e EXPERIMENT", given.experiment), ("-f TRIAL", given.trial)):
         if value is None:
-            raise ConfigError(f"{flag} is missing; write weft start -e EXPERIMENT -f TRIAL (--list shows experiments)")
+            raise ConfigError(
+                f"{flag} is missing; write weft {command} -e EXPERIMENT -f TRIAL (weft start --list shows experiments)"
+            )
     problem = checks.mode_problem(given.mode)
     if problem:
         raise ConfigError(f"--mode {given.mode}: {problem}")

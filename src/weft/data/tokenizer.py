@@ -76,6 +76,13 @@ class Tokenizer:
         """The text of token ids, exactly as they stand; `skip_special` leaves out special tokens."""
         return str(self.hf.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
 
+    def decode_after(self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False) -> str:
+        """The text of `ids` where they stand behind `before`: the blank before a first word stays (sentencepiece drops it
+        at the beginning of a text)."""
+        context = list(before)[-4:]
+        head, whole = self.decode(context, skip_special), self.decode([*context, *ids], skip_special)
+        return whole[len(head) :] if head and whole.startswith(head) else self.decode(ids, skip_special)
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
         """Ids (no BOS is added) and the characters [start, stop) each came from; None where the tokenizer cannot tell."""
         if not self.hf.is_fast:

@@ -149,7 +149,8 @@ class Texts:
         """Texts without special tokens, and the dataset's columns (the batch's metadata)."""
         group = batch.group_of("completion")
         ids = [sequence.tolist() for sequence in batch.sequences("completion")]
-        prompts = [tokenizer.decode(p.tolist(), skip_special=True) for p in batch.sequences("prompt")]
+        prompt_ids = [sequence.tolist() for sequence in batch.sequences("prompt")]
+        prompts = [tokenizer.decode(each, skip_special=True) for each in prompt_ids]
         starts = batch.offsets["completion"][group]
         columns = {
             name: [values[g] for g in group] for name, values in batch.metadata.items() if name not in (*RESERVED, PART)
@@ -158,7 +159,7 @@ class Texts:
             names=[f"{batch.ids[g]}[{n - start}]" for n, (g, start) in enumerate(zip(group, starts, strict=True))],
             group=group,
             prompts=[prompts[g] for g in group],
-            completions=[tokenizer.decode(each, skip_special=True) for each in ids],
+            completions=[tokenizer.decode_after(prompt_ids[g], each, True) for g, each in zip(group, ids, strict=True)],
             completion_ids=ids,
             columns=columns,
         )

@@ -59,11 +59,12 @@ class Infer:
     def rendered(self, model: Model, batch: SequenceSample) -> SequenceSample:
         """The batch in the role's own tokens: same ids, one prompt an id, as many completions."""
         owner = batch.group_of("completion")
-        prompts = [_text(model.data_tokenizer, p) for p in batch.sequences("prompt")]
+        given = [p.tolist() for p in batch.sequences("prompt")]
+        prompts = [model.data_tokenizer.decode(p, skip_special=True) for p in given]
         prompt_ids = [model.tokenizer.encode(self.prompt_prefix + p + self.prompt_suffix) for p in prompts]
         completions: list[list[list[int]]] = [[] for _ in batch.ids]
         for index, ids in zip(owner, batch.sequences("completion"), strict=True):
-            completions[int(index)].append(_own_completion(model, ids))
+            completions[int(index)].append(_own_completion(model, given[int(index)], ids.tolist()))
         lengths = {
             "prompt": [[len(p)] for p in prompt_ids],
             "completion": [[len(c) for c in group] for group in completions],
@@ -82,15 +83,11 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     return one is other or one.fingerprint == other.fingerprint or one.hf.get_vocab() == other.hf.get_vocab()
 
 
-def _own_completion(model: Model, ids: torch.Tensor) -> list[int]:
+def _own_completion(model: Model, prompt: Sequence[int], ids: Sequence[int]) -> list[int]:
     """A completion in the role's tokens; one that was ended gets the role's own end token."""
-    ended = len(ids) > 0 and int(ids[-1]) in model.data_tokenizer.stop_ids()
-    own = model.tokenizer.encode(_text(model.data_tokenizer, ids), bos=False)
+    ended = len(ids) > 0 and ids[-1] in model.data_tokenizer.stop_ids()
+    own = model.tokenizer.encode(model.data_tokenizer.decode_after(prompt, ids, skip_special=True), bos=False)
     return [*own, model.tokenizer.require_eos()] if ended else own
-
-
-def _text(tokenizer: Tokenizer, ids: torch.Tensor) -> str:
-    return tokenizer.decode(ids.tolist(), skip_special=True)
 
 
 def _packed(sequences: Sequence[Sequence[int]]) -> torch.Tensor:

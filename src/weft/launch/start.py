@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from weft.errors import ConfigError
 from weft.experiment import Experiment, Scheduling
+from weft.experiments.common import RunConfig
 from weft.launch.run import RunResult, check_mode, run
 from weft.registry import experiments
 
@@ -14,8 +15,8 @@ from weft.registry import experiments
 def registered(name: str, trial_name: str) -> Experiment:
     """The experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
 
-    It is a function returning an `Experiment`, or a class with `initial_setup() -> Experiment` and optionally
-    `scheduling_setup() -> Scheduling`. Raises `ConfigError` with the nearest names, or what is wrong with it.
+    It is a function returning an `Experiment` (or a configuration that builds one), or a class with
+    `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`. Raises `ConfigError` with the nearest names, or what is wrong with it.
     """
     thing = experiments.get(name)
     made = thing()
@@ -27,6 +28,8 @@ def registered(name: str, trial_name: str) -> Experiment:
                 f"experiment {name!r}: the class {thing.__qualname__} has no initial_setup(); give it one"
             )
         made = made.initial_setup()
+    if isinstance(made, RunConfig):
+        made = made.build()
     if not isinstance(made, Experiment):
         raise ConfigError(f"experiment {name!r} gives a {type(made).__name__}; it must return an Experiment")
     config = {**made.config, "experiment_name": name, "trial_name": trial_name} if made.config else {}

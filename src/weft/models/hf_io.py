@@ -304,9 +304,8 @@ def save(
     values.pop(POOLING, None)
     if pooling == "mean" and head == "score":
         values[POOLING] = "mean"
-    if head == "lm":
-        chosen = {key: values[key] for key in GENERATION_KEYS if values.get(key) is not None}
-        weight_files.write_text(folder / GENERATION, json.dumps(chosen, indent=2) + "\n")
+    chosen = {key: values[key] for key in GENERATION_KEYS if values.get(key) is not None}
+    weight_files.write_text(folder / GENERATION, json.dumps(chosen, indent=2) + "\n")
     weight_files.write_text(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 

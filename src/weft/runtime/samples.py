@@ -47,7 +47,8 @@ class Samples:
         return rows
 
     def _read(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
-        prompts = [self._tokenizer.decode(tokens.tolist()) for tokens in batch.sequences("prompt")]
+        prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]
+        prompts = [self._tokenizer.decode(tokens) for tokens in prompt_ids]
         lengths = batch.lengths["completion"]
         single = [k for k in batch.data if len(batch.lengths[k]) == len(lengths) and (batch.lengths[k] == 1).all()]
         columns = {
@@ -59,6 +60,6 @@ class Samples:
                 "id": batch.ids[owner],
                 "k": index - int(batch.offsets["completion"][owner]),
                 "prompt": prompts[owner],
-                "completion": self._tokenizer.decode(tokens.tolist(), skip_special=True),
+                "completion": self._tokenizer.decode_after(prompt_ids[owner], tokens.tolist(), skip_special=True),
             }
             yield row | {name: values[index] for name, values in columns.items()}
