@@ -16,7 +16,9 @@ def registered(name: str, trial_name: str) -> Experiment:
     """The experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
 
     It is a function returning an `Experiment` (or a configuration that builds one), or a class with
-    `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`. Raises `ConfigError` with the nearest names, or what is wrong with it.
+    `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`.
+
+    Raises `ConfigError` with the nearest names, or what is wrong with it.
     """
     thing = experiments.get(name)
     made = thing()
