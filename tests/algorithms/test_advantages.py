@@ -164,6 +164,12 @@ def test_estimators_estimate_the_kl() -> None:
     np.testing.assert_allclose(by_k1, torch.zeros(4), atol=1e-15)
 
 
+def test_the_adaptive_coefficient_keeps_its_sign_for_any_batch() -> None:
+    controller = AdaptiveController(0.05, target=6.0, horizon=10.0)
+    controller.update(0.0, 64)
+    assert controller.value == pytest.approx(0.05 * 0.8)
+
+
 def test_the_adaptive_controller() -> None:
     controller = AdaptiveController(0.1, target=6.0, horizon=1000.0)
     controller.update(12.0, 100)

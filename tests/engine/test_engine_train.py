@@ -22,7 +22,7 @@ from weft.engine.torch_engine import TorchEngine
 from weft.errors import ConfigError, RunError
 from weft.models import hf_io
 from weft.models.packed import pack
-from weft.registry import backends
+from weft.registry import backends, losses
 from weft.topology import Layout
 
 GROUPS = [(5, [4, 7, 1]), (2, [6]), (9, [3, 3]), (1, [12])]
@@ -231,6 +231,15 @@ def test_a_minibatch_without_trained_tokens_is_skipped(path: Path) -> None:
     engine = engine_of(path)
     before = parameters(engine)
     [stats] = engine.train([batch_of([(2, [2])], loss_mask=[0.0, 0.0])], Nll())
+    assert stats.skipped == "no trained token: every loss mask of the minibatch is 0"
+    assert_same(before, parameters(engine))
+
+
+def test_a_minibatch_of_grpo_without_trained_tokens_is_skipped(path: Path) -> None:
+    engine = engine_of(path)
+    before = parameters(engine)
+    keys = {"loss_mask": [0.0, 0.0], "logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
+    [stats] = engine.train([batch_of([(2, [2])], **keys)], losses.get("grpo")())
     assert stats.skipped == "no trained token: every loss mask of the minibatch is 0"
     assert_same(before, parameters(engine))
 

@@ -174,6 +174,9 @@ class ToyTokenizer:
 
     fingerprint = "toy"
 
+    def decode_after(self, before, ids, skip_special=False):
+        return self.decode(ids, skip_special)
+
     def decode(self, ids, skip_special: bool = False) -> str:
         return " ".join(map(str, ids))
 

@@ -90,7 +90,9 @@ class AdaptiveController:
 
     def update(self, kl: float, num_sequences: int) -> None:
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * num_sequences / self.horizon
+        self.value *= 1.0 + error * min(
+            num_sequences / self.horizon, 1.0
+        )  # a batch beyond the horizon never flips the sign
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}

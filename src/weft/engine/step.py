@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from weft.algorithms.base import Loss, Output, Stat, reduce_stats
+from weft.algorithms.base import Loss, Output, Stat, reduce_stats, trained_rows
 from weft.data.sample import SequenceSample
 from weft.engine import microbatches
 from weft.engine.base import StepStats
@@ -90,7 +90,8 @@ class Step:
         rate = matmul_rate(self.device, dtype)
         started = time.perf_counter()
         total = dict(loss.denominators(minibatch))
-        if not any(total.values()):
+        reads_tokens = "scores" not in loss.outputs
+        if not any(total.values()) or (reads_tokens and not trained_rows(minibatch).any()):
             return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
         passes = Passes()
         for part in microbatches.cut(minibatch, self.max_tokens, loss.unit):

@@ -54,7 +54,9 @@ class Train:
         """One pass or several over the batch; metrics of all its optimizer steps together, no outputs."""
         count = self._num_minibatches(batch)
         frozen = model.schedule.frozen_steps if model.schedule else 0
-        if model.step * count * self.epochs < frozen:
+        if (
+            model.version == 0 and model.step * count * self.epochs < frozen
+        ):  # a warm-up that has ended does not come back
             return MFCResult(metrics={"frozen": 1.0})
         parts = [
             part

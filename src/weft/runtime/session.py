@@ -160,8 +160,13 @@ class Session:
                 raise RunError(
                     "no step was made: filters dropped every id before the node that steps follow had a batch"
                 )
-            if self._saved_step != self.step:
+            if (
+                self._saved_step != self.step
+            ):  # the last ids were filtered away after a step that seemed not to be the last
                 self._save(milestone=False)
+                if self._control.recover_mode != "disabled":
+                    self._cut()
+                self._checkpoints.prune()
 
     def _over(self) -> bool:
         position, control = self._master.position, self._control

@@ -19,22 +19,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Runs first in the new process: the limits, then the program, then a word that says the program came to its end. Leaving
-# early (`sys.exit`, `os._exit`) is thereby no success.
+# early (`sys.exit`, `os._exit`) is thereby no success. The word is no global that a program could read; one that searches
+# the interpreter's frames for it still finds it, so rewards of code are to be read with an eye on the samples.
 LAUNCHER = """
 import json, os, resource, sys
-limits, word, out = json.loads(sys.stdin.readline()), sys.stdin.readline().strip(), os.dup(1)
-os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-os.dup2(0, 1)
-os.dup2(0, 2)
-for name, value in limits.items():
-    try:
-        resource.setrlimit(getattr(resource, name), (value, value))
-    except (ValueError, OSError):
-        pass
-with open("program.py", encoding="utf-8") as file:
-    code = compile(file.read(), "program.py", "exec")
-exec(code, {"__name__": "__main__"})
-os.write(out, word.encode())
+
+def launch():
+    limits, word, out = json.loads(sys.stdin.readline()), sys.stdin.readline().strip(), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(0, 1)
+    os.dup2(0, 2)
+    for name, value in limits.items():
+        try:
+            resource.setrlimit(getattr(resource, name), (value, value))
+        except (ValueError, OSError):
+            pass
+    with open("program.py", encoding="utf-8") as file:
+        code = compile(file.read(), "program.py", "exec")
+    exec(code, {"__name__": "__main__"})
+    os.write(out, word.encode())
+
+launch()
 """
 
 
