@@ -1,4 +1,4 @@
-"""`weft demo` as a newcomer runs it: accuracy rises from the first stage to the last, and a report and a model to talk to are left."""
+"""`weft demo` as a newcomer runs it: accuracy rises from first to last; a report and a model to talk to are left."""
 
 from __future__ import annotations
 
