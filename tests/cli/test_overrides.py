@@ -30,6 +30,8 @@ def nested(*words: str) -> dict[str, Any]:
         (["a.b=1", "~a.b"], {"a": {}}),
         (["a.b=1", "a={c: 2}"], {"a": {"b": 1, "c": 2}}),
         (["reward=[{name: 'f.py:g', weight: 0.5}, gsm8k]"], {"reward": [{"name": "f.py:g", "weight": 0.5}, "gsm8k"]}),
+        (["reward={gsm8k: 0.5, length: 0.1}"], {"reward": {"gsm8k": 0.5, "length": 0.1}}),
+        (["reward=[[length,0.5],[f.py:g,1.0]]"], {"reward": [["length", 0.5], ["f.py:g", 1.0]]}),
         (["path=/a/b-c_d.jsonl"], {"path": "/a/b-c_d.jsonl"}),
         (["a="], {"a": ""}),
     ],
@@ -60,9 +62,15 @@ def test_an_unknown_interpolation_is_an_error() -> None:
 
 def test_a_file_is_read_and_flattened(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("seed: 3\nmodel: {path: x, optimizer: {lr: 1e-5}}\ndataset: {args: {}}\n")
+    file.write_text("seed: 3\nmodel: {path: x, optimizer: {lr: 1e-5}}\ndataset: {args: {}}\nreward: {f.py:g: 0.5}\n")
     found = {o.name: o.value for o in overrides.flatten(overrides.read_file(str(file)))}
-    assert found == {"seed": 3, "model.path": "x", "model.optimizer.lr": "1e-5", "dataset.args": {}}
+    assert found == {
+        "seed": 3,
+        "model.path": "x",
+        "model.optimizer.lr": "1e-5",
+        "dataset.args": {},
+        "reward": {"f.py:g": 0.5},
+    }
 
 
 @pytest.mark.parametrize("text", ["- 1\n- 2\n", "a: [", ""])

@@ -16,7 +16,7 @@ from weft.errors import ConfigError, DataError
 from weft.host.advantages import GAEAdvantages, GroupAdvantages
 from weft.host.base import HostContext, PlainFunction, make_host_function
 
-PER_SEQUENCE = {"rewards", "finished", "scores", "baseline_rewards"}
+PER_SEQUENCE = {"rewards", "finished", "scores", "baseline_rewards", "baseline_finished"}
 
 
 def sample(completions: list[list[int]], prompts: list[int] | None = None, **keys: Any) -> SequenceSample:
@@ -197,11 +197,28 @@ def test_grpo_by_hand() -> None:
     assert rloo["advantages"] == [1.0, 1.0, -1.0, 0.0, 0.0]
 
 
+def with_greedy(batch: SequenceSample, lengths: list[int]) -> SequenceSample:
+    """The batch with a greedy completion of each prompt."""
+    tokens = {"baseline_completion": torch.zeros(sum(lengths), dtype=torch.int64)}
+    return batch.update(SequenceSample.from_default(batch.ids, lengths, tokens))
+
+
 def test_remax_by_hand() -> None:
-    batch = sample([[2, 1], [1, 1]], rewards=[1.0, 0.0, 2.0, 2.0], baseline_rewards=[0.5, 3.0], finished=[1.0] * 4)
+    given = {"baseline_rewards": [0.5, 3.0], "baseline_finished": [1.0, 1.0]}
+    batch = with_greedy(sample([[2, 1], [1, 1]], rewards=[1.0, 0.0, 2.0, 2.0], finished=[1.0] * 4, **given), [2, 1])
     made, metrics = call(GroupAdvantages(baseline="given", scale="none"), batch)
     assert made["advantages"] == [0.5, 0.5, -0.5, -1.0, -1.0]
     assert metrics["baseline_reward"] == pytest.approx(1.75)
+
+
+def test_remax_penalises_the_greedy_completion_as_it_does_samples() -> None:
+    """A policy that always does what greedy decoding does has no advantage, however long it runs and whether it ends."""
+    given = {"baseline_rewards": [1.0, 1.0], "baseline_finished": [1.0, 0.0]}
+    batch = with_greedy(sample([[8, 3], [10, 3]], rewards=[1.0] * 4, finished=[1.0, 1.0, 0.0, 1.0], **given), [8, 10])
+    penalties = {"overlong_buffer": 4, "max_new_tokens": 10, "overlong_penalty": 2.0, "missing_eos_penalty": 0.5}
+    made, metrics = call(GroupAdvantages(baseline="given", scale="none", **penalties), batch)
+    assert [made["advantages"][start] for start in (0, 8, 11, 21)] == pytest.approx([0.0, 1.0, 0.0, 2.5])
+    assert metrics["baseline_reward"] == 1.0, "as the reward gave it"
 
 
 def test_reinforce_plus_plus_whitens_tokens() -> None:

@@ -334,6 +334,19 @@ def test_it_is_a_host_function(source: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "reward",
+    [
+        {"gsm8k": 0.5, "f.py:g": 1},
+        [["gsm8k", 0.5], ("f.py:g", 1)],
+        [{"gsm8k": 0.5}, "f.py:g"],
+        [{"name": "gsm8k", "weight": 0.5}, {"f.py:g": 1.0}],
+    ],
+)
+def test_weights_may_be_written_in_several_ways(reward: Any) -> None:
+    assert parse_reward(reward) == [RewardPart("gsm8k", 0.5), RewardPart("f.py:g", 1.0)]
+
+
+@pytest.mark.parametrize(
     ("reward", "message"),
     [
         (None, "is empty"),
@@ -342,6 +355,13 @@ def test_it_is_a_host_function(source: Path) -> None:
         ({"name": "gsm8k", "wieght": 2}, "cannot be read"),
         ({"name": "gsm8k", "weight": "2"}, "weight='2'"),
         ({"name": "gsm8k", "args": [1]}, r"args=\[1\]"),
+        ({}, "is empty"),
+        ({"gsm8k": "a lot"}, "weight='a lot' of 'gsm8k' must be a finite number"),
+        ({"gsm8k": float("nan")}, "must be a finite number"),
+        ({"gsm9k": 1.0}, "did you mean gsm8k"),
+        (["gsm8k", 0.5], r"\[\['gsm8k', 0.5\]\]"),
+        ([["gsm8k", 0.5, 1]], "cannot be read"),
+        ([["gsm8k", None]], "weight=None"),
         ("gsm9k", "did you mean gsm8k"),
         ({"name": "length", "args": {"maxi": 3}}, "did you mean max"),
         ({"name": "format", "args": {"pattern": "("}}, "no regular expression"),

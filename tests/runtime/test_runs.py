@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.toy import SIZE, Toy, ToyEngine, ToyGenerate, ToyInfer, timeless
+from tests.runtime.toy import SIZE, Toy, ToyEngine, ToyGenerate, ToyInfer, one_each, timeless
 from weft import register_function
+from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, Interrupted, RunError
 from weft.graph.mfc import Call
 from weft.runtime import disk
@@ -215,3 +216,22 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
 def test_a_run_that_loses_all_ids_says_so(tmp_path):
     with pytest.raises(RunError, match="filters dropped every id"):
         Toy(tmp_path, drop=1.1).run()
+
+
+@register_function("toy_keep_early")
+def toy_keep_early(batch, context) -> SequenceSample:
+    """Everything at first, nothing from the third batch on."""
+    kept = batch.ids if context.step < 2 else ()
+    return one_each(kept, "kept", [1.0] * len(kept))
+
+
+def test_a_run_whose_last_ids_are_filtered_away_is_evaluated_at_its_end(tmp_path, monkeypatch):
+    """Nobody knew that step 2 was the last when its line was written."""
+    toy = Toy(tmp_path, num_ids=16, control={"total_train_epochs": 1, "eval_freq_steps": 100, "recover_freq_steps": 1})
+    with_node(toy, monkeypatch, "filter", function="toy_keep_early", args={})
+    done = lines(toy.run()._directory.path)
+    assert [line["step"] for line in done] == [1, 2]
+    assert ["eval/held/loss" in line for line in done] == [False, True]
+    assert done[1]["eval/loss"] > 0 and done[1]["train/loss"] > 0, "what stood on the line stays"
+    RunDirectory(toy.path).set_status("running", 2)  # as if killed after the last cut: it ends with the same lines
+    assert timeless(lines(toy.run()._directory.path)) == timeless(done)

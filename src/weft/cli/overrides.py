@@ -88,9 +88,11 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
-    """Nested values as assignments of dotted names, so that a file may use the same aliases as the command line."""
+    """Nested values as assignments of dotted names, so that a file may use the same aliases as the command line.
+
+    A mapping whose own keys hold a colon, such as weights by FILE.py:function, is a value as it stands."""
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and not any(":" in str(name) for name in value):
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield Override(f"{prefix}{key}", value)

@@ -75,8 +75,9 @@ class PolicyConfig(RunConfig):
     rew: ModelSpec = option(ModelSpec(), "reward model; none when rew.path is absent")
     reward: Any = option(
         None,
-        "reward function: a verifier (gsm8k, math, format, ifeval, length, code), module:function, FILE.py:function, or a "
-        "list of them or of {name, weight, args}; added to the reward model's score where both are given",
+        "reward function: a verifier (gsm8k, math, format, ifeval, length, code), module:function, FILE.py:function, weights "
+        "by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of [name, weight] or of {name, weight, args}; added to "
+        "the reward model's score where both are given",
         check=_reward_problem,
     )
     reward_timeout_s: float = option(60.0, "seconds that a reward function has for a batch", at_least=0.001)

@@ -190,10 +190,13 @@ class GRPOConfig(PolicyConfig):
             "reward_output_bias": grpo.reward_output_bias,
             "missing_eos_penalty": grpo.missing_eos_penalty,
         }
-        waits = (*(("baseline_rewards",) if greedy else ()), *(("kept",) if grpo.dynamic_sampling else ()))
+        baselines = (
+            {f"baseline_{key}": f"greedy_{key}" for key in ("rewards", "finished", "completion")} if greedy else {}
+        )
+        waits = (*baselines, *(("kept",) if grpo.dynamic_sampling else ()))
         return HostFunction(
             name="advantages", function="group_advantages", batch_size=size,
             input_keys=("prompt", "completion", "rewards", "finished", *waits),
             output_keys=("advantages", *(("loss_mask",) if grpo.mask_truncated else ())),
-            input_key_remap={"baseline_rewards": "greedy_rewards"} if greedy else {}, args=args,
+            input_key_remap=baselines, args=args,
         )  # fmt: skip

@@ -225,7 +225,8 @@ class GroupAdvantages(Stateless):
     `whiten` is set (REINFORCE++). GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out, none. ReMax: given, none.
     REINFORCE++: none, none, whiten (its variant with a baseline: group, none, whiten).
 
-    Keys: completion (lengths), `rewards` [1], `finished` [1]; `baseline_rewards` [1] an id for baseline "given"; `loss_mask`,
+    Keys: completion (lengths), `rewards` [1], `finished` [1]; for baseline "given" `baseline_rewards`, `baseline_finished` [1]
+    and `baseline_completion` (lengths), one an id: the baseline is shaped and penalised as the samples are; `loss_mask`,
     `prompt` where there are any. `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0 is no penalty.
     `mask_truncated` also gives a `loss_mask` that leaves out completions cut by their length (DAPO's overlong filtering).
     """
@@ -254,11 +255,13 @@ class GroupAdvantages(Stateless):
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = Rows(batch)
-        rewards, group = self._shaped(rows, context), batch.group_of("completion")
-        given = rows.sequences("baseline_rewards") if self.baseline == "given" else None
-        if given is not None:
-            context.record("baseline_reward", float(given.mean()))
-            given = self._shape(given, np.ones_like(given))
+        raw, finished, group = rows.sequences("rewards"), rows.sequences("finished"), batch.group_of("completion")
+        overlong = self._overlong(rows.lengths)
+        if self.overlong_buffer:
+            context.record("overlong_penalty", float(-overlong.mean()))
+        context.record("reward", float(raw.mean()))
+        rewards = self._shape(raw, finished) + overlong
+        given = self._given(rows, context) if self.baseline == "given" else None
         each = scaled(baselined(rewards, group, self.baseline, given), rewards, group, self.scale)
         context.record("advantage_std", float(each.std()))
         trained = (rows.mask != 0.0).astype(np.float64)
@@ -270,17 +273,21 @@ class GroupAdvantages(Stateless):
         keys = {"advantages": advantages}
         return rows.sample(**keys, loss_mask=rows.mask * trained) if self.mask_truncated else rows.sample(**keys)
 
+    def _given(self, rows: Rows, context: HostContext) -> Vector:
+        """The baseline's reward at each completion, less what its own length and its missing end cost."""
+        raw, finished = rows.sequences("baseline_rewards"), rows.sequences("baseline_finished")
+        context.record("baseline_reward", float(raw.mean()))
+        lengths = rows.batch.lengths["baseline_completion"].astype(np.int64)
+        overlong = self._overlong(lengths[rows.batch.group_of("completion")])
+        return self._shape(raw, finished) + overlong
+
     def _shape(self, rewards: Vector, finished: Vector) -> Vector:
         return RewardShape(
             self.max_reward_clip, self.reward_output_scaling, self.reward_output_bias, self.missing_eos_penalty
         )(rewards, finished)
 
-    def _shaped(self, rows: Rows, context: HostContext) -> Vector:
-        raw = rows.sequences("rewards")
-        rewards = self._shape(raw, rows.sequences("finished"))
-        if self.overlong_buffer and self.max_new_tokens:
-            overlong = self.overlong_penalty * soft_overlong(rows.lengths, self.max_new_tokens, self.overlong_buffer)
-            rewards = rewards + overlong
-            context.record("overlong_penalty", float(-overlong.mean()))
-        context.record("reward", float(raw.mean()))
-        return rewards
+    def _overlong(self, lengths: npt.NDArray[np.int64]) -> Vector:
+        """What completions of these lengths lose, 0 or below."""
+        if not (self.overlong_buffer and self.max_new_tokens):
+            return np.zeros(len(lengths))
+        return self.overlong_penalty * soft_overlong(lengths, self.max_new_tokens, self.overlong_buffer)

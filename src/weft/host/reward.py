@@ -33,7 +33,8 @@ SHOWN = 5  # ids in a message
 class RewardFunction(Stateless):
     """`rewards` [1] of each completion: the weighted sum of `reward`'s parts, and of `scores` where a reward model made some.
 
-    `reward` is a verifier's name, `module:function`, `FILE.py:function`, `{name, weight, args}`, or a list of these. A function
+    `reward` is a verifier's name, `module:function`, `FILE.py:function`, `{NAME: WEIGHT, ..}`, or a list of these, of
+    `[NAME, WEIGHT]` and of `{name, weight, args}`. A function
     `fn(prompts, completions, *, completion_ids, **columns)` gets lists with one entry a completion (all completions of a
     prompt in one call) and returns a number or None (it does not apply) for each; it may be async. It is called on parts of
     the batch (`chunk_size` prompts at a time) in `num_workers` processes that live as long as the run.

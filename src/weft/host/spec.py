@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,10 @@ from typing import Any
 from weft.errors import ConfigError, unknown_name
 from weft.registry import verifiers
 
-FORM = "a verifier's name, module:function, FILE.py:function, {name, weight, args}, or a list of these"
+FORM = (
+    "a verifier's name, module:function, FILE.py:function, {NAME: WEIGHT, ..}, or a list of these, of [NAME, WEIGHT] and of "
+    "{name, weight, args}"
+)
 
 
 @dataclass(frozen=True)
@@ -44,28 +48,51 @@ class Target:
 def parse_reward(reward: Any) -> list[RewardPart]:
     """The parts of the option `reward`. Raises `ConfigError` for another form; names are not looked up."""
     entries = reward if isinstance(reward, (list, tuple)) else [reward]
-    if not entries or reward is None:
+    if not entries or reward is None or reward == {}:
         raise ConfigError(f"reward={reward!r} is empty; give {FORM}")
-    return [_part(entry) for entry in entries]
+    if len(entries) == 2 and isinstance(entries[0], str) and _is_number(entries[1]):
+        raise ConfigError(
+            f"reward={reward!r}: is a list of one name and one number; a weighted part is a list of its own: [{list(entries)}]"
+        )
+    return [part for entry in entries for part in _parts(entry)]
 
 
-def _part(entry: Any) -> RewardPart:
+def _parts(entry: Any) -> list[RewardPart]:
+    """What one entry of the list means: one part, or those of a mapping from names to weights."""
     if isinstance(entry, RewardPart):
-        return entry
+        return [entry]
     if isinstance(entry, str) and entry:
-        return RewardPart(entry)
-    if (
-        not isinstance(entry, Mapping)
-        or not isinstance(entry.get("name"), str)
-        or set(entry) - {"name", "weight", "args"}
-    ):
+        return [RewardPart(entry)]
+    if isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], str):
+        return [_part(entry[0], entry[1])]
+    if isinstance(entry, Mapping) and "name" in entry:
+        return [_named(entry)]
+    if isinstance(entry, Mapping) and entry:
+        return [_part(str(name), weight) for name, weight in entry.items()]
+    raise ConfigError(f"reward: {entry!r} cannot be read; give {FORM}")
+
+
+def _named(entry: Mapping[str, Any]) -> RewardPart:
+    """A part in its long form."""
+    if not isinstance(entry["name"], str) or set(entry) - {"name", "weight", "args"}:
         raise ConfigError(f"reward: {entry!r} cannot be read; give {FORM}")
-    weight, args = entry.get("weight", 1.0), entry.get("args") or {}
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise ConfigError(f"reward: weight={weight!r} of {entry['name']!r} must be a number")
+    args = entry.get("args") or {}
     if not isinstance(args, Mapping):
         raise ConfigError(f"reward: args={args!r} of {entry['name']!r} must be a mapping")
-    return RewardPart(entry["name"], float(weight), dict(args))
+    return _part(entry["name"], entry.get("weight", 1.0), args)
+
+
+def _part(name: str, weight: Any, args: Mapping[str, Any] | None = None) -> RewardPart:
+    if not _is_number(weight):
+        raise ConfigError(
+            f"reward: weight={weight!r} of {name!r} must be a finite number; options of a part go into the form "
+            "{name, weight, args}"
+        )
+    return RewardPart(name, float(weight), dict(args or {}))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def locate(part: RewardPart) -> Target:

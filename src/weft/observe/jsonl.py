@@ -6,7 +6,7 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,23 @@ class StepFile:
 
     def truncate(self, step: int) -> None:
         """Keep the lines of steps up to `step`, as they are; later ones, and a half-written last one, go."""
-        if not self.path.is_file():
-            return
+        if self.path.is_file():
+            self._rewrite(lambda line: line if line.endswith(b"\n") and _step_of(line) <= step else b"")
+
+    def amend(self, step: int, more: Mapping[str, Any]) -> None:
+        """Put `more` into the object of `step`, at once: a kill leaves the line as it was or as it will be."""
+
+        def mended(line: bytes) -> bytes:
+            row = json.loads(line) | plain(more) if _step_of(line) == step else None
+            return line if row is None else (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+        self._rewrite(mended)
+
+    def _rewrite(self, change: Callable[[bytes], bytes]) -> None:
+        """The file with every line changed, in one move."""
         temporary = self.path.with_name(self.path.name + TEMPORARY)
         with self.path.open("rb") as old, temporary.open("wb") as new:
-            new.writelines(line for line in old if line.endswith(b"\n") and _step_of(line) <= step)
+            new.writelines(change(line) for line in old)
             new.flush()
             os.fsync(new.fileno())
         os.replace(temporary, self.path)

@@ -83,6 +83,14 @@ class Observer:
                 sink.log(step, {name: value for name, value in numbers.items() if name != "step"})
         return line
 
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What was measured of the last step after its line had been written: it goes onto that line, and to the loggers."""
+        with self._told(METRICS):
+            self._metrics.amend(step, metrics)
+        numbers = {name: float(value) for name, value in metrics.items() if finite(value)}
+        for sink in self._sinks:
+            sink.log(step, numbers)
+
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Completions of a step: mappings with `prompt`, `completion` and what else is known (`id`, `reward`, `finished`)."""
         with self._told(SAMPLES):

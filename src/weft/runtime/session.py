@@ -160,13 +160,19 @@ class Session:
                 raise RunError(
                     "no step was made: filters dropped every id before the node that steps follow had a batch"
                 )
-            if (
-                self._saved_step != self.step
-            ):  # the last ids were filtered away after a step that seemed not to be the last
-                self._save(milestone=False)
-                if self._control.recover_mode != "disabled":
-                    self._cut()
-                self._checkpoints.prune()
+            self._end()
+
+    def _end(self) -> None:
+        """What the last step lacks where nobody knew that it was the last: filters dropped all ids that came after it."""
+        assert self._observer is not None, "the session is open"
+        measured = self._evaluate()
+        if measured:
+            self._observer.amend(self.step, measured)
+        if self._saved_step != self.step:
+            self._save(milestone=False)
+            if self._control.recover_mode != "disabled":
+                self._cut()
+            self._checkpoints.prune()
 
     def _over(self) -> bool:
         position, control = self._master.position, self._control
