@@ -414,7 +414,7 @@ def test_imports_are_read_before_names_are_looked_up(files: Path) -> None:
 
 def test_loggers_are_on_where_something_is_set() -> None:
     assert LoggerSpec().enabled() == {}
-    assert LoggerSpec(wandb=WandbSpec(project="p")).enabled() == {"wandb": {"mode": "online", "project": "p"}}
+    assert LoggerSpec(wandb=WandbSpec(project="p")).enabled() == {"wandb": {"project": "p"}}
     assert LoggerSpec(wandb=WandbSpec(mode="offline")).enabled() == {"wandb": {"mode": "offline"}}
     assert LoggerSpec(wandb=WandbSpec(project="p", mode="disabled")).enabled() == {}
     assert LoggerSpec(trackio=TrackioSpec(project="p")).enabled() == {"trackio": {"project": "p"}}

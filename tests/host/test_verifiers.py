@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError
 from weft.host.verifiers._answers import numbers
 from weft.host.verifiers._language import detect
+from weft.host.verifiers import _sandbox
 from weft.host.verifiers._sandbox import Limits, runs_to_its_end
 from weft.host.verifiers.code import code, program_of
 from weft.host.verifiers.exact import exact
@@ -263,6 +264,24 @@ def test_lists_of_tests() -> None:
 )
 def test_programs_that_do_not_come_to_their_end(program: str) -> None:
     assert not runs_to_its_end(program, Limits(seconds=5.0, memory_mb=512))
+
+
+CHEAT = """
+import __main__, contextlib, os
+for value in list(vars(__main__).values()):
+    if isinstance(value, str) and len(value) == 32:
+        for number in range(1, 32):
+            with contextlib.suppress(OSError):
+                os.write(number, value.encode())
+os._exit(0)
+"""
+
+
+def test_a_program_does_not_find_the_word_of_success_in_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`__main__` is the launcher's module: were its names global, `__main__.NAME` would read them."""
+    assert not runs_to_its_end(CHEAT, Limits())
+    monkeypatch.setattr(_sandbox, "LAUNCHER", _sandbox.LAUNCHER.replace("():\n", "():\n    global word\n", 1))
+    assert runs_to_its_end(CHEAT, Limits()), "the program tells a launcher with global names from this one"
 
 
 def test_programs_that_do() -> None:

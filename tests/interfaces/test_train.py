@@ -128,6 +128,22 @@ def test_a_role_sits_out_its_frozen_steps() -> None:
     assert len(engine.trained) == 1
 
 
+@pytest.mark.parametrize(
+    ("sizes", "per_epoch"),
+    [([4, 1, 4, 1, 4, 1], 8), ([2, 2, 2], 4), ([1, 1, 1], 4)],
+    ids=["short last batches", "every batch is short", "one completion"],
+)
+def test_a_warm_up_of_an_epoch_lasts_an_epoch_whatever_the_last_batch_holds(sizes: list[int], per_epoch: int) -> None:
+    """Four minibatches are asked for; a batch of fewer completions makes fewer, and the schedule counts it as whole."""
+    engine, interface = Engine_(), Train("sft", num_minibatches=4)
+    schedule = OptimizerSpec(frozen_epochs=1).schedule(total_steps=100, steps_per_epoch=per_epoch)
+    results = [
+        interface.train_step(model_of(engine, step, schedule), batch_of([[1]] * size)) for step, size in enumerate(sizes)
+    ]
+    frozen = per_epoch // 4
+    assert ["frozen" in r.metrics for r in results] == [True] * frozen + [False] * (len(sizes) - frozen)
+
+
 def test_no_steps_left_after_the_frozen_ones_is_refused() -> None:
     with pytest.raises(ConfigError, match="1 epochs without training"):
         OptimizerSpec(frozen_epochs=1).schedule(total_steps=8, steps_per_epoch=8)

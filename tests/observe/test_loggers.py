@@ -50,6 +50,11 @@ class StandIn(ModuleType):
         return self.session
 
 
+@pytest.fixture(autouse=True)
+def no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(name: str, session: Session, problem: str | None = None) -> StandIn:
@@ -109,6 +114,34 @@ def test_offline_needs_no_login_and_leaves_out_what_was_logged(tmp_path: Path, s
     for step in (2, 3):
         sink.log(step, {"x": 1.0})
     assert [step for step, _ in module.session.logged] == [3]
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "mode"),
+    [
+        ({}, "offline", "offline"),
+        ({}, "disabled", "disabled"),
+        ({"mode": "online"}, "offline", "online"),
+        ({}, "", "online"),
+    ],
+)
+def test_the_environment_says_the_mode_where_no_option_does(
+    tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], variable: str, mode: str
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", variable)
+    module = stand_in("wandb", Session(), problem=None if mode == "online" else "no network")
+    make_sinks({"wandb": {"project": "p", **options}}, RunInfo(tmp_path, "exp", "trial", {}))
+    assert module.started[0]["mode"] == mode
+
+
+def test_a_mode_that_does_not_exist_is_refused_before_anything_is_written(
+    tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    stand_in("wandb", Session())
+    with pytest.raises(ConfigError, match=r"WANDB_MODE='ofline': must be one of online, offline, disabled"):
+        make_sinks({"wandb": {"project": "p"}}, RunInfo(tmp_path, "exp", "trial", {}))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_key_is_written_nowhere(tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:

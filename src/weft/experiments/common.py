@@ -20,7 +20,7 @@ class WandbSpec:
 
     mode: str | None = option(
         None,
-        "online, offline or disabled; online when another logger.wandb option is set",
+        "online, offline or disabled; when absent and another logger.wandb option is set, what WANDB_MODE says, or online",
         choices=("online", "offline", "disabled"),
     )
     entity: str | None = option(None, "user or team")
@@ -51,7 +51,7 @@ class LoggerSpec:
         loggers: dict[str, dict[str, Any]] = {"tensorboard": {}} if self.tensorboard else {}
         wandb = {key: value for key, value in asdict(self.wandb).items() if value is not None}
         if wandb and self.wandb.mode != "disabled":
-            loggers["wandb"] = {"mode": "online", **wandb}
+            loggers["wandb"] = wandb
         if self.trackio.project is not None:
             loggers["trackio"] = {key: value for key, value in asdict(self.trackio).items() if value is not None}
         return loggers

@@ -52,12 +52,13 @@ class Train:
 
     def train_step(self, model: Model, batch: SequenceSample) -> MFCResult:
         """One pass or several over the batch; metrics of all its optimizer steps together, no outputs."""
-        count = self._num_minibatches(batch)
+        wanted = self._wanted(batch)
         frozen = model.schedule.frozen_steps if model.schedule else 0
-        if (
-            model.version == 0 and model.step * count * self.epochs < frozen
-        ):  # a warm-up that has ended does not come back
+        # The schedule counts whole batches, so a short one stands for as many steps; a warm-up that has ended stays ended.
+        if model.version == 0 and model.step * wanted * self.epochs < frozen:
             return MFCResult(metrics={"frozen": 1.0})
+        # Fewer where the last batch of an epoch holds less than one thing for each.
+        count = min(wanted, batch.num_ids if self.loss.unit == "group" else batch.num_sequences("completion"))
         parts = [
             part
             for epoch in range(self.epochs)
@@ -79,11 +80,11 @@ class Train:
         metrics = self.loss.summary(reduce_stats([stats]))
         return MFCResult(metrics={"loss": float(value), **metrics})
 
-    def _num_minibatches(self, batch: SequenceSample) -> int:
-        """Minibatches of this batch: fewer where the last batch of an epoch holds less than one thing for each."""
-        completions = batch.num_sequences("completion")
-        wanted = -(-completions // self.mini_batch_size) if self.mini_batch_size else self.num_minibatches
-        return min(wanted, batch.num_ids if self.loss.unit == "group" else completions)
+    def _wanted(self, batch: SequenceSample) -> int:
+        """Minibatches that the options ask for."""
+        if self.mini_batch_size is None:
+            return self.num_minibatches
+        return -(-batch.num_sequences("completion") // self.mini_batch_size)
 
 
 def minibatches(batch: SequenceSample, count: int, unit: Literal["sequence", "group"]) -> list[SequenceSample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,22 @@ from weft.observe.sinks import RunInfo, Sink, table
 ID_FILE = "wandb-id.txt"
 COLUMNS = ["step", "id", "prompt", "completion", "reward"]
 ONLINE = "online"
+MODES = ("online", "offline", "disabled")
+
+
+def mode_of(options: Mapping[str, Any]) -> str:
+    """The option `mode`; without one what the environment variable WANDB_MODE says, and online where it says nothing.
+
+    Raises `UserError` for another value of the variable."""
+    mode = options.get("mode") or os.environ.get("WANDB_MODE") or ONLINE
+    if mode not in MODES:
+        raise ConfigError(f"WANDB_MODE={mode!r}: must be one of {', '.join(MODES)}; set or unset the variable")
+    return str(mode)
 
 
 def check(options: Mapping[str, Any]) -> None:
     """Log in. Raises `UserError` where there is no key or the server does not take it; offline needs none."""
-    if options.get("mode", ONLINE) != ONLINE:
+    if mode_of(options) != ONLINE:
         return
     import wandb
 
@@ -33,6 +45,7 @@ def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
     """Begin the run, or go on with the one whose id lies in the run's directory. Raises `UserError` where that fails."""
     import wandb
 
+    mode = mode_of(options)
     identity = options.get("id") or _own_id(run.directory / ID_FILE)
     try:
         session = wandb.init(
@@ -41,13 +54,13 @@ def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
             name=options.get("name") or run.trial_name,
             id=identity,
             dir=str(options.get("dir") or run.directory),
-            mode=options.get("mode", ONLINE),
+            mode=mode,
             config=dict(run.config),
             resume="allow",
         )
     except wandb.Error as error:
         raise _failed("the run could not begin", error) from error
-    known = session.step if options.get("mode", ONLINE) == ONLINE else run.logged + 1
+    known = session.step if mode == ONLINE else run.logged + 1
     return Wandb(session, options.get("prefix") or "", known)
 
 
