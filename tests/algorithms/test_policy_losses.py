@@ -140,6 +140,9 @@ def test_statistics_by_hand() -> None:
         "kl": (math.exp(-1.0) - 1 + 1.0) / 2,
     }
     assert result.stats == pytest.approx(expected)
+    del keys["ref_logprobs"]
+    alone = evaluate(PPOActorLoss(entropy_coef=0.1), make_sample([[3]], keys), out)
+    assert alone.stats == pytest.approx(expected | {"kl": expected["approx_kl"]}), "the policy that sampled is left"
 
 
 def test_gspo_by_hand() -> None:

@@ -106,6 +106,9 @@ def test_weft_names_bring_no_note() -> None:
         (SFTConfig, ["report_to=paper"], "tensorboard, wandb or trackio"),
         (SFTConfig, ["temperature=1"], "unknown option 'temperature'"),
         (SFTConfig, ["bf16=maybe"], "true or false"),
+        (PPOConfig, ["advantages.post_hooks=[]"], "'advantages' is a host function; only calls of a model have"),
+        (GRPOConfig, ["reward.pre_hooks=[offload]"], "'reward' is a host function"),
+        (GRPOConfig, ["advantages={hooks: []}"], "'advantages' is a host function"),
     ],
 )
 def test_what_cannot_be_mapped_is_refused(base: type[RunConfig], words: list[str], message: str) -> None:

@@ -197,6 +197,13 @@ def test_kto_measures_its_baseline_in_the_graph() -> None:
     assert {"label", "kl_baseline", "ref_logprobs"} <= set(experiment.node("actor_train").inputs)
 
 
+@pytest.mark.parametrize("size", ["train", "valid"])
+def test_kto_refuses_batches_of_one_prompt(size: str) -> None:
+    with pytest.raises(ConfigError, match=rf"dataset.{size}_bs_n_seqs=1: .*kto.*set it to 2 or more"):
+        build("dpo", dpo__loss_type="kto", **{f"dataset__{size}_bs_n_seqs": 1})
+    build("dpo", dpo__loss_type="sigmoid", **{f"dataset__{size}_bs_n_seqs": 1})
+
+
 def test_cached_reference_logprobs_are_a_flag_of_the_call() -> None:
     node = build("dpo", dpo__cache_ref_logprobs=True).node("ref_inf")
     assert isinstance(node, MFCDef) and node.cache

@@ -83,7 +83,7 @@ def policy_stats(out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array
     `entropy` nats; `clip_ratio` share of tokens held back by a bound; `approx_kl` k3 of the policy that sampled against the
     one trained; `importance_ratio` and its largest, `importance_ratio_max`; `sampler_logprob_diff` |log-prob as sampled -
     log-prob now| and its largest (before the first update of a batch: the gap between sampler and trainer); `kl` k3 to the
-    reference where the batch holds `ref_logprobs`.
+    reference, or where the batch holds no `ref_logprobs` to the policy that sampled, the one there is: `approx_kl` again.
     """
     now, sampled, mask = fixed(out["logprobs"]), batch["logprobs"], batch.mask
     xp = array_api_compat.array_namespace(now)
@@ -98,8 +98,8 @@ def policy_stats(out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array
         "sampler_logprob_diff": masked_mean(xp.abs(gap), mask),
         "sampler_logprob_diff_max": Max(xp.max(xp.abs(gap))),
     }
-    if "ref_logprobs" in batch:
-        stats["kl"] = masked_mean(kl_estimate(now, batch["ref_logprobs"], "k3"), mask)
+    held = "ref_logprobs" in batch
+    stats["kl"] = masked_mean(kl_estimate(now, batch["ref_logprobs"], "k3"), mask) if held else stats["approx_kl"]
     return stats
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from weft.cli.overrides import Override, flatten
 from weft.errors import ConfigError
-from weft.experiments.common import RunConfig
+from weft.experiments.common import MFCOptions, RunConfig
 from weft.options import leaves, plain
 
 # Spelling -> option. {first} is the model that a run is about, {model} every trained one, {gen} the options of sampling.
@@ -63,6 +63,8 @@ RENAMED = {
     "rng_seed": "seed",
     "benchmark_steps": "max_steps",
 }
+# `reward.args` is part of the option `reward`, so `args` is not among what tells that a call is meant.
+CALL_OPTIONS = tuple(spec.name for spec in fields(MFCOptions) if spec.name != "args")
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 EVERY = 500  # steps, what Hugging Face's strategy "steps" means where nothing else is said
 LORA_RANK = 16  # what TRL's use_peft means where nothing else is said
@@ -103,6 +105,7 @@ def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Ov
     spread = [part for override in overrides for part in _parts(override, done.known)]
     given = {override.name: plain(override.value) for override in spread}
     for override in spread:
+        _check_node(override.name, config)
         special = SPECIAL.get(override.name)
         if special is not None and override.name not in done.known:
             special(done, override, given)
@@ -111,6 +114,16 @@ def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Ov
         else:
             done.put(override.name, override, override.value)
     return done.overrides, done.notes
+
+
+def _check_node(name: str, config: RunConfig) -> None:
+    """Refuse options of a call for a node that makes none."""
+    node, _, last = name.partition(".")
+    if node in config.host_nodes and (last in CALL_OPTIONS or last == "hooks"):
+        raise ConfigError(
+            f"{name}: {node!r} is a host function; only calls of a model have {', '.join(CALL_OPTIONS)}. Leave it out, or "
+            f"change the node in code: experiment.with_mfc({node!r}, args={{..}})"
+        )
 
 
 def _parts(override: Override, known: frozenset[str]) -> Iterable[Override]:

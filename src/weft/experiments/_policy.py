@@ -69,6 +69,7 @@ class PolicyConfig(RunConfig):
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
+    host_nodes: ClassVar[tuple[str, ...]] = ("advantages", "reward")
 
     actor: ModelSpec = option(ModelSpec(optimizer=OptimizerSpec(lr=1e-6)), "the policy that is trained")
     ref: ModelSpec = option(ModelSpec(), "the frozen reference of the KL; the actor's own path when absent")

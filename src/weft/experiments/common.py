@@ -131,6 +131,7 @@ class RunConfig(ABC):
     # What other spellings of options stand for (cli/aliases.py): `learning_rate` is the trained roles', `beta` the algorithm's.
     main_role: ClassVar[str] = "model"
     trained_roles: ClassVar[tuple[str, ...]] = ()
+    host_nodes: ClassVar[tuple[str, ...]] = ()  # nodes without a role, which no `{mfc}.*` options change
     algorithm: ClassVar[str] = ""  # the option group of the algorithm, such as "ppo"
     generation: ClassVar[str] = ""  # the option group of sampling, such as "ppo.gen"
     spellings: ClassVar[Mapping[str, str]] = {}

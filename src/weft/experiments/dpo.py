@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from weft.algorithms.dpo import DEFAULTS, LOSS_TYPES, REFERENCE_FREE
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec, OptimizerSpec
+from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
 from weft.experiments._roles import reference
@@ -45,6 +46,7 @@ class DPOConfig(RunConfig):
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
+    host_nodes: ClassVar[tuple[str, ...]] = ("kto_mismatch", "kto_baseline")
     algorithm: ClassVar[str] = "dpo"
     spellings: ClassVar[dict[str, str]] = {
         "beta": "dpo.beta",
@@ -70,6 +72,8 @@ class DPOConfig(RunConfig):
         """
         check(self)
         dataset = batches(self.dataset)
+        if self.dpo.loss_type == "kto":
+            _check_kto(dataset)
         roles = {"actor": self.actor.with_head("lm", trained=True)}
         init_from: dict[str, str] = {}
         if self.dpo.loss_type not in REFERENCE_FREE:
@@ -106,6 +110,16 @@ class DPOConfig(RunConfig):
             replace(train, input_keys=(*train.input_keys, "ref_logprobs")),
         ]
         return [*_baseline(size), *nodes] if self.dpo.loss_type == "kto" else nodes
+
+
+def _check_kto(dataset: DatasetSpec) -> None:
+    """z0 pairs each prompt with the completion of another one."""
+    for name in ("train_bs_n_seqs", "valid_bs_n_seqs"):
+        if getattr(dataset, name) == 1:
+            raise ConfigError(
+                f"dataset.{name}=1: dpo.loss_type=kto measures its baseline on completions of other prompts of the batch, and "
+                "one prompt has no others; set it to 2 or more"
+            )
 
 
 def _scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:

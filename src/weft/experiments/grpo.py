@@ -71,6 +71,7 @@ class GRPOOptions(PolicyOptions):
 class GRPOConfig(PolicyConfig):
     """Group relative policy optimization and its kin: RLOO, REINFORCE++, ReMax, Dr. GRPO, DAPO, GSPO."""
 
+    host_nodes: ClassVar[tuple[str, ...]] = ("advantages", "reward", "greedy_reward", "filter")
     algorithm: ClassVar[str] = "grpo"
     generation: ClassVar[str] = "grpo.gen"
     spellings: ClassVar[dict[str, str]] = {

@@ -85,7 +85,7 @@ def _named(entry: Mapping[str, Any]) -> RewardPart:
 def _part(name: str, weight: Any, args: Mapping[str, Any] | None = None) -> RewardPart:
     if not _is_number(weight):
         raise ConfigError(
-            f"reward: weight={weight!r} of {name!r} must be a finite number; options of a part go into the form "
+            f"reward: weight={weight!r} of {name!r} must be a number, and a finite one; options of a part go into the form "
             "{name, weight, args}"
         )
     return RewardPart(name, float(weight), dict(args or {}))

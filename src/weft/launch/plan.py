@@ -44,6 +44,8 @@ def plan_lines(
 def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
     epochs, size = experiment.control.total_train_epochs, experiment.node(experiment.steps_follow).batch_size
     batch = f"{size} ids a step" if size else "steps laid out by tokens"
+    if size and horizon.num_ids % size:
+        batch += f", the last of an epoch {horizon.num_ids % size}"
     yield (
         f"{horizon.num_ids} ids an epoch, {batch}: {horizon.steps_per_epoch} steps an epoch; "
         f"{horizon.steps} steps in all ({epochs} epochs{_limit(experiment)})"
