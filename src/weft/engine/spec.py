@@ -171,7 +171,11 @@ class GenerationSpec:
     """How completions are sampled: the `gen.*` options."""
 
     max_new_tokens: int = option(256, "most tokens of a completion", at_least=1)
-    min_new_tokens: int = option(0, "no stop before this many tokens", at_least=0)
+    min_new_tokens: int = option(
+        0,
+        "no stop before this many tokens; log-probs stay those of the whole vocabulary, the end tokens held back included",
+        at_least=0,
+    )
     temperature: float = option(1.0, "logits are divided by it before sampling", at_least=0.0)
     top_p: float = option(
         1.0,
