@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.engine.common import Nll, batch_of, engine_of, plain_logprobs, sequences
 from tests.tiny import make_tokenizer
@@ -121,13 +122,18 @@ def test_the_cut_does_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["stablelm", "bloom"])
 def test_gradient_checkpointing_changes_no_number(tmp_path: Path, kind: str) -> None:
     path = save_tiny(tmp_path, kind)
-    plain, recomputed = (
-        engine_of(path, backend="hf", gradient_checkpointing=on, optimizer=SGD) for on in (False, True)
+    plain, *recomputed = (
+        engine_of(path, backend="hf", optimizer=SGD, **how)
+        for how in ({}, {"gradient_checkpointing": True}, {"recompute_every": 2})
     )
-    one, other = plain.train([batch_of(GROUPS)], Nll())[0], recomputed.train([batch_of(GROUPS)], Nll())[0]
-    assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"])
-    for name, values in parameters(plain).items():
-        torch.testing.assert_close(parameters(recomputed)[name], values)
+    one = plain.train([batch_of(GROUPS)], Nll())[0]
+    for engine in recomputed:
+        other = engine.train([batch_of(GROUPS)], Nll())[0]
+        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"])
+        for name, values in parameters(plain).items():
+            torch.testing.assert_close(parameters(engine)[name], values)
+    layers = [m for m in recomputed[1]._network.modules() if isinstance(m, GradientCheckpointingLayer)]
+    assert [layer.gradient_checkpointing for layer in layers] == [False, True]
 
 
 @pytest.mark.parametrize("kind", ["stablelm", "bloom"])

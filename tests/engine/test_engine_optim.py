@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.engine import device
 from weft.engine.flops import Cost
-from weft.engine.optim import Optimizer, decayed, learning_rate
+from weft.engine.optim import FUSED, Optimizer, decayed, learning_rate
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.errors import CheckpointError, ConfigError
 
@@ -91,6 +91,15 @@ def test_adamw_is_torchs() -> None:
         theirs.grad = torch.tensor(gradient)
         reference.step()
         torch.testing.assert_close(w, theirs)
+
+
+@pytest.mark.parametrize("type", ["adamw", "sgd"])
+def test_torchs_fused_kernels_are_used(type: str) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer, w = optimizer_of(OptimizerSpec(type=type), [1.0])
+        step(optimizer, w, [0.1])
+    assert f"aten::_fused_{type}_" in {event.key for event in profile.key_averages()}
+    assert set(FUSED) == {"cpu", "cuda"}
 
 
 def test_gradients_are_clipped_to_the_norm_and_0_turns_it_off() -> None:

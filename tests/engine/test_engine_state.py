@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.engine.common import Nll, batch_of, engine_of, spec_of, tiny
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
+from weft.engine import torch_engine
 from weft.engine.adapters_off import shares_base
 from weft.engine.base import Request
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, Schedule
@@ -53,8 +54,9 @@ def logprobs(engine: Any) -> torch.Tensor:
         {"optimizer": OptimizerSpec(lr=1e-2), "lora": LoRASpec(r=2, dropout=0.2)},
         {"optimizer": OptimizerSpec(lr=1e-2), "lora": LoRASpec(r=2), "dtype": "bfloat16"},
         {"optimizer": OptimizerSpec(lr=1e-2), "head": "value", "init_from_scratch": True},
+        {"optimizer": OptimizerSpec(lr=1e-2, offload=True)},
     ],
-    ids=["adamw", "lion", "sgd-dropout", "bfloat16", "float16", "lora", "lora-bfloat16", "value"],
+    ids=["adamw", "lion", "sgd-dropout", "bfloat16", "float16", "lora", "lora-bfloat16", "value", "host"],
 )
 def test_a_restart_goes_on_bit_for_bit(path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = {"schedule": Schedule(8, 2), **changes}
@@ -284,3 +286,30 @@ def test_unknown_backends_are_answered_with_the_nearest() -> None:
         backends.get("troch")
     assert backends.shipped() == ["hf", "null", "torch"]
     assert Layout().num_devices == 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"lora": LORA}], ids=["float32", "bfloat16", "lora"])
+def test_masters_in_host_memory_train_to_the_same_bits(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """On a CPU nothing need be apart, so the place that a GPU's masters have is asked for here."""
+    batches = [batch_of(GROUPS, seed=seed) for seed in range(4)]
+    spec = {"optimizer": OptimizerSpec(lr=1e-2, offload=True, weight_decay=0.1), "schedule": Schedule(8, 2), **changes}
+    plain, on_cpu = engine_of(path, **spec), torch_engine.home_of_masters(spec_of(path, **spec), torch.device("cpu"))
+    assert on_cpu is None
+    assert torch_engine.home_of_masters(spec_of(path, **spec), torch.device("cuda")) == torch.device("cpu")
+    monkeypatch.setattr(torch_engine, "home_of_masters", lambda spec, device: torch.device("cpu"))
+    apart = engine_of(path, **spec)
+    for engine in (plain, apart):
+        engine.max_tokens_per_microbatch = 20
+        engine.train(batches[:2], Nll())
+    (tmp_path / "s").mkdir()
+    apart.save_state(tmp_path / "s")
+    again = engine_of(path, **spec)
+    again.load_state(tmp_path / "s")
+    again.max_tokens_per_microbatch = 20
+    for engine in (plain, apart, again):
+        engine.train(batches[2:], Nll())
+    assert_equal(parameters(plain), parameters(apart))
+    assert_equal(parameters(plain), parameters(again))
+    assert torch.equal(logprobs(plain), logprobs(again))

@@ -1,7 +1,8 @@
 """One network's parameters in their two forms: float32 masters that are trained, and the compute copy that the network runs.
 
 Where the network computes in float32 the two are the same tensors. Otherwise the copy is cast once a step, each micro-batch's
-gradient is added to its master in float32, and tensors that nobody trains exist in the compute dtype alone.
+gradient is added to its master in float32, and tensors that nobody trains exist in the compute dtype alone. Masters may live
+in host memory (`home`): gradients go there as they are made, and with them the optimizer's state and its work.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ class Masters:
     """Those parameters of `network` that require gradients are trained; they come in float32, or in `dtype` where adapters
     were made beside frozen weights.
 
-    Parameters are named as the network names them; a tied tensor has one name.
+    Parameters are named as the network names them; a tied tensor has one name. With a `home` every trained parameter has a
+    master there, whatever the dtype and wherever the network goes (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
     """
 
-    def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
-        self._network = network
+    def __init__(self, network: nn.Module, dtype: torch.dtype, home: torch.device | None = None) -> None:
+        self._network, self._home = network, home
         self._copies = dict(network.named_parameters())
         self._masters: dict[str, nn.Parameter] = {}
         self._written: set[str] = set()
         self._hooks = []
         for name, parameter in self._copies.items():
-            if parameter.requires_grad and dtype in HALF:
-                self._masters[name] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+            if parameter.requires_grad and (dtype in HALF or home is not None):
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                self._masters[name] = nn.Parameter(parameter.detach().to(home, wide, copy=True))
                 parameter.data = parameter.data.to(dtype)
         for name in self._masters:
             self._hooks.append(self._copies[name].register_post_accumulate_grad_hook(self._moves_gradient_to(name)))
@@ -41,7 +44,7 @@ class Masters:
         def move(copy: Tensor) -> None:
             master = self._masters[name]
             assert copy.grad is not None
-            gradient = copy.grad.to(master.dtype)
+            gradient = copy.grad.to(master)
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             copy.grad = None
 
@@ -69,8 +72,9 @@ class Masters:
                 self._copies[name].copy_(master)
 
     def to(self, device: torch.device) -> None:
-        """Move every form of every parameter; nothing happens to what is there already."""
-        for parameter in (*self._copies.values(), *self._masters.values()):
+        """Move every form of every parameter but masters with a home; nothing happens to what is there already."""
+        masters = () if self._home is not None else self._masters.values()
+        for parameter in (*self._copies.values(), *masters):
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(device)

@@ -49,6 +49,10 @@ class OptimizerSpec:
     max_grad_norm: float = option(
         1.0, "largest L2 norm of the gradient; larger ones are scaled down; 0 turns clipping off", at_least=0.0
     )
+    offload: bool = option(
+        False,
+        "keep masters and optimizer state in host memory and update them there; the device holds a copy to compute with",
+    )
     frozen_epochs: int = option(0, "", at_least=0, hidden=True)  # epochs at the start in which the role is not trained
 
     def __post_init__(self) -> None:
@@ -118,6 +122,9 @@ class ModelSpec:
     gradient_checkpointing: bool = option(
         False, "recompute activations in the backward pass: less memory, a third more time"
     )
+    recompute_every: int | None = option(
+        None, "recompute those of every n-th layer alone; 1 is gradient_checkpointing=true", at_least=1
+    )
     offload: bool = option(False, "keep the weights in host memory while the role is not at work")
     trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
     dropout: float | None = option(
@@ -163,6 +170,11 @@ class ModelSpec:
         return self.trained and self.lora.r > 0
 
     def with_head(self, head: Head, *, trained: bool) -> ModelSpec:
+    @property
+    def recomputed_layers(self) -> int:
+        """Every how many layers one is computed again in the backward pass; 0 is none."""
+        return self.recompute_every or int(self.gradient_checkpointing)
+
         return replace(self, head=head, trained=trained)
 
 

@@ -52,6 +52,11 @@ class Built:
 
 
 class TorchEngine:
+def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | None:
+    """Where masters and optimizer state live when that is not where the network is; on a CPU it is the same memory."""
+    return HOST if spec.optimizer.offload and device.type != HOST.type else None
+
+
     """Implements `weft.engine.base.Engine` for one device: `layout` is d1 and every slice is whole."""
 
     def __init__(self, built: Built, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
@@ -59,7 +64,8 @@ class TorchEngine:
         self.notes = built.notes
         self._built, self._spec, self._device = built, spec, device
         self._network = built.network.eval()
-        self._masters = Masters(self._network, DTYPES[spec.dtype])
+        self._home = home_of_masters(spec, device)
+        self._masters = Masters(self._network, DTYPES[spec.dtype], self._home)
         self._optimizer: Optimizer | None = None
         if spec.trained:
             trained = self._masters.trained
@@ -151,7 +157,7 @@ class TorchEngine:
         if what == "weights":
             self._masters.to(self._device)
         elif self._optimizer is not None:
-            self._optimizer.move(self._device)
+            self._optimizer.move(self._home or self._device)
 
     # -- on disk
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,3 +19,16 @@ def activate(x: Tensor, name: Activation) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "relu":
             return F.relu(x)
+
+
+def activation_gradient(by_y: Tensor, x: Tensor, name: Activation) -> Tensor:
+    """The gradient of `activate(x, name)` with respect to `x`, given the one with respect to its result."""
+    match name:
+        case "silu":
+            return torch.ops.aten.silu_backward(by_y, x)
+        case "gelu":
+            return torch.ops.aten.gelu_backward(by_y, x)
+        case "gelu_tanh":
+            return torch.ops.aten.gelu_backward(by_y, x, approximate="tanh")
+        case "relu":
+            return torch.ops.aten.threshold_backward(by_y, x, 0)

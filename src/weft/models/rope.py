@@ -13,28 +13,44 @@ from weft.models.config import Rope
 
 
 def rotation(rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [T, 1, dim] in `dtype`, for `positions` int64 [T].
+    """(cos, sin), each [T, 1, dim / 2] in `dtype`, for `positions` int64 [T].
 
     `lengths` int64 [T] is the length of each token's sequence: schemes that depend on it (dynamic, longrope) choose per
     sequence, so that a pack computes what each sequence computes alone.
     """
     frequencies, factor = _frequencies(rope, lengths)
-    angles = positions[:, None].float() * frequencies
-    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    angles = (positions[:, None].float() * frequencies)[:, None]
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] with its first `cos.shape[-1]` dimensions rotated."""
-    dim = cos.shape[-1]
-    if dim == x.shape[-1]:
-        return _rotate(x, cos, sin)
-    return torch.cat([_rotate(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
+    """x [T, heads, head_dim] with its first `2 * cos.shape[-1]` dimensions rotated: dimension i with i + dim / 2."""
+    return _Rotation.apply(x, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+class _Rotation(torch.autograd.Function):
+    """Keeps the angles alone; the gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradients[0], cos, sin, -1.0), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    half = cos.shape[-1]
+    turned = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=turned[..., half : 2 * half]).addcmul_(first, sin, value=direction)
+    if 2 * half < x.shape[-1]:
+        turned[..., 2 * half :] = x[..., 2 * half :]
+    return turned
 
 
 def _frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:

@@ -5,7 +5,7 @@
         [N] logprobs, entropy, top1 (lm), [N] values (value), [S] scores (score)
     network.hidden(x) -> [T, hidden] after the last norm;  network.next_token_logits(hidden_rows [R, hidden]) -> [R, V] float32
     Transformer.empty(config, head, device=, dtype=) makes it without filling the weights
-    network.checkpointing = True recomputes each block in the backward pass
+    network.checkpointing = n recomputes every n-th block in the backward pass; 0 none
 
 Parameters: `embed.weight`, `positions.weight`, `embed_in.weight`, `embed_out.weight`, `blocks.{i}.attention.{q,k,v,o}.{weight,
 bias}`, `blocks.{i}.attention.{q_norm,k_norm}.weight`, `blocks.{i}.mlp.{gate,up,down}.{weight,bias}`, `blocks.{i}.mlp.router.
@@ -31,6 +31,7 @@ from weft.models.attention import Scores, attend
 from weft.models.config import TransformerConfig
 from weft.models.dropout import TokenNoise
 from weft.models.lora import Adapted
+from weft.models.fused import activated_linear, rms_norm
 from weft.models.moe import MoE
 from weft.models.packed import AttentionContext, Packed
 
@@ -69,12 +70,8 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "layer":
             return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         assert self.weight is not None
-        if self.kind == "rms":
-            return self.weight * normed.to(x.dtype)
-        return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)  # gemma rounds after scaling
+        return rms_norm(x, self.weight, self.eps, offset=0.0 if self.kind == "rms" else 1.0)
 
 
 class Attention(nn.Module):
@@ -123,12 +120,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, noise: TokenNoise | None) -> Tensor:
         up = apply(self.up, x, noise)
-        inner = activate(up, self.activation) if self.gate is None else self._gated(x, up, noise)
-        return apply(self.down, inner, noise)
-
-    def _gated(self, x: Tensor, up: Tensor, noise: TokenNoise | None) -> Tensor:
-        assert self.gate is not None
-        return activate(apply(self.gate, x, noise), self.activation) * up
+        opened, factor = (up, None) if self.gate is None else (apply(self.gate, x, noise), up)
+        if isinstance(self.down, nn.Linear):
+            return activated_linear(opened, factor, self.down, self.activation)
+        inner = activate(opened, self.activation)
+        return apply(self.down, inner if factor is None else inner * factor, noise)
 
 
 class Block(nn.Module):
@@ -174,7 +170,7 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last") -> None:
         super().__init__()
         self.config, self.kind, self.pooling = config, head, pooling
-        self.checkpointing = False
+        self.checkpointing = 0
         width, hidden = config.embed_dim or config.hidden_size, config.hidden_size
         self.embed = nn.Embedding(config.vocab_size, width)
         if config.learned_positions is not None:
@@ -215,8 +211,8 @@ class Transformer(nn.Module):
         if noise is not None:
             states = noise.drop(states, config.embed_dropout, dropout.EMBEDDING)
         at = Surroundings(x.attention, self._rotation(x, states.dtype), noise)
-        for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
+        for layer, block in enumerate(self.blocks, 1):
+            if self.checkpointing and layer % self.checkpointing == 0 and torch.is_grad_enabled():
                 states = checkpoint(block, states, at, use_reentrant=False, preserve_rng_state=False)
             else:
                 states = block(states, at)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import RunError
 from weft.graph.graph import DataflowGraph
@@ -53,12 +54,13 @@ class Fires:
         }
 
     def start(self, firing: Firing, meta: SampleMeta) -> Callable[[], Outcome]:
-        """Begin; what is returned waits for the end. A host function begins when it is waited for."""
+        """Begin; what is returned waits for the end. A host function runs in a thread of its own, so that it and the calls
+        of other nodes go on at the same time."""
         node = self._graph.node(firing.node)
         if isinstance(node, MFCDef):
             future = self._group.submit(self._prefix + node.name, firing.step, [[meta]])
             return lambda: self._finish(node, firing, future)
-        return lambda: self._host(node, firing)
+        return self._begin_host(node, firing)
 
     def _finish(self, node: MFCDef, firing: Firing, future: Future[MFCResult]) -> Outcome:
         result = waiting.wait(future, node.deadline_s, told(firing, f"role {node.role!r}"))
@@ -66,7 +68,7 @@ class Fires:
         started, seconds = metrics.pop(STARTED), metrics.pop(SECONDS)
         return Outcome(firing, result.outputs, metrics, started, seconds, firing.ids)
 
-    def _host(self, node: HostFunction, firing: Firing) -> Outcome:
+    def _begin_host(self, node: HostFunction, firing: Firing) -> Callable[[], Outcome]:
         started, clock = time.time(), time.perf_counter()
         what = told(firing, f"host function {node.function!r}")
         batch = read_inputs(self._group, node, firing.ids)
@@ -76,17 +78,27 @@ class Fires:
             tokenizer=self._tokenizers[node.tokenizer_role or self._data_role],
             deadline_s=node.deadline_s,
         )
-        try:
-            made = waiting.call(lambda: self.functions[node.name](batch, context), node.deadline_s, what)
-            outputs = on_edges(node, made, firing.ids, filters=True)
-        except RunError as error:
-            raise RunError(f"{what}: {error}") from error
-        except Exception as error:
-            error.add_note(f"in {what}")
-            raise
-        kept = firing.ids if made is None else tuple(id for id in firing.ids if id in set(made.ids))
-        meta = self._group.put(outputs) if outputs is not None and outputs.keys else None
-        return Outcome(firing, meta, context.metrics, started, time.perf_counter() - clock, kept)
+
+        def work() -> tuple[SequenceSample | None, float]:
+            return self.functions[node.name](batch, context), time.perf_counter() - clock
+
+        future = waiting.begin(work, what)
+
+        def end() -> Outcome:
+            left = None if node.deadline_s is None else max(0.0, node.deadline_s - (time.perf_counter() - clock))
+            try:
+                made, seconds = waiting.wait(future, left, what, node.deadline_s)
+                outputs = on_edges(node, made, firing.ids, filters=True)
+            except RunError as error:
+                raise RunError(f"{what}: {error}") from error
+            except Exception as error:
+                error.add_note(f"in {what}")
+                raise
+            kept = firing.ids if made is None else tuple(id for id in firing.ids if id in set(made.ids))
+            meta = self._group.put(outputs) if outputs is not None and outputs.keys else None
+            return Outcome(firing, meta, context.metrics, started, seconds, kept)
+
+        return end
 
     def state_dict(self) -> dict[str, Any]:
         return {name: function.state_dict() for name, function in self.functions.items()}

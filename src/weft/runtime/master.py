@@ -21,6 +21,7 @@ from weft.runtime import waiting
 from weft.runtime.firing import Fires, Outcome
 from weft.runtime.group import WorkerGroup
 from weft.runtime.ledger import Ledger, Measured
+from weft.runtime.prefetch import Prefetched
 from weft.runtime.state import read_state, write_state
 from weft.runtime.store import TensorStore
 
@@ -66,7 +67,7 @@ class Master:
         tokenizers: Mapping[str, Tokenizer],
     ) -> None:
         self._experiment, self._graph, self._group = experiment, experiment.graph, group
-        self._loader = loader
+        self._loader = Prefetched(loader, experiment.control.total_train_epochs)
         self.listener: Listener | None = None
         self._fires = Fires(experiment.graph, group, tokenizers, experiment.data_role, experiment.control.seed)
         self._buffer, self._ledger, self._metas = Buffer(), Ledger(), TensorStore()

@@ -1,4 +1,4 @@
-"""Waiting with a deadline, for calls of a group and for functions that run here."""
+"""Work in threads, and waiting for it with a deadline: for calls of a group and for functions that run here."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from weft.errors import RunError
 T = TypeVar("T")
 
 
-def wait(future: Future[T], deadline_s: float | None, what: str) -> T:
-    """The future's result. Raises `RunError` naming `what` was waited for once the deadline is over."""
+def wait(future: Future[T], left_s: float | None, what: str, deadline_s: float | None = None) -> T:
+    """The future's result. Raises `RunError` naming `what` was waited for after `left_s` seconds, which are what is left of
+    `deadline_s` where the work began earlier."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
-    if not done.wait(deadline_s):
+    if not done.wait(left_s):
+        deadline_s = left_s if deadline_s is None else deadline_s
         raise RunError(
             f"{what} did not finish within its deadline_s={deadline_s:g} seconds; raise it, or look at what hangs"
         )
     return future.result()
 
 
-def call(function: Callable[[], T], deadline_s: float | None, what: str) -> T:
-    """`function()`, in this thread without a deadline, else in one that is left behind when the deadline is over."""
-    if deadline_s is None:
-        return function()
+def begin(function: Callable[[], T], what: str) -> Future[T]:
+    """`function()` in a thread of its own, which cannot keep the process from ending."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -36,4 +36,4 @@ def call(function: Callable[[], T], deadline_s: float | None, what: str) -> T:
             future.set_exception(error)
 
     threading.Thread(target=work, name=what, daemon=True).start()
-    return wait(future, deadline_s, what)
+    return future

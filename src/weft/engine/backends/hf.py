@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from weft.engine import hf_load, hf_lora
 from weft.engine.backends import common
@@ -52,10 +53,8 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     module.requires_grad_(spec.trained)
     if spec.has_adapters:
         hf_lora.attach(module, spec.lora, seed=spec.seed)
-    if spec.gradient_checkpointing:
-        with warnings.catch_warnings():  # the newer name of the same call is not in every version that weft runs with
-            warnings.simplefilter("ignore", FutureWarning)
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if spec.recomputed_layers:
+        _recompute(module, spec.recomputed_layers)
     caches = _fits_cache(trial)
     network = HFNetwork(
         module,
@@ -84,6 +83,21 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         notes=_notes(module, trial, caches),
     )
     return TorchEngine(built, spec, layout, device)
+
+
+def _recompute(module: PreTrainedModel, every: int) -> None:
+    """Compute every `every`-th layer again in the backward pass. Raises `ConfigError` where the module has all or none."""
+    with warnings.catch_warnings():  # the newer name of the same call is not in every version that weft runs with
+        warnings.simplefilter("ignore", FutureWarning)
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if every > 1 and not layers:
+        raise ConfigError(
+            f"recompute_every={every}: backend=hf recomputes all layers of {module.config.model_type} or none; "
+            "write gradient_checkpointing=true, or backend=torch"
+        )
+    for number, layer in enumerate(layers, 1):
+        layer.gradient_checkpointing = number % every == 0
 
 
 def _describe(module: PreTrainedModel, trial: Trial, embedding: nn.Embedding) -> TransformerConfig:

@@ -31,7 +31,7 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     network = _read(spec, path, device)
     if spec.dropout is not None:
         _set_dropout(network, spec.dropout)
-    network.checkpointing = spec.gradient_checkpointing
+    network.checkpointing = spec.recomputed_layers
     network.requires_grad_(spec.trained)
     cost = _cost(network, frozen=spec.has_adapters)
     if spec.has_adapters:

@@ -1,0 +1,92 @@
+"""The parts of a block between its matrix products, as autograd functions that keep little for the backward pass.
+
+RMS norm keeps its input and one number a token; the MLP's second half keeps what came out of its first matrices and computes
+the activation again. What torch keeps for the same formulas is two to three times as much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models.activations import activate, activation_gradient
+from weft.models.config import Activation
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension; statistics in float32.
+
+    Zhang and Sennrich 2019, arXiv:1910.07467. Gemma's weights count from 1 (`offset` 1) and it rounds to `x`'s dtype after
+    scaling; the others round before.
+    """
+    return _RMSNorm.apply(x, weight, eps, offset)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        inverse = squares.div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+        normed = wide * inverse
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.offset = offset
+        if offset:
+            return normed.mul_(weight.to(wide.dtype) + offset).to(x.dtype)
+        return normed.to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum of dy n."""
+        x, weight, inverse = ctx.saved_tensors
+        wide, by_y = x.to(inverse.dtype), gradients[0].to(inverse.dtype)
+        scale = weight.to(wide.dtype) + ctx.offset if ctx.offset else weight.to(wide.dtype)
+        products = by_y * wide
+        flat = products.flatten(0, -2)
+        by_weight = None
+        if ctx.needs_input_grad[1]:
+            by_weight = (inverse.flatten() @ flat).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, by_weight, None, None
+        along = (flat @ scale).view_as(inverse)
+        share = along * inverse.pow(3) / -x.shape[-1]
+        by_x = torch.mul(by_y, scale, out=products).mul_(inverse).addcmul_(wide, share)
+        return by_x.to(x.dtype), by_weight, None, None
+
+
+def activated_linear(opened: Tensor, factor: Tensor | None, down: nn.Linear, activation: Activation) -> Tensor:
+    """down(activation(opened) * factor), [T, inner] -> [T, hidden]; without `factor` down(activation(opened))."""
+    return _ActivatedLinear.apply(opened, factor, down.weight, down.bias, activation)
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, opened: Tensor, factor: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        ctx.save_for_backward(opened, factor, weight)
+        ctx.activation = activation
+        inner = activate(opened, activation)
+        return F.linear(inner if factor is None else inner.mul_(factor), weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
+        (opened, factor, weight), by_y = ctx.saved_tensors, gradients[0]
+        activated = activate(opened, ctx.activation)
+        by_weight = None
+        if ctx.needs_input_grad[2]:
+            inner = activated if factor is None else activated * factor
+            by_weight = by_y.T @ inner
+            del inner
+        by_bias = by_y.sum(0) if ctx.needs_input_grad[3] else None
+        by_inner = by_y @ weight
+        by_factor = None
+        if factor is not None:
+            by_factor = activated.mul_(by_inner)
+            by_inner.mul_(factor)
+        return activation_gradient(by_inner, opened, ctx.activation), by_factor, by_weight, by_bias, None

@@ -1,0 +1,115 @@
+"""What need not wait does not: host functions and calls of one wave, and the next batch while a step is under way."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.runtime.test_runs import lines
+from tests.runtime.toy import Toy, ToyInfer, ToyLoader, ToyTrain, one_each
+from weft import register_function
+from weft.errors import DataError
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import HostFunction
+from weft.runtime.prefetch import Prefetched
+
+SECONDS = 20.0  # until a thread that waits for another one gives up, and the test with it
+
+
+def test_a_host_function_and_a_call_of_one_wave_run_at_the_same_time(tmp_path, monkeypatch):
+    """Each waits for the other to have begun, so neither of them could run first."""
+    meeting = threading.Barrier(2, timeout=SECONDS)
+    infer = ToyInfer.inference
+
+    @register_function("toy_slow_reward")
+    def toy_slow_reward(batch, context):
+        meeting.wait()
+        return one_each(batch.ids, "ref", [0.0] * batch.num_ids)
+
+    def meet(self, model, batch):
+        meeting.wait()
+        return infer(self, model, batch)
+
+    monkeypatch.setattr(ToyInfer, "inference", meet)
+    experiment = Toy.experiment
+
+    def changed(self):
+        made = experiment(self)
+        nodes = [node for node in made.graph.nodes if node.name not in ("filter", "ref_inf")]
+        reward = HostFunction("reward", "toy_slow_reward", self.size, ["completion"], ["ref"])
+        return replace(made, graph=DataflowGraph([*nodes, reward], ["prompt"], []))
+
+    monkeypatch.setattr(Toy, "experiment", changed)
+    toy = Toy(tmp_path, ema=None, control={"max_steps": 3})
+    toy.run()
+    spans: dict[str, list[tuple[float, float]]] = {"reward": [], "rew": []}
+    for event in json.loads((toy.path / "timeline.json").read_text()):
+        if event["ph"] == "X" and event["name"] in spans:
+            spans[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(spans["rew"]) == len(spans["reward"]) == 3
+    for (begun, over), (other_begun, other_over) in zip(spans["rew"], spans["reward"], strict=True):
+        assert max(begun, other_begun) < min(over, other_over), "the two overlap on the timeline"
+
+
+def test_the_next_batch_is_made_while_the_device_works(tmp_path, monkeypatch):
+    """Each step trains only once the rows of the next one are there."""
+    made = threading.Semaphore(0)
+    next_batch, train = ToyLoader.next_batch, ToyTrain.train_step
+
+    def count(self):
+        batch = next_batch(self)
+        made.release()
+        return batch
+
+    def wait(self, model, batch):
+        for _ in range(2 if model.step == 0 else 1):  # its own rows too, at first
+            assert made.acquire(timeout=SECONDS), "nobody makes the next batch"
+        return train(self, model, batch)
+
+    monkeypatch.setattr(ToyLoader, "next_batch", count)
+    monkeypatch.setattr(ToyTrain, "train_step", wait)
+    toy = Toy(tmp_path, control={"max_steps": 4})
+    toy.run()
+    assert len(lines(toy.path)) == 4
+
+
+def read(loader: Any, count: int) -> list[tuple[str, ...]]:
+    return [loader.next_batch().ids for _ in range(count)]
+
+
+@pytest.mark.parametrize("at", range(11))
+def test_a_position_is_that_of_what_was_given_out(at):
+    plain, ahead = ToyLoader(18), Prefetched(ToyLoader(18), 2)
+    assert read(plain, at) == read(ahead, at)
+    assert ahead.state_dict() == plain.state_dict() and ahead.epoch_done == plain.epoch_done
+    other = Prefetched(ToyLoader(18), 2)
+    read(other, 3)
+    other.load_state_dict(json.loads(json.dumps(ahead.state_dict())))
+    assert other.epoch_done == plain.epoch_done
+    rest = 10 - at
+    assert read(other, rest) == read(ahead, rest) == read(plain, rest)
+
+
+def test_nothing_is_made_after_the_last_epoch():
+    loader = ToyLoader(8)
+    read(Prefetched(loader, 1), 2)
+    assert (loader.epoch, loader.at) == (1, 0)
+
+
+def test_an_error_of_the_loader_is_raised_where_the_batch_is_asked_for(monkeypatch):
+    next_batch = ToyLoader.next_batch
+
+    def broken(self):
+        if self.at == 4:
+            raise DataError("row 5 is broken")
+        return next_batch(self)
+
+    monkeypatch.setattr(ToyLoader, "next_batch", broken)
+    loader = Prefetched(ToyLoader(18), 2)
+    assert len(loader.next_batch().ids) == 4
+    with pytest.raises(DataError, match="row 5"):
+        loader.next_batch()
