@@ -130,6 +130,12 @@ class ModelSpec:
     dropout: float | None = option(
         None, "dropout while training; the config's own when absent", at_least=0.0, at_most=1.0
     )
+    router_aux_loss_coef: float | None = option(
+        None,
+        "weight of the loss that balances experts, a mean over sequences; config.json's own when absent, where it sets "
+        "output_router_logits, else 0",
+        at_least=0.0,
+    )
     pooling: str = option(
         "last", "what a score is read from: the last token's state, or the mean over tokens", choices=("last", "mean")
     )
@@ -165,16 +171,16 @@ class ModelSpec:
         return parsed
 
     @property
+    def recomputed_layers(self) -> int:
+        """Every how many layers one is computed again in the backward pass; 0 is none."""
+        return self.recompute_every or int(self.gradient_checkpointing)
+
+    @property
     def has_adapters(self) -> bool:
         """Whether the role trains low-rank adapters beside frozen weights."""
         return self.trained and self.lora.r > 0
 
     def with_head(self, head: Head, *, trained: bool) -> ModelSpec:
-    @property
-    def recomputed_layers(self) -> int:
-        """Every how many layers one is computed again in the backward pass; 0 is none."""
-        return self.recompute_every or int(self.gradient_checkpointing)
-
         return replace(self, head=head, trained=trained)
 
 

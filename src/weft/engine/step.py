@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from weft.algorithms.base import Loss, Output, Stat, reduce_stats, trained_rows
+from weft.algorithms.base import Loss, Output, Stat, Sum, reduce_stats, trained_rows
 from weft.data.sample import SequenceSample
 from weft.engine import microbatches
 from weft.engine.base import StepStats
@@ -21,11 +21,13 @@ from weft.engine.flops import Cost
 from weft.engine.optim import Optimizer
 from weft.engine.rows import Places, SampleRows, pack, support_of
 from weft.errors import RunError
+from weft.models.balance import Balance
 from weft.models.dropout import Noise
 
 Veto = Callable[[Mapping[str, float]], str | None]
 Want = frozenset[Output]
 SHOWN = 8  # sample ids that an error names
+SEQUENCES = "sequences of the minibatch"  # what the balance is divided by, among the denominators
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 
@@ -38,6 +40,7 @@ class Pass:
     temperature: float = 1.0
     extra: int = 0
     noise: tuple[int, int] | None = None  # (seed, step)
+    balance: Balance | None = None  # filled on the way
 
 
 def compute(
@@ -45,7 +48,7 @@ def compute(
 ) -> tuple[Places, dict[str, Tensor]]:
     """Run one micro-batch. Rows that do not exist give 0."""
     places = Places.of(part)
-    packed = pack(part, places, device, extra=how.extra)
+    packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance)
     if how.noise is not None:
         packed = replace(packed, noise=Noise.of(*how.noise, microbatches.sequence_keys(part), device))
     out: dict[str, Tensor] = network(packed, how.want, how.temperature, support_of(part, device))
@@ -83,6 +86,7 @@ class Step:
     on_nonfinite: str
     temperature: float
     dropout_seed: int | None  # None where the network drops nothing
+    balance: float = 0.0  # weight of the experts' balance, a mean over sequences
 
     def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
         """Accumulate the gradient of the minibatch, look at its statistics, and step unless something speaks against it."""
@@ -93,6 +97,7 @@ class Step:
         reads_tokens = "scores" not in loss.outputs
         if not any(total.values()) or (reads_tokens and not trained_rows(minibatch).any()):
             return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
+        total[SEQUENCES] = float(minibatch.num_sequences("completion"))
         passes = Passes()
         for part in microbatches.cut(minibatch, self.max_tokens, loss.unit):
             self._accumulate(part, loss, total, passes)
@@ -120,9 +125,16 @@ class Step:
     def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: Passes) -> None:
         """One micro-batch: its share of the loss, backward into the gradients."""
         noise = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
-        places, out = compute(self.network, part, Pass(loss.outputs, self.temperature, noise=noise), self.device)
+        places = Places.of(part)
+        balance = Balance(torch.from_numpy(places.prompt + places.length).to(self.device)) if self.balance else None
+        how = Pass(loss.outputs, self.temperature, noise=noise, balance=balance)
+        places, out = compute(self.network, part, how, self.device)
         floats = next((value.dtype for value in out.values()), torch.float32)
         value, stats = loss(out, SampleRows(part, places, self.device, floats), total)
+        if balance is not None:
+            uneven = balance.by_sequence().sum()
+            value = value + self.balance * uneven / total[SEQUENCES]
+            stats = {**stats, "balance_loss": Sum(uneven.detach(), len(places.length))}
         if value.requires_grad:
             (value * self.optimizer.loss_scale).backward()
         passes.losses.append(value.detach())

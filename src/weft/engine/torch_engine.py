@@ -47,16 +47,17 @@ class Built:
     cost: Cost
     facts: Mapping[str, Any]  # family, vocab_size, num_layers
     dropout: bool = False  # whether anything in it drops
+    balance: float = 0.0  # weight of the loss that balances experts
     adapters_off: Callable[[], AbstractContextManager[None]] | None = None  # of a network with adapters
     notes: tuple[str, ...] = ()  # what the user should know about how this network runs
 
 
-class TorchEngine:
 def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | None:
     """Where masters and optimizer state live when that is not where the network is; on a CPU it is the same memory."""
     return HOST if spec.optimizer.offload and device.type != HOST.type else None
 
 
+class TorchEngine:
     """Implements `weft.engine.base.Engine` for one device: `layout` is d1 and every slice is whole."""
 
     def __init__(self, built: Built, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
@@ -104,7 +105,7 @@ def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | Non
         step = Step(
             self._network, self._optimizer, self._device, self._built.cost,
             self.max_tokens_per_microbatch, self._spec.on_nonfinite, temperature,
-            self._spec.seed if self._built.dropout else None,
+            self._spec.seed if self._built.dropout else None, self._built.balance,
         )  # fmt: skip
         done = []
         self._network.train()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.activations import activate
+from weft.models.balance import Balance
 from weft.models.config import TransformerConfig
 from weft.models.dropout import TokenNoise
 from weft.models.lora import Adapted
@@ -41,10 +42,12 @@ class MoE(nn.Module):
             }
         )
 
-    def forward(self, x: Tensor, noise: TokenNoise | None) -> Tensor:
+    def forward(self, x: Tensor, noise: TokenNoise | None, balance: Balance | None = None) -> Tensor:
         logits = self.router(x)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if balance is not None:
+            balance.add(probabilities, chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)  # pairs (token, choice), by expert

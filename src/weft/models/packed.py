@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from weft.models.balance import Balance
 from weft.models.dropout import Noise
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class Packed:
     rows: Tensor  # int64 [N]: the hidden state (a token's index) that each wanted output is read from
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
     noise: Noise | None = None  # keys of the sequences' dropout masks; without them nothing is dropped
+    balance: Balance | None = None  # filled by layers with experts, where it is asked for; for `Dense` attention alone
 
 
 def in_vectors(length: int, device: torch.device) -> int:

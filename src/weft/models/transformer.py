@@ -28,6 +28,7 @@ from weft.errors import ConfigError
 from weft.models import dropout, heads, rope
 from weft.models.activations import activate
 from weft.models.attention import Scores, attend
+from weft.models.balance import Balance
 from weft.models.config import TransformerConfig
 from weft.models.dropout import TokenNoise
 from weft.models.lora import Adapted
@@ -46,11 +47,13 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What every block of one pass reads: who attends to whom, the rotation of each token, the noise of dropout."""
+    """What every block of one pass reads: who attends to whom, the rotation of each token, the noise of dropout; and where
+    experts tell how they are used."""
 
     context: AttentionContext
     rotation: tuple[Tensor, Tensor] | None
     noise: TokenNoise | None
+    balance: Balance | None = None
 
 
 def apply(layer: nn.Module, x: Tensor, noise: TokenNoise | None) -> Tensor:
@@ -160,7 +163,8 @@ class Block(nn.Module):
         return self._drop(self.attention(x, at), at, dropout.ATTENTION_OUT)
 
     def _feed(self, x: Tensor, at: Surroundings) -> Tensor:
-        return self._drop(self.mlp(x, at.noise), at, dropout.MLP_OUT)
+        fed = self.mlp(x, at.noise, at.balance) if isinstance(self.mlp, MoE) else self.mlp(x, at.noise)
+        return self._drop(fed, at, dropout.MLP_OUT)
 
     def _drop(self, x: Tensor, at: Surroundings, place: int) -> Tensor:
         return x if at.noise is None else at.noise.drop(x, self.dropout, dropout.site(self.layer, place))
@@ -210,7 +214,7 @@ class Transformer(nn.Module):
         noise = None if x.noise is None else TokenNoise.spread(x.noise, x.attention.dense.lengths, x.positions)
         if noise is not None:
             states = noise.drop(states, config.embed_dropout, dropout.EMBEDDING)
-        at = Surroundings(x.attention, self._rotation(x, states.dtype), noise)
+        at = Surroundings(x.attention, self._rotation(x, states.dtype), noise, x.balance)
         for layer, block in enumerate(self.blocks, 1):
             if self.checkpointing and layer % self.checkpointing == 0 and torch.is_grad_enabled():
                 states = checkpoint(block, states, at, use_reentrant=False, preserve_rng_state=False)

@@ -25,6 +25,11 @@ def check_spec(spec: ModelSpec, layout: Layout) -> str:
         )
     if spec.path is None:
         raise ConfigError("path is not set: name a Hugging Face directory or hub model")
+    if spec.backend == "hf" and spec.router_aux_loss_coef:
+        raise ConfigError(
+            f"router_aux_loss_coef={spec.router_aux_loss_coef}: backend=hf adds no loss to the model's own; use backend=torch, "
+            "or leave it out"
+        )
     return spec.path
 
 

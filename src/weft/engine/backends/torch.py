@@ -16,6 +16,7 @@ from weft.engine.flops import Cost
 from weft.engine.spec import ModelSpec
 from weft.engine.torch_engine import DTYPES, Built, TorchEngine
 from weft.models import hf_io, lora, peft_io
+from weft.models.balance import balance_weight
 from weft.models.transformer import Block, Head, Pooling, Transformer
 from weft.registry import register_backend
 from weft.topology import Layout
@@ -47,6 +48,7 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         save=save,
         cost=cost,
         facts={"family": family.name, "vocab_size": config.vocab_size, "num_layers": config.num_layers},
+        balance=balance_weight(config, spec.router_aux_loss_coef),
         dropout=any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0),
         adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
     )
