@@ -13,6 +13,7 @@ from weft.cli import demo_task as task
 from weft.experiments import GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 
 NAME = "demo"
+HELD_OUT = 200  # problems that no stage trains on
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Demo:
 
 def prepare(demo: Demo) -> None:
     """Write the problems, the teacher's answers, the tokenizer and the model's configuration."""
-    training, held_out = task.problems(demo.seed, held_out=200)
+    training, held_out = task.problems(demo.seed, HELD_OUT)
     task.write_rows(demo.material / "sft.jsonl", task.lesson_rows(training, demo.seed, times=10))
     task.write_rows(demo.material / "prompts.jsonl", task.prompt_rows(training))
     task.write_rows(demo.material / "mistakes.jsonl", task.prompt_rows(training, times=3))
@@ -88,21 +89,23 @@ def supervise(demo: Demo) -> Path:
 
 
 def judge(demo: Demo, model: Path) -> Path:
-    """A reward model that prefers right sums to the mistakes the model makes, warm samples included."""
+    """A reward model that prefers right sums to the mistakes the model makes, warm samples included, and to slips."""
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
-    pairs = task.write_rows(demo.material / "pairs.jsonl", task.pair_rows(samples))
-    config = RWConfig(**demo.options("reward", total_train_epochs=20, max_steps=120))
+    training, _ = task.problems(demo.seed, HELD_OUT)
+    rows = task.pair_rows(samples, training, demo.seed, times=30)
+    config = RWConfig(**demo.options("reward", total_train_epochs=20, max_steps=220))
     config.model.path = str(model)
-    config.model.optimizer.lr = 3e-4
+    config.model.optimizer.lr = 5e-4
     config.model.optimizer.warmup_steps = 10
-    config.dataset.train_path = str(pairs)
+    config.rw.center = 0.01  # scores of different problems then compare: the critic need not learn a level for each
+    config.dataset.train_path = str(task.write_rows(demo.material / "pairs.jsonl", rows))
     config.dataset.train_bs_n_seqs = 64
     return demo.run(config).checkpoint("model")
 
 
 def ppo(demo: Demo, model: Path, reward: Path) -> Path:
     """PPO against the reward model, near the supervised model."""
-    config = PPOConfig(**demo.options("ppo", total_train_epochs=20, max_steps=50))
+    config = PPOConfig(**demo.options("ppo", total_train_epochs=20, max_steps=40))
     for role in (config.actor, config.ref):
         role.path = str(model)
     for role in (config.critic, config.rew):
@@ -117,7 +120,7 @@ def ppo(demo: Demo, model: Path, reward: Path) -> Path:
     config.ppo.samples_per_prompt = 4
     config.ppo.gen.max_new_tokens = 5
     config.ppo.ppo_n_minibatches = 2
-    config.ppo.kl_ctl = 0.1
+    config.ppo.kl_ctl = 0.3  # the reward model is wrong now and then: without a leash PPO finds where
     return demo.run(config).checkpoint("actor")
 
 
@@ -126,12 +129,13 @@ def grpo(demo: Demo, model: Path) -> Path:
     config = GRPOConfig(**demo.options("grpo", total_train_epochs=20, max_steps=80))
     for role in (config.actor, config.ref):
         role.path = str(model)
-    config.actor.optimizer.lr = 5e-5
+    config.actor.optimizer.lr = 1e-4
     config.actor.optimizer.lr_scheduler_type = "constant"
     config.actor.optimizer.warmup_steps = 5
     config.dataset.path = str(demo.material / "prompts.jsonl")
     config.dataset.train_bs_n_seqs = 32
     config.grpo.group_size = 8
+    config.grpo.ppo_n_minibatches = 2
     config.grpo.gen.max_new_tokens = 5
     config.reward = "gsm8k"
     return demo.run(config).checkpoint("actor")

@@ -112,18 +112,24 @@ def share_right(generations: Path) -> float:
 
 def is_right(prompt: str, completion: str) -> bool:
     """Whether `completion` (with or without its end token) is the sum that `prompt` asks for."""
+    return completion.replace("</s>", "").strip() == right_sum(prompt)
+
+
+def right_sum(prompt: str) -> str:
+    """The right answer to `47+8=`."""
     left, right = prompt.rstrip("=").split("+")
-    return completion.replace("</s>", "").strip() == str(int(left) + int(right))
+    return str(int(left) + int(right))
 
 
-def pair_rows(generations: Path) -> list[dict[str, Any]]:
-    """Preference pairs: the right sum over what the model itself got wrong."""
-    pairs = {}
-    for line in generations.read_text().splitlines():
-        row = json.loads(line)
-        wrong = row["completion"].replace("</s>", "").strip()
-        if wrong and not is_right(row["prompt"], wrong):
-            left, right = row["prompt"].rstrip("=").split("+")
-            answer = str(int(left) + int(right))
-            pairs[row["prompt"], wrong] = {"prompt": row["prompt"], "pos_answers": [answer], "neg_answers": [wrong]}
-    return list(pairs.values())
+def pair_rows(generations: Path, chosen: Iterable[Problem], seed: int, times: int) -> list[dict[str, Any]]:
+    """Preference pairs: the right sum over what the model itself got wrong, and over `times` drawn slips a problem.
+
+    Pairs of the model's own mistakes alone are few and repeat the same answers: a reward model remembers them in place of
+    adding, and PPO then finds the wrong answers that it never saw.
+    """
+    draw = random.Random(seed)
+    rows = [json.loads(line) for line in generations.read_text().splitlines()]
+    answers = [(row["prompt"], row["completion"].replace("</s>", "").strip()) for row in rows]
+    answers += [(p.prompt, slip(p.answer, draw)) for p in chosen for _ in range(times)]
+    mistakes = dict.fromkeys((prompt, answer) for prompt, answer in answers if answer and not is_right(prompt, answer))
+    return [{"prompt": p, "pos_answers": [right_sum(p)], "neg_answers": [wrong]} for p, wrong in mistakes]
