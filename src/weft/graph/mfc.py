@@ -41,8 +41,33 @@ def _on_edges(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(remap.get(key, key) for key in keys)
 
 
+class OnEdges:
+    """The keys of a node as they are called on the graph's edges. The node's own fields hold the names it uses itself."""
+
+    input_keys: Sequence[str]
+    output_keys: Sequence[str]
+    optional_keys: Sequence[str]
+    input_key_remap: Mapping[str, str]
+    output_key_remap: Mapping[str, str]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Keys on the graph's edges that this node needs."""
+        return _on_edges(self.input_keys, self.input_key_remap)
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        """Keys on the graph's edges that it reads where there are any."""
+        return _on_edges(self.optional_keys, self.input_key_remap)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Keys on the graph's edges that this node makes."""
+        return _on_edges(self.output_keys, self.output_key_remap)
+
+
 @dataclass(frozen=True)
-class MFCDef:
+class MFCDef(OnEdges):
     """One model function call: which role does what, with which keys, on how many ids at a time.
 
     `input_keys` and `output_keys` are the interface's names; a remap gives the name on the graph's edge
@@ -74,23 +99,9 @@ class MFCDef:
     def trains(self) -> bool:
         return self.method == "train_step"
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Keys on the graph's edges that this node needs."""
-        return _on_edges(self.input_keys, self.input_key_remap)
-
-    @property
-    def optional_inputs(self) -> tuple[str, ...]:
-        return _on_edges(self.optional_keys, self.input_key_remap)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Keys on the graph's edges that this node makes."""
-        return _on_edges(self.output_keys, self.output_key_remap)
-
 
 @dataclass(frozen=True)
-class HostFunction:
+class HostFunction(OnEdges):
     """A node without a role: CPU code on a whole batch. `function` is a registered name (see `docs/host-functions.md`).
 
     It may return fewer ids than it got (a filter); the loader refills. `tokenizer_role` names the role whose tokenizer
@@ -110,18 +121,6 @@ class HostFunction:
     deadline_s: float | None = None
 
     trains = False
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return _on_edges(self.input_keys, self.input_key_remap)
-
-    @property
-    def optional_inputs(self) -> tuple[str, ...]:
-        return _on_edges(self.optional_keys, self.input_key_remap)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return _on_edges(self.output_keys, self.output_key_remap)
 
 
 Node = MFCDef | HostFunction

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from weft.data.chat import Message, common_prefix
 from weft.data.lengths import Encoded, Lengths
@@ -78,6 +78,26 @@ def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]
             raise ConfigError(f"dataset.args.{name}={options[name]!r}: no such argument; {hint}")
     chosen = form(**{name: value for name, value in options.items() if name in of_form})
     return chosen, Lengths(**{name: value for name, value in options.items() if name in of_lengths})
+
+
+class TableDataset:
+    """What the shipped datasets have in common: rows of one `form`, as samples of one id. A dataset is a docstring and a form.
+
+    `options` are fields of the form and of `Lengths`; `usual` are those that hold where none is given.
+    """
+
+    form: ClassVar[type[Form]]
+    usual: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
+        given = {name: value for name, value in options.items() if value is not None or name not in self.usual}
+        self.table = build_table(self.form, util, path, split, {**self.usual, **given})
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        return self.table[index]
 
 
 # -- token ids of texts

@@ -7,10 +7,9 @@ from typing import Any
 
 from weft.data import trees
 from weft.data.chat import normalise
-from weft.data.datasets.base import DatasetUtility, build_table, check_replies, grouped
+from weft.data.datasets.base import TableDataset, check_replies, grouped
 from weft.data.lengths import Encoded
 from weft.data.rows import MESSAGE_KEYS, Row, need
-from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
@@ -51,19 +50,10 @@ class Chat:
 
 
 @register_dataset("chat")
-class ChatDataset:
+class ChatDataset(TableDataset):
     """Rows `{messages[{role, content}]}` as keys `prompt`, `completion`, `loss_mask`; the first reply begins the completion.
 
     `options`: messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
     form = Chat
-
-    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(self.form, util, path, split, options)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> SequenceSample:
-        return self.table[index]

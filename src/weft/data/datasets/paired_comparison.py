@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.data.datasets.base import DatasetUtility, answered, build_table, ended, need_prompt, prompt_text
+from weft.data.datasets.base import TableDataset, answered, ended, need_prompt, prompt_text
 from weft.data.lengths import Encoded
 from weft.data.rows import BadRow, Row, need, number, texts
-from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
@@ -58,7 +57,7 @@ def _margins(value: Any, pairs: int) -> list[float]:
 
 
 @register_dataset("paired_comparison")
-class PairedComparisonDataset:
+class PairedComparisonDataset(TableDataset):
     """Rows `{prompt, pos_answers[], neg_answers[]}` as groups of 2n completions: better, worse, better, worse, ...
 
     Keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse), `comparison` (the pair), `margin`, `label`.
@@ -66,12 +65,3 @@ class PairedComparisonDataset:
     """
 
     form = PairedComparison
-
-    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(self.form, util, path, split, options)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> SequenceSample:
-        return self.table[index]

@@ -8,10 +8,9 @@ from typing import Any
 
 from weft.data import dialogue
 from weft.data.chat import Message, normalise
-from weft.data.datasets.base import DatasetUtility, answered, build_table, continued, ended, grouped, prompt_keys
+from weft.data.datasets.base import TableDataset, answered, continued, ended, grouped, prompt_keys
 from weft.data.lengths import Encoded
 from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, BadRow, Row, first_of, need, number, text
-from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
@@ -109,7 +108,7 @@ def _dialogues(tokenizer: Tokenizer, contents: Sequence[str], values: Mapping[st
 
 
 @register_dataset("preference")
-class PreferenceDataset:
+class PreferenceDataset(TableDataset):
     """Rows `{chosen, rejected}` as groups of two completions, the chosen first.
 
     Keys `prompt`, `completion`, `loss_mask`, `rank`, `comparison`, `margin`, `label`.
@@ -117,12 +116,3 @@ class PreferenceDataset:
     """
 
     form = Preference
-
-    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(self.form, util, path, split, options)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> SequenceSample:
-        return self.table[index]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from weft.data import dialogue
 from weft.data.chat import normalise
-from weft.data.datasets.base import DatasetUtility, build_table, prompt_keys, prompt_text
+from weft.data.datasets.base import TableDataset, prompt_keys, prompt_text
 from weft.data.lengths import Encoded
 from weft.data.rows import MESSAGE_KEYS, BadRow, Row, first_of, need, plain, text
-from weft.data.sample import SequenceSample
 from weft.data.spec import PROMPT_LEN
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
@@ -69,21 +69,11 @@ class Prompt:
 
 
 @register_dataset("prompt")
-class PromptDataset:
+class PromptDataset(TableDataset):
     """Rows `{prompt, ...}` as the key `prompt`; the other columns are metadata.
 
     `options`: prompt_key, id_key, as_chat, max_prompt_len (256 when absent), overlong, truncate_side, max_seqlen.
     """
 
     form = Prompt
-
-    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        if options.get("max_prompt_len") is None:
-            options["max_prompt_len"] = PROMPT_LEN
-        self.table = build_table(self.form, util, path, split, options)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> SequenceSample:
-        return self.table[index]
+    usual: ClassVar[Mapping[str, Any]] = {"max_prompt_len": PROMPT_LEN}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from weft.data.datasets.base import DatasetUtility, answered, build_table, ended, need_prompt, prompt_text
+from weft.data.datasets.base import TableDataset, answered, ended, need_prompt, prompt_text
 from weft.data.lengths import Encoded
 from weft.data.rows import ANSWER_KEYS, Row, need, text
-from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
@@ -40,19 +38,10 @@ class PromptAnswer:
 
 
 @register_dataset("prompt_answer")
-class PromptAnswerDataset:
+class PromptAnswerDataset(TableDataset):
     """Rows `{prompt, answer}` as keys `prompt`, `completion`, `loss_mask`, one completion an id.
 
     `options`: prompt_key, answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
     form = PromptAnswer
-
-    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(self.form, util, path, split, options)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> SequenceSample:
-        return self.table[index]

@@ -8,10 +8,9 @@ from typing import Any
 
 from weft.data import trees
 from weft.data.chat import normalise
-from weft.data.datasets.base import DatasetUtility, answered, build_table, continued, ended, prompt_keys, prompt_text
+from weft.data.datasets.base import TableDataset, answered, continued, ended, prompt_keys, prompt_text
 from weft.data.lengths import Encoded
 from weft.data.rows import MESSAGE_KEYS, Row, first_of, need, texts
-from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
@@ -65,7 +64,7 @@ def _values(count: int) -> dict[str, list[float]]:
 
 
 @register_dataset("ranking")
-class RankingDataset:
+class RankingDataset(TableDataset):
     """Rows `{prompt, replies[]}` as groups of K completions, the best first.
 
     Keys `prompt`, `completion`, `loss_mask`, `rank` (0 the best), `comparison`, `margin`.
@@ -73,12 +72,3 @@ class RankingDataset:
     """
 
     form = Ranking
-
-    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        self.table = build_table(self.form, util, path, split, options)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> SequenceSample:
-        return self.table[index]
