@@ -1,4 +1,4 @@
-"""`weft demo` as a newcomer runs it: accuracy rises from first to last; a report and a model to talk to are left."""
+"""`weft demo` as a newcomer runs it: accuracy rises at every stage; a report and a model to talk to are left."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from weft.cli.demo import Demo, conclude, free_name, walk
 pytestmark = pytest.mark.slow
 
 
-def test_the_demo_raises_accuracy(tmp_path: Path) -> None:
+def test_every_stage_of_the_demo_raises_accuracy(tmp_path: Path) -> None:
     demo = Demo(tmp_path, free_name(tmp_path), seed=1)
     lines: list[str] = []
     walk(demo, lines.append)
     conclude(demo, lines.append)
     assert demo.accuracy["sft"] > 0.3
-    assert (
-        demo.accuracy["ppo"] > demo.accuracy["sft"] - 0.1
-    )  # a small reward model: some thread counts gain nothing here
-    assert demo.accuracy["grpo"] > demo.accuracy["sft"] + 0.1
+    assert demo.accuracy["ppo"] > demo.accuracy["sft"] + 0.08
+    assert demo.accuracy["grpo"] > demo.accuracy["ppo"] + 0.03
     assert (demo.folder / "grpo" / "report.html").is_file()
     assert any("held-out accuracy" in line for line in lines)
     assert free_name(tmp_path) == "demo-2"
