@@ -1,0 +1,131 @@
+"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): one fused kernel for what flash attention has no form of.
+
+Who sees whom is given as two spans of keys a query, the near one causal and the far one (a shared prefix) whole. The mask's
+blocks follow from the spans without laying out the mask. It is the one place where weft compiles: other layers are a few
+large matrix products, and a decode step is one captured graph, so compiling them costs start-up time and gains little.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from weft.models.packed import Dense, Prefixed
+from weft.models.scores import Scores
+
+BLOCK = 128  # tokens of a mask block in training
+LEAST_DIM = 16  # of a head: the kernels multiply tiles of so many columns
+RECOMPILE_LIMIT = 256  # shapes and scales a process may meet; torch's own limit is 8, past which it would stop
+
+Mod = Callable[..., Tensor]
+
+
+def serves(device: torch.device, head_dim: int) -> bool:
+    """Whether there is a fused kernel. A CPU has one for the forward pass alone, and weft has better there."""
+    return device.type == "cuda" and head_dim >= LEAST_DIM
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Query t sees the keys `near[t]` to t, and `far_start[t]` to `far_stop[t]` (not included); each int32 [whole blocks]."""
+
+    near: Tensor
+    far_start: Tensor
+    far_stop: Tensor
+
+    @classmethod
+    def of(cls, context: Dense | Prefixed, length: int, window: int | None) -> Spans:
+        """Those of a pack of `length` tokens, filled up with tokens that see themselves."""
+        dense, whole = context.dense, padded(length)
+        device = dense.cu_seqlens.device
+        own = torch.arange(whole, device=device, dtype=torch.int32)
+        near = own.clone()
+        near[:length] = dense.cu_seqlens[:-1].repeat_interleave(dense.lengths, output_size=length)
+        if window is not None:
+            near = torch.maximum(near, own - (window - 1))
+        far = np.zeros((2, whole), np.int32)
+        for join in context.joins if isinstance(context, Prefixed) else ():
+            far[:, slice(*join.rest)] = np.array(join.prefix, np.int32)[:, None]
+        start, stop = torch.from_numpy(far).to(device)
+        return cls(near, start, stop)
+
+    @property
+    def mask_mod(self) -> Mod:
+        """bool: whether `query` sees `key`, as FlexAttention asks."""
+        near, start, stop = self.near, self.far_start, self.far_stop
+
+        def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            causal = (key >= near[query]) & (key <= query)
+            return causal | ((key >= start[query]) & (key < stop[query]))
+
+        return visible
+
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """bool [T / BLOCK, T / BLOCK], query blocks by key blocks: (some query sees some key, every query sees every key)."""
+        length, device = len(self.near), self.near.device
+        first = torch.arange(0, length, BLOCK, device=device)
+        last, query = first + BLOCK - 1, torch.arange(length, device=device)[:, None]
+        near, start, stop = self.near[:, None], self.far_start[:, None], self.far_stop[:, None]
+        some = ((near <= last) & (query >= first)) | ((start <= last) & (stop > first) & (start < stop))
+        # A block that lies partly in the near span and for the rest in the far one is taken as partial, which is also right.
+        every = ((near <= first) & (query >= last)) | ((start <= first) & (stop > last))
+        shape = (length // BLOCK, BLOCK, length // BLOCK)
+        return some.view(shape).any(1), every.view(shape).all(1)
+
+    def mask(self) -> BlockMask:
+        """The mask of one pack for all heads."""
+        some, every = self.blocks()
+        partial, full = _listed(some & ~every), _listed(every)
+        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=self.mask_mod)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many, which ones first) of each row: int32 [1, 1, n] and [1, 1, n, n]."""
+    order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+
+
+def padded(length: int) -> int:
+    """Tokens of the pack that the kernel is given: each new size is compiled anew, so sizes are powers of two."""
+    return max(BLOCK, 1 << (length - 1).bit_length())
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, scores: Scores) -> Tensor:
+    """q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim]."""
+    length, tail = len(q), padded(len(q)) - len(q)
+    if scores.window not in context.masks:
+        context.masks[scores.window] = Spans.of(context, length, scores.window).mask()
+    mask = context.masks[scores.window]
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, tail)).transpose(0, 1)[None] for x in (q, k, v))
+    return attention(q, k, v, mask, scores)[0].transpose(0, 1)[:length]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scores: Scores) -> Tensor:
+    """q [B, heads, T, dim], k and v [B or 1, kv_heads, U, dim] -> [B, heads, T, dim]."""
+    settings: dict[str, Any] = {"scale": scores.scale, "block_mask": mask, "enable_gqa": q.shape[1] != k.shape[1]}
+    if scores.softcap is not None:
+        settings["score_mod"] = _capped(scores.softcap)
+    if q.device.type == "cpu":
+        return flex_attention(q, k, v, **settings)
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        return _compiled()(q, k, v, **settings)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@functools.cache
+def _capped(softcap: float) -> Mod:
+    def cap(score: Tensor, *_: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    return cap
