@@ -52,7 +52,7 @@ def parse_reward(reward: Any) -> list[RewardPart]:
         raise ConfigError(f"reward={reward!r} is empty; give {FORM}")
     if len(entries) == 2 and isinstance(entries[0], str) and _is_number(entries[1]):
         raise ConfigError(
-            f"reward={reward!r}: is a list of one name and one number; a weighted part is a list of its own: [{list(entries)}]"
+            f"reward: {reward!r} is a list of a name and a number; a weighted part is a list of its own: [{list(entries)}]"
         )
     return [part for entry in entries for part in _parts(entry)]
 
