@@ -56,11 +56,14 @@ def main(words: Sequence[str] | None = None) -> None:
         directory = model.write_model(Path(folder) / "model", shape, tokenizer)
         ids = _text(arguments.data, tokenizer / "tokenizer.json")
         sides = {name: stack.enter_context(Side(target, Path(folder) / name)) for name, target in SIDES.items()}
+        runs, rows = {}, []
         try:
-            runs = {work.name: measure(work, sides, str(directory), ids, arguments.repeats) for work in chosen}
+            for work in chosen:
+                runs[work.name] = measure(work, sides, str(directory), ids, arguments.repeats)
+                rows.append(row(work, runs[work.name]))
+                print(results.table(rows[-1:]), flush=True)
         except SideFailed as error:
             raise SystemExit(str(error)) from error
-    rows = [row(work, runs[work.name]) for work in chosen]
     notes = ["tokens/s: medians; ratios: medians of the pairs (least to most); the first run of each side is left out"]
     settings = {"shape": asdict(shape), "works": [asdict(work) for work in chosen]}
     results.report(results.Results("generate", rows, settings, runs, notes), arguments)
@@ -91,9 +94,7 @@ def row(work: Work, runs: dict[str, list[Measured]]) -> dict[str, Any]:
     for name in ("padded", "continuous"):
         line[f"to {name}"] = str(ratios(seconds[name], seconds["weft"]))
         line[f"by CPU time to {name}"] = ratios(cpu[name], cpu["weft"]).median
-    printed = line | {"to reach": work.target}
-    print(results.table([printed]), flush=True)
-    return printed
+    return line | {"to reach": work.target}
 
 
 def _text(source: Path, tokenizer: Path) -> list[int]:

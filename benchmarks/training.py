@@ -75,7 +75,7 @@ def prepare(case: Case, source: Path, work: Path, threads: int) -> dict[str, Any
     steps = [sum(per_row[at : at + case.batch]) for at in range(0, count, case.batch)]
     return {
         **asdict(case), "threads": threads, "work": str(work), "rows": str(data.write(work / "rows.jsonl", rows)),
-        "tokens": steps[WARM:], "all_steps": case.steps + WARM,
+        "tokens": steps[WARM:], "warm_tokens": steps[:WARM], "all_steps": case.steps + WARM,
     }  # fmt: skip
 
 

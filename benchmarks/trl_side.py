@@ -21,7 +21,7 @@ def train(settings: Settings, pause: Pause) -> dict[str, Any]:
     clock, trainer = TRAINERS[settings["name"]](settings, pause)
     trainer.add_callback(_ticking(clock))
     trainer.train()
-    return dict(trainer.state.log_history[-1])
+    return dict(trainer.state.log_history[-2])  # the last step's; the very last line sums up the run
 
 
 def sft(settings: Settings, pause: Pause) -> tuple[Clock, Any]:

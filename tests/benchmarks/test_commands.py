@@ -6,9 +6,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from benchmarks import dpo, rw, sft
+from benchmarks.pairs import Side
+from benchmarks.training import Case, prepare
 
 pytestmark = pytest.mark.slow
 TRL_PPO = "WEFT_BENCH_TRL_PPO"
@@ -26,6 +31,21 @@ def test_against_trl(name: str, data_dir: Path, repo: Path) -> None:
     done = run(name, data_dir, repo, "--quick")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "times as fast" in done.stdout and "peak GiB" in done.stdout
+
+
+@pytest.mark.parametrize("case", [sft.CASE, rw.CASE, dpo.CASE], ids=lambda case: case.name)
+def test_trl_trains_on_the_tokens_that_are_counted(case: Case, data_dir: Path, tmp_path: Path) -> None:
+    """TRL's own count of what is no padding, over all steps; a row that it cut or left out would show."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("TRL is not installed: pip install trl==1.16.0")
+    small = replace(case.quick(), longest=128, batch=4, steps=2)
+    settings = prepare(small, data_dir, tmp_path, 1)
+    with Side("benchmarks.trl_side:train", tmp_path / "log") as side:
+        side.begin({**settings, "work": str(tmp_path / "run")})
+        for _ in settings["tokens"]:
+            side.advance()
+        last = side.advance()
+    assert last["num_tokens"] == sum(settings["warm_tokens"]) + sum(settings["tokens"])
 
 
 def test_ppo_against_the_last_trl_that_has_it(data_dir: Path, repo: Path) -> None:
