@@ -134,3 +134,45 @@ def test_frequencies_that_would_change_under_cached_keys_are_refused() -> None:
     cache.extend([short], torch.tensor([4]))
     with pytest.raises(ConfigError, match=r"past 16 tokens.*longrope"):
         cache.extend([short], torch.tensor([4]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_prefix_is_stored_once_and_joined(name: str) -> None:
+    """Two slots after one prefix, one after another, one after none: prefilled, decoded, moved and forked."""
+    network = tiny(name)
+    first, second, *rests = sequences([21, 9, 5, 2, 1, 7])
+    prefixes = []
+    for tokens in (first, second):
+        prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
+        network.hidden(prefix.extend(prefix.allocate(), [tokens]))
+        prefixes.append(prefix)
+    cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=2)
+    slots = cache.allocate(4)
+    cache.link(slots[:2], prefixes[0])
+    cache.link(slots[2:3], prefixes[1])
+    held = [torch.cat([head, rest]) for head, rest in zip([first, first, second, rests[3][:0]], rests, strict=True)]
+    packed = cache.extend(slots, rests)
+    assert_close(network.hidden(packed)[packed.rows], last_states(network, held))
+
+    def step(seed: int) -> None:
+        tokens = sequences([len(held)], seed=seed)[0]
+        for row, token in enumerate(tokens):
+            held[row] = torch.cat([held[row], token[None]])
+        packed = cache.extend(range(len(held)), tokens)
+        assert_close(network.hidden(packed), last_states(network, held))
+
+    step(1)
+    step(2)
+    held += [held[1]] * 2
+    cache.fork(1, 2)
+    step(3)
+    cache.release(0)
+    held[0] = held.pop()
+    step(4)
+    part = KVCache(network.config, "cpu", torch.float32, slots=1, room=16)
+    part.link(part.allocate(), prefixes[0])
+    network.hidden(part.extend([0], [rests[0]]))
+    assert cache.take(part) == len(held)
+    held.append(torch.cat([first, rests[0]]))
+    step(5)

@@ -45,7 +45,8 @@ class Request:
     prompt: Sequence[int]
     step: int = 0
     generated: Partial | None = None
-    max_new_tokens: int | None = None  # lower than the spec's where a request wants less
+    max_new_tokens: int | None = None  # lower than the settings' where a request wants less
+    sampling: GenerationSpec | None = None  # settings of its own (see `SettingsTable.index`); else the generator's
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,16 @@
     packed = cache.extend(slots, next_tokens)             # a decode step: int64 [R], one token a slot
     cache.release(slot)
 
+A prefix that many sequences begin with is a cache of its own with one slot: `cache.link(slots, prefix)` makes it precede what
+these slots hold, and it is stored once. `cache.take(prompt)` copies what such a cache holds into a new slot instead.
+
 `extend` makes room and counts the new tokens as used; the network's pass then fills them. All under `torch.no_grad()`.
 Slots that are consecutive are read without a copy, so generators keep theirs dense: `release` says which one moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.models.config import TransformerConfig
-from weft.models.packed import Cached, Packed, in_vectors
+from weft.models.packed import Cached, Packed, Sharers, in_vectors
 
 
 class KVCache:
@@ -41,7 +44,11 @@ class KVCache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self.used = np.zeros(slots, dtype=np.int64)
+        self.before = np.zeros(slots, dtype=np.int64)  # tokens of the prefix that precedes a slot's own
         self.num_active = 0
+        self._prefixes: list[KVCache | None] = [None] * slots
+        # Slots of the last decode step, and the prefixes they come after.
+        self._sharers: tuple[bytes, tuple[Sharers, ...]] = (b"", ())
         self._rope = config.rope
 
     @property
@@ -63,7 +70,27 @@ class KVCache:
         if self.num_active > self.num_slots:
             self._grow(dim=0, to=max(self.num_active, 2 * self.num_slots))
         self.used[first : self.num_active] = 0
+        self.link(range(first, self.num_active), None)
         return list(range(first, self.num_active))
+
+    def link(self, slots: Iterable[int], prefix: KVCache | None) -> None:
+        """The one slot of `prefix` precedes what these empty slots will hold; None: nothing precedes it."""
+        for slot in slots:
+            if self._prefixes[slot] is not prefix:
+                self._prefixes[slot] = prefix
+                self.before[slot] = 0 if prefix is None else prefix.used[0]
+                self._sharers = (b"", ())
+
+    def take(self, other: KVCache) -> int:
+        """A new slot that holds what slot 0 of `other` holds, after the same prefix."""
+        (slot,), filled = self.allocate(), int(other.used[0])
+        if filled > self.capacity:
+            self._grow(dim=2, to=in_vectors(max(filled, 2 * self.capacity), self.device))
+        for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            mine[slot, :, :filled] = theirs[0, :, :filled]
+        self.used[slot] = filled
+        self.link([slot], other._prefixes[0])
+        return slot
 
     def release(self, slot: int) -> int:
         """Give a slot back. The last active slot moves into its place; returns the number that one had (or `slot`)."""
@@ -75,7 +102,9 @@ class KVCache:
             for stored in (*self.keys, *self.values):
                 stored[slot, :, :filled] = stored[last, :, :filled]
             self.used[slot] = self.used[last]
+            self.link([slot], self._prefixes[last])
         self.used[last] = 0
+        self.link([last], None)
         return last
 
     def truncate(self, slot: int, length: int) -> None:
@@ -89,6 +118,7 @@ class KVCache:
         for stored in (*self.keys, *self.values):
             stored[new[0] : new[-1] + 1, :, :filled] = stored[slot, :, :filled]
         self.used[new] = filled
+        self.link(new, self._prefixes[slot])
         return new
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
@@ -99,23 +129,40 @@ class KVCache:
         lengths = np.ones(len(slots), np.int64) if isinstance(tokens, Tensor) else np.array([len(t) for t in tokens])
         where = np.asarray(slots, dtype=np.int64)
         used = self.used[where]
-        after = used + lengths
-        self._check_rotation(used, after)
+        after, before = used + lengths, self.before[where]
+        self._check_rotation(before + used, before + after)
         most = int(after.max())
         if most > self.capacity:
             self._grow(dim=2, to=in_vectors(max(most, 2 * self.capacity), self.device))
         self.used[where] = after
         ends = np.cumsum(lengths)
         flat = tokens if isinstance(tokens, Tensor) else torch.cat([t.to(self.device) for t in tokens])
-        positions = np.arange(ends[-1]) + np.repeat(used - (ends - lengths), lengths)
+        positions = np.arange(ends[-1]) + np.repeat(before + used - (ends - lengths), lengths)
         rows = self._put(ends - 1)
+        one_each = int(lengths.max()) == 1
         context = Cached(
-            cache=self, slots=self._put(where), used=self._put(used),
+            cache=self, slots=self._put(where), used=self._put(used), before=self._put(before),
+            prefixes=() if one_each else tuple(self._prefixes[slot] for slot in where.tolist()),
+            sharers=self._shared_by(where) if one_each else (),
             cu_seqlens=self._put(np.concatenate([[0], ends]).astype(np.int32)), max_len=int(lengths.max()), max_used=most,
             slots_host=tuple(where.tolist()), used_host=tuple(used.tolist()),
         )  # fmt: skip
         flat = flat.to(self.device)
         return Packed(tokens=flat, positions=self._put(positions), attention=context, rows=rows, labels=flat[rows])
+
+    def _shared_by(self, slots: np.ndarray) -> tuple[Sharers, ...]:
+        """The prefixes of a decode step over `slots`, each once; worked out again only where slots changed."""
+        if not self.before.any():
+            return ()
+        if self._sharers[0] != slots.tobytes():
+            members: dict[int, list[int]] = {}
+            linked = [self._prefixes[slot] for slot in slots.tolist()]
+            for row, prefix in enumerate(linked):
+                members.setdefault(id(prefix), []).append(row)
+            found = ((linked[rows[0]], rows) for rows in members.values())
+            sharers = tuple(Sharers.of(prefix, rows, self.device) for prefix, rows in found if prefix is not None)
+            self._sharers = (slots.tobytes(), sharers)
+        return self._sharers[1]
 
     def _check_rotation(self, used: np.ndarray, after: np.ndarray) -> None:
         """Raises `ConfigError` where cached keys would need other rotary frequencies than they were stored with."""
@@ -162,4 +209,7 @@ class KVCache:
                 new[: old.shape[0], :, : old.shape[2]] = old
                 stored[layer] = new
         if dim == 0:
-            self.used = np.concatenate([self.used, np.zeros(to - len(self.used), np.int64)])
+            more = to - len(self.used)
+            self.used = np.concatenate([self.used, np.zeros(more, np.int64)])
+            self.before = np.concatenate([self.before, np.zeros(more, np.int64)])
+            self._prefixes += [None] * more

@@ -1,8 +1,8 @@
 """How much key-value memory the sequences take. Pure accounting: no torch, no tensors.
 
 The scheduler asks through `Blocks` and cannot tell what a block is. `Slots` counts as `models/kv_cache.py` stores: a block is
-one whole contiguous slot, and all slots grow together by doubling (gathering scattered parts costs several times a decode
-step on a CPU).
+one whole contiguous slot, all slots grow together by doubling (gathering scattered parts costs several times a decode
+step on a CPU), and a prefix that sequences share is stored by itself, once.
 """
 
 from __future__ import annotations
@@ -14,55 +14,103 @@ Key = Hashable
 
 
 class Blocks(Protocol):
-    """Room for the keys and values of sequences, by token count."""
+    """Room for the keys and values of sequences and of the prefixes they share, by token count."""
+
+    least_shared: int | None  # tokens from which on a prefix is worth storing apart; None: none is
 
     def admit(self, key: Key, length: int) -> bool:
-        """Give a new sequence room for `length` tokens; False, and nothing changes, where there is none."""
+        """Give a new sequence room for `length` tokens of its own; False, and nothing changes, where there is none."""
         ...
 
-    def extend(self, key: Key, length: int) -> bool:
-        """Make a sequence's room hold `length` tokens; False, and nothing changes, where it cannot."""
+    def admit_prefix(self, key: Key, length: int) -> bool:
+        """Give a new shared prefix room for `length` tokens, likewise."""
+        ...
+
+    def start(self, key: Key) -> None:
+        """From now on `advance` counts a token more of this sequence."""
+        ...
+
+    def advance(self) -> bool:
+        """Room for one token more of every started sequence; False, and nothing changes, where there is none."""
         ...
 
     def release(self, key: Key) -> None:
-        """Take a sequence's room back."""
+        """Take the room of a sequence or a prefix back."""
         ...
 
 
 class Slots:
-    """Equal slots of `capacity` tokens each: at most `max_slots` of them, and `max_tokens` tokens in all."""
+    """Equal slots of `capacity` tokens: at most `max_slots` of them; `max_tokens` tokens in all, shared prefixes included.
+
+    No step looks at the sequences one by one: a started sequence's length is kept as its distance from a clock.
+    """
 
     FIRST = 64  # tokens of a slot at first
 
-    def __init__(self, max_slots: int, max_tokens: int) -> None:
-        self.max_slots, self.max_tokens = max_slots, max_tokens
+    def __init__(self, max_slots: int, max_tokens: int, least_shared: int | None = None) -> None:
+        self.max_slots, self.max_tokens, self.least_shared = max_slots, max_tokens, least_shared
         self.capacity = 0
-        self._held: set[Key] = set()
+        self._clock = 0
+        self._waiting: dict[Key, int] = {}  # tokens
+        self._started: dict[Key, int] = {}  # tokens - clock
+        self._prefixes: dict[Key, int] = {}
+        self._longest: int | None = None  # of the started, less the clock; None where it is to be found again
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._waiting) + len(self._started)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that there is room for now."""
+        return len(self) * self.capacity + sum(self._prefixes.values())
 
     def admit(self, key: Key, length: int) -> bool:
         if len(self) == self.max_slots or not self._fit(len(self) + 1, length):
             return False
-        self._held.add(key)
+        self._waiting[key] = length
         return True
 
-    def extend(self, key: Key, length: int) -> bool:
-        assert key in self._held
-        return self._fit(len(self), length)
+    def admit_prefix(self, key: Key, length: int) -> bool:
+        if self.tokens + length > self.max_tokens:
+            return False
+        self._prefixes[key] = length
+        return True
+
+    def start(self, key: Key) -> None:
+        distance = self._waiting.pop(key) - self._clock
+        self._started[key] = distance
+        if self._longest is not None:
+            self._longest = max(self._longest, distance)
+
+    def advance(self) -> bool:
+        if not self._started:
+            return True
+        if self._longest is None:
+            self._longest = max(self._started.values())
+        if not self._fit(len(self), self._longest + self._clock + 1):
+            return False
+        self._clock += 1
+        return True
 
     def release(self, key: Key) -> None:
-        self._held.remove(key)
-        if not self._held:
+        if key in self._prefixes:
+            del self._prefixes[key]
+            return
+        if key in self._waiting:
+            del self._waiting[key]
+        elif self._started.pop(key) == self._longest:
+            self._longest = None
+        if not len(self):
             self.capacity = 0
 
     def _fit(self, count: int, length: int) -> bool:
-        """Grow to a capacity of `length` if `count` slots of it are within the limit; one slot alone may fill the limit."""
-        capacity = self.capacity or min(self.FIRST, self.max_tokens)
+        """Grow to a capacity of `length` if `count` slots of it are within the limit: to twice the capacity where that is
+        within it too."""
+        room = (self.max_tokens - sum(self._prefixes.values())) // count
+        capacity = self.capacity or min(self.FIRST, room)
         if length > capacity:
-            capacity = max(length, min(2 * capacity, self.max_tokens))
-        if count * capacity > self.max_tokens:
+            capacity = max(length, min(2 * capacity, room))
+        if capacity > room:
             return False
         self.capacity = capacity
         return True

@@ -11,33 +11,39 @@ A completion depends on its prompt, its (id, k), the step and the seed, never on
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from weft import randomness
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
-from weft.engine.generation import sampling
 from weft.engine.generation.blocks import Slots
-from weft.engine.generation.scheduler import Budget, Prefill, Scheduler
+from weft.engine.generation.prefixes import Prefix
+from weft.engine.generation.rows import Rows
+from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
+from weft.engine.generation.settings import SettingsTable
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError, RunError
 from weft.models.config import TransformerConfig
 from weft.models.kv_cache import KVCache
-from weft.models.packed import Packed
+from weft.models.packed import Packed, in_vectors
 
 KV_SHARE = 0.25  # of the device's memory that keys and values may take
 SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
 DEFAULT_SEQUENCES = 256
+PREFILL = {"cpu": 2048}  # prompt tokens of a step; more gain nothing on a CPU, and what runs waits for them
+DEFAULT_PREFILL = 8192
+LEAST_SHARED = 64  # tokens of a prefix from which on a CPU joins it to each sequence; shorter ones are copied
 LEAST_ROWS = {"cpu": 16}  # a CPU multiplies fewer rows by other kernels, whose sums differ in the last digit
 
 
@@ -47,10 +53,17 @@ class Decoder(Protocol):
     config: TransformerConfig
     training: bool
 
+    def shares_prefixes(self, longest: int) -> bool:
+        """Whether its attention reads a prefix that is stored apart, for sequences of up to `longest` tokens."""
+        ...
+
     def hidden(self, x: Packed) -> Tensor: ...
     def next_token_logits(self, hidden_rows: Tensor) -> Tensor: ...
     def parameters(self) -> Iterator[Tensor]: ...
     def train(self, mode: bool = True) -> object: ...
+
+
+FINISH: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
 
 
 @contextmanager
@@ -89,53 +102,60 @@ class BatchGenerator:
         self, network: Decoder, spec: GenerationSpec, device: torch.device, version: int,
         stop_ids: frozenset[int], tokenizer: Tokenizer | None, budget: Budget,
     ) -> None:  # fmt: skip
-        self._network, self._spec, self._device, self._tokenizer = network, spec, device, tokenizer
-        self._version, self._stop_ids = version, stop_ids
-        self._scheduler = Scheduler(budget, Slots(budget.max_sequences, budget.max_tokens))
+        self._network, self._device, self._version = network, device, version
+        self._scheduler = Scheduler(budget, _slots(network, device, budget))
         self._least_rows = LEAST_ROWS.get(device.type, 1)
+        self._settings = SettingsTable(replace(spec, tokenizer=tokenizer), stop_ids, network.config.vocab_size)
+        self._rows = Rows()
         self._cache: KVCache | None = None
-        self._rows: list[Live] = []  # by slot of the cache
-        self._draws: dict[tuple[str, int], randomness.Key] = {}
+        self._held: dict[Prefix | Fill, KVCache] = {}  # prefixes, and prompts that take several steps
+        self._draws: dict[tuple[str, int], tuple[int, randomness.Key]] = {}  # settings and key
         self._stops: dict[tuple[str, int], StopText] = {}
-        vocab = network.config.vocab_size
-        self._is_stop = torch.zeros(1, vocab, dtype=torch.bool, device=device)
-        self._is_stop[:, [id for id in stop_ids if id < vocab]] = True
 
     @property
     def idle(self) -> bool:
         return self._scheduler.idle
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `DataError` for a prompt that is empty or leaves no room, `RunError` for one given twice."""
+        """Queue requests. Raises `DataError` for a prompt that is empty or leaves no room, `RunError` for one given twice,
+        `ConfigError` for settings of its own that cannot be."""
         for request in requests:
-            live = Live(request.id, request.k, tuple(map(int, request.prompt)), self._limit(request))
+            settings = self._settings.index(request.sampling)
+            spec = self._settings.specs[settings]
+            live = Live(
+                request.id, request.k, tuple(map(int, request.prompt)), self._limit(request, spec.max_new_tokens)
+            )
             if request.generated is not None:
                 done = request.generated
                 live.tokens, live.logprobs = list(done.tokens), list(done.logprobs)
                 live.versions, live.supports = list(done.versions), [tuple(s) for s in done.supports]
             self._scheduler.submit(live)
-            self._draws[live.key] = randomness.key(self._spec.seed, "sample", request.step, request.id, request.k)
-            if self._spec.stop:
-                assert self._tokenizer is not None
-                self._stops[live.key] = StopText(self._spec.stop, self._tokenizer)
+            key = randomness.key(self._settings.seed, "sample", request.step, request.id, request.k)
+            self._draws[live.key] = (settings, key)
+            if spec.stop:
+                self._stops[live.key] = StopText(spec.stop, spec.tokenizer)
                 for token in live.tokens:
                     self._stops[live.key].feed(token)
 
     @torch.no_grad()
     def step(self) -> list[TokenEvent]:
-        """One token for everything that runs, and for what is admitted now. Empty only when idle."""
+        """One token for everything that runs, and for each prompt that is computed now. Empty when idle, and where a step
+        computes no more than a part of a long prompt."""
         plan = self._scheduler.plan()
         for sequence in plan.preempted:
-            self._free(sequence)
-        events = self._decode() if plan.decodes else []
-        return events + self._prefill(plan.prefills) if plan.prefills else events
+            self._take_out(self._rows.places[sequence.key])
+        states = [self._decode()] if len(self._rows) else []
+        states += self._prefill(plan.chunks)
+        in_use = {*self._scheduler.prefixes.values(), *self._scheduler.filling}
+        self._held = {holder: cache for holder, cache in self._held.items() if holder in in_use}
+        return self._draw(torch.cat(states)) if states else []
 
     def abort(self, ids: Iterable[str]) -> list[Partial]:
         """Stop every unfinished completion of these ids; `Request(generated=partial)` goes on exactly where it was."""
         partials = []
         for live in self._scheduler.abort(ids):
-            if live in self._rows:
-                self._free(live)
+            if live.key in self._rows.places:
+                self._take_out(self._rows.places[live.key])
             self._forget(live)
             partials.append(Partial(live.id, live.k, live.tokens, live.logprobs, live.versions, live.supports))
         return partials
@@ -144,108 +164,161 @@ class BatchGenerator:
         """Tokens from now on carry `version`. Keys and values of the old weights are computed again, or kept as they are."""
         self._version = version
         if not keep_kv:
+            while len(self._rows):
+                self._take_out(len(self._rows) - 1)
             self._scheduler.restart()
-            self._rows, self._cache = [], None
+            self._held.clear()
 
     # -- one step
 
-    def _decode(self) -> list[TokenEvent]:
-        cache, rows = self._kv(), list(self._rows)
-        fillers = cache.allocate(max(0, self._least_rows - len(rows)))
-        tokens = torch.tensor([live.tokens[-1] for live in rows] + [0] * len(fillers))
-        packed = cache.extend(range(len(tokens)), tokens.to(self._device))
-        logits = self._network.next_token_logits(self._network.hidden(packed))
+    def _decode(self) -> Tensor:
+        """Hidden states [n, hidden] of the last tokens of all rows."""
+        cache, count = self._kv(), len(self._rows)
+        fillers = cache.allocate(max(0, self._least_rows - count))
+        tokens = np.concatenate([self._rows.last[:count], np.zeros(len(fillers), np.int64)])
+        packed = cache.extend(range(len(tokens)), torch.from_numpy(tokens).to(self._device))
+        states = self._network.hidden(packed)[:count]
         self._release(fillers)
-        return self._draw(rows, logits[: len(rows)])
+        return states
 
-    def _prefill(self, prefills: list[Prefill]) -> list[TokenEvent]:
-        """Compute each prompt once, then copy its keys and values for the others that begin with it."""
-        cache, count, least = self._kv(), len(prefills), self._least_rows
-        slots = cache.allocate(count)
-        tokens = [torch.tensor(prefill.tokens) for prefill in prefills]
-        missing = least - sum(map(len, tokens))
-        fillers = cache.allocate(1) if missing > 0 else []
-        packed = cache.extend([*slots, *fillers], tokens + [torch.zeros(missing, dtype=torch.int64) for _ in fillers])
-        last = packed.rows[torch.arange(max(count, least), device=self._device).clamp(max=count - 1)]
-        logits = self._network.next_token_logits(self._network.hidden(packed)[last])
-        self._release(fillers)
-        fresh, source = [prefill.sequences[0] for prefill in prefills], list(range(count))
-        for index, prefill in enumerate(prefills):
-            others = prefill.sequences[1:]
+    def _prefill(self, chunks: list[Chunk]) -> list[Tensor]:
+        """Compute parts of prompts; the hidden states [m, hidden] from which the sequences that begin now, the last rows,
+        draw."""
+        states, leaders = [], []
+        fresh = [chunk for chunk in chunks if chunk.whole and chunk.fill.makes is None]
+        for chunk in chunks:
+            if chunk.whole and chunk.fill.makes is None:
+                continue
+            last = self._hold(chunk)
+            if chunk.last and chunk.fill.makes is None:
+                states.append(last)
+                leaders.append((self._kv().take(self._held[chunk.fill]), chunk.fill))
+        if fresh:
+            slots, last = self._prefill_whole([chunk.fill for chunk in fresh])
+            states.append(last)
+            leaders += zip(slots, (chunk.fill for chunk in fresh), strict=True)
+        for _, fill in leaders:
+            self._begin(fill.sequences[0])
+        ends = list(states)
+        for (slot, fill), end in zip(leaders, torch.cat(ends) if ends else (), strict=True):
+            others = fill.sequences[1:]
             if others:
-                cache.fork(slots[index], len(others))
-                fresh += others
-                source += [index] * len(others)
-        self._rows += fresh
-        return self._draw(fresh, logits[torch.tensor(source, device=self._device)])
+                self._kv().fork(slot, len(others))
+                states.append(end.expand(len(others), -1))
+            for live in others:
+                self._begin(live)
+        return states
+
+    def _hold(self, chunk: Chunk) -> Tensor:
+        """Compute a part of a prefix, or of a prompt that takes several steps; the hidden state [1, hidden] of its end."""
+        fill, count = chunk.fill, chunk.stop - chunk.start
+        holder = fill.makes or fill
+        if holder not in self._held:
+            cache = self._held[holder] = self._new_cache(slots=1, room=len(fill.tokens) + self._least_rows)
+            cache.link(cache.allocate(), self._held[fill.after] if fill.after else None)
+        cache = self._held[holder]
+        tokens = torch.zeros(max(count, self._least_rows), dtype=torch.int64)
+        tokens[:count] = torch.tensor(fill.tokens[chunk.start : chunk.stop])
+        states = self._network.hidden(cache.extend([0], [tokens]))[count - 1 : count]
+        cache.truncate(0, chunk.stop)
+        return states
+
+    def _prefill_whole(self, fills: list[Fill]) -> tuple[list[int], Tensor]:
+        """Compute fills in one pass, each in a new slot: (slots, hidden states [m, hidden] of their ends)."""
+        cache, count = self._kv(), len(fills)
+        slots = cache.allocate(count)
+        for slot, fill in zip(slots, fills, strict=True):
+            cache.link([slot], self._held[fill.after] if fill.after else None)
+        tokens = [torch.tensor(fill.tokens) for fill in fills]
+        missing = self._least_rows - sum(map(len, tokens))
+        fillers = cache.allocate(1) if missing > 0 else []
+        tokens += [torch.zeros(missing, dtype=torch.int64) for _ in fillers]
+        packed = cache.extend([*slots, *fillers], tokens)
+        last = self._network.hidden(packed)[packed.rows[:count]]
+        self._release(fillers)
+        return slots, last
+
+    def _draw(self, states: Tensor) -> list[TokenEvent]:
+        """Sample one token for every row from its hidden state and book it."""
+        rows, count = self._rows, len(self._rows)
+        assert count == len(states)
+        missing = max(0, self._least_rows - count)
+        logits = self._network.next_token_logits(torch.nn.functional.pad(states, (0, 0, 0, missing)))[:count]
+        settings, done = rows.settings[:count], rows.count[:count].copy()
+        uniforms = torch.from_numpy(randomness.uniforms(rows.keys[:count], done)).to(self._device)
+        tokens, logprobs, supports = self._settings.draw(logits, uniforms, settings, done)
+        finite = np.isfinite(logprobs)
+        if not finite.all():
+            live = rows.sequences[int(finite.argmin())]
+            raise RunError(
+                f"the network's logits are not finite for completion {live.k} of {live.id!r} "
+                f"at token {done[finite.argmin()]} (weight version {self._version}); the weights have diverged"
+            )
+        rows.book(tokens, logprobs, self._version, supports)
+        stopped = self._settings.is_stop[settings, tokens] | self._stopped_by_text(tokens)
+        finish = np.where(stopped, 1, np.where(done + 1 >= rows.limit[:count], 2, 0))
+        events = [
+            TokenEvent(live.id, live.k, token, logprob, self._version, FINISH[end], support)
+            for live, token, logprob, end, support in zip(
+                rows.sequences,
+                tokens.tolist(),
+                logprobs.tolist(),
+                finish.tolist(),
+                supports or [()] * count,
+                strict=True,
+            )
+        ]
+        for row in np.flatnonzero(finish)[::-1].tolist():
+            live = self._take_out(row)
+            self._scheduler.finish(live)
+            self._forget(live)
+        return events
+
+    def _stopped_by_text(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether each row's new token completes a stop text of its own, not before `min_new_tokens`."""
+        rows, count = self._rows, len(self._rows)
+        stopped = np.zeros(count, bool)
+        for row in np.flatnonzero(rows.watched[:count]).tolist():
+            stopped[row] = self._stops[rows.sequences[row].key].feed(int(tokens[row]))
+        return stopped & (rows.count[:count] >= self._settings.least[rows.settings[:count]])
+
+    # -- memory
+
+    def _kv(self) -> KVCache:
+        if self._cache is None:
+            self._cache = self._new_cache()
+        return self._cache
+
+    def _new_cache(self, *, slots: int = 8, room: int = 64) -> KVCache:
+        dtype = next(self._network.parameters()).dtype
+        return KVCache(self._network.config, self._device, dtype, slots=slots, room=in_vectors(room, self._device))
 
     def _release(self, fillers: list[int]) -> None:
         """Give back the last slots, which held rows that only fill a pass up."""
         for slot in reversed(fillers):
             self._kv().release(slot)
 
-    def _draw(self, rows: list[Live], logits: Tensor) -> list[TokenEvent]:
-        """Sample one token a row of `logits` [R, V] and book it."""
-        spec = self._spec
-        positions = np.array([len(live.tokens) for live in rows])
-        uniforms = randomness.uniforms(np.array([self._draws[live.key] for live in rows]), positions)
-        early = positions < spec.min_new_tokens
-        banned = torch.from_numpy(early).to(self._device)[:, None] & self._is_stop if early.any() else None
-        drawn = sampling.draw(logits, torch.from_numpy(uniforms).to(self._device), spec, banned)
-        supports: list[list[int]] = [[]] * len(rows)
-        if spec.record_support and drawn.kept is not None:
-            supports = sampling.supports(drawn.kept, spec.max_support)
-        values = zip(rows, drawn.tokens.tolist(), drawn.logprobs.tolist(), supports, strict=True)
-        return [self._book(*value) for value in values]
+    def _begin(self, live: Live) -> None:
+        """The next row is this sequence's."""
+        settings, key = self._draws[live.key]
+        self._rows.add(live, settings, key, live.key in self._stops)
 
-    def _book(self, live: Live, token: int, logprob: float, support: list[int]) -> TokenEvent:
-        if not math.isfinite(logprob):
-            raise RunError(
-                f"the network's logits are not finite for completion {live.k} of {live.id!r} "
-                f"at token {len(live.tokens)} (weight version {self._version}); the weights have diverged"
-            )
-        live.tokens.append(token)
-        live.logprobs.append(logprob)
-        live.versions.append(self._version)
-        live.supports.append(tuple(support))
-        stopped = token in self._stop_ids
-        if live.key in self._stops and self._stops[live.key].feed(token):
-            stopped = stopped or len(live.tokens) >= self._spec.min_new_tokens
-        finish: Literal["stop", "length"] | None = (
-            "stop" if stopped else "length" if len(live.tokens) >= live.limit else None
-        )
-        if finish:
-            self._scheduler.finish(live)
-            self._free(live)
-            self._forget(live)
-        return TokenEvent(live.id, live.k, token, logprob, self._version, finish, tuple(support))
-
-    # -- memory
-
-    def _kv(self) -> KVCache:
-        if self._cache is None:
-            self._cache = KVCache(self._network.config, self._device, next(self._network.parameters()).dtype)
-        return self._cache
-
-    def _free(self, live: Live) -> None:
+    def _take_out(self, row: int) -> Live:
         """Give a row's slot back; the last row moves into its place."""
         assert self._cache is not None
-        slot, last = self._rows.index(live), self._rows.pop()
-        self._cache.release(slot)
-        if last is not live:
-            self._rows[slot] = last
-        if not self._rows:
+        self._cache.release(row)
+        live = self._rows.remove(row)
+        if not len(self._rows):
             self._cache = None
+        return live
 
     def _forget(self, live: Live) -> None:
         del self._draws[live.key]
         self._stops.pop(live.key, None)
 
-    def _limit(self, request: Request) -> int:
+    def _limit(self, request: Request, most: int) -> int:
         """Most tokens of this completion. A table of learned positions has an end, and so has the completion there."""
-        wanted = self._spec.max_new_tokens
-        if request.max_new_tokens is not None:
-            wanted = min(wanted, request.max_new_tokens)
+        wanted = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
         if len(request.prompt) == 0:
             raise DataError(
                 f"id {request.id!r}: the prompt is empty, and a model needs a token to go on from; "
@@ -270,5 +343,14 @@ def default_budget(config: TransformerConfig, device: torch.device, dtype: torch
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    sequences = SEQUENCES.get(device.type, DEFAULT_SEQUENCES)
-    return Budget(max_sequences=sequences, max_tokens=max(1, int(KV_SHARE * memory / per_token)))
+    return Budget(
+        max_sequences=SEQUENCES.get(device.type, DEFAULT_SEQUENCES),
+        max_tokens=max(1, int(KV_SHARE * memory / per_token)),
+        max_prefill_tokens=PREFILL.get(device.type, DEFAULT_PREFILL),
+        divides=config.rope is None or config.rope.scaling not in ("dynamic", "longrope"),
+    )
+
+
+def _slots(network: Decoder, device: torch.device, budget: Budget) -> Slots:
+    joins = device.type == "cpu" and network.shares_prefixes(budget.max_tokens)
+    return Slots(budget.max_sequences, budget.max_tokens, LEAST_SHARED if joins else None)

@@ -61,23 +61,26 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor 
 
 
 def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None) -> Draw:
-    exact = logits.double()
     if spec.greedy:
-        tokens = _allowed(exact, banned).argmax(dim=-1)
+        tokens = _allowed(logits, banned).argmax(dim=-1)
         return Draw(tokens, _logprobs(logits, tokens, 1.0, None))
+    scores = logits.double()
     if spec.temperature != 1.0:
-        exact = exact / spec.temperature
-    scores = _allowed(exact, banned)
+        scores /= spec.temperature
+    if banned is not None:
+        scores.masked_fill_(banned, -math.inf)
     kept = likeliest(scores, spec) if limits(spec, logits.shape[-1]) else None
     if kept is not None:
-        scores = scores.masked_fill(~kept, -math.inf)
-    tokens = inverse_cdf((scores - scores.amax(dim=-1, keepdim=True)).exp_(), uniforms)
+        scores.masked_fill_(~kept, -math.inf)
+    tokens = inverse_cdf(scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_(), uniforms)
     return Draw(tokens, _logprobs(logits, tokens, spec.temperature, kept), kept)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, temperature: float, kept: Tensor | None) -> Tensor:
     """Step by step what `models/heads.py` computes, so that equal logits give equal log-probs to the last bit."""
-    tempered = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    tempered = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        tempered = tempered / temperature
     if kept is not None:
         tempered = tempered.masked_fill(~kept, -math.inf)
     return _at(tempered.log_softmax(dim=-1), tokens).float()

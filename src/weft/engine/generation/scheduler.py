@@ -2,8 +2,9 @@
 
 Sequences wait in the order they came. A step first makes room for one more token of everything that runs, sending the
 youngest back to wait (its keys and values are computed again later) where memory is short; then it admits waiting ones, oldest
-first, while there is room and the step's prefill budget lasts. Sequences that begin with exactly the same tokens are
-prefilled once, so the K samples of a prompt cost one prompt.
+first, and computes as much of their prompts as the step's prefill budget allows. A longer prompt takes several steps, in
+each of which everything that runs gets its token. Sequences that begin alike share the work: a beginning that pays to store
+apart is a `Prefix`, computed and held once; sequences with exactly the same tokens after it are computed once and copied.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from weft.engine.generation.blocks import Blocks
+from weft.engine.generation.prefixes import Beginnings, Level, Prefix
 from weft.errors import RunError
 
 
@@ -22,12 +24,16 @@ class Budget:
 
     max_sequences: int = 64
     max_tokens: int = 1 << 20  # tokens whose keys and values are held at once
-    max_prefill_tokens: int = 8192  # prompt tokens of one forward pass; a longer prompt runs alone
+    max_prefill_tokens: int = 8192  # prompt tokens of one step
+    divides: bool = True  # whether a longer prompt takes several steps; else it is computed in one, alone
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion in the making, with what was sampled so far. `limit` is the most tokens it may get."""
+    """One completion in the making, with what was sampled so far. `limit` is the most tokens it may get.
+
+    While it runs the tokens that it gets may be booked elsewhere; whoever does so adds them before the sequence waits again.
+    """
 
     id: str
     k: int
@@ -37,50 +43,70 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     supports: list[tuple[int, ...]] = field(default_factory=list)
+    prefix: Prefix | None = None
+    levels: tuple[Level, ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:
         return self.id, self.k
 
-    @property
-    def length(self) -> int:
-        """Tokens known: prompt and completion."""
-        return len(self.prompt) + len(self.tokens)
-
     def known(self) -> tuple[int, ...]:
         return (*self.prompt, *self.tokens)
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """Tokens to compute once, and the sequences that all begin with exactly them."""
+@dataclass(eq=False)
+class Fill:
+    """Tokens to compute after `after`: those of the prefix `makes`, or the rest of `sequences`, which are all equal."""
 
     tokens: tuple[int, ...]
-    sequences: list[Sequence]
+    after: Prefix | None = None
+    makes: Prefix | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    done: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens `start` to `stop` of a fill, computed in one step."""
+
+    fill: Fill
+    start: int
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        return self.stop - self.start == len(self.fill.tokens)
+
+    @property
+    def last(self) -> bool:
+        return self.stop == len(self.fill.tokens)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: `preempted` give their memory back, then a forward pass over the last tokens of `decodes` and one over
-    `prefills`; each sequence of these gets one token."""
+    """One step: `preempted` give their memory back, then passes over the last tokens of `decodes` and over `chunks` in order.
+    Each sequence of `decodes` and of a fill's last chunk gets one token."""
 
     preempted: list[Sequence]
     decodes: list[Sequence]
-    prefills: list[Prefill]
+    chunks: list[Chunk]
 
 
 class Scheduler:
-    """Waiting and running sequences; `running` is in order of admission."""
+    """Waiting and running sequences; `running` is in order of admission, `filling` what is being computed for it first."""
 
     def __init__(self, budget: Budget, blocks: Blocks) -> None:
         self.budget, self.blocks = budget, blocks
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.filling: list[Fill] = []
+        self.running: dict[tuple[str, int], Sequence] = {}
+        self.prefixes: dict[int, Prefix] = {}
         self._known: dict[tuple[str, int], Sequence] = {}
+        self._beginnings = Beginnings(blocks.least_shared or 0)
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.running
+        return not self._known
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises `RunError` where it is here already, or could not run even alone."""
@@ -92,66 +118,173 @@ class Scheduler:
                 f"{sequence.id!r}: prompt and completion may need {most} tokens, but keys and values of "
                 f"{self.budget.max_tokens} are held at most; lower gen.max_new_tokens or dataset.max_prompt_len"
             )
+        if self.blocks.least_shared is not None:
+            sequence.levels = self._beginnings.levels(sequence.prompt)
+            self._beginnings.add(sequence.levels)
         self._known[sequence.key] = sequence
         self.waiting.append(sequence)
 
     def plan(self) -> Plan:
-        """What the next step runs; whatever is planned counts as running from now on."""
+        """What the next step runs; whatever is planned counts as done from now on."""
         preempted = self._make_room()
-        decodes = list(self.running)
-        return Plan(preempted, decodes, self._admit())
+        decodes = list(self.running.values())
+        if not preempted:  # their tokens may not be booked yet, and there is no room anyway
+            self._admit()
+        self._drop_unused()
+        return Plan(preempted, decodes, self._chunks())
 
     def finish(self, sequence: Sequence) -> None:
         """A running sequence is done."""
-        self.running.remove(sequence)
-        self.blocks.release(sequence.key)
-        del self._known[sequence.key]
+        del self.running[sequence.key]
+        self._release(sequence)
+        self._forget(sequence)
 
     def abort(self, ids: Iterable[str]) -> list[Sequence]:
         """Forget every sequence of these ids; returns them in order of submission."""
         wanted = set(ids)
         gone = [sequence for sequence in self._known.values() if sequence.id in wanted]
         for sequence in gone:
-            if sequence in self.running:
+            if sequence.key in self.running:
                 self.finish(sequence)
-            else:
+                continue
+            fill = next((fill for fill in self.filling if sequence in fill.sequences), None)
+            if fill is None:
                 self.waiting.remove(sequence)
-                del self._known[sequence.key]
+            else:
+                fill.sequences.remove(sequence)
+                self._release(sequence)
+            self._forget(sequence)
+        self.filling = [fill for fill in self.filling if fill.makes or fill.sequences]
+        self._drop_unused()
         return gone
 
     def restart(self) -> None:
-        """Send everything that runs back to the head of the queue: its keys and values are to be computed again."""
-        for sequence in self.running:
-            self.blocks.release(sequence.key)
-        self.waiting.extendleft(reversed(self.running))
+        """Send everything admitted back to the head of the queue: its keys and values are to be computed again."""
+        admitted = [*self.running.values(), *(sequence for fill in self.filling for sequence in fill.sequences)]
+        for sequence in admitted:
+            self._release(sequence)
+        self.waiting.extendleft(reversed(admitted))
         self.running.clear()
+        self.filling.clear()
+        self._drop_unused()
+
+    # -- memory
 
     def _make_room(self) -> list[Sequence]:
-        held, preempted = 0, []
-        while held < len(self.running):
-            # A sequence's last token has no keys and values yet; this step computes them.
-            sequence = self.running[held]
-            if self.blocks.extend(sequence.key, sequence.length):
-                held += 1
+        """Room for the keys and values of each running sequence's last token, which this step computes."""
+        preempted = []
+        while not self.blocks.advance():
+            if self._drop_unused():
                 continue
-            youngest = self.running.pop()
-            self.blocks.release(youngest.key)
-            self.waiting.appendleft(youngest)
-            preempted.append(youngest)
+            # What is being filled is younger than all that runs; it has nothing to lose but the computation.
+            if self.filling:
+                young = [sequence for fill in self.filling for sequence in fill.sequences]
+                self.filling.clear()
+            else:
+                young = [self.running.popitem()[1]]
+                preempted += young
+            for sequence in young:
+                self._release(sequence)
+            self.waiting.extendleft(reversed(young))
         return preempted
 
-    def _admit(self) -> list[Prefill]:
-        prefills: dict[tuple[int, ...], Prefill] = {}
-        spent = 0
-        while self.waiting and len(self.running) < self.budget.max_sequences:
+    def _release(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.key)
+        if sequence.prefix is not None:
+            sequence.prefix.sharers -= 1
+            sequence.prefix = None
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._known[sequence.key]
+        self._beginnings.remove(sequence.levels)
+
+    def _drop_unused(self) -> bool:
+        """Give back prefixes that nobody admitted begins with; whether there were any."""
+        unused = [prefix for prefix in self.prefixes.values() if not prefix.sharers]
+        for prefix in unused:
+            del self.prefixes[prefix.mark]
+            self.blocks.release(prefix)
+            self.filling = [fill for fill in self.filling if fill.makes is not prefix]
+        return bool(unused)
+
+    # -- admission
+
+    def _admit(self) -> None:
+        """Take in waiting sequences while there is room, and less to compute than the step's budget."""
+        pending = sum(len(fill.tokens) - fill.done for fill in self.filling)
+        equal: dict[tuple[Prefix | None, tuple[int, ...]], Fill] = {}
+        count = len(self.running) + sum(len(fill.sequences) for fill in self.filling)
+        while self.waiting and count < self.budget.max_sequences and pending < self.budget.max_prefill_tokens:
             sequence = self.waiting[0]
-            known = sequence.known()
-            cost = 0 if known in prefills else len(known)
-            if prefills and spent + cost > self.budget.max_prefill_tokens:
+            fills = self._room_for(sequence)
+            if fills is None and self._drop_unused():
+                fills = self._room_for(sequence)
+            if fills is None:
                 break
-            if not self.blocks.admit(sequence.key, len(known)):
+            *before, own = fills
+            first = equal.setdefault((own.after, own.tokens), own)
+            if first is own:
+                before.append(own)
+            else:
+                first.sequences.append(sequence)
+            self.filling += before
+            pending += sum(len(fill.tokens) for fill in before)
+            self.waiting.popleft()
+            count += 1
+
+    def _room_for(self, sequence: Sequence) -> list[Fill] | None:
+        """What is to be computed for a sequence (a new prefix, then its own tokens), its memory taken; None, and nothing is
+        taken, where there is no room."""
+        fills, known = [], sequence.known()
+        prefix = self._prefix_of(sequence)
+        if prefix is not None and prefix.mark not in self.prefixes:
+            if not self.blocks.admit_prefix(prefix, len(prefix.tokens)):
+                return None
+            self.prefixes[prefix.mark] = prefix
+            fills.append(Fill(prefix.tokens, makes=prefix))
+        rest = known if prefix is None else known[len(prefix.tokens) :]
+        if not self.blocks.admit(sequence.key, len(rest)):
+            if fills and prefix is not None:
+                del self.prefixes[prefix.mark]
+                self.blocks.release(prefix)
+            return None
+        if prefix is not None:
+            sequence.prefix = prefix
+            prefix.sharers += 1
+        return [*fills, Fill(rest, after=prefix, sequences=[sequence])]
+
+    def _prefix_of(self, sequence: Sequence) -> Prefix | None:
+        level = self._beginnings.best(sequence.levels, self.prefixes)
+        if level is None:
+            return None
+        length, mark = level
+        tokens = sequence.prompt[:length]
+        stored = self.prefixes.get(mark)
+        if stored is None:
+            return Prefix(tokens, mark)
+        return stored if stored.tokens == tokens else None  # other tokens with the same hash
+
+    def _chunks(self) -> list[Chunk]:
+        """As much of what is being filled, in order, as the budget allows."""
+        room = self.budget.max_prefill_tokens
+        chunks: list[Chunk] = []
+        while self.filling and room:
+            fill = self.filling[0]
+            rest = len(fill.tokens) - fill.done
+            if rest > room and not self.budget.divides:
+                if chunks:
+                    break
+                room = rest
+            chunk = Chunk(fill, fill.done, fill.done + min(rest, room))
+            chunks.append(chunk)
+            room -= chunk.stop - chunk.start
+            fill.done = chunk.stop
+            if not chunk.last:
                 break
-            spent += cost
-            prefills.setdefault(known, Prefill(known, [])).sequences.append(self.waiting.popleft())
-            self.running.append(sequence)
-        return list(prefills.values())
+            self.filling.pop(0)
+            if fill.makes is not None:
+                fill.makes.ready = True
+            for sequence in fill.sequences:
+                self.running[sequence.key] = sequence
+                self.blocks.start(sequence.key)
+        return chunks

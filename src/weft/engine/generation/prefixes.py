@@ -1,0 +1,65 @@
+"""Which sequences begin alike, and how much of it to store once. Pure: no torch, no tensors.
+
+A prompt is known by a chain of hashes, one every `STRIDE` tokens and one at its last token but one, so finding who shares
+what costs a few look-ups a sequence. A shared prefix never holds a sequence's last token: that one is each sequence's own,
+and its pass gives the first draw.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+STRIDE = 64
+Level = tuple[int, int]  # (tokens, hash of the chain up to there)
+
+
+@dataclass(eq=False)
+class Prefix:
+    """Tokens that begin several sequences. `ready` once their keys and values are computed; `sharers` run now."""
+
+    tokens: tuple[int, ...]
+    mark: int  # hash of the chain
+    ready: bool = False
+    sharers: int = 0
+
+
+@dataclass
+class Beginnings:
+    """How many of the sequences at hand begin with each chain."""
+
+    least: int
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def levels(self, prompt: Sequence[int]) -> tuple[Level, ...]:
+        """The prefixes of a prompt that may be shared, shortest first."""
+        last = len(prompt) - 1
+        ends = [*range(STRIDE, last, STRIDE), last]
+        found, mark, start = [], 0, 0
+        for end in ends if last >= self.least else []:
+            mark = hash((mark, tuple(prompt[start:end])))
+            start = end
+            if end >= self.least:
+                found.append((end, mark))
+        return tuple(found)
+
+    def add(self, levels: Collection[Level]) -> None:
+        self.counts.update(mark for _, mark in levels)
+
+    def remove(self, levels: Collection[Level]) -> None:
+        for _, mark in levels:
+            self.counts[mark] -= 1
+            if not self.counts[mark]:
+                del self.counts[mark]
+
+    def best(self, levels: Collection[Level], stored: Mapping[int, Prefix]) -> Level | None:
+        """The prefix that spares a sequence most, given what is stored already; None where nobody else begins alike."""
+
+        def spared(level: Level) -> float:
+            length, mark = level
+            count = self.counts[mark]
+            return float(length) if mark in stored else length * (count - 1) / count
+
+        best = max(levels, key=spared, default=None)
+        return best if best is not None and spared(best) > 0 else None

@@ -1,0 +1,99 @@
+"""The sequences that decode, as columns: row r of every array is slot r of the key-value cache.
+
+What a step reads and writes for each sequence lies in arrays, so a step costs a few array operations however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.engine.generation.scheduler import Sequence as Live
+
+FIRST = 64  # rows, and tokens a row, that there is room for at first
+
+
+class Rows:
+    """`count` tokens of each completion are booked; `keys` seed its draws; `settings` is the index of how it is sampled."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Live] = []
+        self.places: dict[tuple[str, int], int] = {}
+        self.count = np.zeros(FIRST, np.int64)
+        self.limit = np.zeros(FIRST, np.int64)
+        self.settings = np.zeros(FIRST, np.int64)
+        self.keys = np.zeros((FIRST, 2), np.uint32)
+        self.last = np.zeros(FIRST, np.int64)  # the last token
+        self.watched = np.zeros(FIRST, bool)  # whether stop texts are looked for
+        self._tokens = np.zeros((FIRST, FIRST), np.int64)
+        self._logprobs = np.zeros((FIRST, FIRST), np.float64)
+        self._versions = np.zeros((FIRST, FIRST), np.int64)
+        self._supports: list[list[tuple[int, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, live: Live, settings: int, keys: Sequence[np.uint32], watched: bool) -> None:
+        row, done = len(self), len(live.tokens)
+        self._fit(row + 1, done + 1)
+        self.sequences.append(live)
+        self.places[live.key] = row
+        self.count[row], self.limit[row], self.settings[row] = done, live.limit, settings
+        self.keys[row], self.watched[row] = keys, watched
+        self._tokens[row, :done], self._logprobs[row, :done] = live.tokens, live.logprobs
+        self._versions[row, :done] = live.versions
+        self._supports.append(list(live.supports))
+
+    def book(
+        self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], version: int,
+        supports: Sequence[tuple[int, ...]] | None,
+    ) -> None:  # fmt: skip
+        """One token more for every row; `supports` are the kept ids where they are recorded."""
+        rows, count = np.arange(len(self)), self.count[: len(self)]
+        self._fit(len(self), int(count.max()) + 1)
+        self._tokens[rows, count] = tokens
+        self._logprobs[rows, count] = logprobs
+        self._versions[rows, count] = version
+        self.last[: len(self)] = tokens
+        self.count[: len(self)] += 1
+        for kept, support in zip(self._supports, supports or (), strict=supports is not None):
+            kept.append(support)
+
+    def remove(self, row: int) -> Live:
+        """Take a row out and give its sequence what was booked; the last row moves into its place."""
+        live, last, done = self.sequences[row], len(self) - 1, self.count[row]
+        live.tokens, live.versions = self._tokens[row, :done].tolist(), self._versions[row, :done].tolist()
+        live.logprobs = self._logprobs[row, :done].tolist()
+        live.supports = self._supports[row] or [()] * int(done)
+        for column in self._columns():
+            column[row] = column[last]
+        self.sequences[row], self._supports[row] = self.sequences[last], self._supports[last]
+        self.places[self.sequences[row].key] = row
+        self.sequences.pop()
+        self._supports.pop()
+        del self.places[live.key]
+        return live
+
+    def _columns(self) -> list[npt.NDArray[np.generic]]:
+        return [self.__dict__[name] for name in COLUMNS]
+
+    def _fit(self, rows: int, tokens: int) -> None:
+        for name in COLUMNS:
+            old = self.__dict__[name]
+            shape = [_doubled(old.shape[0], rows), *old.shape[1:]]
+            if name in HISTORIES:
+                shape[1] = _doubled(old.shape[1], tokens)
+            if tuple(shape) != old.shape:
+                new = np.zeros(shape, old.dtype)
+                new[tuple(slice(size) for size in old.shape)] = old
+                self.__dict__[name] = new
+
+
+HISTORIES = ("_tokens", "_logprobs", "_versions")
+COLUMNS = ("count", "limit", "settings", "keys", "last", "watched", *HISTORIES)
+
+
+def _doubled(size: int, least: int) -> int:
+    return size if size >= least else max(least, 2 * size)

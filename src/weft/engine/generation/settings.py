@@ -1,0 +1,98 @@
+"""How each row is sampled. Rows with equal settings are drawn together; the generator's own settings are number 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from weft.engine.generation import sampling
+from weft.engine.spec import GenerationSpec
+from weft.errors import ConfigError
+from weft.options import validate
+
+Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
+
+
+class SettingsTable:
+    """`specs[i]` are settings i, `is_stop[i]` bool [V] the ids that end a completion under them, `least[i]` the tokens that
+    come before any end."""
+
+    def __init__(self, spec: GenerationSpec, stop_ids: frozenset[int], vocab_size: int) -> None:
+        self._own, self._vocab = spec, vocab_size
+        self._given: dict[int, tuple[GenerationSpec, int]] = {}  # by id, so that one object is compared once
+        self.specs: list[GenerationSpec] = []
+        self.is_stop = np.zeros((0, vocab_size), bool)
+        self.least = np.zeros(0, np.int64)
+        self._stop_ids = stop_ids
+        self._add(spec)
+
+    @property
+    def seed(self) -> int:
+        return self._own.seed
+
+    def index(self, given: GenerationSpec | None) -> int:
+        """The number of a request's own settings, or of the generator's. Seed, tokenizer and what is recorded are always the
+        generator's; the ids that end its completions end this one too. Raises `ConfigError` for values out of range."""
+        if given is None:
+            return 0
+        if id(given) not in self._given:
+            validate(given, "sampling.")
+            own = self._own
+            spec = replace(
+                given,
+                seed=own.seed,
+                tokenizer=own.tokenizer,
+                record_support=own.record_support,
+                max_support=own.max_support,
+            )
+            if spec.stop and spec.tokenizer is None:
+                raise ConfigError(f"sampling.stop={spec.stop}: stop texts need a tokenizer, and this role has none")
+            found = self.specs.index(spec) if spec in self.specs else self._add(spec)
+            self._given[id(given)] = (given, found)
+        return self._given[id(given)][1]
+
+    def draw(
+        self, logits: Tensor, uniforms: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
+    ) -> Drawn:
+        """Tokens, log-probs and, where they are recorded, kept ids of rows of `logits` [R, V], each under its `settings` [R]
+        after `done` [R] tokens."""
+        early = done < self.least[settings]
+        banned = torch.from_numpy(early[:, None] & self.is_stop[settings]).to(logits.device) if early.any() else None
+        kinds = np.unique(settings)
+        if len(kinds) == 1:
+            return self._draw(logits, uniforms, self.specs[kinds[0]], banned)
+        tokens, logprobs = np.zeros(len(settings), np.int64), np.zeros(len(settings))
+        supports: list[tuple[int, ...]] = [()] * len(settings)
+        for kind in kinds.tolist():
+            rows = np.flatnonzero(settings == kind)
+            where = torch.from_numpy(rows).to(logits.device)
+            part = self._draw(
+                logits[where], uniforms[where], self.specs[kind], None if banned is None else banned[where]
+            )
+            tokens[rows], logprobs[rows], kept = part
+            for row, support in zip(rows.tolist(), kept or [()] * len(rows), strict=True):
+                supports[row] = support
+        return tokens, logprobs, supports if self._own.record_support else None
+
+    def _draw(self, logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None) -> Drawn:
+        drawn = sampling.draw(logits, uniforms, spec, banned)
+        supports = None
+        if spec.record_support:
+            kept: Sequence[Sequence[int]] = [()] * len(logits)
+            if drawn.kept is not None:
+                kept = sampling.supports(drawn.kept, spec.max_support)
+            supports = [tuple(ids) for ids in kept]
+        return drawn.tokens.cpu().numpy(), drawn.logprobs.double().cpu().numpy(), supports
+
+    def _add(self, spec: GenerationSpec) -> int:
+        stops = np.zeros((1, self._vocab), bool)
+        stops[0, [id for id in self._stop_ids | set(spec.stop_ids) if 0 <= id < self._vocab]] = True
+        self.specs.append(spec)
+        self.is_stop = np.concatenate([self.is_stop, stops])
+        self.least = np.append(self.least, spec.min_new_tokens)
+        return len(self.specs) - 1
