@@ -4,6 +4,10 @@ Training and prefill lay the pack's sequences out as rectangles of like length (
 sequence: causal attention never looks there, so the fast causal kernel is exact without a mask. Soft-capping has no fused
 kernel on CPU and takes the written-out form. A decode step is one masked rectangle over the cache.
 
+CUDA devices have kernels for packs as they are: flash attention in half precision (`flash.py`), and FlexAttention for
+soft-capping, shared prefixes and pages that the installed flash kernel cannot read (`flex.py`). Float32 and dropped weights
+take the rectangles there, too.
+
 On a CPU a row's result has the same bits in training and in decoding, whatever stands beside it: keys are padded to whole
 vectors and a head has a few query rows at least, so every row is added up in the same order. What the sampler reports as a
 log-prob is then what training computes (given that matrix products too have rows enough; see `engine/generation`).
@@ -12,29 +16,22 @@ log-prob is then what training computes (given that matrix products too have row
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.models import flash, flex
 from weft.models.dropout import TokenNoise
-from weft.models.packed import AttentionContext, Bucket, Cached, Dense, in_vectors
+from weft.models.merge import merge
+from weft.models.packed import AttentionContext, Bucket, Cached, Dense, Paged, Prefixed, in_vectors
+from weft.models.scores import Scores
 
 LEAST_QUERIES = 4  # a CPU multiplies fewer rows by another kernel, which adds up in another order
 
 Drop = Callable[[Bucket, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How q k^T becomes attention weights."""
-
-    scale: float
-    window: int | None = None  # keys a position sees, itself included
-    softcap: float | None = None
-    dropout: float = 0.0  # of the weights, where a pass has noise
 
 
 def attend(
@@ -52,13 +49,31 @@ def attend(
         if not context.fresh:
             return _chunk(q, context, scores, layer)
         context = context.dense
+    if isinstance(context, Paged):
+        context.pool.write(layer, context, k, v)
+        if not context.fresh:
+            return _paged(q, context, scores, layer)
+        context = context.dense
+    if isinstance(context, Prefixed):
+        if q.device.type == "cpu":
+            return merge(q, k, v, context.parts, scores.scale)
+        return flex.packed(q, k, v, context, scores)
     if noise is not None and scores.dropout > 0.0:
 
         def drop(bucket: Bucket, weights: Tensor) -> Tensor:
             return noise.drop_weights(weights, scores.dropout, layer, bucket.index)
 
         return _dense(q, k, v, context, scores, drop)
+    if scores.softcap is not None and flex.serves(q.device, q.shape[2]):
+        return flex.packed(q, k, v, context, scores)
+    if _flashes(q, scores):
+        lengths = flash.Ragged(context.cu_seqlens, context.cu_seqlens, context.max_len, context.max_len)
+        return flash.packed(q, k, v, lengths, scores)
     return _dense(q, k, v, context, scores, None)
+
+
+def _flashes(q: Tensor, scores: Scores) -> bool:
+    return scores.softcap is None and flash.serves(q.device, q.dtype, q.shape[2])
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, context: Dense, scores: Scores, drop: Drop | None) -> Tensor:
@@ -100,10 +115,43 @@ def _decode(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
     grouped = q.unflatten(1, (k.shape[1], -1))  # [R, kv_heads, group, dim]
     group = grouped.shape[2]
     if q.device.type == "cpu" and group < LEAST_QUERIES:
-        grouped = grouped.repeat(1, 1, -(-LEAST_QUERIES // group), 1)
+        wide = grouped.repeat(1, 1, -(-LEAST_QUERIES // group), 1)
+    else:
+        wide = grouped
     places = torch.arange(k.shape[2], device=q.device)
     visible = _visible(context.used[:, None], places, scores)[:, None, None]
-    return _masked(grouped, k, v, visible, scores)[:, :, :group].flatten(1, 2)
+    if not context.sharers:
+        return _masked(wide, k, v, visible, scores)[:, :, :group].flatten(1, 2)
+    mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+    own, own_lse = _partial(wide, k, v, scores, mask)
+    shared, shared_lse = _prefixes(grouped, context, scores, layer)
+    share = torch.sigmoid(shared_lse - own_lse[:, :, :group])  # of the weight that lies on the prefix: 0 without one
+    return torch.lerp(own[:, :, :group], shared, share[..., None].to(q.dtype)).flatten(1, 2)
+
+
+def _prefixes(grouped: Tensor, context: Cached, scores: Scores, layer: int) -> tuple[Tensor, Tensor]:
+    """What rows [R, kv_heads, group, dim] see in their prefixes: (outputs, log-sum-exps [R, kv_heads, group]).
+
+    All sharers of a prefix are the queries of one product with its keys, which are read once.
+    """
+    kept = torch.promote_types(grouped.dtype, torch.float32)
+    out, lse = torch.zeros_like(grouped), grouped.new_full(grouped.shape[:3], -torch.inf, dtype=kept)
+    for sharers in context.sharers:
+        stop, count = int(sharers.prefix.used[0]), len(sharers.rows)
+        k, v = sharers.prefix.keys[layer][:, :, :stop], sharers.prefix.values[layer][:, :, :stop]
+        queries = grouped[sharers.queries].transpose(0, 1)  # [kv_heads, S, group, dim]
+        seen, weight = _partial(queries.flatten(1, 2)[None], k, v, scores, None)
+        out[sharers.rows] = seen[0].view(queries.shape).transpose(0, 1)[:count]
+        lse[sharers.rows] = weight[0].view(queries.shape[:3]).transpose(0, 1)[:count]
+    return out, lse
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention over some of the keys, and the log of the sum over them, by which parts are joined (CPU)."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=mask, scale=scores.scale
+    )
+    return out, lse
 
 
 def _chunk(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
@@ -113,11 +161,44 @@ def _chunk(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
     for row, (slot, used) in enumerate(zip(context.slots_host, context.used_host, strict=True)):
         new = q[starts[row] : starts[row + 1]].transpose(0, 1)[None]
         stop = used + new.shape[2]
-        places = torch.arange(stop, device=q.device)
-        visible = _visible(places[used:, None], places, scores)
-        out = _masked(new, keys[slot : slot + 1, :, :stop], values[slot : slot + 1, :, :stop], visible, scores)
-        outputs.append(out[0].transpose(0, 1))
+        k, v = keys[slot : slot + 1, :, :stop], values[slot : slot + 1, :, :stop]
+        prefix = context.prefixes[row]
+        if prefix is not None:
+            before = int(prefix.used[0])
+            k = torch.cat([prefix.keys[layer][:, :, :before], k], dim=2)
+            v = torch.cat([prefix.values[layer][:, :, :before], v], dim=2)
+        outputs.append(_tail(new, k, v, scores)[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _paged(q: Tensor, context: Paged, scores: Scores, layer: int) -> Tensor:
+    """New tokens of rows whose keys and values lie in pages, theirs included."""
+    pool, history = context.pool, context.history
+    if history is None:
+        keys, values = pool.keys[layer], pool.values[layer]
+        if _flashes(q, scores) and flash.abilities().block_table:
+            return flash.paged(q, keys, values, context.table, context.used, scores)
+        return flex.paged(q, keys, values, context, scores)
+    keys, values = pool.read(layer, history)  # as many bytes as the pass reads anyway, and few beside its products
+    if _flashes(q, scores):
+        lengths = flash.Ragged(context.cu_seqlens, history.cu_seqlens, context.max_len, history.max_len)
+        return flash.packed(q, keys, values, lengths, scores)
+    outputs, bounds = [], history.cu_seqlens.tolist()
+    for new, old in zip(pairwise(context.dense.starts), pairwise(bounds), strict=True):
+        rows, k, v = (x[slice(*span)].transpose(0, 1)[None] for x, span in ((q, new), (keys, old), (values, old)))
+        outputs.append(_tail(rows, k, v, scores)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _tail(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """The last tokens of one sequence over all of it: q [1, heads, n, dim], k and v [1, kv_heads, L, dim]; as q."""
+    count, length = q.shape[2], k.shape[2]
+    tail = in_vectors(length, q.device) - length
+    places = torch.arange(length + tail, device=q.device)
+    more = max(0, LEAST_QUERIES - count) if q.device.type == "cpu" else 0
+    visible = _visible(places[length - count : length, None], places, scores)
+    q, visible = F.pad(q, (0, 0, 0, more)), F.pad(visible, (0, 0, 0, more), value=True)
+    return _masked(q, F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail)), visible, scores)[:, :, :count]
 
 
 def _visible(query: Tensor, key: Tensor, scores: Scores) -> Tensor:

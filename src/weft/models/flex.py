@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from weft.models.packed import Dense, Prefixed
+from weft.models.packed import Dense, Paged, Prefixed
 from weft.models.scores import Scores
 
 BLOCK = 128  # tokens of a mask block in training
@@ -105,6 +105,39 @@ def packed(q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, scores: S
     mask = context.masks[scores.window]
     q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, tail)).transpose(0, 1)[None] for x in (q, k, v))
     return attention(q, k, v, mask, scores)[0].transpose(0, 1)[:length]
+
+
+def paged(q: Tensor, keys: Tensor, values: Tensor, context: Paged, scores: Scores) -> Tensor:
+    """One new token a row over its pages: q [R, heads, dim], keys and values [pages, page, kv_heads, dim]; as q."""
+    if scores.window not in context.masks:
+        size = (keys.shape[0], keys.shape[1])
+        context.masks[scores.window] = page_mask(context.table, context.used, size, scores.window)
+    k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (keys, values))  # all pages, of which each row reads its own
+    return attention(q[:, :, None], k, v, context.masks[scores.window], scores)[:, :, 0]
+
+
+def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | None) -> BlockMask:
+    """Row r of one query each sees its `used[r]` tokens (int32 [R]), of these the last `window`. They lie in the pages
+    `table[r]` (int32 [R, W]) of `size` (number of pages, at least W; tokens of a page)."""
+    (rows, width), (num_pages, page) = table.shape, size
+    order = torch.arange(width, device=table.device, dtype=torch.int32).expand(rows, width)
+    # For each page its place in the row; past the row's end where it is not the row's. The smallest counts: what stands in the
+    # table after the row's own pages is one page over and over, which no row but those that fill a step up begins with.
+    places = torch.full((rows, num_pages), width, device=table.device, dtype=torch.int32)
+    places = places.scatter_reduce(1, table.long(), order, "amin")
+    newest = used - 1
+
+    def visible(row: Tensor, _head: Tensor, _query: Tensor, key: Tensor) -> Tensor:
+        position = places[row, key // page] * page + key % page
+        seen = position <= newest[row]
+        return seen if window is None else seen & (position > newest[row] - window)
+
+    count = ((used + (page - 1)) // page).to(torch.int32)[:, None, None]
+    listed = torch.nn.functional.pad(table, (0, num_pages - width))[:, None, None]
+    lengths = (1, num_pages * page)
+    return BlockMask.from_kv_blocks(
+        count, listed, BLOCK_SIZE=(BLOCK, page), mask_mod=visible, seq_lengths=lengths, compute_q_blocks=False
+    )
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scores: Scores) -> Tensor:

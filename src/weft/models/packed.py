@@ -1,8 +1,9 @@
 """What a network is fed: tokens of many sequences in one row, and who may attend to whom.
 
 `Packed(tokens, positions, attention, rows, labels)`: `rows[n]` is the index of a hidden state in the pack and `labels[n]` the
-token it is asked about; a row may repeat. `attention` is `Dense` (whole sequences, one after the other) or `Cached` (new
-tokens of sequences whose earlier keys and values lie in a `weft.models.kv_cache.KVCache`).
+token it is asked about; a row may repeat. `attention` is `Dense` (whole sequences, one after the other), `Prefixed` (some
+sequences share a prefix, which stands in the pack once), or new tokens of sequences whose earlier keys and values lie in a
+`weft.models.kv_cache.KVCache` (`Cached`) or in pages (`Paged`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from weft.models.dropout import Noise
 
 if TYPE_CHECKING:
     from weft.models.kv_cache import KVCache
+    from weft.models.paged_cache import PagePool
 
 PADDING_SHARE = 0.25  # of a bucket's area at most; more padding costs more than another kernel launch saves
 SHORT = 16  # sequences up to this length share a bucket whatever the padding
+ROWS = 4  # query rows that a CPU multiplies at once; sums of fewer are added up in another order
 VECTOR = 16  # floats that the widest CPUs add at once; sums over whole vectors do not depend on what follows them
 
 
@@ -33,6 +36,22 @@ class Bucket:
     index: Tensor  # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
     valid: Tensor | None  # int64 [tokens]: cells (row-major) that are no padding; None where all are
     span: tuple[int, int] | None  # (start, stop) where the cells are the tokens from start to stop, in order
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """int64 [tokens]: the cells that are no padding."""
+        cells = self.index.flatten()
+        return cells if self.valid is None else cells.index_select(0, self.valid)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that look at keys: the tokens of `queries` at those of `keys`, rectangle by rectangle; all of them, or causally
+    where the two are the same."""
+
+    queries: Bucket
+    keys: Bucket
+    causal: bool
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,11 @@ class Dense:
     def dense(self) -> Dense:
         """The tokens of this pass by themselves; `Cached` has the same name for its new ones."""
         return self
+
+    @cached_property
+    def masks(self) -> dict[int | None, Any]:
+        """FlexAttention's masks by window, filled as layers ask for them."""
+        return {}
 
     @cached_property
     def starts(self) -> list[int]:
@@ -82,21 +106,77 @@ class Dense:
         order = [t for members in _group(self.starts) for s in members for t in (self.starts[s], self.starts[s + 1])]
         if all(a <= b for a, b in pairwise(order)):
             return None
-        cells = [b.index.flatten() if b.valid is None else b.index.flatten()[b.valid] for b in self.buckets]
-        return torch.argsort(torch.cat(cells))
+        return torch.argsort(torch.cat([bucket.tokens for bucket in self.buckets]))
+
+
+@dataclass(frozen=True)
+class Join:
+    """A prefix and what goes on from it, each as (first token, one past the last); `rest` holds all continuations."""
+
+    prefix: tuple[int, int]
+    rest: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Prefixed:
+    """Sequences of which some share a prefix, which is computed once.
+
+    The pack is made of segments: prefixes, continuations, and whole sequences. A token sees its own segment causally, and a
+    continuation's token also the whole prefix before it.
+    """
+
+    dense: Dense  # the segments
+    joins: tuple[Join, ...]
+    last: Tensor  # int64 [S]: index of each sequence's last token
+
+    @cached_property
+    def masks(self) -> dict[int | None, Any]:
+        """As in `Dense`."""
+        return {}
+
+    @property
+    def token_lengths(self) -> Tensor:
+        """Rotations that depend on a sequence's length are not shared; see `Transformer.shares_prefixes`."""
+        return self.dense.token_lengths
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Attention within the segments, then what each continuation sees of its prefix."""
+        within = [Part(bucket, bucket, causal=True) for bucket in self.dense.buckets]
+        device = self.dense.cu_seqlens.device
+        across = [Part(_stretch(*j.rest, device), _stretch(*j.prefix, device), causal=False) for j in self.joins]
+        return (*within, *across)
+
+
+@dataclass(frozen=True)
+class Sharers:
+    """The rows of a decode step whose sequences begin with one prefix."""
+
+    prefix: KVCache
+    rows: Tensor  # int64 [S]
+    queries: Tensor  # int64 [S or a few more]: `rows`, the last one repeated to fill up a whole number of `ROWS`
+
+    @classmethod
+    def of(cls, prefix: KVCache, rows: list[int], device: torch.device) -> Sharers:
+        filled = rows + rows[-1:] * (-len(rows) % ROWS)
+        return cls(prefix, torch.tensor(rows, device=device), torch.tensor(filled, device=device))
 
 
 @dataclass(frozen=True)
 class Cached:
     """New tokens of cached sequences; made by `KVCache.extend`, which has made room for them.
 
-    Row r's new tokens are `cu_seqlens[r]` to `cu_seqlens[r + 1]` of the pack, at positions `used[r]`, `used[r] + 1`, ...;
-    they see the `used[r]` tokens in slot `slots[r]` and themselves, causally. The network writes their keys and values there.
+    Row r's new tokens are `cu_seqlens[r]` to `cu_seqlens[r + 1]` of the pack, at positions `before[r] + used[r]` and on; they
+    see the `before[r]` tokens of the row's prefix, the `used[r]` tokens in slot `slots[r]` and themselves, causally. The
+    network writes their keys and values to the slot.
     """
 
     cache: KVCache
     slots: Tensor  # int64 [R], distinct
     used: Tensor  # int64 [R]: tokens that the slot held before
+    before: Tensor  # int64 [R]: tokens of the prefix, which lies elsewhere
+    prefixes: tuple[KVCache | None, ...]  # [R] in a prefill; () in a decode step, whose `sharers` say it
+    sharers: tuple[Sharers, ...]
     cu_seqlens: Tensor  # int32 [R + 1]
     max_len: int  # most new tokens of a row; 1 in a decode step
     max_used: int  # most tokens of a row, new ones included
@@ -108,16 +188,21 @@ class Cached:
         """The new tokens by themselves."""
         return Dense(self.cu_seqlens, self.max_len)
 
+    @property
+    def last(self) -> Tensor:
+        """int64 [R]: index of each row's last new token."""
+        return self.dense.last
+
     @cached_property
     def token_lengths(self) -> Tensor:
         """int64 [T]: tokens of the sequence a new token belongs to, itself and the later new ones included."""
         lengths = self.dense.lengths
-        return (self.used + lengths).repeat_interleave(lengths)
+        return (self.before + self.used + lengths).repeat_interleave(lengths)
 
     @cached_property
     def fresh(self) -> bool:
         """Whether nothing was cached before: a first prefill."""
-        return not any(self.used_host)
+        return not any(self.used_host) and not any(self.prefixes)
 
     @cached_property
     def span(self) -> slice | None:
@@ -126,7 +211,57 @@ class Cached:
         return slice(first, first + count) if self.slots_host == tuple(range(first, first + count)) else None
 
 
-AttentionContext = Dense | Cached
+@dataclass(frozen=True)
+class History:
+    """All tokens of the rows of a pass, new ones included, end to end."""
+
+    places: Tensor  # int64 [U]: where each lies
+    cu_seqlens: Tensor  # int32 [R + 1]
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Paged:
+    """New tokens of sequences in pages; made by `PagedCache`. The network writes their keys and values to `places`."""
+
+    pool: PagePool
+    places: Tensor  # int64 [T]
+    table: Tensor  # int32 [R, W]: the rows' pages in order
+    used: Tensor  # int32 [R]: tokens of each row, new ones included
+    cu_seqlens: Tensor  # int32 [R + 1]
+    max_len: int  # most new tokens of a row; 1 in a decode step
+    fresh: bool  # whether nothing was there before
+    history: History | None  # where something was, and this is no decode step
+
+    @cached_property
+    def dense(self) -> Dense:
+        """The new tokens by themselves."""
+        return Dense(self.cu_seqlens, self.max_len)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each row has one new token, after others or not."""
+        return self.history is None and not self.fresh
+
+    @cached_property
+    def masks(self) -> dict[int | None, Any]:
+        """FlexAttention's masks by window, filled as layers ask for them."""
+        return {}
+
+    @property
+    def last(self) -> Tensor:
+        """int64 [R]: index of each row's last new token."""
+        return self.dense.last
+
+    @cached_property
+    def token_lengths(self) -> Tensor:
+        """int64 [T]: tokens of the sequence a new token belongs to."""
+        if self.max_len == 1:
+            return self.used.long()
+        return self.used.long().repeat_interleave(self.dense.lengths, output_size=len(self.places))
+
+
+AttentionContext = Dense | Prefixed | Cached | Paged
 
 
 @dataclass(frozen=True)
@@ -140,6 +275,7 @@ class Packed:
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
     noise: Noise | None = None  # keys of the sequences' dropout masks; without them nothing is dropped
     balance: Balance | None = None  # filled by layers with experts, where it is asked for; for `Dense` attention alone
+    by_logprob: Tensor | None = None  # [N]: the gradient that each row's log-prob will get, where it is known before the pass
 
 
 def in_vectors(length: int, device: torch.device) -> int:
@@ -175,6 +311,11 @@ def _group(starts: list[int]) -> list[list[int]]:
             groups.append([s])
             room = 0
     return [sorted(members) for members in groups]
+
+
+def _stretch(start: int, stop: int, device: torch.device) -> Bucket:
+    """The tokens from start to stop as one rectangle."""
+    return Bucket(torch.arange(start, stop, device=device)[None], None, (start, stop))
 
 
 def _bucket(starts: list[int], members: list[int], device: torch.device) -> Bucket:
