@@ -20,12 +20,13 @@ from weft.runtime.prefetch import Prefetched
 SECONDS = 20.0  # until a thread that waits for another one gives up, and the test with it
 
 
-def test_a_host_function_and_a_call_of_one_wave_run_at_the_same_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize("host_first", [True, False])
+def test_a_host_function_and_a_call_of_one_wave_run_at_the_same_time(tmp_path, monkeypatch, host_first):
     """Each waits for the other to have begun, so neither of them could run first."""
     meeting = threading.Barrier(2, timeout=SECONDS)
     infer = ToyInfer.inference
 
-    @register_function("toy_slow_reward")
+    @register_function(f"toy_slow_reward_{host_first}")
     def toy_slow_reward(batch, context):
         meeting.wait()
         return one_each(batch.ids, "ref", [0.0] * batch.num_ids)
@@ -40,8 +41,8 @@ def test_a_host_function_and_a_call_of_one_wave_run_at_the_same_time(tmp_path, m
     def changed(self):
         made = experiment(self)
         nodes = [node for node in made.graph.nodes if node.name not in ("filter", "ref_inf")]
-        reward = HostFunction("reward", "toy_slow_reward", self.size, ["completion"], ["ref"])
-        return replace(made, graph=DataflowGraph([*nodes, reward], ["prompt"], []))
+        reward = HostFunction("reward", f"toy_slow_reward_{host_first}", self.size, ["completion"], ["ref"])
+        return replace(made, graph=DataflowGraph([reward, *nodes] if host_first else [*nodes, reward], ["prompt"], []))
 
     monkeypatch.setattr(Toy, "experiment", changed)
     toy = Toy(tmp_path, ema=None, control={"max_steps": 3})

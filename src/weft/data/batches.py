@@ -99,6 +99,11 @@ class Loader(Protocol):
         """Batches of the first `epochs` epochs together."""
         ...
 
+    def largest_batch(self) -> SequenceSample:
+        """The batch of the first epoch with the most tokens, as far as that is known. Asked before the first batch; the
+        position stays."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -140,14 +145,28 @@ class MapLoader:
             return epochs * self.batches_per_epoch
         return sum(len(self._plan(epoch)[1]) - 1 for epoch in range(epochs))
 
-    def next_batch(self) -> SequenceSample:
-        epoch, batch = self._position
+    def largest_batch(self) -> SequenceSample:
+        """The first one where the lengths of some source are not known without reading it."""
+        (source, index), bounds = self._plan(0)
+        if not all(isinstance(part.dataset, Tokenized) for part in self._parts):
+            return self._batch(0, 0)
+        costs = [part.costs() for part in self._parts]
+        tokens = np.asarray([costs[s][i] for s, i in zip(source, index, strict=True)])
+        return self._batch(0, int(np.add.reduceat(tokens, bounds[:-1]).argmax()))
+
+    def _batch(self, epoch: int, batch: int) -> SequenceSample:
         (source, index), bounds = self._plan(epoch)
         rows = slice(bounds[batch], bounds[batch + 1])
         picked = [self._parts[s][i] for s, i in zip(source[rows].tolist(), index[rows].tolist(), strict=True)]
+        return SequenceSample.gather(picked)
+
+    def next_batch(self) -> SequenceSample:
+        epoch, batch = self._position
+        bounds = self._plan(epoch)[1]
+        sample = self._batch(epoch, batch)
         self.epoch_done = batch + 1 == len(bounds) - 1
         self._position = (epoch + 1, 0) if self.epoch_done else (epoch, batch + 1)
-        return SequenceSample.gather(picked)
+        return sample
 
     def state_dict(self) -> dict[str, Any]:
         epoch, batch = self._position
@@ -201,6 +220,7 @@ class StreamLoader:
         self._iterator: Iterator[SequenceSample] | None = None
         self._ahead: SequenceSample | None = None
         self._counted: tuple[int, int] | None = None
+        self._largest: SequenceSample | None = None
         self.epoch_done = False
 
     @property
@@ -221,6 +241,13 @@ class StreamLoader:
 
     def num_batches(self, epochs: int) -> int:
         return epochs * self.batches_per_epoch
+
+    def largest_batch(self) -> SequenceSample:
+        """Raises `DataError` where the first epoch has no batch."""
+        self._count()
+        if self._largest is None:
+            raise DataError(f"{self._name}: an iterable dataset yields SequenceSamples, the first epoch gave nothing")
+        return self._largest
 
     def next_batch(self) -> SequenceSample:
         epoch, batch = self._position
@@ -258,9 +285,11 @@ class StreamLoader:
     def _count(self) -> tuple[int, int]:
         """(ids, batches) of the first epoch, found by going through it once."""
         if self._counted is None:
-            ids = batches = 0
+            ids = batches = most = 0
             for batch in self._open(0):
                 ids, batches = ids + batch.num_ids, batches + 1
+                if (tokens := int(batch.token_costs().sum())) > most:
+                    self._largest, most = batch, tokens
                 if batches == self._limit:
                     break
             self._counted = (ids, batches)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
 import resource
@@ -16,6 +18,7 @@ from weft.errors import ConfigError
 GIGABYTE = 1024.0**3
 MATMUL_SIZE = {"cpu": 512, "cuda": 8192}  # large enough to run at full speed, small enough to go unnoticed
 MATMUL_REPEATS = 3
+M_ARENA_MAX = -8  # of glibc's malloc.h
 
 
 def best_device() -> torch.device:
@@ -53,6 +56,16 @@ def peak_memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / GIGABYTE
     unit = 1.0 if sys.platform == "darwin" else 1024.0  # ru_maxrss counts bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIGABYTE
+
+
+def one_heap() -> None:
+    """Have all threads of this process allocate from one heap, where the C library is glibc.
+
+    A heap a thread keeps holes of its own: the training of a 13M-parameter model takes an eighth less from one.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def reset_peak_memory(device: torch.device) -> None:

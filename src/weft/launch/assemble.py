@@ -7,9 +7,10 @@ from pathlib import Path
 
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
-from weft.engine.device import resolve_device, set_deterministic
+from weft.engine.device import one_heap, resolve_device, set_deterministic
 from weft.errors import ConfigError
 from weft.experiment import Experiment
+from weft.launch.memory import forecast, held_memory
 from weft.launch.plan import plan_lines
 from weft.runtime.check import check_calls
 from weft.runtime.directory import RunDirectory
@@ -35,7 +36,11 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     specs = horizon.specs(experiment)
     shared = experiment.dataset.cache_dir
     cache = Path(shared).expanduser() / "outputs" if shared is not None else directory.path / "cache"
+    one_heap()
+    baseline = held_memory(device)
     group = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
+    facts = group.describe()
+    expected = forecast(experiment, facts, data, device, baseline)
     return Session(
         Parts(
             experiment=experiment,
@@ -45,7 +50,8 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
             evaluator=_evaluator(experiment, group, data, tokenizers),
             samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
             horizon=horizon,
-            plan=plan_lines(experiment, horizon, group.describe(), group.numerics(), data),
+            plan=plan_lines(experiment, horizon, facts, group.numerics(), data, expected),
+            farewell=lambda: expected.compared(group.most_memory_gb()),
         )
     )
 

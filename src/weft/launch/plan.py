@@ -6,14 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.data.loader import LoadedData
-from weft.engine.adapters_off import shares_base
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
+from weft.launch.memory import Forecast
 from weft.runtime.schedule import Horizon
-
-GIB, MIB = 2.0**30, 2.0**20
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATES = {"adamw": 2, "lion": 1, "sgd": 1}  # float32 values that an optimizer keeps for each trained parameter
 
 
 def plan_lines(
@@ -22,21 +18,16 @@ def plan_lines(
     facts: Mapping[str, Mapping[str, Any]],
     numerics: Mapping[str, Any],
     data: LoadedData,
+    expected: Forecast,
 ) -> list[str]:
-    """`facts` are the engines' descriptions by role; `numerics` says device and threads."""
+    """`facts` are the engines' descriptions by role; `numerics` says device and threads; `expected` is the memory."""
     lines = [f"nodes: {' -> '.join(experiment.graph.order)}", *data.table().splitlines(), *data.notes]
     lines += experiment.plan_notes
     lines += _counts(experiment, horizon)
-    total = 0.0
     for role, spec in experiment.roles.items():
-        shared = any(shares_base(spec, other) for other in experiment.roles.values())
-        size = 0.0 if shared else memory_bytes(spec, facts[role])
-        total += size
-        lines.append(f"{role}: {_describe(spec, facts[role])}, {_size(size)}")
+        lines.append(f"{role}: {_describe(spec, facts[role])}")
         lines += [f"{role}: {note}" for note in facts[role].get("notes", ())]
-    lines.append(
-        f"memory: about {_size(total)} for weights, gradients and optimizers; activations and caches come on top"
-    )
+    lines += expected.lines()
     lines.append(f"device {numerics['device']}, {numerics['threads']} threads, torch {numerics['torch']}")
     return lines
 
@@ -70,21 +61,6 @@ def _describe(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
     trained = f", {_count(trainable)} trained" if spec.trained else ", frozen"
     kind = f"{facts.get('family', spec.backend)}, {_count(total)} parameters{trained}, {spec.dtype}"
     return f"{spec.path or spec.tokenizer.path} ({kind})"
-
-
-def memory_bytes(spec: ModelSpec, facts: Mapping[str, Any]) -> float:
-    """Frozen parameters in their dtype; trained ones in float32 with gradient and optimizer state, and a copy to compute
-    with where that is in another dtype."""
-    trainable, total = int(facts.get("num_trainable", 0)), int(facts.get("num_parameters", 0))
-    compute = BYTES[spec.dtype]
-    copy = compute if spec.dtype != "float32" else 0
-    each = 4 + 4 + 4 * STATES[spec.optimizer.type] + copy
-    trained = trainable if spec.trained else 0
-    return float(trained * each + (total - trained) * compute)
-
-
-def _size(number: float) -> str:
-    return f"{number / GIB:.2f} GiB" if number >= 0.1 * GIB else f"{number / MIB:.1f} MiB"
 
 
 def _count(number: int) -> str:

@@ -31,7 +31,7 @@ class LocalGroup:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
         self._thread.start()
-        self._device, self._closed = device, False
+        self._device, self._closed, self._most = device, False, 0.0
         self._worker = self._run(make).result()
 
     def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> Future[MFCResult]:
@@ -81,8 +81,13 @@ class LocalGroup:
 
     def peak_memory_gb(self) -> float:
         peak = peak_memory_gb(self._device)
+        self._most = max(self._most, peak)
         reset_peak_memory(self._device)
         return peak
+
+    def most_memory_gb(self) -> float:
+        """Most memory held at once since the beginning, in GiB."""
+        return max(self._most, peak_memory_gb(self._device))
 
     def _run(self, task: Callable[[], T]) -> Future[T]:
         assert not self._closed, "the worker group is closed"

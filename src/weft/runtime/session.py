@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Parts:
-    """What a session is made of. `plan` are the lines that are shown before the first step."""
+    """What a session is made of. `plan` are the lines that are shown before the first step, `farewell` makes the last one."""
 
     experiment: Experiment
     directory: RunDirectory
@@ -48,6 +48,7 @@ class Parts:
     samples: Samples
     horizon: Horizon
     plan: Sequence[str] = ()
+    farewell: Callable[[], str] | None = None
 
 
 class Session:
@@ -100,6 +101,8 @@ class Session:
         self._group.close(CLOSE_SECONDS if status == "finished" else 0.0)
         if self._observer is None:
             return
+        if self._parts.farewell is not None:
+            self._tell(self._parts.farewell())
         if error is not None:
             self._tell(f"{type(error).__name__}: {error}")
         self._observer.close(status)

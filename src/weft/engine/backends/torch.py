@@ -47,7 +47,12 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         network=network,
         save=save,
         cost=cost,
-        facts={"family": family.name, "vocab_size": config.vocab_size, "num_layers": config.num_layers},
+        facts={
+            "family": family.name,
+            "vocab_size": config.vocab_size,
+            "num_layers": config.num_layers,
+            "sizes": _sizes(network),
+        },
         balance=balance_weight(config, spec.router_aux_loss_coef),
         dropout=any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0),
         adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
@@ -73,6 +78,23 @@ def _set_dropout(network: Transformer, rate: float) -> None:
         assert isinstance(block, Block)
         block.dropout = rate
         block.attention.scores = replace(block.attention.scores, dropout=rate)
+
+
+def _sizes(network: Transformer) -> dict[str, int]:
+    """What `weft.engine.memory.NetworkShape` says of a network beside its numbers of parameters."""
+    config, lm = network.config, network.kind == "lm"
+    experts = config.experts
+    return {
+        "layers": config.num_layers,
+        "hidden": config.hidden_size,
+        "query": config.num_heads * config.head_dim,
+        "key": config.num_kv_heads * config.head_dim,
+        "inner": config.intermediate_size if experts is None else experts.top_k * experts.intermediate_size,
+        "vocab": config.vocab_size if lm else 1,
+        "embedding": network.embed.weight.numel(),
+        "gated": config.gated,
+        "tied": config.tied and lm,
+    }
 
 
 def _cost(network: Transformer, *, frozen: bool) -> Cost:

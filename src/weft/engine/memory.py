@@ -1,0 +1,139 @@
+"""How much memory a run takes, from sizes alone: plain values in, bytes out, no torch.
+
+What one role holds all the time (parameters, masters, optimizer state) adds up over the roles of a device. What a call needs
+while it runs (activations, gradients, a cache of keys and values) is counted once, for the call that needs most, because calls
+run one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # float32 values an optimizer keeps for each trained parameter
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIDE = 4  # bytes of masters, gradients, logits
+TRAINING_CHUNKS, SCORING_CHUNKS = 3, 2  # the head's chunks of logits and what is made of them, alive at once
+ENTROPY_CHUNKS = 2  # more of them where the entropy has a gradient
+
+
+@dataclass(frozen=True)
+class NetworkShape:
+    """Sizes of a packed decoder. `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, of all
+    experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value or score head;
+    `embedding`: elements of the embedding's matrix."""
+
+    parameters: int
+    trainable: int
+    layers: int
+    hidden: int
+    query: int
+    key: int
+    inner: int
+    vocab: int
+    embedding: int
+    gated: bool = True
+    tied: bool = False
+
+    def kept_per_token(self) -> int:
+        """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
+        norms' results, q, k, v, attention's result with and without padding, and what the MLP's first matrices give."""
+        return 4 * self.hidden + 3 * self.query + 2 * self.key + (2 if self.gated else 1) * self.inner
+
+    def working_per_token(self) -> int:
+        """Elements of a token alive at once within one layer, at the widest place of its backward pass."""
+        return 3 * self.hidden + (4 if self.gated else 3) * self.inner
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a role's spec says, and the device: `chunk_cells` logits are held at once; every `recompute`-th layer is computed
+    again (0: none)."""
+
+    dtype: str
+    trained: bool
+    optimizer: str
+    recompute: int
+    offload_optimizer: bool
+    chunk_cells: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """The most that one call asks of a network at once. `tokens` and `rows` of the largest micro-batch; `parts`: whether a
+    minibatch has more than one; `cache_tokens`: slots of the cache times their length; `sequences` decoded together."""
+
+    tokens: int = 0
+    rows: int = 0
+    backward: bool = False
+    parts: int = 1
+    entropy: bool = False
+    cache_tokens: int = 0
+    sequences: int = 0
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes. `call` is the most that a call needs on top of what is held; gradients and activations do not peak together."""
+
+    parameters: int
+    masters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    cache: int
+    call: int
+
+    @property
+    def held(self) -> int:
+        return self.parameters + self.masters + self.optimizer
+
+
+def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> RoleMemory:
+    """What one role takes for these calls."""
+    trainable = shape.trainable if settings.trained else 0
+    width = BYTES[settings.dtype]
+    apart = settings.dtype != "float32"
+    on_device = 0 if settings.offload_optimizer else 1
+    calls = [_call(shape, settings, trainable, work) for work in works]
+    return RoleMemory(
+        parameters=shape.parameters * width,
+        masters=trainable * WIDE * apart * on_device,
+        optimizer=trainable * WIDE * SLOTS[settings.optimizer] * on_device,
+        gradients=trainable * WIDE * on_device,
+        activations=max((activations for activations, _, _ in calls), default=0),
+        cache=max((cache for _, cache, _ in calls), default=0),
+        call=max((most for _, _, most in calls), default=0),
+    )
+
+
+def total(roles: Mapping[str, RoleMemory]) -> int:
+    """Bytes of all roles on one device at the worst moment."""
+    return sum(role.held for role in roles.values()) + max((role.call for role in roles.values()), default=0)
+
+
+def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -> tuple[int, int, int]:
+    """(activations, cache, most at once) of one call."""
+    width = BYTES[settings.dtype]
+    head = shape.vocab * WIDE * min(work.rows, max(1, settings.chunk_cells // shape.vocab))
+    if work.cache_tokens:
+        cache = 2 * shape.layers * shape.key * work.cache_tokens * width
+        logits = 3 * work.sequences * shape.vocab * 2 * WIDE  # sampling is float64
+        return logits, cache, logits + cache
+    ends = 2 * work.tokens * shape.hidden * width + work.rows * shape.hidden * width
+    if not work.backward:
+        working = work.tokens * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner)) * width
+        return ends + max(working, SCORING_CHUNKS * head), 0, ends + max(working, SCORING_CHUNKS * head)
+    again = shape.layers // settings.recompute if settings.recompute else 0
+    layer = work.tokens * shape.kept_per_token() * width
+    kept = (shape.layers - again) * layer + again * work.tokens * shape.hidden * width
+    chunks = TRAINING_CHUNKS + (ENTROPY_CHUNKS if work.entropy else 0)
+    working = work.tokens * shape.working_per_token() * width + (layer if again else 0)
+    activations = ends + kept + max(working, chunks * head)
+    gradients = trainable * WIDE
+    embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
+    # Early in a backward pass all activations are there and of the gradients that of a tied matrix (or all, where another
+    # micro-batch came before); at its end the gradients, and the look-up's share of a tied one beside the head's.
+    early = activations + (gradients + embedding if work.parts > 1 else embedding * shape.tied)
+    late = gradients + embedding * (1 + shape.tied) + ends
+    return activations, 0, max(early, late)

@@ -1,0 +1,168 @@
+"""What a run will need of memory, from its configuration and the rows it has in hand; and what it then needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.data.loader import LoadedData
+from weft.data.sample import SequenceSample
+from weft.engine import memory, microbatches
+from weft.engine.adapters_off import shares_base
+from weft.engine.device import peak_memory_gb
+from weft.engine.generation.generate import DEFAULT_SEQUENCES, SEQUENCES
+from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
+from weft.engine.rows import Places
+from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.experiment import Experiment
+from weft.graph.mfc import MFCDef
+from weft.models.heads import CHUNK_CELLS, DEFAULT_CHUNK_CELLS
+
+GIB, MIB = 2.0**30, 2.0**20
+# On a CPU the allocator keeps holes between tensors of many sizes, the room of a cache serves little else once it is free,
+# and torch's kernels bring buffers and pages of code.
+HOLES, KERNELS = 1.3, 40 * 2**20
+SLOT = 64  # tokens a slot of the cache begins with; it doubles
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes by role; `incomplete` are roles whose network does not tell its sizes, so that only what they hold is known."""
+
+    roles: Mapping[str, RoleMemory]
+    device: torch.device
+    incomplete: tuple[str, ...]
+    baseline: float  # GiB that the process held before the engines were made
+
+    @property
+    def total(self) -> float:
+        whole, held = memory.total(self.roles), sum(role.held for role in self.roles.values())
+        if self.device.type != "cpu":
+            return whole
+        caches = sum(role.cache for role in self.roles.values())
+        return held + HOLES * (whole - held) + caches + KERNELS
+
+    def lines(self) -> Iterator[str]:
+        """For people, before the run."""
+        for name, role in self.roles.items():
+            parts = [(f.name, getattr(role, f.name)) for f in fields(role) if f.name != "call"]
+            shown = ", ".join(f"{what} {size(number)}" for what, number in parts if number)
+            yield f"memory of {name}: {shown or 'shared with another role'}"
+        without = f"; without the activations of {', '.join(self.incomplete)}" if self.incomplete else ""
+        yield f"memory: about {size(self.total)} at most{without}"
+
+    def compared(self, most: float) -> str:
+        """For people, after the run, which held `most` GiB at most."""
+        used = (most - self.baseline) * GIB
+        return f"memory: {size(used)} were needed at most, {size(self.total)} expected ({used / self.total:.0%})"
+
+
+def held_memory(device: torch.device) -> float:
+    """GiB that this process holds now, of the device's memory or on a CPU of its own."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / GIB
+    if sys.platform != "linux":
+        return peak_memory_gb(device)
+    with open("/proc/self/status") as status:
+        resident = next(line for line in status if line.startswith("VmRSS"))
+    return int(resident.split()[1]) / MIB
+
+
+def forecast(
+    experiment: Experiment,
+    facts: Mapping[str, Mapping[str, Any]],
+    data: LoadedData,
+    device: torch.device,
+    baseline: float,
+) -> Forecast:
+    """`facts` are the engines' descriptions by role."""
+    batch = _completed(experiment, data.train.largest_batch())
+    roles, incomplete = {}, []
+    for role, spec in experiment.roles.items():
+        if not facts[role].get("num_parameters"):
+            continue  # a tokenizer alone
+        works = [
+            w
+            for call in experiment.graph.model_calls()
+            if call.role == role
+            for w in _works(experiment, call, batch, device)
+        ]
+        sizes = facts[role].get("sizes")
+        if sizes is None:
+            incomplete.append(role)
+            works, sizes = (
+                [],
+                dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {"vocab": 1},
+            )
+        shape = NetworkShape(facts[role]["num_parameters"], facts[role]["num_trainable"], **sizes)
+        found = memory.estimate(shape, _settings(spec, device), works)
+        if any(shares_base(spec, other) for other in experiment.roles.values()):
+            found = replace(found, parameters=0, masters=0, optimizer=0, gradients=0)
+        roles[role] = found
+    return Forecast(roles, device, tuple(incomplete), baseline)
+
+
+def _settings(spec: ModelSpec, device: torch.device) -> Settings:
+    return Settings(
+        dtype=spec.dtype,
+        trained=spec.trained,
+        optimizer=spec.optimizer.type,
+        recompute=spec.recomputed_layers,
+        offload_optimizer=spec.optimizer.offload and device.type != "cpu",
+        chunk_cells=CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS),
+    )
+
+
+def _completed(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
+    """The batch as calls see it: prompts with as many completions as are sampled, all of the greatest length."""
+    for call in experiment.graph.model_calls():
+        if call.method == "generate" and "completion" not in batch.data:
+            count, length = (
+                int(call.args.get("samples_per_prompt", 1)),
+                int(call.args.get("max_new_tokens", GenerationSpec().max_new_tokens)),
+            )
+            made = torch.zeros(batch.num_ids * count * length, dtype=torch.int64)
+            groups = {"completion": [[length] * count] * batch.num_ids}
+            batch = batch.update(SequenceSample.from_groups(batch.ids, groups, {"completion": made}))
+    return batch
+
+
+def _works(experiment: Experiment, call: MFCDef, batch: SequenceSample, device: torch.device) -> Iterator[Work]:
+    """What a call asks of its role's network, one a micro-batch. A CPU computes shared prompts once."""
+    if "completion" not in batch.data:
+        return
+    places = Places.of(batch)
+    if call.method == "generate":
+        together = min(len(places.length), SEQUENCES.get(device.type, DEFAULT_SEQUENCES))
+        capacity = SLOT
+        while capacity < int(places.lengths.max()):
+            capacity *= 2
+        yield Work(tokens=0, cache_tokens=together * capacity, sequences=together)
+        return
+    limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
+    limit = max(limit, int(places.lengths.max()))  # what is too long is said where it happens: sampling may end earlier
+    trains = call.method == "train_step"
+    parts: Sequence[SequenceSample] = [batch]
+    if trains:
+        updates = max(1, experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1)))
+        parts = [batch.select(ids=list(ids)) for ids in np.array_split(np.asarray(batch.ids), updates) if len(ids)]
+    for part in parts:
+        cuts = microbatches.cut(part, limit, "sequence")
+        for cut in cuts:
+            at = Places.of(cut)
+            at = at.sharing() if device.type == "cpu" else at
+            rows = (
+                int(cut.data["loss_mask"].count_nonzero())
+                if trains and "loss_mask" in cut.data
+                else int(at.length.sum())
+            )
+            yield Work(int(at.segments.sum()), rows, trains, len(cuts))
+
+
+def size(number: float) -> str:
+    return f"{number / GIB:.2f} GiB" if number >= 0.1 * GIB else f"{number / MIB:.1f} MiB"

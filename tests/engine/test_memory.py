@@ -1,0 +1,58 @@
+"""The estimate of memory by hand, and its laws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weft.engine.memory import NetworkShape, Settings, Work, estimate, total
+
+SHAPE = NetworkShape(
+    parameters=1000, trainable=1000, layers=4, hidden=8, query=8, key=4, inner=16, vocab=50, embedding=400, tied=True
+)
+TRAINED = Settings("float32", True, "adamw", recompute=0, offload_optimizer=False, chunk_cells=500)
+TRAIN = Work(tokens=100, rows=60, backward=True)
+
+
+def test_what_is_held_by_hand() -> None:
+    one = estimate(SHAPE, TRAINED, [TRAIN])
+    assert (one.parameters, one.masters, one.optimizer, one.gradients) == (4000, 0, 8000, 4000)
+    half = estimate(SHAPE, replace(TRAINED, dtype="bfloat16", optimizer="lion"), [TRAIN])
+    assert (half.parameters, half.masters, half.optimizer, half.gradients) == (2000, 4000, 4000, 4000)
+    frozen = estimate(SHAPE, replace(TRAINED, trained=False, dtype="float16"), [])
+    assert (frozen.held, frozen.gradients, frozen.call) == (2000, 0, 0)
+    adapters = estimate(replace(SHAPE, trainable=10), replace(TRAINED, dtype="bfloat16"), [TRAIN])
+    assert (adapters.parameters, adapters.masters, adapters.optimizer, adapters.gradients) == (2000, 40, 80, 40)
+    host = estimate(SHAPE, replace(TRAINED, dtype="bfloat16", offload_optimizer=True), [TRAIN])
+    assert host.held == 2000 and host.gradients == 0
+
+
+def test_activations_by_hand() -> None:
+    layer = 4 * 8 + 3 * 8 + 2 * 4 + 2 * 16
+    ends, working = 2 * 100 * 8 + 60 * 8, 100 * (3 * 8 + 4 * 16)
+    assert SHAPE.kept_per_token() == layer and working > 3 * 50 * 10
+    assert estimate(SHAPE, TRAINED, [TRAIN]).activations == 4 * (ends + 4 * 100 * layer + working)
+    every_second = estimate(SHAPE, replace(TRAINED, recompute=2), [TRAIN])
+    assert every_second.activations == 4 * (ends + 2 * 100 * layer + 2 * 100 * 8 + working + 100 * layer)
+
+
+def test_a_cache_by_hand() -> None:
+    role = estimate(SHAPE, TRAINED, [Work(cache_tokens=64, sequences=2)])
+    assert role.cache == 2 * 4 * 4 * 64 * 4 and role.activations == 3 * 2 * 50 * 8
+
+
+def test_more_recomputation_and_fewer_tokens_take_less() -> None:
+    calls = [estimate(SHAPE, replace(TRAINED, recompute=n), [TRAIN]).call for n in (0, 2, 1)]
+    assert calls[0] > calls[1] > calls[2]
+    sizes = [estimate(SHAPE, TRAINED, [replace(TRAIN, tokens=n, rows=n)]).call for n in (50, 100, 200)]
+    assert sizes == sorted(sizes) and sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]))
+    assert estimate(SHAPE, TRAINED, [replace(TRAIN, parts=3)]).call > estimate(SHAPE, TRAINED, [TRAIN]).call
+
+
+def test_roles_are_held_together_and_call_one_after_another() -> None:
+    actor = estimate(SHAPE, TRAINED, [TRAIN, Work(tokens=100, rows=60)])
+    ref = estimate(SHAPE, replace(TRAINED, trained=False), [Work(tokens=100, rows=60)])
+    assert actor.call > ref.call > 0
+    assert total({"actor": actor, "ref": ref}) == actor.held + ref.held + actor.call
+    assert total({}) == 0

@@ -1,0 +1,83 @@
+"""The memory that a run is said to need is what it then needs, and is written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.cases import prepare, sft
+from tests.tiny import make_tokenizer, write_jsonl
+from weft.launch import run
+
+SHAPE = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 688,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 32000,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+COMMON = {"experiment_name": "e", "trial_name": "t", "progress": "false", "max_steps": 3, "recover_mode": "disabled"}
+CASES = {
+    "sft": ({"dataset.train_bs_n_seqs": 8}, ["model"]),
+    "dpo": ({"dataset.train_bs_n_seqs": 4}, ["actor", "ref"]),
+    "grpo": ({"dataset.train_bs_n_seqs": 2, "grpo.group_size": 8, "grpo.gen.max_new_tokens": 32, "reward": "length"},
+             ["actor"]),
+    "ppo": ({"dataset.train_bs_n_seqs": 8, "ppo.gen.max_new_tokens": 32}, ["actor", "critic", "rew"]),
+}  # fmt: skip
+
+
+def digits(random: random.Random, least: int, most: int) -> str:
+    return " ".join(str(random.randint(0, 9)) for _ in range(random.randint(least, most)))
+
+
+def rows_of(name: str) -> list[dict[str, object]]:
+    r = random.Random(0)
+    if name == "sft":
+        return [{"prompt": digits(r, 20, 20), "answer": digits(r, 40, 100)} for _ in range(32)]
+    if name == "dpo":
+        pairs = [(digits(r, 20, 40), digits(r, 20, 40)) for _ in range(16)]
+        return [{"prompt": digits(r, 40, 40), "pos_answers": [a], "neg_answers": [b]} for a, b in pairs]
+    return [{"prompt": digits(r, 20, 20)} for _ in range(24)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_within_15_percent_of_what_is_measured(tmp_path: Path, name: str) -> None:
+    """In a process of its own: the peak of a process never falls."""
+    model = tmp_path / "model"
+    model.mkdir()
+    make_tokenizer(model)
+    (model / "config.json").write_text(json.dumps(SHAPE))
+    options, roles = CASES[name]
+    given = {
+        **COMMON,
+        **options,
+        "fileroot": tmp_path,
+        "dataset.path": write_jsonl(tmp_path / "d.jsonl", rows_of(name)),
+    }
+    for role in roles:
+        given |= {f"{role}.path": model, f"{role}.init_from_scratch": "true"}
+    command = [sys.executable, "-m", "weft.apps.quickstart", name, *(f"{key}={value}" for key, value in given.items())]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    used = re.search(r"were needed at most, .* expected \((\d+)%\)", done.stdout)
+    assert used is not None, done.stdout
+    assert 85 <= int(used.group(1)) <= 115, used.group(0)
+
+
+def test_the_estimate_is_printed_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(tmp_path)
+    result = run(sft(tmp_path, "runs"))
+    for text in (capsys.readouterr().out, (result.directory / "log.txt").read_text()):
+        held = re.search(
+            r"memory of model: parameters (\S+ MiB), optimizer \S+ MiB, gradients (\S+ MiB), activations", text
+        )
+        assert held is not None and held.group(1) == held.group(2)
+        assert text.index("memory: about ") < text.index("were needed at most")
