@@ -124,9 +124,9 @@ def test_rows_that_fill_a_step_up_disturb_nobody() -> None:
     network.hidden(cache.extend(slots, texts))
     step = torch.from_numpy(cache.step(slots, sequences([2])[0].numpy()))
     filled = torch.nn.functional.pad(step, (0, 0, 0, 3))
-    states = network.hidden(cache.packed(filled))
+    states = network.hidden(cache.pool.packed(filled))
     assert torch.isfinite(states).all()
-    assert_close(states[:2], network.hidden(cache.packed(step)))
+    assert_close(states[:2], network.hidden(cache.pool.packed(step)))
 
 
 @torch.no_grad()

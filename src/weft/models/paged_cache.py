@@ -4,8 +4,8 @@ It has the methods of `weft.models.kv_cache.KVCache` and means the same by them.
 from one `PagePool`: forking a row, going on from a prefix and taking over a prompt share its pages, and only a page that is
 partly full is copied, once somebody writes to it.
 
-A decode step is one int32 matrix (`PagedCache.step`), from which `packed` makes the network's input on the device, so that a
-captured graph is fed by one copy.
+A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.packed` makes the network's input on the device, so
+that a captured graph is fed by one copy.
 """
 
 from __future__ import annotations
@@ -51,6 +51,17 @@ class PagePool:
             source, target = (torch.from_numpy(x).to(self.device).long() for x in (copies.source, copies.target))
             for pages in (*self.keys, *self.values):
                 pages[target] = pages[source]
+
+    def packed(self, step: Tensor) -> Packed:
+        """The network's input for a decode step, computed on the device from `step`."""
+        tokens, positions, places = step[:, TOKEN].long(), step[:, POSITION].long(), step[:, PLACE].long()
+        bounds = torch.arange(len(step) + 1, device=step.device, dtype=torch.int32)
+        context = Paged(
+            pool=self, places=places, table=step[:, TABLE:].contiguous(), used=step[:, POSITION] + 1,
+            cu_seqlens=bounds, max_len=1, fresh=False, history=None,
+        )  # fmt: skip
+        rows = torch.arange(len(step), device=step.device)
+        return Packed(tokens=tokens, positions=positions, attention=context, rows=rows, labels=tokens)
 
     def write(self, layer: int, context: Paged, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
@@ -131,7 +142,7 @@ class PagedCache:
         Its `rows` are the last new token of each row, its `labels` those tokens: `hidden[rows]` predicts what comes next.
         """
         if isinstance(tokens, Tensor):
-            return self.packed(torch.from_numpy(self.step(slots, tokens.cpu().numpy())).to(self.device))
+            return self.pool.packed(torch.from_numpy(self.step(slots, tokens.cpu().numpy())).to(self.device))
         rows, counts = np.asarray(slots, np.int64), np.array([len(t) for t in tokens], np.int64)
         start = self._grow(rows, counts)
         stop, owner = start + counts, np.repeat(rows, counts)
@@ -158,17 +169,6 @@ class PagedCache:
         start = self._grow(rows, np.ones(len(rows), np.int64))
         columns = np.stack([tokens, start, self.tables.places(rows, start)], axis=1).astype(np.int32)
         return np.concatenate([columns, self.tables.table[rows]], axis=1)
-
-    def packed(self, step: Tensor) -> Packed:
-        """The network's input for a decode step, computed on the device from `step`."""
-        tokens, positions, places = step[:, TOKEN].long(), step[:, POSITION].long(), step[:, PLACE].long()
-        bounds = torch.arange(len(step) + 1, device=step.device, dtype=torch.int32)
-        context = Paged(
-            pool=self.pool, places=places, table=step[:, TABLE:].contiguous(), used=step[:, POSITION] + 1,
-            cu_seqlens=bounds, max_len=1, fresh=False, history=None,
-        )  # fmt: skip
-        rows = torch.arange(len(step), device=step.device)
-        return Packed(tokens=tokens, positions=positions, attention=context, rows=rows, labels=tokens)
 
     def _grow(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Count `counts` more tokens of `rows` as used and make room for them; the position [R] at which each row goes on."""

@@ -1,0 +1,76 @@
+"""Key-value memory counted in pages, for the scheduler. Pure accounting: no torch, no tensors.
+
+`models/paged_cache.py` shares pages where sequences begin alike and copies a partly full one once somebody writes to it. What
+is counted here is the most that a sequence may come to hold by itself, so memory that is counted free is free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from weft.engine.generation.blocks import Key
+
+
+class PageBlocks:
+    """Implements `weft.engine.generation.blocks.Blocks`: pages of `page` tokens for `max_tokens` tokens in all.
+
+    No step looks at the sequences one by one: they are grouped by the step, modulo `page`, in which they open a page.
+    """
+
+    def __init__(self, max_sequences: int, max_tokens: int, page: int, least_spared: int | None) -> None:
+        self.max_sequences, self.page, self.least_spared = max_sequences, page, least_spared
+        self.num_pages = -(-max_tokens // page) + 2  # a sequence of `max_tokens` fits, wherever its prefix ends
+        self.num_used = 0
+        self._clock = 0
+        self._waiting: dict[Key, int] = {}  # tokens
+        self._started: dict[Key, int] = {}  # tokens - clock
+        self._prefixes: dict[Key, int] = {}  # tokens
+        self._opening: Counter[int] = Counter()  # started sequences by clock % page at which they need a page more
+
+    def admit(self, key: Key, length: int) -> bool:
+        full = len(self._waiting) + len(self._started) == self.max_sequences
+        if full or not self._take(self._own(length)):
+            return False
+        self._waiting[key] = length
+        return True
+
+    def admit_prefix(self, key: Key, length: int) -> bool:
+        if not self._take(-(-length // self.page)):
+            return False
+        self._prefixes[key] = length
+        return True
+
+    def start(self, key: Key) -> None:
+        distance = self._waiting.pop(key) - self._clock
+        self._started[key] = distance
+        self._opening[self._phase(distance)] += 1
+
+    def advance(self) -> bool:
+        if not self._take(self._opening[(self._clock + 1) % self.page]):
+            return False
+        self._clock += 1
+        return True
+
+    def release(self, key: Key) -> None:
+        if key in self._prefixes:
+            self.num_used -= -(-self._prefixes.pop(key) // self.page)
+        elif key in self._waiting:
+            self.num_used -= self._own(self._waiting.pop(key))
+        else:
+            distance = self._started.pop(key)
+            self._opening[self._phase(distance)] -= 1
+            self.num_used -= self._own(distance + self._clock)
+
+    def _own(self, length: int) -> int:
+        """Most pages for `length` tokens that begin anywhere in a page."""
+        return (length + 2 * self.page - 2) // self.page
+
+    def _phase(self, distance: int) -> int:
+        """clock % page at which `_own` grows, which it does at 2, page + 2, ... tokens."""
+        return (2 - distance) % self.page
+
+    def _take(self, count: int) -> bool:
+        if self.num_used + count > self.num_pages:
+            return False
+        self.num_used += count
+        return True

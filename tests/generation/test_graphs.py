@@ -1,0 +1,118 @@
+"""Captured decode steps: sizes, filling up, the copy into the fixed buffer, and when captures are dropped. No device is needed:
+a capture is stood in for by a function that, as a graph does, reads one buffer and writes another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from weft.engine.generation.graphs import COARSE, SIZES, DecodeGraphs, cuda_capture, filled_up
+
+CPU = torch.device("cpu")
+
+
+def run(step: Tensor) -> Tensor:
+    """Each row's result depends on that row alone."""
+    return step.double().cumsum(1)
+
+
+class Recorder:
+    """A capture that counts; its graphs write into one tensor each, again and again."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, function: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
+        self.sizes.append(len(inputs))
+        output = torch.empty_like(function(inputs))
+        return (lambda: output.copy_(function(inputs))), output
+
+
+def step(rows: int, columns: int = 5, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, 1000, (rows, columns)).astype(np.int32)
+
+
+def test_sizes() -> None:
+    assert [filled_up(n, SIZES) for n in (1, 3, 8, 9, 17, 24, 256, 257)] == [1, 4, 8, 16, 24, 24, 256, 320]
+    assert [filled_up(n, COARSE) for n in (1, 3, 17, 200)] == [1, 4, 32, 256]
+
+
+def test_steps_of_one_size_share_a_graph_and_read_their_own_numbers() -> None:
+    recorder = Recorder()
+    graphs = DecodeGraphs(run, CPU, recorder)
+    for seed, rows in enumerate((13, 16, 9, 13, 2, 1, 2)):
+        numbers = step(rows, seed=seed)
+        assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
+    assert recorder.sizes == [16, 2, 1] and len(graphs) == 3
+
+
+def test_rows_left_over_from_a_larger_step_are_cleared() -> None:
+    seen: list[Tensor] = []
+
+    def spy(numbers: Tensor) -> Tensor:
+        seen.append(numbers.clone())
+        return run(numbers)
+
+    graphs = DecodeGraphs(spy, CPU, Recorder())
+    graphs(step(16), form=0)
+    graphs(step(10), form=0)
+    assert not seen[-1][10:].any() and seen[-1][:10].all()
+
+
+def test_captures_are_dropped_when_memory_moves() -> None:
+    recorder = Recorder()
+    graphs = DecodeGraphs(run, CPU, recorder)
+    graphs(step(4), form=(16, 64))
+    graphs(step(4), form=(16, 64))
+    graphs(step(4), form=(16, 128))
+    graphs.drop()
+    graphs(step(4), form=(16, 128))
+    assert recorder.sizes == [4, 4, 4]
+    wider = step(4, columns=9)
+    assert torch.equal(graphs(wider, form=(32, 128)), run(torch.from_numpy(wider)))
+    assert recorder.sizes == [4, 4, 4, 4]
+
+
+def test_a_capture_that_fails_is_told_once_and_steps_go_on() -> None:
+    tries = 0
+
+    def fails(*_: object) -> tuple[Callable[[], object], Tensor]:
+        nonlocal tries
+        tries += 1
+        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+    graphs = DecodeGraphs(run, CPU, fails)
+    numbers = step(3)
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs.*not permitted when stream is capturing"):
+        assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
+    assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
+    assert tries == 1 and len(graphs) == 0 and graphs.note is not None and "more lines" not in graphs.note
+
+
+def test_without_a_capture_steps_are_filled_up_all_the_same() -> None:
+    sizes: list[int] = []
+
+    def spy(numbers: Tensor) -> Tensor:
+        sizes.append(len(numbers))
+        return run(numbers)
+
+    graphs = DecodeGraphs(spy, CPU, None)
+    numbers = step(11)
+    assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
+    assert sizes == [16]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_on_the_device() -> None:
+    weight = torch.randn(5, 7, device="cuda")
+    graphs = DecodeGraphs(lambda numbers: numbers.float() @ weight, torch.device("cuda"), cuda_capture())
+    with torch.no_grad():
+        for seed in range(4):
+            numbers = step(13, seed=seed)
+            out = graphs(numbers, form=0)
+            torch.testing.assert_close(out, torch.from_numpy(numbers).cuda().float() @ weight)
+    assert len(graphs) == 1 and graphs.note is None
