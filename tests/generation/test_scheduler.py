@@ -16,8 +16,8 @@ class Machine:
     """Runs plans over a pretended cache: `held[key]` lists the tokens whose keys and values are stored for a sequence, after
     those of its prefix in `stored`; `parts` what is stored of unfinished prompts."""
 
-    def __init__(self, budget: Budget, least_shared: int | None = None) -> None:
-        self.slots = Slots(budget.max_sequences, budget.max_tokens, least_shared)
+    def __init__(self, budget: Budget, least_spared: int | None = None) -> None:
+        self.slots = Slots(budget.max_sequences, budget.max_tokens, least_spared)
         self.scheduler = Scheduler(budget, self.slots)
         self.held: dict[tuple[str, int], tuple[int, ...]] = {}
         self.stored: dict[Prefix, tuple[int, ...]] = {}
@@ -107,16 +107,16 @@ def sequence(id: str, k: int = 0, prompt: int = 3, limit: int = 4) -> Sequence:
     max_sequences=st.integers(1, 6),
     max_tokens=st.integers(310, 900),
     max_prefill=st.integers(1, 200),
-    least_shared=st.sampled_from([None, 1, 64]),
+    least_spared=st.sampled_from([None, 1, 256]),
     divides=st.booleans(),
     events=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["restart", "abort"])), max_size=3),
 )  # fmt: skip
 def test_everything_submitted_finishes_within_the_budget(
     shapes: list[tuple[int, int, int, int]], max_sequences: int, max_tokens: int, max_prefill: int,
-    least_shared: int | None, divides: bool, events: list[tuple[int, str]],
+    least_spared: int | None, divides: bool, events: list[tuple[int, str]],
 ) -> None:  # fmt: skip
     """Prompts of a system part that some share and a part of their own, at mixed lengths, with restarts and aborts between."""
-    machine = Machine(Budget(max_sequences, max_tokens, max_prefill, divides), least_shared)
+    machine = Machine(Budget(max_sequences, max_tokens, max_prefill, divides), least_spared)
     wanted = [
         Sequence(f"p{i}", k, (*range(system), *range(500 * i, 500 * i + own)), limit)
         for i, (system, own, limit, count) in enumerate(shapes)
@@ -265,12 +265,13 @@ def shared(count: int, system: int, own: int, samples: int = 1) -> list[Sequence
         (3, 128, 100, 4, [227] * 3, 3 * 228),  # samples share the whole prompt rather than the system prompt
         (4, 0, 100, 1, [], 400),  # nobody begins alike
         (4, 40, 10, 2, [], 4 * 50),  # too short to be stored apart: equal prompts are computed once and copied
+        (2, 0, 200, 2, [], 2 * 200),  # too few sequences, likewise
     ],
 )
 def test_what_sequences_begin_with_is_computed_and_held_once(
     count: int, system: int, own: int, samples: int, apart: list[int], computed: int
 ) -> None:
-    machine = Machine(Budget(), least_shared=64)
+    machine = Machine(Budget(), least_spared=256)
     for one in shared(count, system, own, samples):
         machine.scheduler.submit(one)
     machine.step()
@@ -282,33 +283,33 @@ def test_what_sequences_begin_with_is_computed_and_held_once(
 
 
 def test_later_requests_find_a_prefix_that_is_there() -> None:
-    machine = Machine(Budget(), least_shared=64)
-    first, second, third = shared(3, 192, 5)
+    machine = Machine(Budget(), least_spared=256)
+    first, second, third = shared(3, 320, 5)
     machine.scheduler.submit(first)
     machine.scheduler.submit(second)
     machine.step()
     machine.scheduler.submit(third)
     machine.step()
-    assert machine.prefilled == 192 + 3 * 5
+    assert machine.prefilled == 320 + 3 * 5
     assert third.prefix is first.prefix is not None
 
 
 def test_a_prefix_leaves_with_the_last_that_begins_with_it() -> None:
-    machine = Machine(Budget(), least_shared=64)
-    for one in shared(1, 100, 0, samples=3):
+    machine = Machine(Budget(), least_spared=256)
+    for one in shared(1, 100, 0, samples=4):
         machine.scheduler.submit(one)
     machine.step()
-    assert machine.slots.tokens == 99 + 3 * 64
+    assert machine.slots.tokens == 99 + 4 * 64
     machine.abort("p0")
     assert machine.slots.tokens == 0 and not machine.scheduler.prefixes
 
 
 def test_equal_hashes_of_unlike_prompts_are_no_prefix() -> None:
-    machine = Machine(Budget(), least_shared=64)
-    one, other = Sequence("a", 0, (-1,) * 100, 3), Sequence("b", 0, (-2,) * 100, 3)
+    machine = Machine(Budget(), least_spared=256)
+    one, other = Sequence("a", 0, (-1,) * 300, 3), Sequence("b", 0, (-2,) * 300, 3)
     assert hash(-1) == hash(-2)
     machine.scheduler.submit(one)
     machine.scheduler.submit(other)
     machine.step()
     assert one.prefix is not None and other.prefix is None
-    assert machine.prefilled == 200
+    assert machine.prefilled == 600

@@ -55,8 +55,8 @@ def test_completions_are_those_of_prompts_computed_apart(name: str, config: Tran
 
 def test_many_prompts_of_which_each_has_one_token_left() -> None:
     network, spec, random = build(), GenerationSpec(max_new_tokens=4), np.random.default_rng(5)
-    made = [random.integers(6, 61, size=70).tolist() for _ in range(20)]
-    requests = [Request(f"p{i}", k, prompt) for i, prompt in enumerate(made) for k in range(2)]
+    made = [random.integers(6, 61, size=70).tolist() for _ in range(16)]
+    requests = [Request(f"p{i}", k, prompt) for i, prompt in enumerate(made) for k in range(5)]
     apart: dict[Key, list[TokenEvent]] = {}
     for request in requests:
         apart |= generate(network, spec, [request])

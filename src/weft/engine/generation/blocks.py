@@ -16,7 +16,7 @@ Key = Hashable
 class Blocks(Protocol):
     """Room for the keys and values of sequences and of the prefixes they share, by token count."""
 
-    least_shared: int | None  # tokens from which on a prefix is worth storing apart; None: none is
+    least_spared: int | None  # tokens that a prefix must spare to be worth storing apart; None: none is
 
     def admit(self, key: Key, length: int) -> bool:
         """Give a new sequence room for `length` tokens of its own; False, and nothing changes, where there is none."""
@@ -47,8 +47,8 @@ class Slots:
 
     FIRST = 64  # tokens of a slot at first
 
-    def __init__(self, max_slots: int, max_tokens: int, least_shared: int | None = None) -> None:
-        self.max_slots, self.max_tokens, self.least_shared = max_slots, max_tokens, least_shared
+    def __init__(self, max_slots: int, max_tokens: int, least_spared: int | None = None) -> None:
+        self.max_slots, self.max_tokens, self.least_spared = max_slots, max_tokens, least_spared
         self.capacity = 0
         self._clock = 0
         self._waiting: dict[Key, int] = {}  # tokens

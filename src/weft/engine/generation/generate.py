@@ -43,7 +43,7 @@ SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
 DEFAULT_SEQUENCES = 256
 PREFILL = {"cpu": 2048}  # prompt tokens of a step; more gain nothing on a CPU, and what runs waits for them
 DEFAULT_PREFILL = 8192
-LEAST_SHARED = 64  # tokens of a prefix from which on a CPU joins it to each sequence; shorter ones are copied
+LEAST_SPARED = 256  # keys that a joined prefix must spare a CPU in a step to pay for its join; others are copied
 LEAST_ROWS = {"cpu": 16}  # a CPU multiplies fewer rows by other kernels, whose sums differ in the last digit
 
 
@@ -353,4 +353,4 @@ def default_budget(config: TransformerConfig, device: torch.device, dtype: torch
 
 def _slots(network: Decoder, device: torch.device, budget: Budget) -> Slots:
     joins = device.type == "cpu" and network.shares_prefixes(budget.max_tokens)
-    return Slots(budget.max_sequences, budget.max_tokens, LEAST_SHARED if joins else None)
+    return Slots(budget.max_sequences, budget.max_tokens, LEAST_SPARED if joins else None)

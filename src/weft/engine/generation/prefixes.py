@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-STRIDE = 64
+STRIDE = 64  # also the shortest prefix: its own pass would have too few tokens to be worth it
 Level = tuple[int, int]  # (tokens, hash of the chain up to there)
 
 
@@ -29,7 +29,7 @@ class Prefix:
 class Beginnings:
     """How many of the sequences at hand begin with each chain."""
 
-    least: int
+    least: int  # tokens that a new prefix must spare: its length times the sequences beyond the first
     counts: Counter[int] = field(default_factory=Counter)
 
     def levels(self, prompt: Sequence[int]) -> tuple[Level, ...]:
@@ -37,11 +37,10 @@ class Beginnings:
         last = len(prompt) - 1
         ends = [*range(STRIDE, last, STRIDE), last]
         found, mark, start = [], 0, 0
-        for end in ends if last >= self.least else []:
+        for end in ends if last >= STRIDE else []:
             mark = hash((mark, tuple(prompt[start:end])))
             start = end
-            if end >= self.least:
-                found.append((end, mark))
+            found.append((end, mark))
         return tuple(found)
 
     def add(self, levels: Collection[Level]) -> None:
@@ -54,12 +53,12 @@ class Beginnings:
                 del self.counts[mark]
 
     def best(self, levels: Collection[Level], stored: Mapping[int, Prefix]) -> Level | None:
-        """The prefix that spares a sequence most, given what is stored already; None where nobody else begins alike."""
+        """The prefix that spares a sequence most, given what is stored already; None where none spares enough."""
 
         def spared(level: Level) -> float:
             length, mark = level
             count = self.counts[mark]
             return float(length) if mark in stored else length * (count - 1) / count
 
-        best = max(levels, key=spared, default=None)
-        return best if best is not None and spared(best) > 0 else None
+        worth = [(n, mark) for n, mark in levels if mark in stored or n * (self.counts[mark] - 1) >= self.least]
+        return max(worth, key=spared, default=None)

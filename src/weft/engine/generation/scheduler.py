@@ -102,7 +102,7 @@ class Scheduler:
         self.running: dict[tuple[str, int], Sequence] = {}
         self.prefixes: dict[int, Prefix] = {}
         self._known: dict[tuple[str, int], Sequence] = {}
-        self._beginnings = Beginnings(blocks.least_shared or 0)
+        self._beginnings = Beginnings(blocks.least_spared or 0)
 
     @property
     def idle(self) -> bool:
@@ -118,7 +118,7 @@ class Scheduler:
                 f"{sequence.id!r}: prompt and completion may need {most} tokens, but keys and values of "
                 f"{self.budget.max_tokens} are held at most; lower gen.max_new_tokens or dataset.max_prompt_len"
             )
-        if self.blocks.least_shared is not None:
+        if self.blocks.least_spared is not None:
             sequence.levels = self._beginnings.levels(sequence.prompt)
             self._beginnings.add(sequence.levels)
         self._known[sequence.key] = sequence

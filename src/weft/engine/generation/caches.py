@@ -1,0 +1,106 @@
+"""Which form keys and values take on a device: the scheduler's accounting, the memory, and how a decode step runs over it.
+
+Slots everywhere (`models/kv_cache.py`), but pages (`models/paged_cache.py`) on a GPU whose kernels read them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from weft.engine.generation.blocks import Blocks, Slots
+from weft.engine.generation.graphs import COARSE, SIZES, DecodeGraphs, cuda_capture
+from weft.engine.generation.page_blocks import PageBlocks
+from weft.engine.generation.scheduler import Budget
+from weft.models import flash, flex
+from weft.models.kv_cache import KVCache
+from weft.models.packed import in_vectors
+from weft.models.paged_cache import PAGE, PagedCache, PagePool
+
+if TYPE_CHECKING:
+    from weft.engine.generation.generate import Decoder
+
+LEAST_SPARED = 64  # tokens
+LEAST_ROWS = {"cpu": 16}  # a CPU multiplies fewer rows by other kernels, whose sums differ in the last digit
+
+
+class Caches(Protocol):
+    """One generator's key-value memory. `least_rows` is the fewest tokens of a pass."""
+
+    blocks: Blocks
+    least_rows: int
+
+    def new(self, *, slots: int = 8, room: int = 64) -> Any:
+        """A cache: `KVCache` or `PagedCache`, which have the same methods. `slots` and `room` are what it begins with."""
+        ...
+
+    def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:
+        """Hidden states [R, hidden] of one more token each in the rows 0 .. R - 1 of `cache`; read before the next call."""
+        ...
+
+    def moved(self) -> None:
+        """Weights may lie elsewhere from now on."""
+        ...
+
+
+def caches_for(network: Decoder, device: torch.device, budget: Budget) -> Caches:
+    rope = network.config.rope
+    fixed = rope is None or rope.scaling not in ("dynamic", "longrope")  # whether cached keys never change
+    if network.reads_pages and fixed and flex.serves(device, network.config.head_dim):
+        return PageCaches(network, device, budget)
+    return SlotCaches(network, device, budget)
+
+
+class SlotCaches:
+    def __init__(self, network: Decoder, device: torch.device, budget: Budget) -> None:
+        self._network, self._device = network, device
+        joins = device.type == "cpu" and network.shares_prefixes(budget.max_tokens)
+        self.blocks = Slots(budget.max_sequences, budget.max_tokens, LEAST_SPARED if joins else None)
+        self.least_rows = LEAST_ROWS.get(device.type, 1)
+
+    def new(self, *, slots: int = 8, room: int = 64) -> KVCache:
+        dtype = next(self._network.parameters()).dtype
+        return KVCache(self._network.config, self._device, dtype, slots=slots, room=in_vectors(room, self._device))
+
+    def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:
+        count = len(tokens)
+        fillers = cache.allocate(max(0, self.least_rows - count))
+        tokens = np.concatenate([tokens, np.zeros(len(fillers), np.int64)])
+        packed = cache.extend(range(len(tokens)), torch.from_numpy(tokens).to(self._device))
+        states = self._network.hidden(packed)[:count]
+        for slot in reversed(fillers):
+            cache.release(slot)
+        return states
+
+    def moved(self) -> None:
+        """Nothing here holds an address."""
+
+
+class PageCaches:
+    def __init__(self, network: Decoder, device: torch.device, budget: Budget, page: int = PAGE) -> None:
+        self._network, config, dtype = network, network.config, next(network.parameters()).dtype
+        self.least_rows = 1
+        self.blocks = PageBlocks(budget.max_sequences, budget.max_tokens, page, least_spared=page)
+        self._pool = PagePool(config, device, dtype, page=page)
+        plain = config.attention_softcap is None and flash.serves(device, dtype, config.head_dim)
+        sizes = SIZES if plain and flash.abilities().block_table else COARSE
+        # Experts ask the host how many tokens each has, which no graph can.
+        capture = cuda_capture() if device.type == "cuda" and config.experts is None else None
+        self.graphs = DecodeGraphs(self._run, device, capture, sizes)
+
+    def new(self, *, slots: int = 8, room: int = 64) -> PagedCache:
+        return PagedCache(self._pool)
+
+    def decode(self, cache: PagedCache, tokens: npt.NDArray[np.int64]) -> Tensor:
+        step = cache.step(range(len(tokens)), tokens)
+        return self.graphs(step, form=(step.shape[1], len(self._pool.pages)))
+
+    def moved(self) -> None:
+        self.graphs.drop()
+
+    def _run(self, step: Tensor) -> Tensor:
+        return self._network.hidden(self._pool.packed(step))
