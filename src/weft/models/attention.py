@@ -25,7 +25,7 @@ from torch import Tensor
 
 from weft.models import flash, flex
 from weft.models.dropout import TokenNoise
-from weft.models.merge import merge
+from weft.models.merge import Partial, join, merge
 from weft.models.packed import AttentionContext, Bucket, Cached, Dense, Paged, Prefixed, in_vectors
 from weft.models.scores import Scores
 
@@ -124,9 +124,8 @@ def _decode(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
         return _masked(wide, k, v, visible, scores)[:, :, :group].flatten(1, 2)
     mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
     own, own_lse = _partial(wide, k, v, scores, mask)
-    shared, shared_lse = _prefixes(grouped, context, scores, layer)
-    share = torch.sigmoid(shared_lse - own_lse[:, :, :group])  # of the weight that lies on the prefix: 0 without one
-    return torch.lerp(own[:, :, :group], shared, share[..., None].to(q.dtype)).flatten(1, 2)
+    parts = Partial(own[:, :, :group], own_lse[:, :, :group]), Partial(*_prefixes(grouped, context, scores, layer))
+    return join(*parts).out.flatten(1, 2)
 
 
 def _prefixes(grouped: Tensor, context: Cached, scores: Scores, layer: int) -> tuple[Tensor, Tensor]:
