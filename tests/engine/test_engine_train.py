@@ -20,7 +20,7 @@ from weft.engine.backends import common
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch_engine import TorchEngine
 from weft.errors import ConfigError, RunError
-from weft.models import hf_io
+from weft.models import heads, hf_io
 from weft.models.packed import pack
 from weft.registry import backends, losses
 from weft.topology import Layout
@@ -104,6 +104,24 @@ def test_clipping_decay_and_schedule_equal_torch_and_transformers(path: Path, fl
         schedule.step()
         optimizer.zero_grad()
     assert_same(parameters(engine), {name: p.detach() for name, p in model.named_parameters()})
+
+
+def test_rows_outside_the_loss_mask_never_meet_the_head(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = [float(i % 3 == 0) for i in range(TOKENS)]
+    batch, seen = batch_of(GROUPS, loss_mask=mask), []
+    project = heads.token_outputs
+
+    def watch(hidden: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        seen.append(len(hidden))
+        return project(hidden, *args, **settings)
+
+    monkeypatch.setattr(heads, "token_outputs", watch)
+    engine = engine_of(path)
+    [stats] = engine.train([batch], Nll())
+    assert seen == [sum(mask)]
+    model = AutoModelForCausalLM.from_pretrained(path)
+    plain = torch.cat(plain_logprobs(model, batch)) * torch.tensor(mask)
+    assert stats.metrics["loss"] == pytest.approx(-plain.sum().item() / sum(mask), rel=1e-5)
 
 
 def test_first_float32_loss_is_that_of_transformers(path: Path) -> None:

@@ -124,7 +124,7 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         return logits
 
     monkeypatch.setattr(heads, "_project", watch)
-    monkeypatch.setattr(heads, "CHUNK_CELLS", 2 * V)
+    monkeypatch.setattr(heads, "CHUNK_CELLS", {"cpu": 2 * V})
     hidden, weight, _, labels = inputs()
     out = token_outputs(hidden, labels, Projection(weight), ALL)
     (out["logprobs"].sum() + out["entropy"].sum()).backward()
@@ -162,3 +162,35 @@ def test_the_sampler_sees_the_same_logits() -> None:
     logits = network.next_token_logits(network.hidden(packed)[packed.rows])
     logp = (logits / 0.7).log_softmax(-1).gather(1, packed.labels[:, None])[:, 0]
     assert_close(network(packed, frozenset({"logprobs"}), 0.7)["logprobs"], logp)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_gradient_known_before_spares_the_logits(
+    softcap: float | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, bias, labels = inputs()
+    projection, scale = Projection(weight, bias, softcap), torch.linspace(-0.5, 2.0, N, dtype=torch.float64)
+    calls = 0
+    project = heads._project
+
+    def watch(*args: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return project(*args)
+
+    monkeypatch.setattr(heads, "_project", watch)
+
+    def gradients(by_logprob: Tensor | None, given: Tensor) -> tuple[Tensor, ...]:
+        out = token_outputs(
+            hidden, labels, projection, ALL, temperature=temperature, chunk=3, by_logprob=by_logprob
+        )  # fmt: skip
+        return torch.autograd.grad((out["logprobs"] * given).sum(), [hidden, weight, bias])
+
+    plain = gradients(None, scale)
+    assert calls == 6
+    for one, other in zip(gradients(scale, scale), plain, strict=True):
+        assert_close(one, other)
+    assert calls == 9
+    for one, other in zip(gradients(2 * scale, scale), plain, strict=True):  # a wrong guess costs time alone
+        assert_close(one, other)

@@ -10,23 +10,26 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Cost:
-    """`products`: parameters that a token meets in matrix products (experts it is routed to; the embedding look-up is none);
-    `attention`: layers x heads x head size. `backward` is how much a backward pass costs in forward passes: 2, or 1 where
-    most weights are frozen and need no gradient."""
+    """`products`: parameters that a token meets in matrix products (experts it is routed to; the embedding look-up is none),
+    of which `head` only where an output is asked for; `attention`: layers x heads x head size. `backward` is how much a
+    backward pass costs in forward passes: 2, or 1 where most weights are frozen and need no gradient."""
 
     products: int
     attention: int
     backward: int = 2
+    head: int = 0
 
-    def training(self, lengths: npt.NDArray[np.int64]) -> float:
-        """Operations of one forward and backward pass over sequences of these lengths; recomputation is not counted.
+    def training(self, lengths: npt.NDArray[np.int64], *, rows: float | None = None, across: float = 0.0) -> float:
+        """Operations of one forward and backward pass over segments of these lengths; recomputation is not counted.
 
         2 a parameter and token, and 4 a head entry and (query, key) pair, of which causal attention has L (L + 1) / 2
-        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which counts all L^2).
+        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which counts all L^2), and `across` more lie between segments.
+        Outputs are read at `rows` tokens; at all where it is None.
         """
         tokens = float(lengths.sum())
-        pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum())
-        return (1 + self.backward) * (2.0 * self.products * tokens + 4.0 * self.attention * pairs)
+        pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum()) + across
+        products = self.products * tokens - self.head * (0.0 if rows is None else tokens - rows)
+        return (1 + self.backward) * (2.0 * products + 4.0 * self.attention * pairs)
 
     @property
     def per_token(self) -> float:

@@ -77,12 +77,17 @@ class HFNetwork(nn.Module):
         if self.kind == "lm":
             rows = states[x.rows] * self._head[0].scale
             projection = self._head[0].projection
-            return heads.token_outputs(rows, x.labels, projection, want, temperature=temperature, support=support)
+            return heads.token_outputs(
+                rows, x.labels, projection, want, temperature=temperature, support=support, by_logprob=x.by_logprob
+            )
         bias = 0.0 if layer.bias is None else layer.bias.float()
         if self.kind == "value":
             return {"values": heads.row_values(states[x.rows], layer.weight) + bias}
-        lengths = x.attention.dense.lengths
-        return {"scores": heads.sequence_scores(states, layer.weight, lengths, self.pooling) + bias}
+        return {"scores": heads.sequence_scores(states, layer.weight, x.attention, self.pooling) + bias}
+
+    def shares_prefixes(self, longest: int) -> bool:
+        """No: a module is tried out with whole sequences alone."""
+        return False
 
     def hidden(self, x: Packed) -> Tensor:
         """Hidden states [T, hidden] as the head reads them."""

@@ -1,14 +1,14 @@
 """From a SequenceSample to what a network is fed (`Packed`) and to what a loss reads (the `RowBatch` of algorithms/base.py).
 
-Completion s of a group is laid out as its prompt and then its tokens; K completions repeat their prompt. The row of a
-completion token is the hidden state before it. Where the prompt is empty nothing comes before the first token: its row stands
-on the token itself, with mask 0, log-prob 0 and value 0.
+Completion s of a group is laid out as its prompt and then its tokens; K completions repeat their prompt, or share it where that
+is asked for. The row of a completion token is the hidden state before it. Where the prompt is empty nothing comes before the
+first token: its row stands on the token itself, with mask 0, log-prob 0 and value 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,71 +20,156 @@ from torch import Tensor
 from weft.data.sample import SequenceSample
 from weft.errors import DataError
 from weft.models.heads import Support
-from weft.models.packed import Dense, Packed
+from weft.models.packed import Dense, Join, Packed, Prefixed
 
 Index = npt.NDArray[np.int64]
 
 
+LEAST_PREFIX = 16  # tokens of a prompt that is worth joining; a shorter one is repeated
+
+
 @dataclass(frozen=True)
 class Places:
-    """Where the sequences of a micro-batch lie in the pack; all int64 `[S]`."""
+    """Where the sequences of a micro-batch lie in the pack; all int64 `[S]` but `shared`.
+
+    The prompt of a shared id stands in the pack once, before its completions; elsewhere every completion has its own.
+    """
 
     group: Index  # the id a sequence belongs to
     prompt: Index  # tokens of its prompt
     length: Index  # tokens of its completion
+    shared: npt.NDArray[np.bool_]  # [G]: ids whose completions share one prompt
 
     @classmethod
     def of(cls, sample: SequenceSample) -> Places:
-        """Raises `DataError` where there are no completions, or one that is empty together with its prompt."""
+        """Every completion with its own prompt.
+
+        Raises `DataError` where there are no completions, or one that is empty together with its prompt.
+        """
         if "completion" not in sample.data:
             raise DataError(f"the engine reads the key 'completion'; this batch holds {list(sample.keys)}")
         group = sample.group_of("completion")
         length = sample.lengths["completion"].astype(np.int64)
-        prompt = np.zeros_like(length)
+        prompts = np.zeros(sample.num_ids, np.int64)
         if "prompt" in sample.data:
-            prompt = sample.lengths["prompt"].astype(np.int64)[group]
-        empty = np.flatnonzero(length + prompt == 0)
+            prompts = sample.lengths["prompt"].astype(np.int64)
+        empty = np.flatnonzero(length + prompts[group] == 0)
         if len(empty):
             raise DataError(f"id {sample.ids[group[empty[0]]]!r}: a sequence without any token cannot be computed")
-        return cls(group, prompt, length)
+        return cls(group, prompts[group], length, np.zeros(sample.num_ids, np.bool_))
+
+    def sharing(self) -> Places:
+        """The same sequences; ids with several completions after a prompt of some length share it."""
+        worth = (np.bincount(self.group)[self.group] > 1) & (self.prompt >= LEAST_PREFIX)
+        shared = self.shared.copy()
+        shared[self.group[worth]] = True
+        return replace(self, shared=shared)
+
+    @property
+    def lengths(self) -> Index:
+        """`[S]`: tokens of each sequence."""
+        return self.prompt + self.length
+
+    @cached_property
+    def leads(self) -> npt.NDArray[np.bool_]:
+        """`[S]`: whether a prompt stands in the pack before this completion."""
+        return ~self.shared[self.group] | np.diff(self.group, prepend=-1).astype(bool)
+
+    @cached_property
+    def segments(self) -> Index:
+        """Lengths of what lies end to end in the pack: shared prompts, their completions, whole sequences; in order."""
+        alone = ~self.shared[self.group]
+        first, second = np.where(alone | ~self.leads, 0, self.prompt), self.length + np.where(alone, self.prompt, 0)
+        kept = np.stack([self.leads & ~alone, np.ones_like(alone)], axis=1)
+        return np.stack([first, second], axis=1)[kept]
 
     @cached_property
     def starts(self) -> Index:
-        """int64 [S + 1]: where each sequence begins in the pack, and the number of tokens in all."""
-        return np.concatenate([[0], np.cumsum(self.prompt + self.length)])
+        """`[S]`: where each completion begins in the pack."""
+        before = np.where(self.leads, self.prompt, 0)
+        return np.cumsum(before + self.length) - self.length
+
+    @cached_property
+    def before(self) -> Index:
+        """`[S]`: the last token of each completion's prompt; -1 at the beginning of the pack."""
+        leader = np.maximum.accumulate(np.where(self.leads, np.arange(len(self.leads)), 0))
+        return self.starts[leader] - 1
+
+    @cached_property
+    def last(self) -> Index:
+        """`[S]`: each sequence's last token."""
+        return np.where(self.length > 0, self.starts + self.length - 1, self.before)
 
     def rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
         """(index in the pack, whether it exists) of each sequence's rows: one a completion token, and `extra` after."""
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        row = within + np.repeat(self.starts[:-1] + self.prompt - 1, counts)
+        row = np.where(within == 0, np.repeat(self.before, counts), within - 1 + np.repeat(self.starts, counts))
         exists = within + np.repeat(self.prompt, counts) > 0
-        return np.where(exists, row, row + 1), exists
+        return np.where(exists, row, np.repeat(self.starts, counts)), exists
+
+    def joins(self) -> tuple[Join, ...]:
+        """The shared prompts and the completions that go on from each, as spans of the pack."""
+        found = []
+        for group in np.flatnonzero(self.shared):
+            (members,) = np.nonzero(self.group == group)
+            start, stop = int(self.starts[members[0]]), int(self.starts[members[-1]] + self.length[members[-1]])
+            if stop > start:
+                found.append(Join((start - int(self.prompt[members[0]]), start), (start, stop)))
+        return tuple(found)
+
+    @property
+    def pairs_across(self) -> float:
+        """(query, key) pairs between completions and the prompts they share."""
+        return float((self.length * self.prompt)[self.shared[self.group]].sum())
 
 
 def pack(sample: SequenceSample, places: Places, device: torch.device, *, extra: int = 0) -> Packed:
     """The network's input: every sequence once, in order. `extra` rows a sequence after the last token (values have one).
 
-    The label of an extra row is the sequence's last token, which nothing reads.
+    The label of a row that stands at its sequence's end is that last token, which nothing reads.
     """
     completions = sample.sequences("completion")
-    tokens = completions
-    if "prompt" in sample.data:
-        prompts = sample.sequences("prompt")
-        tokens = [t for g, completion in zip(places.group, completions, strict=True) for t in (prompts[g], completion)]
+    tokens, positions = [], []
+    prompts = sample.sequences("prompt") if "prompt" in sample.data else None
+    for s, completion in enumerate(completions):
+        prompt, length = int(places.prompt[s]), len(completion)
+        if prompts is not None and places.leads[s]:
+            tokens.append(prompts[places.group[s]])
+            positions.append(np.arange(prompt))
+        tokens.append(completion)
+        positions.append(np.arange(prompt, prompt + length))
     flat = torch.cat(tokens).to(device=device, dtype=torch.int64)
-    starts, sizes = places.starts, places.prompt + places.length
-    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
-    rows, exists = places.rows(extra)
-    next_token = np.minimum(np.where(exists, rows + 1, rows), np.repeat(starts[1:] - 1, places.length + extra))
-    cu_seqlens = torch.from_numpy(starts.astype(np.int32)).to(device)
+    rows = places.rows(extra)[0]
     return Packed(
         tokens=flat,
-        positions=torch.from_numpy(positions).to(device),
-        attention=Dense(cu_seqlens=cu_seqlens, max_len=int(sizes.max())),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        attention=_context(places, device),
         rows=torch.from_numpy(rows).to(device),
-        labels=flat[torch.from_numpy(next_token).to(device)],
+        labels=_labels(sample, places, extra).to(device),
     )
+
+
+def _context(places: Places, device: torch.device) -> Dense | Prefixed:
+    sizes = places.segments
+    cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    dense = Dense(torch.from_numpy(cu_seqlens).to(device), int(sizes.max()))
+    joins = places.joins()
+    return Prefixed(dense, joins, torch.from_numpy(places.last).to(device)) if joins else dense
+
+
+def _labels(sample: SequenceSample, places: Places, extra: int) -> Tensor:
+    """int64 [N]: the completions' tokens, with `extra` more of each one's last."""
+    tokens = sample.data["completion"].to(torch.int64)
+    if not extra:
+        return tokens
+    if not len(tokens):
+        return tokens.new_zeros(extra * len(places.length))
+    ends = np.cumsum(places.length)
+    counts = places.length + extra
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    capped = np.minimum(within, np.repeat(np.maximum(places.length - 1, 0), counts))
+    return tokens[torch.from_numpy(np.minimum(capped + np.repeat(ends - places.length, counts), len(tokens) - 1))]
 
 
 class _Sum(torch.autograd.Function):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,29 +35,54 @@ NOTHING = "no trained token: every loss mask of the minibatch is 0"
 @dataclass(frozen=True)
 class Pass:
     """How one micro-batch goes through a network. `extra` rows follow each completion's last token; without `noise` keys
-    (of a sequence's seed and step) nothing is dropped."""
+    (of a sequence's seed and step) nothing is dropped; `trained_only` leaves out rows that the loss mask leaves out."""
 
     want: Want
     temperature: float = 1.0
     extra: int = 0
     noise: tuple[int, int] | None = None  # (seed, step)
     balance: Balance | None = None  # filled on the way
+    trained_only: bool = False
+    by_logprob: Tensor | None = None  # [N]: the gradient of each row's log-prob, where it is known
+
+
+class Shares(Protocol):
+    """What a network says of prompts that several completions go on from."""
+
+    def shares_prefixes(self, longest: int) -> bool:
+        """Whether it computes them once, where no sequence has more than `longest` tokens."""
+        ...
+
+
+def counting_rows(part: SequenceSample, places: Places, how: Pass) -> npt.NDArray[np.bool_]:
+    """[N]: rows whose output is read: those that exist, and of a trained pass those that the loss mask has."""
+    counts = places.rows(how.extra)[1]
+    if how.trained_only and "loss_mask" in part.data:
+        return counts & (part.data["loss_mask"].cpu().numpy() != 0.0)
+    return counts
 
 
 def compute(
     network: nn.Module, part: SequenceSample, how: Pass, device: torch.device
 ) -> tuple[Places, dict[str, Tensor]]:
-    """Run one micro-batch. Rows that do not exist give 0."""
+    """Run one micro-batch. Rows that do not exist give 0, and so do those with loss mask 0 where `how.trained_only`.
+
+    Dropout differs between the completions of a prompt, so a pass with noise shares none.
+    """
     places = Places.of(part)
-    packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance)
+    if how.noise is None and how.balance is None and cast(Shares, network).shares_prefixes(int(places.lengths.max())):
+        places = places.sharing()
+    packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance, by_logprob=how.by_logprob)
     if how.noise is not None:
         packed = replace(packed, noise=Noise.of(*how.noise, microbatches.sequence_keys(part), device))
-    out: dict[str, Tensor] = network(packed, how.want, how.temperature, support_of(part, device))
-    exists = places.rows(how.extra)[1]
-    if not exists.all():
-        there = torch.from_numpy(exists).to(device)
-        out = {key: value if key == "scores" else torch.where(there, value, 0.0) for key, value in out.items()}
-    return places, out
+    support, counts = support_of(part, device), counting_rows(part, places, how)
+    if counts.all() or "scores" in how.want:
+        return places, network(packed, how.want, how.temperature, support)
+    rows = torch.from_numpy(np.flatnonzero(counts)).to(device)
+    known = None if packed.by_logprob is None else packed.by_logprob[rows]
+    packed = replace(packed, rows=packed.rows[rows], labels=packed.labels[rows], by_logprob=known)
+    out = network(packed, how.want, how.temperature, None if support is None else support.select(rows))
+    return places, {key: value.new_zeros(len(counts)).index_copy(0, rows, value) for key, value in out.items()}
 
 
 @dataclass
@@ -66,7 +92,8 @@ class Passes:
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Stat]] = field(default_factory=list)
     ids: list[list[str]] = field(default_factory=list)
-    lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    operations: list[float] = field(default_factory=list)
 
     def not_finite(self) -> list[str]:
         """Ids of the micro-batches whose loss is NaN or infinite."""
@@ -116,31 +143,44 @@ class Step:
         self.optimizer.attempts += 1
         synchronise(self.device)
         seconds = time.perf_counter() - started
-        lengths = np.concatenate(passes.lengths)
-        tokens = float(lengths.sum())
+        tokens = float(sum(passes.tokens))
         speed = {"num_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
-        mfu = self.cost.training(lengths) / seconds / rate
+        mfu = sum(passes.operations) / seconds / rate
         return StepStats({**metrics, **speed, "mfu": mfu}, skipped=skipped)
 
     def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: Passes) -> None:
         """One micro-batch: its share of the loss, backward into the gradients."""
         noise = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
-        places = Places.of(part)
-        balance = Balance(torch.from_numpy(places.prompt + places.length).to(self.device)) if self.balance else None
-        how = Pass(loss.outputs, self.temperature, noise=noise, balance=balance)
+        balance = Balance(torch.from_numpy(Places.of(part).lengths).to(self.device)) if self.balance else None
+        known = self._gradient_by_logprob(part, loss, total) if loss.linear else None
+        how = Pass(loss.outputs, self.temperature, noise=noise, balance=balance, trained_only=True, by_logprob=known)
         places, out = compute(self.network, part, how, self.device)
         floats = next((value.dtype for value in out.values()), torch.float32)
         value, stats = loss(out, SampleRows(part, places, self.device, floats), total)
         if balance is not None:
             uneven = balance.by_sequence().sum()
             value = value + self.balance * uneven / total[SEQUENCES]
-            stats = {**stats, "balance_loss": Sum(uneven.detach(), len(places.length))}
+            stats = {**stats, "balance_loss": Sum(uneven.detach(), len(places.lengths))}
         if value.requires_grad:
             (value * self.optimizer.loss_scale).backward()
         passes.losses.append(value.detach())
         passes.stats.append(stats)
         passes.ids.append(microbatches.sample_ids(part))
-        passes.lengths.append(places.prompt + places.length)
+        passes.tokens.append(int(places.lengths.sum()))
+        rows = len(places.length) if "scores" in out else np.count_nonzero(counting_rows(part, places, how))
+        passes.operations.append(self.cost.training(places.segments, rows=float(rows), across=places.pairs_across))
+
+    def _gradient_by_logprob(self, part: SequenceSample, loss: Loss, total: Mapping[str, float]) -> Tensor:
+        """[N]: what a loss that is linear in the log-probs multiplies each of them by."""
+        floats = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
+        rows = SampleRows(part, Places.of(part), self.device, floats)
+        out: dict[str, Tensor] = {
+            name: torch.zeros(rows.num_rows, dtype=floats, device=self.device) for name in loss.outputs
+        }
+        out["logprobs"].requires_grad_()
+        value, _ = loss(out, rows, total)
+        (gradient,) = torch.autograd.grad(value * self.optimizer.loss_scale, out["logprobs"])
+        return gradient
 
     def _objection(
         self,

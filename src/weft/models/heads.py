@@ -6,6 +6,7 @@ computes each chunk's logits again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 
 from weft.algorithms.base import Output
+from weft.models.packed import AttentionContext
 
-CHUNK_CELLS = 1 << 23  # logits held at once: 32 MB in float32
+# Logits held at once. On a CPU 32 MB in float32, with which its products run at full speed; an accelerator needs more rows.
+CHUNK_CELLS = {"cpu": 1 << 23}
+DEFAULT_CHUNK_CELLS = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,11 @@ class Support:
 
     ids: Tensor  # int64 [sum of counts]
     counts: Tensor  # int64 [N]
+
+    def select(self, rows: Tensor) -> Support:
+        """The support of some rows, int64 [n] in rising order."""
+        chosen = torch.zeros_like(self.counts, dtype=torch.bool).index_fill_(0, rows, True)
+        return Support(self.ids[chosen.repeat_interleave(self.counts)], self.counts[rows])
 
 
 @dataclass(frozen=True)
@@ -43,19 +52,25 @@ class Projection:
 
 def token_outputs(
     hidden: Tensor, labels: Tensor, projection: Projection, want: frozenset[Output], *,
-    temperature: float = 1.0, support: Support | None = None, chunk: int | None = None,
+    temperature: float = 1.0, support: Support | None = None, chunk: int | None = None, by_logprob: Tensor | None = None,
 ) -> dict[Output, Tensor]:  # fmt: skip
     """`want` of float32 [N] logprobs of `labels`, entropy in nats, and top1, from `hidden` [N, H] and `labels` int64 [N].
 
     All are of softmax(logits / temperature), over the support where one is given. Log-probs and entropy are differentiable in
     the hidden states and the projection; top1 (1 where the label is the likeliest id) is not. `chunk` is the number of rows
-    handled at once; by default as many as keep the logits small.
+    handled at once; by default as many as keep the logits small. `by_logprob` [N] is the gradient that the log-probs will get,
+    where it is known (a loss that is linear in them): the backward pass then need not compute the logits again.
     """
-    rows = chunk or max(1, CHUNK_CELLS // projection.weight.shape[0])
-    settings = _Settings(projection.softcap, temperature, rows, "entropy" in want, "top1" in want, support)
+    rows = chunk or chunk_rows(projection.weight.shape[0], hidden.device)
+    settings = _Settings(projection.softcap, temperature, rows, "entropy" in want, "top1" in want, support, by_logprob)
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
     names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
     return {name: value for name, value in zip(names, values, strict=True) if name in want}
+
+
+def chunk_rows(vocab_size: int, device: torch.device) -> int:
+    """Rows whose logits are held at once."""
+    return max(1, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,41 @@ class _Settings:
     entropy: bool
     top1: bool
     support: Support | None
+    by_logprob: Tensor | None
+
+
+class _Gradients:
+    """The gradients of a projection's inputs, added up over chunks of rows."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
+        kept = torch.promote_types(weight.dtype, torch.float32)
+        self._inputs = hidden, weight, bias
+        self._to_hidden = torch.empty_like(hidden) if needed[0] else None
+        self._to_weight = torch.zeros_like(weight, dtype=kept) if needed[1] else None
+        self._to_bias = torch.zeros_like(bias, dtype=kept) if bias is not None and needed[2] else None
+
+    def add(self, rows: slice, by_logit: Tensor, scale: Tensor) -> None:
+        """The gradient by the logits of `rows` is scale * by_logit; the scale goes to the short side of each product."""
+        hidden, weight, _ = self._inputs
+        by_raw = by_logit.to(weight.dtype)
+        if self._to_hidden is not None:
+            self._to_hidden[rows] = ((by_raw @ weight) * scale[:, None]).to(hidden.dtype)
+        if self._to_weight is not None:
+            _add_product(self._to_weight, by_raw.T, (hidden[rows] * scale[:, None]).to(weight.dtype))
+        if self._to_bias is not None:
+            self._to_bias += scale @ by_logit
+
+    def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """In the dtypes of the inputs."""
+        _, weight, bias = self._inputs
+        to_weight = None if self._to_weight is None else self._to_weight.to(weight.dtype)
+        return (
+            self._to_hidden,
+            to_weight,
+            None if self._to_bias is None or bias is None else self._to_bias.to(bias.dtype),
+            None,
+            None,
+        )
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -77,51 +127,65 @@ class _TokenOutputs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(labels), dtype=kept)
         entropies = hidden.new_empty(len(labels) if settings.entropy else 0, dtype=kept)
         top1 = hidden.new_empty(len(labels) if settings.top1 else 0, dtype=kept)
+        known = settings.by_logprob
+        gradients = None if known is None else _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in _chunks(len(labels), settings.chunk):
-            logits = _tempered(_cap(_project(hidden[rows], weight, bias), settings.softcap), rows, labels, settings)
-            logp = torch.log_softmax(logits, dim=-1)
+            capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
+            logp = torch.log_softmax(_tempered(capped, rows, labels, settings), dim=-1)
             logprobs[rows] = logp.gather(1, labels[rows, None])[:, 0]
             if settings.entropy:
-                entropies[rows] = -_times(logp.exp(), logp).sum(-1)
+                entropies[rows] = -torch.linalg.vecdot(logp.exp(), _finite(logp, settings))
             if settings.top1:
                 top1[rows] = (logp.argmax(-1) == labels[rows]).to(kept)
+            if gradients is not None and known is not None:
+                by_logit = _by_logit(logp.exp_(), capped, labels[rows], settings)
+                gradients.add(rows, by_logit, -known[rows] / settings.temperature)
         ctx.save_for_backward(hidden, weight, bias, labels, entropies)
-        ctx.settings = settings
+        ctx.settings, ctx.gradients = settings, gradients
         ctx.mark_non_differentiable(top1)
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing here
         return logprobs, entropies, top1
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         by_logprob, by_entropy = gradients[:2]
         hidden, weight, bias, labels, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        kept = torch.promote_types(weight.dtype, torch.float32)
-        to_hidden = torch.empty_like(hidden) if wants_hidden else None
-        to_weight = torch.zeros_like(weight, dtype=kept) if wants_weight else None
-        to_bias = torch.zeros_like(bias, dtype=kept) if wants_bias else None
+        made: _Gradients | None = ctx.gradients
+        ctx.gradients = None  # nothing but the parameters keeps them
+        if made is not None and by_entropy is None and _same(by_logprob, settings.by_logprob):
+            return made.cast()
+        total = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        by_logprob = entropies.new_zeros(len(labels)) if by_logprob is None else by_logprob
         for rows in _chunks(len(labels), settings.chunk):
-            raw = _project(hidden[rows], weight, bias)
-            capped = _cap(raw, settings.softcap)
-            logp = torch.log_softmax(_tempered(capped, rows, labels, settings), dim=-1)
+            capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
+            logits = _tempered(capped, rows, labels, settings)
+            if by_entropy is None:
+                by_logit = _by_logit(torch.softmax(logits, dim=-1), capped, labels[rows], settings)
+                total.add(rows, by_logit, -by_logprob[rows] / settings.temperature)
+                continue
+            logp = torch.log_softmax(logits, dim=-1)
             p = logp.exp()
             by_logit = p * -by_logprob[rows, None]
             by_logit.scatter_add_(1, labels[rows, None], by_logprob[rows, None])
-            if settings.entropy:
-                by_logit -= by_entropy[rows, None] * (_times(p, logp) + p * entropies[rows, None])
-            if settings.temperature != 1.0:
-                by_logit /= settings.temperature
-            if settings.softcap is not None:
-                by_logit *= 1 - (capped / settings.softcap) ** 2
-            by_raw = by_logit.to(weight.dtype)
-            if to_hidden is not None:
-                to_hidden[rows] = (by_raw @ weight).to(hidden.dtype)
-            if to_weight is not None:
-                to_weight += by_raw.T @ hidden[rows]
-            if to_bias is not None:
-                to_bias += by_logit.sum(0)
-        cast_weight = None if to_weight is None else to_weight.to(weight.dtype)
-        return to_hidden, cast_weight, None if to_bias is None else to_bias.to(bias.dtype), None, None
+            by_logit -= by_entropy[rows, None] * p * (_finite(logp, settings) + entropies[rows, None])
+            by_logit = _through_cap(by_logit, capped, settings)
+            total.add(rows, by_logit, torch.full_like(by_logprob[rows], 1.0 / settings.temperature))
+        return total.cast()
+
+
+def _by_logit(p: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) -> Tensor:
+    """The gradient of minus each row's log-prob by its logits, in the place of `p`: p - 1 at the label."""
+    p.scatter_add_(1, labels[:, None], p.new_full((len(p), 1), -1.0))
+    return _through_cap(p, capped, settings)
+
+
+def _through_cap(by_logit: Tensor, capped: Tensor, settings: _Settings) -> Tensor:
+    return by_logit if settings.softcap is None else by_logit.mul_(1 - (capped / settings.softcap) ** 2)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _chunks(total: int, size: int) -> list[slice]:
@@ -137,9 +201,17 @@ def _cap(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def _times(p: Tensor, logp: Tensor) -> Tensor:
-    """p log p, with 0 where p is 0."""
-    return torch.where(p > 0, p * logp, torch.zeros_like(p))
+def _finite(logp: Tensor, settings: _Settings) -> Tensor:
+    """logp with 0 where an id is outside its row's support, so that p log p is 0 there."""
+    return logp if settings.support is None else logp.masked_fill(logp == float("-inf"), 0.0)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without a product of its own where the dtypes agree."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) -> Tensor:
@@ -164,13 +236,14 @@ def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     return _project(hidden, weight, None)[:, 0]
 
 
-def sequence_scores(hidden: Tensor, weight: Tensor, lengths: Tensor, pooling: str) -> Tensor:
+def sequence_scores(hidden: Tensor, weight: Tensor, context: AttentionContext, pooling: str) -> Tensor:
     """[T, H] -> [S] float32: one score a sequence, from its last token's state or the mean over its tokens.
 
-    `lengths` int64 [S] sum to T. The head is linear, so the mean of the tokens' scores is the score of their mean.
+    The head is linear, so the mean of the tokens' scores is the score of their mean.
     """
     if pooling == "last":
-        return row_values(hidden[lengths.cumsum(0) - 1], weight)
+        return row_values(hidden[context.last], weight)
+    lengths = context.dense.lengths
     sequence = torch.arange(len(lengths), device=hidden.device).repeat_interleave(lengths)
     per_token = row_values(hidden, weight)
     return per_token.new_zeros(len(lengths)).index_add(0, sequence, per_token) / lengths

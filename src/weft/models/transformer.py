@@ -25,14 +25,14 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
-from weft.models import dropout, heads, rope
+from weft.models import dropout, flex, heads, rope
 from weft.models.activations import activate
 from weft.models.attention import Scores, attend
 from weft.models.balance import Balance
 from weft.models.config import TransformerConfig
 from weft.models.dropout import TokenNoise
-from weft.models.lora import Adapted
 from weft.models.fused import activated_linear, rms_norm
+from weft.models.lora import Adapted
 from weft.models.moe import MoE
 from weft.models.packed import AttentionContext, Packed
 
@@ -205,7 +205,7 @@ class Transformer(nn.Module):
         config = self.config
         states = self.embed(x.tokens)
         if config.embed_scale is not None:
-            states = states * torch.tensor(config.embed_scale, dtype=states.dtype, device=states.device)
+            states = states * torch.full((), config.embed_scale, dtype=states.dtype, device=states.device)
         width = config.embed_dim or config.hidden_size
         if width != config.hidden_size:
             states = self.embed_in(states)
@@ -223,6 +223,23 @@ class Transformer(nn.Module):
         if config.final_norm:
             states = self.norm(states)
         return self.embed_out(states) if width != config.hidden_size else states
+
+    def shares_prefixes(self, longest: int) -> bool:
+        """Whether a prompt that several sequences go on from is computed once, where none has more than `longest` tokens.
+
+        Not where a token's state depends on what comes after it in its sequence (rotations by length, mean pooling), nor where
+        attention has a limit that the joined form lacks.
+        """
+        config = self.config
+        whole = all(window is None or window >= longest for window in config.windows)
+        by_length = config.rope is not None and config.rope.scaling in ("dynamic", "longrope")
+        mean = self.kind == "score" and self.pooling == "mean"
+        device = self.embed.weight.device
+        if device.type == "cpu":
+            attends = config.attention_softcap is None
+        else:
+            attends = flex.serves(device, config.head_dim)
+        return whole and attends and not by_length and not mean
 
     def _rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         settings = self.config.rope
@@ -251,8 +268,8 @@ class Transformer(nn.Module):
         if self.kind == "value":
             return {"values": heads.row_values(states[x.rows], self.score.weight)}
         if self.kind == "score":
-            lengths = x.attention.dense.lengths
-            return {"scores": heads.sequence_scores(states, self.score.weight, lengths, self.pooling)}
+            return {"scores": heads.sequence_scores(states, self.score.weight, x.attention, self.pooling)}
         return heads.token_outputs(
-            states[x.rows], x.labels, self.projection, want, temperature=temperature, support=support
+            states[x.rows], x.labels, self.projection, want,
+            temperature=temperature, support=support, by_logprob=x.by_logprob,
         )

@@ -47,9 +47,8 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     config = _describe(module, trial, embedding)
     common.check_tokenizer(spec, config)
     tied = spec.head == "lm" and module.config.tie_word_embeddings
-    cost = Cost(
-        common.products(module, embedding, tied=tied), _attention(config), backward=1 if spec.has_adapters else 2
-    )
+    matrices, head = common.products(module, embedding, tied=tied), trial.head.layer.weight.numel()
+    cost = Cost(matrices, _attention(config), backward=1 if spec.has_adapters else 2, head=head)
     module.requires_grad_(spec.trained)
     if spec.has_adapters:
         hf_lora.attach(module, spec.lora, seed=spec.seed)

@@ -103,7 +103,9 @@ def _cost(network: Transformer, *, frozen: bool) -> Cost:
     experts = sum(p.numel() for name, p in network.named_parameters() if ".experts." in name)
     idle = 0 if config.experts is None else experts - experts * config.experts.top_k // config.experts.num
     matrices = common.products(network, network.embed, tied=config.tied and network.kind == "lm") - idle
-    return Cost(matrices, config.num_layers * config.num_heads * config.head_dim, backward=1 if frozen else 2)
+    head = network.projection.weight.numel() if network.kind == "lm" else network.score.weight.numel()
+    attention = config.num_layers * config.num_heads * config.head_dim
+    return Cost(matrices, attention, backward=1 if frozen else 2, head=head)
 
 
 def _save(

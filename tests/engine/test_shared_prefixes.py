@@ -1,0 +1,113 @@
+"""A prompt that several completions go on from is computed once: outputs and gradients are those of the repeated prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.common import batch_of
+from weft.data.sample import SequenceSample
+from weft.engine import rows
+from weft.engine.rows import Places, pack
+from weft.models.config import Rope, TransformerConfig
+from weft.models.packed import Prefixed
+from weft.models.transformer import Transformer
+
+CPU = torch.device("cpu")
+CONFIG = TransformerConfig(
+    family="llama", vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    intermediate_size=48, max_positions=512, rope=Rope(dim=8, theta=10000.0), tied=True,
+)  # fmt: skip
+Groups = list[tuple[int, list[int]]]
+groups = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 30), min_size=1, max_size=4)), min_size=1, max_size=4
+)
+
+
+@pytest.fixture(autouse=True)
+def _join_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LEAST_PREFIX", 1)
+
+
+def network_of(config: TransformerConfig, head: Any = "lm") -> Transformer:
+    torch.manual_seed(0)
+    network = Transformer(config, head).double()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return network
+
+
+def outputs_of(network: Transformer, batch: SequenceSample, want: str, share: bool) -> tuple[torch.Tensor, list[Any]]:
+    """(the output, the gradient of a weighted sum of it by every parameter)."""
+    places = Places.of(batch)
+    places = places.sharing() if share else places
+    packed = pack(batch, places, CPU, extra=1 if want == "values" else 0)
+    if share:
+        assert isinstance(packed.attention, Prefixed) == bool(places.joins())
+    network.zero_grad()
+    out = network(packed, frozenset({want}))[want]
+    exists = torch.ones(len(out)) if want == "scores" else torch.from_numpy(places.rows(int(want == "values"))[1])
+    weights = torch.linspace(-1, 1, len(out)) * exists
+    (out * weights).sum().backward()
+    return (out * exists).detach(), [None if p.grad is None else p.grad.clone() for p in network.parameters()]
+
+
+def check(network: Transformer, batch: SequenceSample, want: str) -> None:
+    repeated, their_gradients = outputs_of(network, batch, want, share=False)
+    shared, gradients = outputs_of(network, batch, want, share=True)
+    torch.testing.assert_close(shared, repeated)
+    for ours, theirs in zip(gradients, their_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups)
+def test_logprobs_and_gradients_are_those_of_repeated_prompts(sizes: Groups) -> None:
+    check(network_of(CONFIG), batch_of(sizes), "logprobs")
+
+
+@settings(max_examples=15, deadline=None)
+@given(groups)
+def test_values_and_scores_too(sizes: Groups) -> None:
+    check(network_of(CONFIG, "value"), batch_of(sizes), "values")
+    check(network_of(CONFIG, "score"), batch_of(sizes), "scores")
+
+
+def test_the_shared_pack_by_hand() -> None:
+    lengths = {"prompt": [[2], [1]], "completion": [[3, 1], [2]]}
+    data = {"prompt": torch.tensor([10, 11, 30]), "completion": torch.tensor([20, 21, 22, 25, 40, 41])}
+    batch = SequenceSample.from_groups(["a", "b"], lengths, data)
+    places = Places.of(batch).sharing()
+    packed = pack(batch, places, CPU)
+    assert packed.tokens.tolist() == [10, 11, 20, 21, 22, 25, 30, 40, 41]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 2, 0, 1, 2]
+    assert isinstance(packed.attention, Prefixed)
+    assert packed.attention.dense.starts == [0, 2, 5, 6, 9]
+    assert packed.attention.last.tolist() == [4, 5, 8]
+    assert [(join.prefix, join.rest) for join in packed.attention.joins] == [((0, 2), (2, 6))]
+    assert packed.rows.tolist() == [1, 2, 3, 1, 6, 7]
+    assert packed.labels.tolist() == [20, 21, 22, 25, 40, 41]
+    assert pack(batch, places, CPU, extra=1).rows.tolist() == [1, 2, 3, 4, 1, 5, 6, 7, 8]
+
+
+def test_what_cannot_be_joined_is_repeated() -> None:
+    assert network_of(CONFIG).shares_prefixes(100)
+    assert not network_of(replace(CONFIG, windows=(None, 64))).shares_prefixes(100)
+    assert network_of(replace(CONFIG, windows=(None, 64))).shares_prefixes(64)
+    assert not network_of(replace(CONFIG, attention_softcap=30.0)).shares_prefixes(100)
+    dynamic = Rope(dim=8, theta=10000.0, scaling="dynamic", values={"factor": 2.0, "original": 64})
+    assert not network_of(replace(CONFIG, rope=dynamic)).shares_prefixes(100)
+
+
+def test_single_completions_and_short_prompts_are_packed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LEAST_PREFIX", 16)
+    batch = batch_of([(40, [5]), (15, [3, 4]), (0, [2, 2])])
+    assert not Places.of(batch).sharing().shared.any()
+    assert Places.of(batch_of([(16, [3, 4])])).sharing().shared.all()
+    np.testing.assert_array_equal(Places.of(batch).lengths, [45, 18, 19, 2, 2])
