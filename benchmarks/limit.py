@@ -36,6 +36,7 @@ def main(words: Sequence[str] | None = None) -> None:
             lengths = [16, 16] if quick else [256] * 8
             runs["training"] = training(sides, str(path), lengths, arguments.repeats)
             rows += training_rows(model.SHAPES[large], lengths, runs["training"])
+            print(results.table(rows), flush=True)
             path = model.write_model(work / "small", model.SHAPES[small], tokenizer)
             for batch in (2,) if quick else (16, 64):
                 settings = {
@@ -46,7 +47,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 }
                 name = f"decode, batch {batch}"
                 runs[name] = decoding(sides, settings, arguments.repeats)
-                rows += decode_rows(name, model.SHAPES[small], settings, runs[name])
+                rows += (made := decode_rows(name, model.SHAPES[small], settings, runs[name]))
+                print(results.table(made), flush=True)
         except SideFailed as error:
             raise SystemExit(str(error)) from error
     notes = ["the limit is measured in turn with the work, with the same threads; medians over the rounds"]
@@ -54,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def training(sides: dict[str, Side], path: str, lengths: list[int], repeats: int) -> dict[str, list[Measured]]:
-    settings = {"model": path, "lengths": lengths, "times": 3}
+    settings = {"model": path, "lengths": lengths, "times": 2}
     names = ("products", "train_weft", "train_transformers")
     return alternate({name: sides[name] for name in names}, settings, repeats)
 

@@ -30,6 +30,7 @@ class Case:
     target: str  # the figure to reach, for the table
     completions: int = 1
     new_tokens: int = 0
+    passes: int = 1  # over each batch
     shape: str = "12.7M"
     trl: str = "1.16"
 
@@ -46,11 +47,14 @@ def main(case: Case, words: Sequence[str] | None = None, trl_path: Path | None =
         "--shape", choices=sorted(model.SHAPES), default=case.shape, help="model (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=case.steps, help="timed steps of a run (default: %(default)s)")
+    if case.passes > 1:
+        about = "passes over a batch, on both sides (default: %(default)s, TRL's own)"
+        parser.add_argument("--passes", type=int, default=case.passes, help=about)
     if trl_path is not None:
         parser.add_argument("--trl", type=Path, default=trl_path, help=f"folder that holds TRL {case.trl}")
     arguments = parser.parse_args(words)
     results.start(arguments)
-    case = replace(case, shape=arguments.shape, steps=arguments.steps)
+    case = replace(case, shape=arguments.shape, steps=arguments.steps, passes=getattr(arguments, "passes", case.passes))
     case = case.quick() if arguments.quick else case
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         work = Path(folder)

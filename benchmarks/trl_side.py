@@ -86,7 +86,7 @@ def ppo(settings: Settings, pause: Pause) -> tuple[Clock, Any]:
     del arguments["max_steps"], arguments["train_sampling_strategy"]
     args = PPOConfig(
         **arguments, total_episodes=settings["all_steps"] * settings["batch"], num_sample_generations=0,
-        response_length=settings["new_tokens"], temperature=1.0,
+        response_length=settings["new_tokens"], temperature=1.0, num_ppo_epochs=settings["passes"],
     )  # fmt: skip
     prompts = [{"input_ids": tokenizer(row["prompt"])["input_ids"]} for row in _rows(settings)]
     policy, reference = (_model(settings, AutoModelForCausalLM) for _ in range(2))

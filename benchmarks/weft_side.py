@@ -65,13 +65,13 @@ def grpo(settings: Settings) -> Any:
 
 
 def ppo(settings: Settings) -> Any:
-    """Four passes over a batch as one minibatch, as TRL's defaults have it."""
+    """Some passes over a batch as one minibatch, as TRL's defaults have it."""
     from weft.experiments import PPOConfig
 
     config = PPOConfig(**_options(settings))
     config.actor.path, config.rew.path = _model(settings), _model(settings, "reward")
     config.actor_train.post_hooks = [HOOK]
-    config.ppo.ppo_epochs, config.ppo.ppo_n_minibatches = 4, 1
+    config.ppo.ppo_epochs, config.ppo.ppo_n_minibatches = settings["passes"], 1
     return _sampling(config, config.ppo, settings)
 
 
