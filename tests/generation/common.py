@@ -87,6 +87,10 @@ class Spy:
     def shares_prefixes(self, longest: int) -> bool:
         return self.network.shares_prefixes(longest)
 
+    @property
+    def reads_pages(self) -> bool:
+        return self.network.reads_pages
+
     def hidden(self, x: Packed) -> Tensor:
         self.passes.append(len(x.tokens))
         return self.network.hidden(x)

@@ -89,6 +89,11 @@ class HFNetwork(nn.Module):
         """No: a module is tried out with whole sequences alone."""
         return False
 
+    @property
+    def reads_pages(self) -> bool:
+        """Where its attention modules call weft's attention, which reads them."""
+        return self._caches
+
     def hidden(self, x: Packed) -> Tensor:
         """Hidden states [T, hidden] as the head reads them."""
         if isinstance(x.attention, Cached) and not self._caches:

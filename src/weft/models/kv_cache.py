@@ -107,6 +107,10 @@ class KVCache:
         self.link([last], None)
         return last
 
+    def close(self) -> None:
+        """Give all memory back; the cache is of no use afterwards."""
+        self.keys, self.values = [], []
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens of a slot."""
         assert 0 <= length <= self.used[slot]

@@ -241,6 +241,11 @@ class Transformer(nn.Module):
             attends = flex.serves(device, config.head_dim)
         return whole and attends and not by_length and not mean
 
+    @property
+    def reads_pages(self) -> bool:
+        """Keys and values may lie in pages (`weft.models.paged_cache`)."""
+        return True
+
     def _rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         settings = self.config.rope
         return None if settings is None else rope.rotation(settings, x.positions, x.attention.token_lengths, dtype)

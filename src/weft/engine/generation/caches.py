@@ -5,6 +5,7 @@ Slots everywhere (`models/kv_cache.py`), but pages (`models/paged_cache.py`) on 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,24 +19,39 @@ from weft.engine.generation.page_blocks import PageBlocks
 from weft.engine.generation.scheduler import Budget
 from weft.models import flash, flex
 from weft.models.kv_cache import KVCache
-from weft.models.packed import in_vectors
+from weft.models.packed import Packed, in_vectors
 from weft.models.paged_cache import PAGE, PagedCache, PagePool
 
 if TYPE_CHECKING:
     from weft.engine.generation.generate import Decoder
 
-LEAST_SPARED = 64  # tokens
+LEAST_SPARED = 256  # keys that a joined prefix must spare a CPU in a step to pay for its join; others are copied
 LEAST_ROWS = {"cpu": 16}  # a CPU multiplies fewer rows by other kernels, whose sums differ in the last digit
+
+
+class Cache(Protocol):
+    """Rows of keys and values: `KVCache` or `PagedCache`, where the methods are described."""
+
+    def allocate(self, count: int = 1) -> list[int]: ...
+    def link(self, slots: Iterable[int], prefix: Any) -> None: ...
+    def take(self, other: Any) -> int: ...
+    def fork(self, slot: int, count: int) -> list[int]: ...
+    def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed: ...
+    def truncate(self, slot: int, length: int) -> None: ...
+    def release(self, slot: int) -> int: ...
+    def close(self) -> None: ...
 
 
 class Caches(Protocol):
     """One generator's key-value memory. `least_rows` is the fewest tokens of a pass."""
 
-    blocks: Blocks
     least_rows: int
 
-    def new(self, *, slots: int = 8, room: int = 64) -> Any:
-        """A cache: `KVCache` or `PagedCache`, which have the same methods. `slots` and `room` are what it begins with."""
+    @property
+    def blocks(self) -> Blocks: ...
+
+    def new(self, *, slots: int = 8, room: int = 64) -> Cache:
+        """An empty cache; `slots` rows of `room` tokens are what it begins with."""
         ...
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from weft import randomness
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
-from weft.engine.generation.blocks import Slots
+from weft.engine.generation.caches import Cache, caches_for
 from weft.engine.generation.prefixes import Prefix
 from weft.engine.generation.rows import Rows
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
@@ -35,16 +35,13 @@ from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError, RunError
 from weft.models.config import TransformerConfig
-from weft.models.kv_cache import KVCache
-from weft.models.packed import Packed, in_vectors
+from weft.models.packed import Packed
 
 KV_SHARE = 0.25  # of the device's memory that keys and values may take
 SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
 DEFAULT_SEQUENCES = 256
 PREFILL = {"cpu": 2048}  # prompt tokens of a step; more gain nothing on a CPU, and what runs waits for them
 DEFAULT_PREFILL = 8192
-LEAST_SPARED = 256  # keys that a joined prefix must spare a CPU in a step to pay for its join; others are copied
-LEAST_ROWS = {"cpu": 16}  # a CPU multiplies fewer rows by other kernels, whose sums differ in the last digit
 
 
 class Decoder(Protocol):
@@ -55,6 +52,11 @@ class Decoder(Protocol):
 
     def shares_prefixes(self, longest: int) -> bool:
         """Whether its attention reads a prefix that is stored apart, for sequences of up to `longest` tokens."""
+        ...
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether keys and values are read by weft's attention, so that they may lie in pages."""
         ...
 
     def hidden(self, x: Packed) -> Tensor: ...
@@ -103,12 +105,13 @@ class BatchGenerator:
         stop_ids: frozenset[int], tokenizer: Tokenizer | None, budget: Budget,
     ) -> None:  # fmt: skip
         self._network, self._device, self._version = network, device, version
-        self._scheduler = Scheduler(budget, _slots(network, device, budget))
-        self._least_rows = LEAST_ROWS.get(device.type, 1)
+        self._caches = caches_for(network, device, budget)
+        self._scheduler = Scheduler(budget, self._caches.blocks)
+        self._least_rows = self._caches.least_rows
         self._settings = SettingsTable(replace(spec, tokenizer=tokenizer), stop_ids, network.config.vocab_size)
         self._rows = Rows()
-        self._cache: KVCache | None = None
-        self._held: dict[Prefix | Fill, KVCache] = {}  # prefixes, and prompts that take several steps
+        self._cache: Cache | None = None
+        self._held: dict[Prefix | Fill, Cache] = {}  # prefixes, and prompts that take several steps
         self._draws: dict[tuple[str, int], tuple[int, randomness.Key]] = {}  # settings and key
         self._stops: dict[tuple[str, int], StopText] = {}
 
@@ -147,7 +150,7 @@ class BatchGenerator:
         states = [self._decode()] if len(self._rows) else []
         states += self._prefill(plan.chunks)
         in_use = {*self._scheduler.prefixes.values(), *self._scheduler.filling}
-        self._held = {holder: cache for holder, cache in self._held.items() if holder in in_use}
+        self._let_go([holder for holder in self._held if holder not in in_use])
         return self._draw(torch.cat(states)) if states else []
 
     def abort(self, ids: Iterable[str]) -> list[Partial]:
@@ -163,23 +166,18 @@ class BatchGenerator:
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
         """Tokens from now on carry `version`. Keys and values of the old weights are computed again, or kept as they are."""
         self._version = version
+        self._caches.moved()
         if not keep_kv:
             while len(self._rows):
                 self._take_out(len(self._rows) - 1)
             self._scheduler.restart()
-            self._held.clear()
+            self._let_go(list(self._held))
 
     # -- one step
 
     def _decode(self) -> Tensor:
         """Hidden states [n, hidden] of the last tokens of all rows."""
-        cache, count = self._kv(), len(self._rows)
-        fillers = cache.allocate(max(0, self._least_rows - count))
-        tokens = np.concatenate([self._rows.last[:count], np.zeros(len(fillers), np.int64)])
-        packed = cache.extend(range(len(tokens)), torch.from_numpy(tokens).to(self._device))
-        states = self._network.hidden(packed)[:count]
-        self._release(fillers)
-        return states
+        return self._caches.decode(self._kv(), self._rows.last[: len(self._rows)])
 
     def _prefill(self, chunks: list[Chunk]) -> list[Tensor]:
         """Compute parts of prompts; the hidden states [m, hidden] from which the sequences that begin now, the last rows,
@@ -214,7 +212,7 @@ class BatchGenerator:
         fill, count = chunk.fill, chunk.stop - chunk.start
         holder = fill.makes or fill
         if holder not in self._held:
-            cache = self._held[holder] = self._new_cache(slots=1, room=len(fill.tokens) + self._least_rows)
+            cache = self._held[holder] = self._caches.new(slots=1, room=len(fill.tokens) + self._least_rows)
             cache.link(cache.allocate(), self._held[fill.after] if fill.after else None)
         cache = self._held[holder]
         tokens = torch.zeros(max(count, self._least_rows), dtype=torch.int64)
@@ -284,14 +282,15 @@ class BatchGenerator:
 
     # -- memory
 
-    def _kv(self) -> KVCache:
+    def _kv(self) -> Cache:
         if self._cache is None:
-            self._cache = self._new_cache()
+            self._cache = self._caches.new()
         return self._cache
 
-    def _new_cache(self, *, slots: int = 8, room: int = 64) -> KVCache:
-        dtype = next(self._network.parameters()).dtype
-        return KVCache(self._network.config, self._device, dtype, slots=slots, room=in_vectors(room, self._device))
+    def _let_go(self, holders: list[Prefix | Fill]) -> None:
+        """Give back what prefixes and prompts in the making hold."""
+        for holder in holders:
+            self._held.pop(holder).close()
 
     def _release(self, fillers: list[int]) -> None:
         """Give back the last slots, which held rows that only fill a pass up."""
@@ -349,8 +348,3 @@ def default_budget(config: TransformerConfig, device: torch.device, dtype: torch
         max_prefill_tokens=PREFILL.get(device.type, DEFAULT_PREFILL),
         divides=config.rope is None or config.rope.scaling not in ("dynamic", "longrope"),
     )
-
-
-def _slots(network: Decoder, device: torch.device, budget: Budget) -> Slots:
-    joins = device.type == "cpu" and network.shares_prefixes(budget.max_tokens)
-    return Slots(budget.max_sequences, budget.max_tokens, LEAST_SPARED if joins else None)
