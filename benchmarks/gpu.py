@@ -164,6 +164,9 @@ def decode(run: Run) -> None:
         run.profiled("decode", lambda: [generator.step() for _ in range(8)])
         graphs = gpu_sides.graphs_of(generator)
         note = "none" if graphs is None else graphs.note or f"{len(graphs)} sizes"
+        for captured in list(graphs._captured.values())[-1:] if graphs is not None else ():
+            alone = statistics.median(where.seconds(captured.replay, timed))  # writes what it wrote before
+            run.add("decode: captured graph alone", 1e3 * alone, "ms")
         generator.abort([str(i) for i in range(batch)])
     ours, config = statistics.median(seconds), gpu_sides.network_of(made).config
     weights = sum(p.numel() * p.element_size() for p in gpu_sides.network_of(made).parameters())

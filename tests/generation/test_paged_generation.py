@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.models.common import tiny
 from weft.engine.base import Request
 from weft.engine.generation import generate as generation
 from weft.engine.generation.caches import PageCaches
@@ -19,6 +22,7 @@ from weft.engine.generation.graphs import DecodeGraphs
 from weft.engine.generation.scheduler import Budget
 from weft.engine.spec import GenerationSpec
 from weft.models import flash, flex
+from weft.models.paged_cache import PagedCache, PagePool
 
 from .common import LLAMA, build, drain, generate, opened, tokens
 
@@ -117,6 +121,40 @@ def test_pages_hold_what_is_counted(paged: Callable[[], list[PageCaches]]) -> No
         while not generator.idle:
             generator.step()
             assert made[0]._pool.pages.num_used <= made[0].blocks.num_used
+
+
+class Questions(TorchDispatchMode):
+    """Notes what a captured graph cannot hold: numbers read on the host, and tensors made of the host's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(word in name for word in ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "unique")):
+            self.asked.append(name)
+        if "repeat_interleave" in name and not (kwargs or {}).get("output_size"):
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3"])
+@torch.no_grad()
+def test_a_decode_step_asks_the_host_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the flash kernel, whose own work is the device's."""
+    network = tiny(name, **({"attn_logit_softcapping": None} if name == "gemma2" else {}))
+    monkeypatch.setattr(flash, "serves", lambda *_: True)
+    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(True, True))
+    monkeypatch.setattr(flash, "kernel", lambda: lambda q, *_, **__: q)
+    pool = PagePool(network.config, "cpu", torch.float32, page=PAGE)
+    cache = PagedCache(pool)
+    step = torch.from_numpy(cache.step(cache.allocate(3), np.array([5, 6, 7])))
+    with Questions() as questions:
+        states = network.hidden(pool.packed(step))
+        assert questions.asked == []
+        int(states.sum() > 0)
+    assert len(questions.asked) == 1, "the mode sees a question"
 
 
 def test_where_pages_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

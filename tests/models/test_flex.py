@@ -143,6 +143,24 @@ def test_few_sizes_are_compiled() -> None:
     assert counter.frame_count == 2, "one for 512 tokens and one for 256, whatever the sequences in them"
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
+    """Compiled for a CPU, the forward pass skips blocks that are not listed, as it does on a GPU: a shared prefix, and pages of
+    which each row reads its own."""
+    compiled = torch.compile(torch_flex.flex_attention, dynamic=False, fullgraph=True)
+    q, k, v = (torch.randn(1, heads, 1024, 32) for heads in (4, 2, 2))
+    mask = flex.Spans.of(prefixed(), CUTS[-1], None).mask()
+    settings = {"block_mask": mask, "scale": 0.25, "enable_gqa": True}
+    assert_close(compiled(q, k, v, **settings), torch_flex.flex_attention(q, k, v, **settings))
+    table = torch.tensor([[3, 5, 0], [1, 0, 0], [4, 2, 6], [0, 0, 0]], dtype=torch.int32)
+    used = torch.tensor([300, 256, 700, 1], dtype=torch.int32)
+    q, k, v = torch.randn(4, 4, 1, 32), torch.randn(1, 2, 7 * 256, 32), torch.randn(1, 2, 7 * 256, 32)
+    for window in (None, 100):
+        settings["block_mask"] = flex.page_mask(table, used, (7, 256), window)
+        assert_close(compiled(q, k, v, **settings), torch_flex.flex_attention(q, k, v, **settings))
+
+
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_kernel_agrees_with_the_unfused_form(dtype: torch.dtype) -> None:
