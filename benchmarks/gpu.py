@@ -42,6 +42,7 @@ FULL = Sizes(
 )
 SMALL = Sizes(config=TINY, sft=(32,) * 2, decode=(3, 24), grpo=(2, 20, 2, 6), times=2, matmul=64, copied=2**16)
 DECODES = 64  # timed decode steps
+WARM = 24  # before them
 
 
 @dataclass
@@ -98,7 +99,7 @@ def agreement(run: Run) -> None:
     """Whether the kernels of this device compute what the exact form does: sampled against recomputed log-probs, and a shared
     prompt against repeated ones. In bfloat16 some hundredths are rounding."""
     made = gpu_sides.engine(run.sizes.config, run.where, trained=False)
-    count, prompt, samples, new = 3, min(300, run.sizes.decode[1]), 3, 24
+    count, prompt, samples, new = 3, min(300, run.sizes.decode[1]), 3, 40
     asked = gpu_sides.requests(count, prompt, samples, run.sizes.config["vocab_size"])
     with made.generating(_sampling(new)) as generator:
         generator.submit(asked)
@@ -153,12 +154,12 @@ def decode(run: Run) -> None:
     sizes, where = run.sizes, run.where
     batch, context = sizes.decode
     timed = DECODES if sizes is FULL or context >= DECODES else sizes.times
-    prompt = max(1, context - timed // 2)
+    prompt = max(1, context - timed // 2 - WARM)
     made = gpu_sides.engine(sizes.config, where, trained=False)
-    with made.generating(_sampling(timed + 40)) as generator:
+    with made.generating(_sampling(timed + WARM + 16)) as generator:
         generator.submit(gpu_sides.requests(batch, prompt, 1, sizes.config["vocab_size"]))
         produced = 0
-        while produced < 4 * batch:  # the prompts, then steps in which graphs are captured
+        while produced < WARM * batch:  # the prompts, then steps after which this size is captured
             produced += len(generator.step())
         seconds = where.seconds(generator.step, timed)
         run.profiled("decode", lambda: [generator.step() for _ in range(8)])

@@ -43,11 +43,20 @@ def test_sizes() -> None:
 
 def test_steps_of_one_size_share_a_graph_and_read_their_own_numbers() -> None:
     recorder = Recorder()
-    graphs = DecodeGraphs(run, CPU, recorder)
+    graphs = DecodeGraphs(run, CPU, recorder, after=0)
     for seed, rows in enumerate((13, 16, 9, 13, 2, 1, 2)):
         numbers = step(rows, seed=seed)
         assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
     assert recorder.sizes == [16, 2, 1] and len(graphs) == 3
+
+
+def test_a_size_is_captured_once_it_is_worth_it() -> None:
+    recorder = Recorder()
+    graphs = DecodeGraphs(run, CPU, recorder, after=2)
+    for rows in (4, 3, 8, 4, 4, 8):
+        numbers = step(rows)
+        assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
+    assert recorder.sizes == [4]
 
 
 def test_rows_left_over_from_a_larger_step_are_cleared() -> None:
@@ -57,7 +66,7 @@ def test_rows_left_over_from_a_larger_step_are_cleared() -> None:
         seen.append(numbers.clone())
         return run(numbers)
 
-    graphs = DecodeGraphs(spy, CPU, Recorder())
+    graphs = DecodeGraphs(spy, CPU, Recorder(), after=0)
     graphs(step(16), form=0)
     graphs(step(10), form=0)
     assert not seen[-1][10:].any() and seen[-1][:10].all()
@@ -65,7 +74,7 @@ def test_rows_left_over_from_a_larger_step_are_cleared() -> None:
 
 def test_captures_are_dropped_when_memory_moves() -> None:
     recorder = Recorder()
-    graphs = DecodeGraphs(run, CPU, recorder)
+    graphs = DecodeGraphs(run, CPU, recorder, after=0)
     graphs(step(4), form=(16, 64))
     graphs(step(4), form=(16, 64))
     graphs(step(4), form=(16, 128))
@@ -85,7 +94,7 @@ def test_a_capture_that_fails_is_told_once_and_steps_go_on() -> None:
         tries += 1
         raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
 
-    graphs = DecodeGraphs(run, CPU, fails)
+    graphs = DecodeGraphs(run, CPU, fails, after=0)
     numbers = step(3)
     with pytest.warns(RuntimeWarning, match="without CUDA graphs.*not permitted when stream is capturing"):
         assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
@@ -109,7 +118,7 @@ def test_without_a_capture_steps_are_filled_up_all_the_same() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_on_the_device() -> None:
     weight = torch.randn(5, 7, device="cuda")
-    graphs = DecodeGraphs(lambda numbers: numbers.float() @ weight, torch.device("cuda"), cuda_capture())
+    graphs = DecodeGraphs(lambda numbers: numbers.float() @ weight, torch.device("cuda"), cuda_capture(), after=0)
     with torch.no_grad():
         for seed in range(4):
             numbers = step(13, seed=seed)

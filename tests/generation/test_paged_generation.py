@@ -43,7 +43,7 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PageCaches]]:
 
     def caches_for(network: Any, device: torch.device, budget: Budget) -> PageCaches:
         caches = PageCaches(network, device, budget, page=PAGE)
-        caches.graphs = DecodeGraphs(caches._run, device, capture)
+        caches.graphs = DecodeGraphs(caches._run, device, capture, after=1)
         made.append(caches)
         return caches
 
@@ -179,9 +179,11 @@ def test_on_the_device() -> None:
     with generation.open_generator(
         network, SPEC, device=torch.device("cuda", 0), version=1, eos_ids=(5,), budget=BUDGET
     ) as generator:
+        assert isinstance(generator._caches, PageCaches)
+        generator._caches.graphs._after = 1
         generator.submit(requests())
         found = drain(generator)
-        assert isinstance(generator._caches, PageCaches) and generator._caches.graphs.note is None
+        assert generator._caches.graphs.note is None
         assert len(generator._caches.graphs) > 1
     expected = generate(network.cpu(), SPEC, requests(), BUDGET)
     same = [tokens(found)[key] == tokens(expected)[key] for key in expected]

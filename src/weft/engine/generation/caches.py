@@ -106,7 +106,7 @@ class PageCaches:
         sizes = SIZES if plain and flash.abilities().block_table else COARSE
         # Experts ask the host how many tokens each has, which no graph can.
         capture = cuda_capture() if device.type == "cuda" and config.experts is None else None
-        self.graphs = DecodeGraphs(self._run, device, capture, sizes)
+        self.graphs = DecodeGraphs(self._run, device, capture, sizes=sizes)
 
     def new(self, *, slots: int = 8, room: int = 64) -> PagedCache:
         return PagedCache(self._pool)

@@ -8,6 +8,7 @@ these may have moved: with the generator, when weights change, and when pages or
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from torch import Tensor
 SIZES = (1, 2, 4, 8, *range(16, 257, 8))  # rows; steps in between are filled up
 COARSE = tuple(1 << n for n in range(9))  # where each size is also compiled, which takes longer than what it saves
 BEYOND = 64  # past the last size, multiples of this
+AFTER = 16  # steps of a size before it is captured, which takes about as long; a batch that drains passes through many sizes
 WARM_UPS = 2  # runs before a capture, in which kernels are chosen, compiled and given their workspaces
 
 Steps = npt.NDArray[np.int32]
@@ -44,12 +46,21 @@ class Captured:
 class DecodeGraphs:
     """`run` maps a step int32 [B, C] on the device to hidden states [B, hidden]; it has no other inputs that change.
 
-    `capture` is None where nothing is captured. A capture that fails is told once (`RuntimeWarning`, and `note`), and steps
-    then run one kernel after the other.
+    `capture` is None where nothing is captured. A size is captured after `after` steps. A capture that fails is told once
+    (`RuntimeWarning`, and `note`), and steps then run one kernel after the other.
     """
 
-    def __init__(self, run: Run, device: torch.device, capture: Capture | None, sizes: tuple[int, ...] = SIZES) -> None:
-        self._run, self._device, self._capture, self._sizes = run, device, capture, sizes
+    def __init__(
+        self,
+        run: Run,
+        device: torch.device,
+        capture: Capture | None,
+        *,
+        sizes: tuple[int, ...] = SIZES,
+        after: int = AFTER,
+    ) -> None:
+        self._run, self._device, self._capture, self._sizes, self._after = run, device, capture, sizes, after
+        self._seen: Counter[int] = Counter()
         self._captured: dict[int, Captured] = {}
         self._form: Hashable = None
         self.note: str | None = None
@@ -78,7 +89,8 @@ class DecodeGraphs:
         host = torch.zeros(size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
         host[:rows] = torch.from_numpy(step)
         inputs = host.to(self._device)
-        if self._capture is None:
+        self._seen[size] += 1
+        if self._capture is None or self._seen[size] <= self._after:
             return self._run(inputs)[:rows]
         try:
             replay, output = self._capture(self._run, inputs)
