@@ -85,15 +85,16 @@ def test_the_shared_pack_by_hand() -> None:
     batch = SequenceSample.from_groups(["a", "b"], lengths, data)
     places = Places.of(batch).sharing()
     packed = pack(batch, places, CPU)
-    assert packed.tokens.tolist() == [10, 11, 20, 21, 22, 25, 30, 40, 41]
-    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 2, 0, 1, 2]
+    assert packed.tokens.tolist() == [10, 11, 20, 21, 22, 11, 25, 30, 40, 41]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 1, 2, 0, 1, 2]
     assert isinstance(packed.attention, Prefixed)
-    assert packed.attention.dense.starts == [0, 2, 5, 6, 9]
-    assert packed.attention.last.tolist() == [4, 5, 8]
-    assert [(join.prefix, join.rest) for join in packed.attention.joins] == [((0, 2), (2, 6))]
-    assert packed.rows.tolist() == [1, 2, 3, 1, 6, 7]
+    assert packed.attention.dense.starts == [0, 1, 5, 7, 10]
+    assert packed.attention.last.tolist() == [4, 6, 9]
+    assert [(join.prefix, join.rest) for join in packed.attention.joins] == [((0, 1), (1, 7))]
+    assert packed.rows.tolist() == [1, 2, 3, 5, 7, 8]
     assert packed.labels.tolist() == [20, 21, 22, 25, 40, 41]
-    assert pack(batch, places, CPU, extra=1).rows.tolist() == [1, 2, 3, 4, 1, 5, 6, 7, 8]
+    assert pack(batch, places, CPU, extra=1).rows.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert (places.pairs_across, places.segments.tolist()) == (4 * 1 + 2 * 1, [1, 4, 2, 3])
 
 
 def test_what_cannot_be_joined_is_repeated() -> None:

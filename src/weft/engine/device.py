@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weft.errors import ConfigError
+from weft.models.products import product
 
 GIGABYTE = 1024.0**3
 MATMUL_SIZE = {"cpu": 512, "cuda": 8192}  # large enough to run at full speed, small enough to go unnoticed
@@ -102,7 +103,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     for _ in range(MATMUL_REPEATS + 1):  # the first one warms up
         synchronise(device)
         start = time.perf_counter()
-        left @ right
+        product(left, right)
         synchronise(device)
         seconds.append(time.perf_counter() - start)
     return 2.0 * size**3 / min(seconds[1:])

@@ -32,7 +32,8 @@ LEAST_PREFIX = 16  # tokens of a prompt that is worth joining; a shorter one is 
 class Places:
     """Where the sequences of a micro-batch lie in the pack; all int64 `[S]` but `shared`.
 
-    The prompt of a shared id stands in the pack once, before its completions; elsewhere every completion has its own.
+    All but the last token of a shared id's prompt stand in the pack once, before its completions, and the last stands before
+    each of them (the generator computes it so, and rounding is then the same). Elsewhere every completion has its own prompt.
     """
 
     group: Index  # the id a sequence belongs to
@@ -71,82 +72,74 @@ class Places:
         return self.prompt + self.length
 
     @cached_property
-    def leads(self) -> npt.NDArray[np.bool_]:
-        """`[S]`: whether a prompt stands in the pack before this completion."""
-        return ~self.shared[self.group] | np.diff(self.group, prepend=-1).astype(bool)
+    def stem(self) -> Index:
+        """`[S]`: tokens of the shared part of its prompt."""
+        return np.where(self.shared[self.group], self.prompt - 1, 0)
+
+    @cached_property
+    def lead(self) -> Index:
+        """`[S]`: tokens of a shared part that stands in the pack right before this sequence, the first of its id."""
+        return np.where(np.diff(self.group, prepend=-1) != 0, self.stem, 0)
 
     @cached_property
     def segments(self) -> Index:
-        """Lengths of what lies end to end in the pack: shared prompts, their completions, whole sequences; in order."""
-        alone = ~self.shared[self.group]
-        first, second = np.where(alone | ~self.leads, 0, self.prompt), self.length + np.where(alone, self.prompt, 0)
-        kept = np.stack([self.leads & ~alone, np.ones_like(alone)], axis=1)
-        return np.stack([first, second], axis=1)[kept]
+        """Lengths of what lies end to end in the pack: shared parts, what goes on from each, whole sequences; in order."""
+        both = np.stack([self.lead, self.lengths - self.stem], axis=1)
+        return both[np.stack([self.lead > 0, np.ones(len(both), np.bool_)], axis=1)]
 
     @cached_property
     def starts(self) -> Index:
         """`[S]`: where each completion begins in the pack."""
-        before = np.where(self.leads, self.prompt, 0)
-        return np.cumsum(before + self.length) - self.length
-
-    @cached_property
-    def before(self) -> Index:
-        """`[S]`: the last token of each completion's prompt; -1 at the beginning of the pack."""
-        leader = np.maximum.accumulate(np.where(self.leads, np.arange(len(self.leads)), 0))
-        return self.starts[leader] - 1
-
-    @cached_property
-    def last(self) -> Index:
-        """`[S]`: each sequence's last token."""
-        return np.where(self.length > 0, self.starts + self.length - 1, self.before)
+        return np.cumsum(self.lead + self.lengths - self.stem) - self.length
 
     def rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
         """(index in the pack, whether it exists) of each sequence's rows: one a completion token, and `extra` after."""
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        row = np.where(within == 0, np.repeat(self.before, counts), within - 1 + np.repeat(self.starts, counts))
+        row = within - 1 + np.repeat(self.starts, counts)
         exists = within + np.repeat(self.prompt, counts) > 0
-        return np.where(exists, row, np.repeat(self.starts, counts)), exists
+        return np.where(exists, row, row + 1), exists
 
     def joins(self) -> tuple[Join, ...]:
-        """The shared prompts and the completions that go on from each, as spans of the pack."""
+        """The shared parts and what goes on from each, as spans of the pack."""
+        ends = self.starts + self.length
         found = []
-        for group in np.flatnonzero(self.shared):
-            (members,) = np.nonzero(self.group == group)
-            start, stop = int(self.starts[members[0]]), int(self.starts[members[-1]] + self.length[members[-1]])
-            if stop > start:
-                found.append(Join((start - int(self.prompt[members[0]]), start), (start, stop)))
+        for first in np.flatnonzero(self.lead):
+            last = np.flatnonzero(self.group == self.group[first])[-1]
+            start = int(self.starts[first] - self.prompt[first] + self.stem[first])
+            found.append(Join((start - int(self.lead[first]), start), (start, int(ends[last]))))
         return tuple(found)
 
     @property
     def pairs_across(self) -> float:
-        """(query, key) pairs between completions and the prompts they share."""
-        return float((self.length * self.prompt)[self.shared[self.group]].sum())
+        """(query, key) pairs between what goes on from shared parts and these."""
+        return float(((self.lengths - self.stem) * self.stem).sum())
 
 
 def pack(sample: SequenceSample, places: Places, device: torch.device, *, extra: int = 0) -> Packed:
     """The network's input: every sequence once, in order. `extra` rows a sequence after the last token (values have one).
 
-    The label of a row that stands at its sequence's end is that last token, which nothing reads.
+    The label of an extra row is the sequence's last token, which nothing reads.
     """
-    completions = sample.sequences("completion")
-    tokens, positions = [], []
     prompts = sample.sequences("prompt") if "prompt" in sample.data else None
-    for s, completion in enumerate(completions):
-        prompt, length = int(places.prompt[s]), len(completion)
-        if prompts is not None and places.leads[s]:
-            tokens.append(prompts[places.group[s]])
-            positions.append(np.arange(prompt))
+    tokens, positions = [], []
+    for s, completion in enumerate(sample.sequences("completion")):
+        lead, stem = int(places.lead[s]), int(places.stem[s])
+        if prompts is not None:
+            prompt = prompts[places.group[s]]
+            tokens += [prompt[:lead], prompt[stem:]]
         tokens.append(completion)
-        positions.append(np.arange(prompt, prompt + length))
+        positions += [np.arange(lead), np.arange(stem, places.lengths[s])]
     flat = torch.cat(tokens).to(device=device, dtype=torch.int64)
-    rows = places.rows(extra)[0]
+    rows, exists = places.rows(extra)
+    last = np.repeat(places.starts + places.length - 1, places.length + extra)
+    following = np.minimum(np.where(exists, rows + 1, rows), last)
     return Packed(
         tokens=flat,
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
         attention=_context(places, device),
         rows=torch.from_numpy(rows).to(device),
-        labels=_labels(sample, places, extra).to(device),
+        labels=flat[torch.from_numpy(following).to(device)],
     )
 
 
@@ -155,21 +148,9 @@ def _context(places: Places, device: torch.device) -> Dense | Prefixed:
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     dense = Dense(torch.from_numpy(cu_seqlens).to(device), int(sizes.max()))
     joins = places.joins()
-    return Prefixed(dense, joins, torch.from_numpy(places.last).to(device)) if joins else dense
-
-
-def _labels(sample: SequenceSample, places: Places, extra: int) -> Tensor:
-    """int64 [N]: the completions' tokens, with `extra` more of each one's last."""
-    tokens = sample.data["completion"].to(torch.int64)
-    if not extra:
-        return tokens
-    if not len(tokens):
-        return tokens.new_zeros(extra * len(places.length))
-    ends = np.cumsum(places.length)
-    counts = places.length + extra
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    capped = np.minimum(within, np.repeat(np.maximum(places.length - 1, 0), counts))
-    return tokens[torch.from_numpy(np.minimum(capped + np.repeat(ends - places.length, counts), len(tokens) - 1))]
+    if not joins:
+        return dense
+    return Prefixed(dense, joins, torch.from_numpy(places.starts + places.length - 1).to(device))
 
 
 class _Sum(torch.autograd.Function):

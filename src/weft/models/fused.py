@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.activations import activate, activation_gradient
 from weft.models.config import Activation
+from weft.models.products import product
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -70,7 +70,7 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.save_for_backward(opened, factor, weight)
         ctx.activation = activation
         inner = activate(opened, activation)
-        return F.linear(inner if factor is None else inner.mul_(factor), weight, bias)
+        return product(inner if factor is None else inner.mul_(factor), weight, bias)
 
     @staticmethod
     def backward(
@@ -81,10 +81,10 @@ class _ActivatedLinear(torch.autograd.Function):
         by_weight = None
         if ctx.needs_input_grad[2]:
             inner = activated if factor is None else activated * factor
-            by_weight = by_y.T @ inner
+            by_weight = product(by_y.T, inner.T)
             del inner
         by_bias = by_y.sum(0) if ctx.needs_input_grad[3] else None
-        by_inner = by_y @ weight
+        by_inner = product(by_y, weight.T)
         by_factor = None
         if factor is not None:
             by_factor = activated.mul_(by_inner)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.algorithms.base import Output
 from weft.models.packed import AttentionContext
+from weft.models.products import linear, product
 
 # Logits held at once. On a CPU 32 MB in float32, with which its products run at full speed; an accelerator needs more rows.
 CHUNK_CELLS = {"cpu": 1 << 23}
@@ -47,7 +48,7 @@ class Projection:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] in float32 before any temperature; as many rows as the caller wants to hold."""
-        return _cap(_project(hidden, self.weight, self.bias), self.softcap)
+        return _cap(_wide(linear(hidden, self.weight, self.bias)), self.softcap)
 
 
 def token_outputs(
@@ -99,7 +100,7 @@ class _Gradients:
         hidden, weight, _ = self._inputs
         by_raw = by_logit.to(weight.dtype)
         if self._to_hidden is not None:
-            self._to_hidden[rows] = ((by_raw @ weight) * scale[:, None]).to(hidden.dtype)
+            self._to_hidden[rows] = (product(by_raw, weight.T) * scale[:, None]).to(hidden.dtype)
         if self._to_weight is not None:
             _add_product(self._to_weight, by_raw.T, (hidden[rows] * scale[:, None]).to(weight.dtype))
         if self._to_bias is not None:
@@ -193,8 +194,11 @@ def _chunks(total: int, size: int) -> list[slice]:
 
 
 def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return _wide(product(hidden, weight, bias))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _cap(logits: Tensor, softcap: float | None) -> Tensor:
@@ -233,7 +237,7 @@ def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) 
 
 def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """[N, H] -> [N] float32: one value a row; `weight` is [1, H]."""
-    return _project(hidden, weight, None)[:, 0]
+    return _wide(torch.nn.functional.linear(hidden, weight)[:, 0])
 
 
 def sequence_scores(hidden: Tensor, weight: Tensor, context: AttentionContext, pooling: str) -> Tensor:

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft import randomness
 from weft.engine.spec import LoRASpec
 from weft.errors import ConfigError, nearest
 from weft.models.dropout import ADAPTERS, TokenNoise, site
+from weft.models.products import linear
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linear layers of a block, by their canonical names
 A, B = "lora_a", "lora_b"
@@ -51,8 +51,8 @@ class Adapted(nn.Module):
         return torch.cat([self._one(*part) for part in parts if len(part[0])])
 
     def _one(self, x: Tensor, dropped: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        y = F.linear(x, weight, self.bias)
-        return y + self.scale * F.linear(F.linear(dropped, a), b) if self.active else y
+        y = linear(x, weight, self.bias)
+        return y + self.scale * linear(linear(dropped, a), b) if self.active else y
 
 
 def attach(network: nn.Module, spec: LoRASpec, *, seed: int = 0) -> None:

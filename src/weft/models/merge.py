@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.packed import Bucket, Part
+from weft.models.packed import Bucket, Part, in_vectors
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -48,7 +49,12 @@ class _Merge(torch.autograd.Function):
         group = q.shape[1] // k.shape[1]
         for part in parts:
             cells = _rectangles(q, k, v, part, group)
-            found, sums = _forward(*cells, 0.0, part.causal, scale=scale)
+            length = part.queries.index.shape[1]
+            tail = (
+                in_vectors(length, q.device) - length if part.causal else 0
+            )  # as `attention` pads, for the same rounding
+            found, sums = _forward(*(F.pad(c, (0, 0, 0, tail)) for c in cells), 0.0, part.causal, scale=scale)
+            found, sums = found[:, :, :length], sums[:, :, :length]
             new = Partial(_rows(found, part.queries), _rows(sums.unsqueeze(-1), part.queries).squeeze(-1))
             if part.causal:
                 _put(out, part.queries, new.out)

@@ -10,6 +10,7 @@ from weft.models.balance import Balance
 from weft.models.config import TransformerConfig
 from weft.models.dropout import TokenNoise
 from weft.models.lora import Adapted
+from weft.models.products import linear
 
 
 class ExpertStack(nn.Module):
@@ -22,7 +23,7 @@ class ExpertStack(nn.Module):
     def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
         """x [sum of sizes, in], sorted by expert -> [same, out]; `sizes[e]` rows go through expert e."""
         parts = x.split(sizes)
-        return torch.cat([nn.functional.linear(part, self.weight[e]) for e, part in enumerate(parts) if len(part)])
+        return torch.cat([linear(part, self.weight[e]) for e, part in enumerate(parts) if len(part)])
 
 
 class MoE(nn.Module):
@@ -43,7 +44,7 @@ class MoE(nn.Module):
         )
 
     def forward(self, x: Tensor, noise: TokenNoise | None, balance: Balance | None = None) -> Tensor:
-        logits = self.router(x)
+        logits = linear(x, self.router.weight)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
         if balance is not None:

@@ -275,7 +275,9 @@ class Packed:
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
     noise: Noise | None = None  # keys of the sequences' dropout masks; without them nothing is dropped
     balance: Balance | None = None  # filled by layers with experts, where it is asked for; for `Dense` attention alone
-    by_logprob: Tensor | None = None  # [N]: the gradient that each row's log-prob will get, where it is known before the pass
+    by_logprob: Tensor | None = (
+        None  # [N]: the gradient that each row's log-prob will get, where it is known before the pass
+    )
 
 
 def in_vectors(length: int, device: torch.device) -> int:

@@ -35,6 +35,7 @@ from weft.models.fused import activated_linear, rms_norm
 from weft.models.lora import Adapted
 from weft.models.moe import MoE
 from weft.models.packed import AttentionContext, Packed
+from weft.models.products import linear
 
 Head = Literal["lm", "value", "score"]
 Pooling = Literal["last", "mean"]
@@ -56,9 +57,9 @@ class Surroundings:
     balance: Balance | None = None
 
 
-def apply(layer: nn.Module, x: Tensor, noise: TokenNoise | None) -> Tensor:
+def apply(layer: nn.Linear | Adapted, x: Tensor, noise: TokenNoise | None) -> Tensor:
     """A linear layer, or one with an adapter, which may drop parts of its input."""
-    return layer(x, noise) if isinstance(layer, Adapted) else layer(x)
+    return layer(x, noise) if isinstance(layer, Adapted) else linear(x, layer.weight, layer.bias)
 
 
 class Norm(nn.Module):
@@ -275,6 +276,11 @@ class Transformer(nn.Module):
         if self.kind == "score":
             return {"scores": heads.sequence_scores(states, self.score.weight, x.attention, self.pooling)}
         return heads.token_outputs(
-            states[x.rows], x.labels, self.projection, want,
-            temperature=temperature, support=support, by_logprob=x.by_logprob,
+            states[x.rows],
+            x.labels,
+            self.projection,
+            want,
+            temperature=temperature,
+            support=support,
+            by_logprob=x.by_logprob,
         )
