@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.models.config import TransformerConfig
 from weft.models.packed import History, Packed, Paged
 from weft.models.pages import Copies, Pages, Tables, order
+from weft.models.transfer import put
 
 PAGE = 256  # tokens of a page: what the flash kernels ask for, and a whole number of FlexAttention's blocks
 TOKEN, POSITION, PLACE, TABLE = 0, 1, 2, 3  # columns of a step's matrix; the table takes the rest
@@ -48,7 +49,7 @@ class PagePool:
                     stored[layer] = old.new_zeros(len(self.pages), *old.shape[1:])
                     stored[layer][: len(old)] = old
         if len(copies.source):
-            source, target = (torch.from_numpy(x).to(self.device).long() for x in (copies.source, copies.target))
+            source, target = (put(x, self.device).long() for x in (copies.source, copies.target))
             for pages in (*self.keys, *self.values):
                 pages[target] = pages[source]
 
@@ -142,7 +143,7 @@ class PagedCache:
         Its `rows` are the last new token of each row, its `labels` those tokens: `hidden[rows]` predicts what comes next.
         """
         if isinstance(tokens, Tensor):
-            return self.pool.packed(torch.from_numpy(self.step(slots, tokens.cpu().numpy())).to(self.device))
+            return self.pool.packed(put(self.step(slots, tokens.cpu().numpy()), self.device))
         rows, counts = np.asarray(slots, np.int64), np.array([len(t) for t in tokens], np.int64)
         start = self._grow(rows, counts)
         stop, owner = start + counts, np.repeat(rows, counts)
@@ -178,4 +179,4 @@ class PagedCache:
         return start
 
     def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return put(array, self.device)

@@ -36,6 +36,7 @@ from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError, RunError
 from weft.models.config import TransformerConfig
 from weft.models.packed import Packed
+from weft.models.transfer import put
 
 KV_SHARE = 0.25  # of the device's memory that keys and values may take
 SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
@@ -243,7 +244,7 @@ class BatchGenerator:
         missing = max(0, self._least_rows - count)
         logits = self._network.next_token_logits(torch.nn.functional.pad(states, (0, 0, 0, missing)))[:count]
         settings, done = rows.settings[:count], rows.count[:count].copy()
-        uniforms = torch.from_numpy(randomness.uniforms(rows.keys[:count], done)).to(self._device)
+        uniforms = put(randomness.uniforms(rows.keys[:count], done), self._device)
         tokens, logprobs, supports = self._settings.draw(logits, uniforms, settings, done)
         finite = np.isfinite(logprobs)
         if not finite.all():

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from weft.engine.generation import sampling
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
+from weft.models.transfer import put
 from weft.options import validate
 
 Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
@@ -62,7 +62,7 @@ class SettingsTable:
         """Tokens, log-probs and, where they are recorded, kept ids of rows of `logits` [R, V], each under its `settings` [R]
         after `done` [R] tokens."""
         early = done < self.least[settings]
-        banned = torch.from_numpy(early[:, None] & self.is_stop[settings]).to(logits.device) if early.any() else None
+        banned = put(early[:, None] & self.is_stop[settings], logits.device) if early.any() else None
         kinds = np.unique(settings)
         if len(kinds) == 1:
             return self._draw(logits, uniforms, self.specs[kinds[0]], banned)
@@ -70,7 +70,7 @@ class SettingsTable:
         supports: list[tuple[int, ...]] = [()] * len(settings)
         for kind in kinds.tolist():
             rows = np.flatnonzero(settings == kind)
-            where = torch.from_numpy(rows).to(logits.device)
+            where = put(rows, logits.device)
             part = self._draw(
                 logits[where], uniforms[where], self.specs[kind], None if banned is None else banned[where]
             )
