@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.common import tiny
+from tests.models.varlen_contract import varlen_attn
 from weft.engine.base import Request
 from weft.engine.generation import generate as generation
 from weft.engine.generation.caches import PageCaches
@@ -121,6 +122,22 @@ def test_pages_hold_what_is_counted(paged: Callable[[], list[PageCaches]]) -> No
         while not generator.idle:
             generator.step()
             assert made[0]._pool.pages.num_used <= made[0].blocks.num_used
+
+
+@pytest.mark.parametrize("windows", [(), (24, None)])
+@pytest.mark.parametrize("table", [True, False])
+def test_with_the_flash_kernels_contract(
+    paged: Callable[[], list[PageCaches]], monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...], table: bool
+) -> None:
+    """Whole prompts, parts of prompts and decode steps as they are put to `varlen_attn`, of a torch with and without block
+    tables and grouped heads."""
+    network = build(replace(LLAMA, windows=windows))
+    expected = generate(network, SPEC, requests(), BUDGET)
+    paged()
+    monkeypatch.setattr(flash, "serves", lambda *_: True)
+    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(grouped_heads=table, block_table=table))
+    monkeypatch.setattr(flash, "kernel", lambda: varlen_attn)
+    assert tokens(generate(network, SPEC, requests(), BUDGET)) == tokens(expected)
 
 
 class Questions(TorchDispatchMode):

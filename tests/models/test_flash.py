@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from weft.models import flash
 from weft.models.attention import attend
 from weft.models.packed import Dense
 from weft.models.scores import Scores
+
+from .varlen_contract import varlen_attn
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUTS = torch.tensor([0, 150, 161, 400], dtype=torch.int32)
@@ -51,6 +54,7 @@ class Recorder:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
+    flash.abilities()  # those of the installed torch
     monkeypatch.setattr(flash, "kernel", lambda: recorder)
     return recorder
 
@@ -68,6 +72,29 @@ def test_training_asks_for_causal_attention_of_grouped_heads(
     assert kernel.given[3:] == (CUTS, CUTS, 239, 239)
     flash.packed(q, k, k, at, Scores(0.25, window=40))
     assert kernel.named["window_size"] == (39, 0), "the kernel does not count the query itself"
+
+
+def test_the_installed_kernel_takes_what_it_is_given(kernel: Recorder) -> None:
+    from torch.nn.attention.varlen import varlen_attn as installed
+
+    signature, q, k = inspect.signature(installed), torch.zeros(400, 4, 16), torch.zeros(400, 2, 16)
+    flash.packed(q, k, k, flash.Ragged(CUTS, CUTS, 239, 239), Scores(0.25))
+    signature.bind(*kernel.given, **kernel.named)
+    if flash.Abilities.of(installed).block_table:
+        keys, table = torch.zeros(7, 256, 2, 16), torch.zeros(3, 2, dtype=torch.int32)
+        flash.paged(torch.zeros(3, 4, 16), keys, keys, table, torch.ones(3, dtype=torch.int32), Scores(0.25))
+        signature.bind(*kernel.given, **kernel.named)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_packs_by_the_kernels_contract(monkeypatch: pytest.MonkeyPatch, grouped: bool, window: int | None) -> None:
+    q, k, v = (torch.randn(400, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    expected = attend(q, k, v, Dense(CUTS, 239), Scores(0.25, window), 0)
+    monkeypatch.setattr(flash, "serves", lambda *_: True)
+    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(grouped, False))
+    monkeypatch.setattr(flash, "kernel", lambda: varlen_attn)
+    assert_close(attend(q, k, v, Dense(CUTS, 239), Scores(0.25, window), 0), expected)
 
 
 def test_pages_are_never_split(kernel: Recorder) -> None:
