@@ -105,6 +105,7 @@ def agreement(run: Run) -> None:
         generator.submit(asked)
         rows = gpu_sides.drain(generator)
         graphs = gpu_sides.graphs_of(generator)
+        run.details["kernels"] = gpu_sides.kernels(run.where, gpu_sides.network_of(made).config.head_dim)
         run.details["graphs"] = {"captured": 0 if graphs is None else len(graphs), "note": graphs and graphs.note}
     batch = gpu_sides.sample_of(asked, rows, samples)
     again = made.forward(batch, frozenset({"logprobs"})).data["logprobs"]
@@ -114,6 +115,7 @@ def agreement(run: Run) -> None:
     repeated = made.forward(batch, frozenset({"logprobs"})).data["logprobs"]
     network.shares_prefixes = shared
     run.add("shared and repeated prompts differ", (again - repeated).abs().max(), "at most")
+    print(f"  kernels: {run.details['kernels']}; graphs: {run.details['graphs']}", flush=True)
     run.add("decode graphs captured", run.details["graphs"]["captured"], "sizes")
 
 

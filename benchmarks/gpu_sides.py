@@ -157,6 +157,18 @@ def drain(generator: Any) -> dict[tuple[str, int], list[Any]]:
     return rows
 
 
+def kernels(where: Where, head_dim: int) -> dict[str, Any]:
+    """Which of the fused kernels weft uses here."""
+    from weft.models import flash, flex
+
+    served = flash.serves(where.device, where.torch_dtype, head_dim)
+    return {
+        "flash": served,
+        "flash_reads_pages": served and flash.abilities().block_table,
+        "flex": flex.serves(where.device, head_dim),
+    }
+
+
 def graphs_of(generator: Any) -> Any:
     """The captured graphs of a generator, or None where its device has none."""
     return getattr(getattr(generator, "_caches", None), "graphs", None)

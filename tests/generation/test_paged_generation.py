@@ -49,6 +49,7 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PageCaches]]:
         return caches
 
     def switch() -> list[PageCaches]:
+        torch._dynamo.reset()  # FlexAttention, unfused, is traced with sizes that vary; other tests' would make more vary
         monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
         monkeypatch.setattr(generation, "caches_for", caches_for)
         return made
@@ -184,6 +185,12 @@ def test_where_pages_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "serves", lambda *_: True)
     monkeypatch.setattr(flash, "serves", lambda *_: False)
     assert isinstance(caches_for(build(), cpu, BUDGET), PageCaches)
+    for table, kind in ((True, PageCaches), (False, SlotCaches)):  # no compiler for FlexAttention
+        with monkeypatch.context() as patch:
+            patch.setattr(flex, "serves", lambda *_: False)
+            patch.setattr(flash, "serves", lambda *_: True)
+            patch.setattr(flash, "abilities", lambda table=table: flash.Abilities(True, table))
+            assert isinstance(caches_for(build(), cpu, BUDGET), kind)
     changing = Rope(theta=10000.0, dim=6, scaling="dynamic", values={"factor": 2.0, "original": 64})
     assert isinstance(caches_for(build(replace(LLAMA, rope=changing)), cpu, BUDGET), SlotCaches)
 

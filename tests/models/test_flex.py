@@ -25,6 +25,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(autouse=True)
 def _unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # unfused, it is traced with sizes that vary; other tests' sizes would make more of them vary
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
 
@@ -141,6 +142,14 @@ def test_few_sizes_are_compiled() -> None:
         q, k, v = (torch.randn(1, heads, flex.padded(length), 16) for heads in (4, 2, 2))
         compiled(q, k, v, block_mask=flex.Spans.of(context, length, None).mask(), scale=0.25, enable_gqa=True)
     assert counter.frame_count == 2, "one for 512 tokens and one for 256, whatever the sequences in them"
+
+
+def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    assert not flex.serves(torch.device("cpu"), 64)
+    for makes in (True, False):
+        monkeypatch.setattr(flex, "_compiles", lambda makes=makes: makes)
+        assert flex.serves(cuda, 64) == makes and not flex.serves(cuda, 8)
 
 
 @pytest.mark.slow

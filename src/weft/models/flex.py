@@ -8,8 +8,13 @@ large matrix products, and a decode step is one captured graph, so compiling the
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +34,15 @@ Mod = Callable[..., Tensor]
 
 def serves(device: torch.device, head_dim: int) -> bool:
     """Whether there is a fused kernel. A CPU has one for the forward pass alone, and weft has better there."""
-    return device.type == "cuda" and head_dim >= LEAST_DIM
+    return device.type == "cuda" and head_dim >= LEAST_DIM and _compiles()
+
+
+@functools.cache
+def _compiles() -> bool:
+    """Whether the kernels can be made here: Triton builds a small C extension for each."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return compiler is not None and headers.is_file() and importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from weft.engine.generation.graphs import COARSE, SIZES, DecodeGraphs, cuda_capt
 from weft.engine.generation.page_blocks import PageBlocks
 from weft.engine.generation.scheduler import Budget
 from weft.models import flash, flex
+from weft.models.config import TransformerConfig
 from weft.models.kv_cache import KVCache
 from weft.models.packed import Packed, in_vectors
 from weft.models.paged_cache import PAGE, PagedCache, PagePool
@@ -64,11 +65,18 @@ class Caches(Protocol):
 
 
 def caches_for(network: Decoder, device: torch.device, budget: Budget) -> Caches:
-    rope = network.config.rope
+    config, rope = network.config, network.config.rope
     fixed = rope is None or rope.scaling not in ("dynamic", "longrope")  # whether cached keys never change
-    if network.reads_pages and fixed and flex.serves(device, network.config.head_dim):
+    reads = _flashes(config, device, next(network.parameters()).dtype) or flex.serves(device, config.head_dim)
+    if network.reads_pages and fixed and reads:
         return PageCaches(network, device, budget)
     return SlotCaches(network, device, budget)
+
+
+def _flashes(config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether flash attention reads pages here; else FlexAttention may."""
+    plain = config.attention_softcap is None and flash.serves(device, dtype, config.head_dim)
+    return plain and flash.abilities().block_table
 
 
 class SlotCaches:
@@ -102,8 +110,7 @@ class PageCaches:
         self.least_rows = 1
         self.blocks = PageBlocks(budget.max_sequences, budget.max_tokens, page, least_spared=page)
         self._pool = PagePool(config, device, dtype, page=page)
-        plain = config.attention_softcap is None and flash.serves(device, dtype, config.head_dim)
-        sizes = SIZES if plain and flash.abilities().block_table else COARSE
+        sizes = SIZES if _flashes(config, device, dtype) else COARSE
         # Experts ask the host how many tokens each has, which no graph can.
         capture = cuda_capture() if device.type == "cuda" and config.experts is None else None
         self.graphs = DecodeGraphs(self._run, device, capture, sizes=sizes)
