@@ -158,7 +158,8 @@ class PagedCache:
             used=self._put(stop.astype(np.int32)), cu_seqlens=self._put(np.concatenate([[0], ends]).astype(np.int32)),
             max_len=int(counts.max()), fresh=history is None, history=history,
         )  # fmt: skip
-        flat, last = torch.cat([t.to(self.device) for t in tokens]), self._put(ends - 1)
+        flat, last = torch.cat(list(tokens)), self._put(ends - 1)
+        flat = self._put(flat.numpy()) if flat.device.type == "cpu" else flat
         return Packed(tokens=flat, positions=self._put(positions), attention=context, rows=last, labels=flat[last])
 
     def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:

@@ -40,7 +40,7 @@ from weft.models.transfer import put
 
 KV_SHARE = 0.25  # of the device's memory that keys and values may take
 SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
-DEFAULT_SEQUENCES = 256
+DEFAULT_SEQUENCES = 512  # a step of a GPU reads the weights once, however many rows it has
 PREFILL = {"cpu": 2048}  # prompt tokens of a step; more gain nothing on a CPU, and what runs waits for them
 DEFAULT_PREFILL = 8192
 

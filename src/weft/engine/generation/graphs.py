@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 SIZES = (1, 2, 4, 8, *range(16, 257, 8))  # rows; steps in between are filled up
-COARSE = tuple(1 << n for n in range(9))  # where each size is also compiled, which takes longer than what it saves
+COARSE = tuple(1 << n for n in range(10))  # where each size is also compiled, which takes longer than what it saves
 BEYOND = 64  # past the last size, multiples of this
 AFTER = 16  # steps of a size before it is captured, which takes about as long; a batch that drains passes through many sizes
 WARM_UPS = 2  # runs before a capture, in which kernels are chosen, compiled and given their workspaces
