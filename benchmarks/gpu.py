@@ -158,7 +158,7 @@ def decode(run: Run) -> None:
     timed = DECODES if sizes is FULL or context >= DECODES else sizes.times
     prompt = max(1, context - timed // 2 - WARM)
     made = gpu_sides.engine(sizes.config, where, trained=False)
-    with made.generating(_sampling(timed + WARM + 16)) as generator:
+    with made.generating(_sampling(timed + WARM + 32)) as generator:
         generator.submit(gpu_sides.requests(batch, prompt, 1, sizes.config["vocab_size"]))
         produced = 0
         while produced < WARM * batch:  # the prompts, then steps after which this size is captured
