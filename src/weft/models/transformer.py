@@ -249,7 +249,12 @@ class Transformer(nn.Module):
 
     def _rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         settings = self.config.rope
-        return None if settings is None else rope.rotation(settings, x.positions, x.attention.token_lengths, dtype)
+        if settings is None:
+            return None
+        # Only schemes that change with the length read it; to work it out the host waits for a GPU.
+        changing = settings.scaling in ("dynamic", "longrope")
+        lengths = x.attention.token_lengths if changing else x.positions
+        return rope.rotation(settings, x.positions, lengths, dtype)
 
     @property
     def projection(self) -> heads.Projection:
