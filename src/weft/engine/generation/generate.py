@@ -93,7 +93,11 @@ def open_generator(
     try:
         stop_ids = frozenset([*eos_ids, *spec.stop_ids])
         with_budget = budget or default_budget(network.config, device, next(network.parameters()).dtype)
-        yield BatchGenerator(network, spec, device, version, stop_ids, tokenizer, with_budget)
+        generator = BatchGenerator(network, spec, device, version, stop_ids, tokenizer, with_budget)
+        try:
+            yield generator
+        finally:
+            generator.close()
     finally:
         network.train(mode)
 
@@ -119,6 +123,10 @@ class BatchGenerator:
     @property
     def idle(self) -> bool:
         return self._scheduler.idle
+
+    def close(self) -> None:
+        """Forget where weights lie: they may move from now on."""
+        self._caches.moved()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises `DataError` for a prompt that is empty or leaves no room, `RunError` for one given twice,
