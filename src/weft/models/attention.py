@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ from weft.models.dropout import TokenNoise
 from weft.models.merge import Partial, join, merge
 from weft.models.packed import AttentionContext, Bucket, Cached, Dense, Paged, Prefixed, in_vectors
 from weft.models.scores import Scores
+
+if TYPE_CHECKING:
+    from weft.models.kv_cache import KVCache
 
 LEAST_QUERIES = 4  # a CPU multiplies fewer rows by another kernel, which adds up in another order
 
@@ -114,16 +118,13 @@ def _decode(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
     k, v = context.cache.read(layer, context)
     grouped = q.unflatten(1, (k.shape[1], -1))  # [R, kv_heads, group, dim]
     group = grouped.shape[2]
-    if q.device.type == "cpu" and group < LEAST_QUERIES:
-        wide = grouped.repeat(1, 1, -(-LEAST_QUERIES // group), 1)
-    else:
-        wide = grouped
-    places = torch.arange(k.shape[2], device=q.device)
-    visible = _visible(context.used[:, None], places, scores)[:, None, None]
+    hidden = context.hidden(scores.window, k.shape[2], q.dtype)
+    if q.device.type != "cpu" or scores.softcap is not None:
+        return _masked(grouped, k, v, hidden == 0, scores).flatten(1, 2)
+    wide = grouped if group >= LEAST_QUERIES else torch.cat([grouped] * -(-LEAST_QUERIES // group), dim=2)
+    own, own_lse = _partial(wide, k, v, scores, hidden)
     if not context.sharers:
-        return _masked(wide, k, v, visible, scores)[:, :, :group].flatten(1, 2)
-    mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
-    own, own_lse = _partial(wide, k, v, scores, mask)
+        return own[:, :, :group].flatten(1, 2)
     parts = Partial(own[:, :, :group], own_lse[:, :, :group]), Partial(*_prefixes(grouped, context, scores, layer))
     return join(*parts).out.flatten(1, 2)
 
@@ -162,12 +163,25 @@ def _chunk(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
         stop = used + new.shape[2]
         k, v = keys[slot : slot + 1, :, :stop], values[slot : slot + 1, :, :stop]
         prefix = context.prefixes[row]
-        if prefix is not None:
-            before = int(prefix.used[0])
-            k = torch.cat([prefix.keys[layer][:, :, :before], k], dim=2)
-            v = torch.cat([prefix.values[layer][:, :, :before], v], dim=2)
-        outputs.append(_tail(new, k, v, scores)[0].transpose(0, 1))
+        out = _tail(new, k, v, scores) if prefix is None else _after(new, k, v, prefix, scores, layer)
+        outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _after(q: Tensor, k: Tensor, v: Tensor, prefix: KVCache, scores: Scores, layer: int) -> Tensor:
+    """As `_tail`, for a sequence that goes on from a prefix: joined as in training, so that rounding is the same."""
+    count, before = q.shape[2], int(prefix.used[0])
+    hidden = torch.zeros(count, k.shape[2], dtype=q.dtype, device=q.device)
+    hidden.masked_fill_(torch.ones_like(hidden, dtype=torch.bool).triu_(k.shape[2] - count + 1), -torch.inf)
+    tail, more = in_vectors(k.shape[2], q.device) - k.shape[2], max(0, LEAST_QUERIES - count)
+    rows = F.pad(q, (0, 0, 0, more))
+    own = _partial(
+        rows, *_repeat(q, F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail))), scores,
+        F.pad(F.pad(hidden, (0, tail), value=-torch.inf), (0, 0, 0, more)),
+    )  # fmt: skip
+    shared = prefix.keys[layer][:, :, :before], prefix.values[layer][:, :, :before]
+    seen = _partial(rows, *_repeat(q, *shared), scores, None)
+    return join(Partial(*own), Partial(*seen)).out[:, :, :count]
 
 
 def _paged(q: Tensor, context: Paged, scores: Scores, layer: int) -> Tensor:

@@ -22,21 +22,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     Zhang and Sennrich 2019, arXiv:1910.07467. Gemma's weights count from 1 (`offset` 1) and it rounds to `x`'s dtype after
     scaling; the others round before.
     """
+    if not torch.is_grad_enabled():
+        return _scaled(*_normed(x, eps), weight, offset, x.dtype)
     return _RMSNorm.apply(x, weight, eps, offset)
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(float32 x, what it is multiplied by [..., 1])."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    return wide, squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _scaled(wide: Tensor, inverse: Tensor, weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    normed = wide * inverse
+    if offset:
+        return normed.mul_(weight.to(wide.dtype) + offset).to(dtype)
+    return normed.to(dtype).mul_(weight)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        inverse = squares.div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
-        normed = wide * inverse
+        wide, inverse = _normed(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
-        if offset:
-            return normed.mul_(weight.to(wide.dtype) + offset).to(x.dtype)
-        return normed.to(x.dtype).mul_(weight)
+        return _scaled(wide, inverse, weight, offset, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -59,7 +70,16 @@ class _RMSNorm(torch.autograd.Function):
 
 def activated_linear(opened: Tensor, factor: Tensor | None, down: nn.Linear, activation: Activation) -> Tensor:
     """down(activation(opened) * factor), [T, inner] -> [T, hidden]; without `factor` down(activation(opened))."""
+    if not torch.is_grad_enabled():
+        return _activated_product(opened, factor, down.weight, down.bias, activation)
     return _ActivatedLinear.apply(opened, factor, down.weight, down.bias, activation)
+
+
+def _activated_product(
+    opened: Tensor, factor: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation
+) -> Tensor:
+    inner = activate(opened, activation)
+    return product(inner if factor is None else inner.mul_(factor), weight, bias)
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -69,8 +89,7 @@ class _ActivatedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(opened, factor, weight)
         ctx.activation = activation
-        inner = activate(opened, activation)
-        return product(inner if factor is None else inner.mul_(factor), weight, bias)
+        return _activated_product(opened, factor, weight, bias, activation)
 
     @staticmethod
     def backward(

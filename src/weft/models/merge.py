@@ -29,10 +29,16 @@ class Partial:
 
 
 def join(left: Partial, right: Partial) -> Partial:
-    """Attention over the keys of both; the two see different keys for the same rows."""
-    lse = torch.logaddexp(left.lse, right.lse)
-    shares = [(part.lse - lse).exp_().unsqueeze(-1).to(part.out.dtype) for part in (left, right)]
-    return Partial(left.out * shares[0] + right.out * shares[1], lse)
+    """Attention over the keys of both; the two see different keys for the same rows.
+
+    Of functions only exp and log are used: their kernels give a value the same bits wherever it stands in a tensor, and so
+    training and decoding round alike.
+    """
+    most = torch.maximum(left.lse, right.lse)
+    weights = [(part.lse - most).exp_() for part in (left, right)]
+    total = weights[0] + weights[1]
+    shares = [(weight / total).unsqueeze(-1).to(left.out.dtype) for weight in weights]
+    return Partial(left.out * shares[0] + right.out * shares[1], total.log().add_(most))
 
 
 def merge(q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float) -> Tensor:

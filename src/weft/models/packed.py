@@ -204,6 +204,22 @@ class Cached:
         """Whether nothing was cached before: a first prefill."""
         return not any(self.used_host) and not any(self.prefixes)
 
+    def hidden(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
+        """[R, 1, 1, length]: 0 where a decode step's token sees a place of its slot, minus infinity elsewhere; made once for
+        all layers of one window."""
+        if window not in self._hidden:
+            places = torch.arange(length, device=self.used.device)
+            seen = places <= self.used[:, None]
+            if window is not None:
+                seen &= places > self.used[:, None] - window
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            self._hidden[window] = mask[:, None, None]
+        return self._hidden[window]
+
+    @cached_property
+    def _hidden(self) -> dict[int | None, Tensor]:
+        return {}
+
     @cached_property
     def span(self) -> slice | None:
         """The slots as a slice where they are consecutive (their keys are then read without a copy)."""

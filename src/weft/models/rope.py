@@ -25,7 +25,7 @@ def rotation(rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype)
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, head_dim] with its first `2 * cos.shape[-1]` dimensions rotated: dimension i with i + dim / 2."""
-    return _Rotation.apply(x, cos, sin)
+    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _turn(x, cos, sin, 1.0)
 
 
 class _Rotation(torch.autograd.Function):
