@@ -71,11 +71,17 @@ def training_rows(shape: Shape, lengths: list[int], runs: dict[str, list[Measure
     rows = []
     for side in ("train_weft", "train_transformers"):
         seconds = [median(run["seconds"]) for run in runs[side]]
-        shares = [work / each / peak["rate"] for each, peak in zip(seconds, runs["products"], strict=True)]
         target = "60%" if side == "train_weft" else ""
         what = f"SFT step, {sum(lengths)} tokens, {side.removeprefix('train_')}"
-        rows.append(_row(what, 1e3 * median(seconds), f"{100 * median(shares):.0f}% of products", target))
+        shares = [_share(work, seconds, runs["products"], rate) for rate in ("rate", "torch_rate")]
+        share = f"{shares[0]:.0f}% of the fastest product, {shares[1]:.0f}% of torch.mm"
+        rows.append(_row(what, 1e3 * median(seconds), share, target))
     return rows
+
+
+def _share(work: float, seconds: list[float], products: list[Measured], rate: str) -> float:
+    """Percent of the products' rate in the same round."""
+    return 100 * median(work / each / peak[rate] for each, peak in zip(seconds, products, strict=True))
 
 
 def decode_rows(

@@ -111,4 +111,6 @@ def test_single_completions_and_short_prompts_are_packed_as_before(monkeypatch: 
     batch = batch_of([(40, [5]), (15, [3, 4]), (0, [2, 2])])
     assert not Places.of(batch).sharing().shared.any()
     assert Places.of(batch_of([(16, [3, 4])])).sharing().shared.all()
+    long = Places.of(batch_of([(65, [3] * 5), (65, [3] * 4), (64, [3] * 9)]))
+    assert long.sharing(least=65, spared=256).shared.tolist() == [True, False, False]
     np.testing.assert_array_equal(Places.of(batch).lengths, [45, 18, 19, 2, 2])

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
+from weft.host.verifiers import _sandbox
 from weft.host.verifiers._answers import numbers
 from weft.host.verifiers._language import detect
-from weft.host.verifiers import _sandbox
 from weft.host.verifiers._sandbox import Limits, runs_to_its_end
 from weft.host.verifiers.code import code, program_of
 from weft.host.verifiers.exact import exact

@@ -138,7 +138,8 @@ def test_a_warm_up_of_an_epoch_lasts_an_epoch_whatever_the_last_batch_holds(size
     engine, interface = Engine_(), Train("sft", num_minibatches=4)
     schedule = OptimizerSpec(frozen_epochs=1).schedule(total_steps=100, steps_per_epoch=per_epoch)
     results = [
-        interface.train_step(model_of(engine, step, schedule), batch_of([[1]] * size)) for step, size in enumerate(sizes)
+        interface.train_step(model_of(engine, step, schedule), batch_of([[1]] * size))
+        for step, size in enumerate(sizes)
     ]
     frozen = per_epoch // 4
     assert ["frozen" in r.metrics for r in results] == [True] * frozen + [False] * (len(sizes) - frozen)

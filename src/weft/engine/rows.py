@@ -59,9 +59,15 @@ class Places:
             raise DataError(f"id {sample.ids[group[empty[0]]]!r}: a sequence without any token cannot be computed")
         return cls(group, prompts[group], length, np.zeros(sample.num_ids, np.bool_))
 
-    def sharing(self) -> Places:
-        """The same sequences; ids with several completions after a prompt of some length share it."""
-        worth = (np.bincount(self.group)[self.group] > 1) & (self.prompt >= LEAST_PREFIX)
+    def sharing(self, *, least: int | None = None, spared: int = 0) -> Places:
+        """The same sequences; ids with several completions share a prompt of `least` tokens (`LEAST_PREFIX`) or more,
+        where that spares `spared` of them."""
+        others = np.bincount(self.group)[self.group] - 1
+        worth = (
+            (others > 0)
+            & (self.prompt >= (LEAST_PREFIX if least is None else least))
+            & ((self.prompt - 1) * others >= spared)
+        )
         shared = self.shared.copy()
         shared[self.group[worth]] = True
         return replace(self, shared=shared)

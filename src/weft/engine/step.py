@@ -19,6 +19,8 @@ from weft.engine import microbatches
 from weft.engine.base import StepStats
 from weft.engine.device import matmul_rate, synchronise
 from weft.engine.flops import Cost
+from weft.engine.generation.caches import LEAST_SPARED
+from weft.engine.generation.prefixes import STRIDE
 from weft.engine.optim import Optimizer
 from weft.engine.rows import Places, SampleRows, pack, support_of
 from weft.errors import RunError
@@ -71,7 +73,9 @@ def compute(
     """
     places = Places.of(part)
     if how.noise is None and how.balance is None and cast(Shares, network).shares_prefixes(int(places.lengths.max())):
-        places = places.sharing()
+        # What was sampled is joined where the generator joined it: its log-probs then come out with the same rounding.
+        sampled = "logprobs" in part.data
+        places = places.sharing(least=STRIDE + 1, spared=LEAST_SPARED) if sampled else places.sharing()
     packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance, by_logprob=how.by_logprob)
     if how.noise is not None:
         packed = replace(packed, noise=Noise.of(*how.noise, microbatches.sequence_keys(part), device))
