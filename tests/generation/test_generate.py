@@ -173,7 +173,7 @@ def test_passes_have_the_rows_that_a_cpus_usual_kernels_need(count: int) -> None
     with open_generator(spy, GenerationSpec(max_new_tokens=4), device=CPU, version=0, eos_ids=[]) as generator:
         generator.submit([Request(f"p{i}", 0, [6 + i]) for i in range(count)])
         drain(generator)
-    assert spy.passes == [max(count, 16)] * 4
+    assert spy.passes == [max(count, 4)] * 4
 
 
 def test_kept_keys_and_values_are_not_computed_again() -> None:
@@ -183,10 +183,10 @@ def test_kept_keys_and_values_are_not_computed_again() -> None:
         generator.step()
         generator.weights_changed(1, keep_kv=True)
         [event] = generator.step()
-        assert (event.version, spy.passes) == (1, [30, 16])
+        assert (event.version, spy.passes) == (1, [30, 4])
         generator.weights_changed(2, keep_kv=False)
         generator.step()
-        assert spy.passes == [30, 16, 32]
+        assert spy.passes == [30, 4, 32]
 
 
 def test_ends_by_end_token_by_stop_id_or_by_length() -> None:

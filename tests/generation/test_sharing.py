@@ -87,7 +87,7 @@ def test_what_is_shared_is_computed_once() -> None:
         drain(g)
     # 149 tokens of the whole prompt and 128 of the system prompt, each in a pass of its own; then 1 token for all samples of
     # the first, the rest of three others, and the one that shares nothing.
-    assert spy.passes == [149, 128, 1 + (5 + 14 + 23) + 100, 16, 16]
+    assert spy.passes == [149, 128, 1 + (5 + 14 + 23) + 100, 8, 8]
 
 
 def test_a_prompt_in_parts_leaves_decodes_running() -> None:
@@ -100,7 +100,7 @@ def test_a_prompt_in_parts_leaves_decodes_running() -> None:
         spy.passes.clear()
         seen = [[event.id for event in generator.step()] for _ in range(4)]
     assert seen == [["a"], ["a"], ["a", "b"], ["a", "b"]]
-    assert spy.passes == [16, 40, 16, 40, 16, 20, 16]
+    assert spy.passes == [4, 40, 4, 40, 4, 20, 4]
 
 
 def test_weights_that_change_and_aborts_in_the_middle_of_a_prompt() -> None:

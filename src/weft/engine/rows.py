@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from weft.data.sample import SequenceSample
 from weft.errors import DataError
@@ -111,7 +112,7 @@ class Places:
         ends = self.starts + self.length
         found = []
         for first in np.flatnonzero(self.lead):
-            last = np.flatnonzero(self.group == self.group[first])[-1]
+            last = np.searchsorted(self.group, self.group[first], side="right") - 1
             start = int(self.starts[first] - self.prompt[first] + self.stem[first])
             found.append(Join((start - int(self.lead[first]), start), (start, int(ends[last]))))
         return tuple(found)
@@ -169,6 +170,7 @@ class _Sum(torch.autograd.Function):
         return torch.segment_reduce(rows, "sum", lengths=lengths, initial=0.0, unsafe=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0].repeat_interleave(ctx.saved_tensors[0], output_size=ctx.num_rows), None
 
@@ -182,6 +184,7 @@ class _Spread(torch.autograd.Function):
         return sequences.repeat_interleave(lengths, output_size=num_rows)  # told the size, the device need not be asked
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         lengths, by_row = ctx.saved_tensors[0], gradients[0].contiguous()
         return torch.segment_reduce(by_row, "sum", lengths=lengths, initial=0.0, unsafe=True), None, None

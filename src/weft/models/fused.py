@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from weft.models.activations import activate, activation_gradient
 from weft.models.config import Activation
@@ -50,6 +51,7 @@ class _RMSNorm(torch.autograd.Function):
         return _scaled(wide, inverse, weight, offset, x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum of dy n."""
         x, weight, inverse = ctx.saved_tensors
@@ -92,6 +94,7 @@ class _ActivatedLinear(torch.autograd.Function):
         return _activated_product(opened, factor, weight, bias, activation)
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:

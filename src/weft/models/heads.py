@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from weft.algorithms.base import Output
 from weft.models.packed import AttentionContext
-from weft.models.products import linear, product
+from weft.models.products import add_product, linear, product
 
 # Logits held at once. On a CPU 32 MB in float32, with which its products run at full speed; an accelerator needs more rows.
 CHUNK_CELLS = {"cpu": 1 << 23}
@@ -102,7 +103,7 @@ class _Gradients:
         if self._to_hidden is not None:
             self._to_hidden[rows] = (product(by_raw, weight.T) * scale[:, None]).to(hidden.dtype)
         if self._to_weight is not None:
-            _add_product(self._to_weight, by_raw.T, (hidden[rows] * scale[:, None]).to(weight.dtype))
+            add_product(self._to_weight, by_raw.T, (hidden[rows] * scale[:, None]).to(weight.dtype))
         if self._to_bias is not None:
             self._to_bias += scale @ by_logit
 
@@ -148,6 +149,7 @@ class _TokenOutputs(torch.autograd.Function):
         return logprobs, entropies, top1
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         by_logprob, by_entropy = gradients[:2]
         hidden, weight, bias, labels, entropies = ctx.saved_tensors
@@ -186,7 +188,8 @@ def _through_cap(by_logit: Tensor, capped: Tensor, settings: _Settings) -> Tenso
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and torch.equal(one, other)
+    """Whether a loss that is said to be linear is; an accelerator takes it at its word, since asking would make it wait."""
+    return one is not None and other is not None and (one.device.type != "cpu" or torch.equal(one, other))
 
 
 def _chunks(total: int, size: int) -> list[slice]:
@@ -210,14 +213,6 @@ def _finite(logp: Tensor, settings: _Settings) -> Tensor:
     return logp if settings.support is None else logp.masked_fill(logp == float("-inf"), 0.0)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, without a product of its own where the dtypes agree."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
-
-
 def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) -> Tensor:
     """Logits over the temperature; ids outside a row's support at minus infinity."""
     if settings.temperature != 1.0:
@@ -237,7 +232,7 @@ def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) 
 
 def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """[N, H] -> [N] float32: one value a row; `weight` is [1, H]."""
-    return _wide(torch.nn.functional.linear(hidden, weight)[:, 0])
+    return _wide(linear(hidden, weight)[:, 0])
 
 
 def sequence_scores(hidden: Tensor, weight: Tensor, context: AttentionContext, pooling: str) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from weft.models.packed import Bucket, Part, in_vectors
 
@@ -56,10 +57,9 @@ class _Merge(torch.autograd.Function):
         for part in parts:
             cells = _rectangles(q, k, v, part, group)
             length = part.queries.index.shape[1]
-            tail = (
-                in_vectors(length, q.device) - length if part.causal else 0
-            )  # as `attention` pads, for the same rounding
-            found, sums = _forward(*(F.pad(c, (0, 0, 0, tail)) for c in cells), 0.0, part.causal, scale=scale)
+            tail = (0, 0, 0, in_vectors(length, q.device) - length)  # as `attention` pads, for the same rounding
+            padded = [F.pad(x, tail) if part.causal or x is cells[0] else x for x in cells]
+            found, sums = _forward(*padded, 0.0, part.causal, scale=scale)
             found, sums = found[:, :, :length], sums[:, :, :length]
             new = Partial(_rows(found, part.queries), _rows(sums.unsqueeze(-1), part.queries).squeeze(-1))
             if part.causal:
@@ -74,6 +74,7 @@ class _Merge(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         group = q.shape[1] // k.shape[1]

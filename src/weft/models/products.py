@@ -1,8 +1,8 @@
 """Matrix products by the fastest kernel at hand.
 
 On a CPU torch multiplies float32 matrices with MKL, which leaves the wide vector units of AMD's processors idle; oneDNN, which
-torch carries too, uses them (twice the rate with AVX-512). In both libraries a row's result has the same bits whatever rows
-stand beside it, from three rows on.
+torch carries too, uses them (twice the rate with AVX-512). Both give a row the same bits whatever rows stand beside it, but for
+passes of very few rows, which take other kernels; those are filled up.
 """
 
 from __future__ import annotations
@@ -12,26 +12,37 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+LEAST_ROWS = 4  # of a product on a CPU
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out]; differentiable in all three."""
-    if not _by_onednn(x, weight):
-        return F.linear(x, weight, bias)
+    """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out]; differentiable in all three, once."""
     if not torch.is_grad_enabled():
         return product(x, weight, bias)
-    return _Linear.apply(x, weight, bias)
+    return _Linear.apply(x, weight, bias) if _by_onednn(x, weight) else F.linear(x, weight, bias)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m], without a gradient; both may be views that are
     transposed."""
+    if left.device.type == "cpu" and left.dim() == 2 and 0 < len(left) < LEAST_ROWS:
+        return product(F.pad(left, (0, 0, 0, LEAST_ROWS - len(left))), right, bias)[: len(left)]
     if not _by_onednn(left, right):
         return F.linear(left, right, bias)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    whole = None if bias is None else bias.to(right.dtype).contiguous()
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, whole, "none", [], "")
     return out
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [l, m] += left [l, n] times right [n, m], summed in the dtype of `total`."""
+    if total.dtype != left.dtype or _by_onednn(left, right):
+        total += product(left, right.T)
+    else:
+        total.addmm_(left, right)
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
@@ -46,16 +57,10 @@ class _Linear(torch.autograd.Function):
         return product(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        return gradients_of(gradients[0], x, weight, ctx.needs_input_grad)
-
-
-def gradients_of(
-    by_out: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of a linear layer's input, weight and bias, those that are `needed`, from that of its output."""
-    flat = by_out.flatten(0, -2)
-    to_x = product(by_out, weight.T) if needed[0] else None
-    to_weight = product(flat.T, x.flatten(0, -2).T) if needed[1] else None
-    return to_x, to_weight, flat.sum(0) if needed[2] else None
+        by_out = gradients[0].reshape(-1, gradients[0].shape[-1])
+        to_x = product(by_out, weight.T).view_as(x) if ctx.needs_input_grad[0] else None
+        to_weight = product(by_out.T, x.reshape(-1, x.shape[-1]).T) if ctx.needs_input_grad[1] else None
+        return to_x, to_weight, by_out.sum(0) if ctx.needs_input_grad[2] else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from weft.models.config import Rope
 
@@ -37,6 +38,7 @@ class _Rotation(torch.autograd.Function):
         return _turn(x, cos, sin, 1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _turn(gradients[0], cos, sin, -1.0), None, None

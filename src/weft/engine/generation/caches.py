@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weft.engine.generation.generate import Decoder
 
 LEAST_SPARED = 256  # keys that a joined prefix must spare a CPU in a step to pay for its join; others are copied
-LEAST_ROWS = {"cpu": 16}  # a CPU multiplies fewer rows by other kernels, whose sums differ in the last digit
+LEAST_ROWS = {"cpu": 4}  # a CPU adds fewer rows up by other kernels, whose sums differ in the last digit
 
 
 class Cache(Protocol):
