@@ -6,7 +6,8 @@ safetensors, no network, and under eight minutes:
     python benchmarks/gpu.py --profile            # also which kernels take the time
     python benchmarks/gpu.py --device cpu --tiny  # the same program on tiny sizes, to see that it runs
 
-Prints a table and writes `gpu.json` to $OUT (else to `benchmarks/results`; with `--tiny` only where $OUT is set).
+Prints a table and writes `gpu.json` to $OUT (else to `benchmarks/results`, from a clean tree alone; with `--tiny` only where
+$OUT is set).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch  # noqa: E402
 
 from benchmarks import bare, gpu_sides  # noqa: E402
 from benchmarks.gpu_sides import LLAMA_3_2_1B, TINY, Sizes, Where  # noqa: E402
-from benchmarks.results import table  # noqa: E402
+from benchmarks.results import require_clean, table  # noqa: E402
 
 FULL = Sizes(
     config=LLAMA_3_2_1B, sft=(2048,) * 4, decode=(64, 1024), grpo=(64, 128, 8, 512), times=10, matmul=8192, copied=2**32
@@ -329,9 +330,13 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def _folder(tiny: bool) -> Path | None:
-    if os.environ.get("OUT"):
-        return Path(os.environ["OUT"])
-    return None if tiny else ROOT / "benchmarks" / "results"
+    """Where the result goes. Exits with code 2 where that is among the repository's results and the tree is dirty."""
+    results = ROOT / "benchmarks" / "results"
+    given = os.environ.get("OUT")
+    folder = Path(given) if given else None if tiny else results
+    if folder is not None and folder.resolve() == results.resolve():
+        require_clean(ROOT, "set OUT to another folder")
+    return folder
 
 
 def _provenance(where: Where, missing: list[str]) -> dict[str, Any]:

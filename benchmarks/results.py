@@ -65,14 +65,14 @@ def start(arguments: argparse.Namespace) -> None:
     }  # fmt: skip
 
 
-def require_clean(root: Path) -> None:
-    """Exit with code 2 where files differ from the commit; results of other benchmarks may."""
+def require_clean(root: Path, instead: str = "give --dry to print the table without writing a file") -> None:
+    """Exit with code 2 where files differ from the commit; results of other benchmarks may. `instead`: another way out."""
     lines = _git(root, "status", "--porcelain", "--", ".", ":!benchmarks/results").splitlines()
     if lines:
         shown = "\n".join(lines[:10])
         print(
             f"the tree is dirty, so no commit says what would be measured:\n{shown}\n"
-            "commit or remove these files, or give --dry to print the table without writing a file",
+            f"commit or remove these files, or {instead}",
             file=sys.stderr,
         )
         raise DirtyTree(2)

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks import model, results
 from benchmarks.pairs import Measured, Side, SideFailed
 
-STRAIGHT = 0.99  # R squared from which a course is called a straight line
+STRAIGHT, BEND = 0.99, (0.67, 1.5)  # a straight line's least R squared, and its last slope over its first
 MIB = 2**20
 
 
@@ -94,9 +94,14 @@ def axis_notes(axis: Axis, points: dict[int, list[Measured]]) -> list[str]:
         ys = [median(run[key] for run in runs) for runs in points.values()]
         fit = r_squared(xs, ys)
         bend = slope_ratio(xs, ys)
-        verdict = "a straight line" if fit >= STRAIGHT else f"not a straight line: {axis.reason}"
+        verdict = "a straight line" if is_straight(fit, bend) else f"not a straight line: {axis.reason}"
         notes.append(f"{what} against {axis.name}: R2 {fit:.3f}, last slope / first slope {bend:.2f}: {verdict}")
     return notes
+
+
+def is_straight(fit: float, bend: float) -> bool:
+    """Whether `r_squared` and `slope_ratio` both speak for a line: a parabola over a short range fits one well too."""
+    return fit >= STRAIGHT and BEND[0] <= bend <= BEND[1]
 
 
 def r_squared(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -44,6 +44,22 @@ def test_the_fit_of_a_line(ys: list[float], fit: float, bend: float) -> None:
     assert scale.slope_ratio(xs, ys) == pytest.approx(bend)
 
 
+@pytest.mark.parametrize(
+    ("fit", "bend", "straight"),
+    [(0.999, 1.0, True), (0.99, 1.5, True), (0.98, 1.0, False), (0.995, 1.6, False), (0.995, 0.6, False),
+     (1.0, float("nan"), False)],
+)  # fmt: skip
+def test_a_line_fits_and_does_not_bend(fit: float, bend: float, straight: bool) -> None:
+    assert scale.is_straight(fit, bend) is straight
+
+
+def test_a_curve_that_a_line_fits_well_is_no_line() -> None:
+    axis = scale.AXES[0]
+    notes = scale.axis_notes(axis, {x: [{"seconds": x + 0.08 * x**2, "peak_bytes": 5.0 * x}] for x in (1, 2, 4, 6, 8)})
+    assert "not a straight line" in notes[0] and notes[1].endswith(": a straight line")
+    assert float(notes[0].split("R2 ")[1].split(",")[0]) >= scale.STRAIGHT
+
+
 @pytest.mark.parametrize("name", sorted(data.SOURCES))
 def test_rows_fit_and_are_counted(name: str, data_dir: Path) -> None:
     lengths = data.Lengths(data_dir / "tokenizers" / "llama2" / "tokenizer.json")

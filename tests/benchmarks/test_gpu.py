@@ -62,6 +62,28 @@ def test_without_a_gpu_it_says_what_to_give() -> None:
     assert done.returncode == 2 and "--device cpu --tiny" in done.stderr
 
 
+def test_results_of_a_dirty_tree_go_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import gpu
+
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.delenv("OUT", raising=False)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    assert gpu._folder(tiny=False) == tmp_path / "benchmarks" / "results" and gpu._folder(tiny=True) is None
+    (tmp_path / "new.py").write_text("x = 1\n")
+    for out in (None, tmp_path / "benchmarks" / ".." / "benchmarks" / "results"):
+        if out is not None:
+            monkeypatch.setenv("OUT", str(out))
+        with pytest.raises(SystemExit) as raised:
+            gpu._folder(tiny=False)
+        assert raised.value.code == 2
+        said = capsys.readouterr().err
+        assert "new.py" in said and "set OUT to another folder" in said
+    monkeypatch.setenv("OUT", str(tmp_path / "elsewhere"))
+    assert gpu._folder(tiny=False) == tmp_path / "elsewhere"
+
+
 def test_installed_packages_are_left_alone() -> None:
     before = dict(sys.modules)
     assert bare.stand_in() == []

@@ -300,16 +300,27 @@ def test_masters_in_host_memory_train_to_the_same_bits(
     assert torch_engine.home_of_masters(spec_of(path, **spec), torch.device("cuda")) == torch.device("cpu")
     monkeypatch.setattr(torch_engine, "home_of_masters", lambda spec, device: torch.device("cpu"))
     apart = engine_of(path, **spec)
+    assert apart.notes == plain.notes and "in host memory already" in plain.notes[0]
+    losses: dict[int, list[float]] = {id(plain): [], id(apart): []}
     for engine in (plain, apart):
         engine.max_tokens_per_microbatch = 20
-        engine.train(batches[:2], Nll())
+        losses[id(engine)] += [stats.metrics["loss"] for stats in engine.train(batches[:2], Nll())]
+    assert losses[id(plain)] == losses[id(apart)]
     (tmp_path / "s").mkdir()
     apart.save_state(tmp_path / "s")
     again = engine_of(path, **spec)
     again.load_state(tmp_path / "s")
     again.max_tokens_per_microbatch = 20
-    for engine in (plain, apart, again):
-        engine.train(batches[2:], Nll())
+    assert all(name in again._masters._masters for name in again._masters.trained)  # masters of their own
+    rest = [[stats.metrics["loss"] for stats in e.train(batches[2:], Nll())] for e in (plain, apart, again)]
+    assert rest[0] == rest[1] == rest[2]
     assert_equal(parameters(plain), parameters(apart))
     assert_equal(parameters(plain), parameters(again))
     assert torch.equal(logprobs(plain), logprobs(again))
+
+
+def test_offloading_that_changes_nothing_is_said(path: Path) -> None:
+    offload = OptimizerSpec(lr=1e-2, offload=True)
+    assert engine_of(path).notes == () and engine_of(path, optimizer=offload, trained=False).notes == ()
+    [note] = engine_of(path, optimizer=offload).description["notes"]
+    assert note.startswith("optimizer.offload=true: on a CPU")

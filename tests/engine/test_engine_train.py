@@ -279,6 +279,20 @@ def test_gradient_checkpointing_changes_no_number(path: Path) -> None:
     assert_same(parameters(plain), parameters(recomputed))
 
 
+@pytest.mark.parametrize("backend", ["torch", "hf"])
+def test_layers_to_recompute_that_there_are_not_are_refused(path: Path, backend: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"recompute_every=3: the network has 2 layers.* write 1 to 2, or leave it out"
+    ):
+        engine_of(path, backend=backend, recompute_every=3)
+    engine_of(path, backend=backend, recompute_every=2)
+
+
+def test_two_words_on_recomputation_are_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="recompute_every=2 and gradient_checkpointing=true exclude each other"):
+        spec_of(path, gradient_checkpointing=True, recompute_every=2)
+
+
 def test_temperature_divides_the_logits_in_training(path: Path) -> None:
     batch = batch_of(GROUPS)
     [stats] = engine_of(path).train([batch], Nll(), temperature=0.5)

@@ -123,7 +123,10 @@ class ModelSpec:
         False, "recompute activations in the backward pass: less memory, a third more time"
     )
     recompute_every: int | None = option(
-        None, "recompute those of every n-th layer alone; 1 is gradient_checkpointing=true", at_least=1
+        None,
+        "recompute those of every n-th layer alone, at most the number of layers; 1 is gradient_checkpointing=true, which "
+        "it excludes",
+        at_least=1,
     )
     offload: bool = option(False, "keep the weights in host memory while the role is not at work")
     trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
@@ -153,6 +156,13 @@ class ModelSpec:
     device: str | None = option(None, "", hidden=True)
     seed: int = option(1, "", hidden=True)  # of new weights and dropout
     on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)  # a loss that is NaN or infinite
+
+    def __post_init__(self) -> None:
+        if self.gradient_checkpointing and self.recompute_every is not None:
+            raise ConfigError(
+                f"recompute_every={self.recompute_every} and gradient_checkpointing=true exclude each other: the second "
+                "recomputes every layer; set one of them"
+            )
 
     def resolve_layout(self) -> Layout:
         """The layout that `layout` or `parallel.*` asks for. Raises `ConfigError` where both are set and differ."""

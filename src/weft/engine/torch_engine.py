@@ -57,12 +57,21 @@ def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | Non
     return HOST if spec.optimizer.offload and device.type != HOST.type else None
 
 
+def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
+    """What the user asked for and this device has no use for."""
+    if spec.trained and spec.optimizer.offload and device.type == HOST.type:
+        return (
+            "optimizer.offload=true: on a CPU masters and optimizer state are in host memory already; nothing changes",
+        )
+    return ()
+
+
 class TorchEngine:
     """Implements `weft.engine.base.Engine` for one device: `layout` is d1 and every slice is whole."""
 
     def __init__(self, built: Built, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
         self.layout, self.version, self.max_tokens_per_microbatch = layout, 0, DEFAULT_MAX_TOKENS
-        self.notes = built.notes
+        self.notes = (*built.notes, *_notes(spec, device))
         self._built, self._spec, self._device = built, spec, device
         self._network = built.network.eval()
         self._home = home_of_masters(spec, device)
@@ -208,5 +217,5 @@ class TorchEngine:
             "flops_per_token": self._built.cost.per_token,
             "dtype": self._spec.dtype,
             "device": str(self._device),
-            "notes": list(self._built.notes),
+            "notes": list(self.notes),
         }

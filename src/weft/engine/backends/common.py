@@ -39,6 +39,15 @@ def check_tokenizer(spec: ModelSpec, config: TransformerConfig) -> None:
     hf_io.check_vocabulary(config, tokenizer.vocab_size, str(spec.path), spec.tokenizer.path or str(spec.path))
 
 
+def check_recomputation(spec: ModelSpec, layers: int) -> None:
+    """Raises `ConfigError` where the layers to recompute are further apart than the network is deep, so that none would be."""
+    if spec.recomputed_layers > layers:
+        raise ConfigError(
+            f"recompute_every={spec.recompute_every}: the network has {layers} layers, and every n-th of them is recomputed; "
+            f"write 1 to {layers}, or leave it out"
+        )
+
+
 def reading_dtype(spec: ModelSpec) -> torch.dtype:
     """float32 where all is trained (it becomes the master), the role's dtype where weights are frozen."""
     return torch.float32 if spec.trained and not spec.has_adapters else DTYPES[spec.dtype]

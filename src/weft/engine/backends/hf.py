@@ -53,7 +53,7 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     if spec.has_adapters:
         hf_lora.attach(module, spec.lora, seed=spec.seed)
     if spec.recomputed_layers:
-        _recompute(module, spec.recomputed_layers)
+        _recompute(module, spec)
     caches = _fits_cache(trial)
     network = HFNetwork(
         module,
@@ -84,8 +84,10 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     return TorchEngine(built, spec, layout, device)
 
 
-def _recompute(module: PreTrainedModel, every: int) -> None:
-    """Compute every `every`-th layer again in the backward pass. Raises `ConfigError` where the module has all or none."""
+def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
+    """Compute every n-th layer again in the backward pass. Raises `ConfigError` where the module has all or none, or fewer
+    than n."""
+    every = spec.recomputed_layers
     with warnings.catch_warnings():  # the newer name of the same call is not in every version that weft runs with
         warnings.simplefilter("ignore", FutureWarning)
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -95,6 +97,8 @@ def _recompute(module: PreTrainedModel, every: int) -> None:
             f"recompute_every={every}: backend=hf recomputes all layers of {module.config.model_type} or none; "
             "write gradient_checkpointing=true, or backend=torch"
         )
+    if layers:
+        common.check_recomputation(spec, len(layers))
     for number, layer in enumerate(layers, 1):
         layer.gradient_checkpointing = number % every == 0
 
