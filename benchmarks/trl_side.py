@@ -18,10 +18,35 @@ Settings = Mapping[str, Any]
 
 def train(settings: Settings, pause: Pause) -> dict[str, Any]:
     """One run; a callback is the clock."""
+    _import_what_a_run_loads(settings)
     clock, trainer = TRAINERS[settings["name"]](settings, pause)
     trainer.add_callback(_ticking(clock))
     trainer.train()
     return dict(trainer.state.log_history[-2])  # the last step's; the very last line sums up the run
+
+
+def _import_what_a_run_loads(settings: Settings) -> None:
+    """What `transformers`, TRL and torch import when they are first used, so that it does not count as memory of the run."""
+    import accelerate
+    import datasets  # noqa: F401
+    import torch._dynamo  # noqa: F401 - by the first step of an optimizer
+    import transformers
+    import trl
+    from accelerate import data_loader, optimizer, scheduler  # noqa: F401
+    from torch.optim import AdamW  # noqa: F401
+
+    config = transformers.AutoConfig.from_pretrained(_path(settings))
+    for mapping in (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    ):
+        mapping[type(config)]  # finding the class imports it
+    transformers.AutoTokenizer.from_pretrained(_path(settings))
+    for name in ("Trainer", "TrainerCallback", "get_scheduler"):
+        getattr(transformers, name)
+    if settings["name"] in (kinds := {"sft": "SFT", "rw": "Reward", "dpo": "DPO", "grpo": "GRPO"}):
+        getattr(trl, f"{kinds[settings['name']]}Trainer")
+    assert accelerate.Accelerator is not None
 
 
 def sft(settings: Settings, pause: Pause) -> tuple[Clock, Any]:

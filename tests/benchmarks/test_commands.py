@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +47,31 @@ def test_trl_trains_on_the_tokens_that_are_counted(case: Case, data_dir: Path, t
             side.advance()
         last = side.advance()
     assert last["num_tokens"] == sum(settings["warm_tokens"]) + sum(settings["tokens"])
+
+
+def test_trl_has_imported_what_it_needs_before_memory_is_counted(data_dir: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("TRL is not installed: pip install trl==1.16.0")
+    settings = prepare(replace(sft.CASE.quick(), longest=128, batch=4, steps=2), data_dir, tmp_path, 1)
+    code = (
+        "import json, sys\n"
+        "from benchmarks import trl_side\n"
+        "class Clock(trl_side.Clock):\n"
+        "    def __init__(self, pause):\n"
+        "        self.known = set(sys.modules)\n"
+        "        super().__init__(pause)\n"
+        "        Clock.last = self\n"
+        "trl_side.Clock = Clock\n"
+        "trl_side.train(json.loads(sys.argv[1]), lambda _: None)\n"
+        "print('late', *sorted(set(sys.modules) - Clock.last.known))\n"
+    )
+    given = json.dumps({**settings, "work": str(tmp_path / "run")}, default=str)
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code, given], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    late = next(line for line in done.stdout.splitlines() if line.startswith("late")).split()[1:]
+    heavy = [m for m in late if m.split(".")[0] in ("torch", "transformers", "trl", "accelerate", "datasets", "sympy")]
+    assert len(heavy) < 5, heavy  # a small module that one version or other loads late
 
 
 def test_ppo_against_the_last_trl_that_has_it(data_dir: Path, repo: Path) -> None:
