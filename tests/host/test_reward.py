@@ -15,7 +15,7 @@ import torch
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.errors import ConfigError, RunError, UserError
+from weft.errors import ConfigError, UserError
 from weft.host.base import HostContext, make_host_function
 from weft.host.reward import RewardFunction
 from weft.host.spec import RewardPart, locate, parse_reward
@@ -163,7 +163,8 @@ def test_a_function_gets_texts_ids_and_columns(make: Make) -> None:
 
 
 def test_parts_are_weighted_and_measured(make: Make) -> None:
-    function = make({"name": "count", "weight": 0.5}, {"name": "some", "weight": 10.0}, "count")
+    again = {"name": "count", "args": {"other": 1}}
+    function = make({"name": "count", "weight": 0.5}, {"name": "some", "weight": 10.0}, again)
     told = context()
     made = function(batch([["abc", "x"], ["ab", "abcd"]]), told)
     assert rewards(made) == [1.5 + 10 + 3, 0.5 + 1, 1 + 10 + 2, 2 + 10 + 4]
@@ -238,7 +239,7 @@ def test_after_an_error_the_next_batch_is_computed(make: Make) -> None:
 
 def test_a_process_that_dies_is_named(make: Make) -> None:
     function = make("dies")
-    with pytest.raises(RunError, match=r"'dies': its process ended with exit code 5 on p0\[0\]"):
+    with pytest.raises(UserError, match=r"'dies' failed on p0\[0\]: it ended its process \(exit code 5\)"):
         function(batch([["a"]]), context())
 
 
@@ -349,13 +350,17 @@ def test_weights_may_be_written_in_several_ways(reward: Any) -> None:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (None, "is empty"),
-        ([], "is empty"),
+        (None, "nothing is named"),
+        ([], "nothing is named"),
         (3, "cannot be read"),
         ({"name": "gsm8k", "wieght": 2}, "cannot be read"),
         ({"name": "gsm8k", "weight": "2"}, "weight='2'"),
         ({"name": "gsm8k", "args": [1]}, r"args=\[1\]"),
-        ({}, "is empty"),
+        ({}, "nothing is named"),
+        ({"gsm8k": 0, "length": 0.0}, "all weights are 0"),
+        (["gsm8k", "length", "gsm8k"], "'gsm8k' is named twice"),
+        ("rw.py", r"'rw.py' names no function in the file; write rw.py:FUNCTION"),
+        ({"name": "length", "args": {"qqq": 3}}, r"verifier 'length' has no option 'qqq'; its options: "),
         ({"gsm8k": "a lot"}, "weight='a lot' of 'gsm8k' must be a number, and a finite one"),
         ({"gsm8k": float("nan")}, "must be a number, and a finite one"),
         ({"gsm9k": 1.0}, "did you mean gsm8k"),

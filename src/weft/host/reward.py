@@ -100,9 +100,13 @@ class RewardFunction(Stateless):
         where = ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
         if reply.status == "error":
             raise UserError(f"reward {label!r} failed on {where}: {reply.value}")
+        if reply.status == "died" and reply.value >= 0:
+            raise UserError(
+                f"reward {label!r} failed on {where}: it ended its process (exit code {reply.value}); return, or raise an error"
+            )
         if reply.status == "died":
             raise RunError(
-                f"reward {label!r}: its process ended with exit code {reply.value} on {where}; it may need more memory"
+                f"reward {label!r} failed on {where}: its process was killed by signal {-reply.value}; it may need more memory"
             )
         if self.on_timeout is None:
             raise UserError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, unknown_name
+from weft.errors import ConfigError, nearest, unknown_name
 from weft.registry import verifiers
 
 FORM = (
@@ -49,12 +49,18 @@ def parse_reward(reward: Any) -> list[RewardPart]:
     """The parts of the option `reward`. Raises `ConfigError` for another form; names are not looked up."""
     entries = reward if isinstance(reward, (list, tuple)) else [reward]
     if not entries or reward is None or reward == {}:
-        raise ConfigError(f"reward={reward!r} is empty; give {FORM}")
+        raise ConfigError(f"reward: nothing is named; give {FORM}")
     if len(entries) == 2 and isinstance(entries[0], str) and _is_number(entries[1]):
         raise ConfigError(
             f"reward: {reward!r} is a list of a name and a number; a weighted part is a list of its own: [{list(entries)}]"
         )
-    return [part for entry in entries for part in _parts(entry)]
+    parts = [part for entry in entries for part in _parts(entry)]
+    if all(part.weight == 0 for part in parts):
+        raise ConfigError("reward: all weights are 0, so every reward is; give one of them another weight")
+    for index, part in enumerate(parts):
+        if any((part.name, part.args) == (other.name, other.args) for other in parts[:index]):
+            raise ConfigError(f"reward: {part.name!r} is named twice; name it once, with the weight of both")
+    return parts
 
 
 def _parts(entry: Any) -> list[RewardPart]:
@@ -112,6 +118,8 @@ def locate(part: RewardPart) -> Target:
 
 def _locate_verifier(part: RewardPart) -> Target:
     """A registered function may come from user code that another process has not imported; it is found by its home."""
+    if part.name.endswith(".py"):
+        raise ConfigError(f"reward: {part.name!r} names no function in the file; write {part.name}:FUNCTION")
     if part.name not in verifiers:
         raise unknown_name("verifier", part.name, verifiers.names())
     function = verifiers.get(part.name)
@@ -136,7 +144,9 @@ def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
     options = [p.name for p in parameters if p.default is not p.empty]
     for name in part.args:
         if name not in options:
-            raise unknown_name(f"option of the verifier {part.name!r}", name, options)
+            close = nearest(name, options)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"its options: {', '.join(options) or 'none'}"
+            raise ConfigError(f"reward: verifier {part.name!r} has no option {name!r}; {hint}")
     if function.__module__.startswith("weft.host.verifiers."):
         needed = [p.name for p in list(parameters)[2:] if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
         function([], [], **{name: [] for name in needed}, **part.args)
