@@ -315,6 +315,7 @@ BAD: list[tuple[str, Any, str]] = [
         "message 2: .* is empty",
     ),
     ("chat", {"messages": [{"role": "asistant", "content": "x"}]}, "did you mean assistant"),
+    ("preference", {"prompt": "a", "completion": "b", "label": 1}, "'label' must be true or false, not 1"),
     ("preference", {"chosen": "a"}, "lacks the key 'rejected'"),
     ("preference", {"prompt": "a", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
     (
@@ -341,6 +342,25 @@ def test_all_bad_rows_are_reported_up_to_twenty(opened: Open) -> None:
     assert len(caught.value.reports) == 600
     shown = str(caught.value).splitlines()
     assert len(shown) == 21 and shown[-1] == "... and 580 more" and "rows.jsonl:39: 'answer' is empty" in shown[19]
+
+
+def test_rows_of_another_form_are_one_report(opened: Open) -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": True} for _ in range(30)]
+    with pytest.raises(DataError) as caught:
+        opened("paired_comparison", rows)
+    (told,) = str(caught.value).splitlines()
+    assert "rows.jsonl:1, " in told and "rows.jsonl:3, ...: each of the 30 rows lacks the key 'pos_answers'" in told
+    assert told.endswith("such rows are of dataset.type=preference)")
+    with pytest.raises(DataError, match=r"rows.jsonl:2: lacks the key 'answer'") as caught:
+        opened("prompt_answer", [{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
+    assert len(caught.value.reports) == 1
+
+
+def test_reports_are_in_the_order_of_the_lines(opened: Open) -> None:
+    rows = [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"prompt": ""}]
+    with pytest.raises(DataError) as caught:
+        opened("prompt", rows)
+    assert [report.split(": ")[0][-1] for report in caught.value.reports] == ["2", "3"]
 
 
 def test_ids_are_unique(opened: Open) -> None:

@@ -249,6 +249,9 @@ def test_one_source(files: Path, tokenizer: Tokenizer) -> None:
     assert data.valid["valid"][0].ids == ("0",)
     assert data.table().splitlines()[1].split() == ["a", "prompt_answer", "40", "0", "40", "0", "0", "0"]
     assert data.notes == ()
+    assert [line.split("  ")[0] for line in data.table().splitlines()[1:3]] == ["a", "valid (valid)"]
+    cut = load(tokenizer, files, train_path=str(files / "a.jsonl"), valid_path=str(files / "valid.jsonl"), max_seqlen=2)
+    assert [note.split(": ")[0] for note in cut.notes] == ["a", "valid (valid)"]
 
 
 def test_a_mixture(files: Path, tokenizer: Tokenizer) -> None:

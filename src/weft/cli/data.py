@@ -360,7 +360,8 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     where = f"dataset.max_seqlen={spec.max_seqlen}" + (f", dataset.max_prompt_len={longest}" if longest else "")
     overlong = report.prompts_cut + report.answers_cut + report.dropped
     _finding(console, f"samples that are too long ({where})", overlong, [])
-    _finding(console, f"rows that cannot be used as {type_name}", len(problems), problems)
+    bad = [f"{rows[index][0]}: {wrong}" for index, wrong in problems]
+    _finding(console, f"rows that cannot be used as {type_name}", len(bad), bad)
 
 
 def _phrases(file: Path) -> list[str]:

@@ -21,10 +21,15 @@ class SourceCount:
     per_epoch: int
     report: Report | None = None
 
+    @property
+    def label(self) -> str:
+        """The name, and whether its rows are there for evaluation alone."""
+        return self.name if self.train or not self.evaluation else f"{self.name} (valid)"
+
     def cells(self) -> tuple[str, ...]:
         done = self.report
         cut = ("", "", "") if done is None else (f"{done.prompts_cut:,}", f"{done.answers_cut:,}", f"{done.dropped:,}")
-        return self.name, self.type, f"{self.train:,}", f"{self.evaluation:,}", f"{self.per_epoch:,}", *cut
+        return self.label, self.type, f"{self.train:,}", f"{self.evaluation:,}", f"{self.per_epoch:,}", *cut
 
     def note(self, limits: str) -> str | None:
         """What was cut or left out in words, or None where nothing was."""
@@ -40,7 +45,7 @@ class SourceCount:
             )
             if count
         ]
-        return f"{self.name}: of {done.rows:,} rows, {', '.join(parts)} ({limits})" if parts else None
+        return f"{self.label}: of {done.rows:,} rows, {', '.join(parts)} ({limits})" if parts else None
 
 
 def render(counts: Sequence[SourceCount]) -> str:

@@ -19,6 +19,8 @@ LOOKS_LIKE = (
     ("preference", ("chosen", "rejected")),
     ("preference", ("chosen_messages", "rejected_messages")),
     ("ranking", ("replies",)),
+    ("preference", ("prompt", "completion", "label")),
+    ("preference", ("messages", "label")),
     ("chat", ("messages",)),
     ("chat", ("conversations",)),
     ("prompt_answer", ("prompt", "answer")),

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from weft.errors import DataError, RunError
 VERSION = 1  # part of the cache's key; raised when the same rows give other ids
 PARALLEL_BYTES = 8 << 20  # smaller files are tokenized about as soon as a second process has started
 CHUNK = 512
+LACKS = re.compile(r"lacks the key '[^']*'")
+FIRST = 3  # places that are named where all rows have the same fault
 
 
 class Form(Protocol):
@@ -69,7 +72,7 @@ class Source:
 
 
 Chunk = list[tuple[str, Row | Unreadable]]  # (place, row)
-Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[str]]
+Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[tuple[int, str]]]
 
 
 def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable:
@@ -93,11 +96,11 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
 
 
 def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outcome:
-    """(samples as (row, own id, ids), what became of the rows, reports on bad ones) of some rows."""
+    """(samples as (row, own id, ids), what became of the rows, reports as (row, what is wrong)) of some rows."""
     samples: list[tuple[int, str | None, Encoded]] = []
-    problems: list[str] = []
+    problems: list[tuple[int, str]] = []
     counts = {"": 0, "prompt": 0, "answer": 0, "dropped": 0}
-    for index, (place, row) in enumerate(chunk):
+    for index, (_, row) in enumerate(chunk):
         try:
             if isinstance(row, Unreadable):
                 raise BadRow(row.wrong)
@@ -108,7 +111,7 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
                 if kept is not None:
                     samples.append((index, own, kept))
         except (BadRow, DataError) as error:
-            problems.append(f"{place}: {error}")
+            problems.append((index, str(error)))
     report = Report(len(chunk), counts["prompt"], counts["answer"], counts["dropped"])
     return samples, report, problems
 
@@ -133,29 +136,39 @@ def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTab
 
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     """One table of all chunks; ids are checked, and rows without one are numbered."""
-    problems = [problem for _, _, found in outcomes for problem in found]
+    problems: list[tuple[int, str]] = []
     ids: list[str] = []
     encoded: list[Encoded] = []
     numbers: list[int] = []
     seen: dict[str, int] = {}
     start = 0
-    for samples, report, _ in outcomes:
+    for samples, report, found in outcomes:
+        problems += [(start + index, wrong) for index, wrong in found]
         for index, own, sample in samples:
             row = start + index
             id = own if own is not None else str(row)
             first = seen.setdefault(id, row)
             if first != row:
-                problems.append(
-                    f"{rows[row][0]}: the id {id!r} is taken by {rows[first][0]}; ids are unique in a source"
-                )
+                problems.append((row, f"the id {id!r} is taken by {rows[first][0]}; ids are unique in a source"))
                 continue
             ids.append(f"{id}/{sample.part}" if sample.part else id)
             encoded.append(sample)
             numbers.append(row)
         start += report.rows
     if problems:
-        raise DataError(problems)
+        raise DataError(_reports(rows, sorted(problems)))
     return TokenTable.build(ids, encoded, numbers, sum((report for _, report, _ in outcomes), Report()))
+
+
+def _reports(rows: Chunk, problems: Sequence[tuple[int, str]]) -> list[str]:
+    """`FILE:LINE: what is wrong`, by line; one report where every row lacks the same key, for then it is the option."""
+    lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong in problems}
+    if len(problems) == len(rows) > 1 and len(lacks) == 1 and None not in lacks:
+        places = ", ".join(rows[row][0] for row, _ in problems[:FIRST])
+        wrong = problems[0][1]
+        hint = "" if "dataset.type=" in wrong else "; set dataset.type to the form of these rows"
+        return [f"{places}{', ...' if len(rows) > FIRST else ''}: each of the {len(rows)} rows {wrong}{hint}"]
+    return [f"{rows[row][0]}: {wrong}" for row, wrong in problems]
 
 
 def _in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance: Any) -> list[Outcome]:

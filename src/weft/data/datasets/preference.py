@@ -34,7 +34,9 @@ class Preference:
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         margin = 0.0 if row.get("margin") is None else number(row["margin"], "margin")
-        if isinstance(row.get("label"), bool) and not any(key in row for key in (*CHOSEN, self.chosen_key)):
+        if row.get("label") is not None and not any(key in row for key in (*CHOSEN, self.chosen_key)):
+            if not isinstance(row["label"], bool):
+                raise BadRow(f"'label' must be true or false, not {row['label']!r}")
             values = {"rank": [0.0], "comparison": [0.0], "margin": [margin], "label": [float(row["label"])]}
             return [self._single(row, tokenizer, values)]
         chosen = row[need(row, (self.chosen_key,) if self.chosen_key else CHOSEN, "preference")]
