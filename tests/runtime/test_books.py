@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from weft.errors import ConfigError, DataError, RunError
 from weft.experiment import Control, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
+from weft.launch.plan import _counts
 from weft.runtime.ledger import Ledger, Measured, join
 from weft.runtime.schedule import Every, Horizon
 from weft.runtime.state import read_state, write_state
@@ -118,6 +119,15 @@ def test_schedules_count_the_optimizer_steps_of_the_real_run():
     assert (schedule.total_steps, schedule.warmup_steps) == (480, 48)
     limited = training(128, max_steps=50)
     assert Horizon.of(limited, Length(5000, 40)).specs(limited)["actor"].schedule.total_steps == 200
+
+
+def test_steps_of_frozen_epochs_are_not_among_those_trained():
+    made = training(128)
+    role = made.roles["actor"]
+    frozen = replace(made, roles={"actor": replace(role, optimizer=replace(role.optimizer, frozen_epochs=1))})
+    horizon = Horizon.of(frozen, Length(5000, 40))
+    assert horizon.updates(frozen, "train") == (160, 480) and horizon.trained_updates(frozen, "train") == 320
+    assert any(line.endswith("160 an epoch, 320 in all, none in the first epoch") for line in _counts(frozen, horizon))
 
 
 def test_batches_by_tokens_are_counted_by_the_loader():

@@ -28,27 +28,30 @@ def plan_lines(
         lines.append(f"{role}: {_describe(spec, facts[role])}")
         lines += [f"{role}: {note}" for note in facts[role].get("notes", ())]
     lines += expected.lines()
-    lines.append(f"device {numerics['device']}, {numerics['threads']} threads, torch {numerics['torch']}")
+    lines.append(f"device {numerics['device']}, {_many(numerics['threads'], 'thread')}, torch {numerics['torch']}")
     return lines
 
 
 def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
     epochs, size = experiment.control.total_train_epochs, experiment.node(experiment.steps_follow).batch_size
-    batch = f"{size} ids a step" if size else "steps laid out by tokens"
+    batch = f"{_many(size, 'id')} a step" if size else "steps laid out by tokens"
     if size and horizon.num_ids % size:
         batch += f", the last of an epoch {horizon.num_ids % size}"
     yield (
-        f"{horizon.num_ids} ids an epoch, {batch}: {horizon.steps_per_epoch} steps an epoch; "
-        f"{horizon.steps} steps in all ({epochs} epochs{_limit(experiment)})"
+        f"{_many(horizon.num_ids, 'id')} an epoch, {batch}: {_many(horizon.steps_per_epoch, 'step')} an epoch; "
+        f"{_many(horizon.steps, 'step')} in all ({_many(epochs, 'epoch')}{_limit(experiment)})"
     )
     for call in experiment.graph.model_calls():
         if call.method == "generate":
             samples = int(call.args.get("samples_per_prompt", 1))
-            yield f"{call.name}: {samples * call.batch_size} completions a step, {samples * horizon.num_ids} an epoch"
+            yield f"{call.name}: {_many(samples * call.batch_size, 'completion')} a step, {samples * horizon.num_ids} an epoch"
     for node in experiment.trained_nodes():
         updates = experiment.updates_per_firing.get(node.name, 1)
         per_epoch, total = horizon.updates(experiment, node.name)
-        yield f"{node.name}: {updates} optimizer steps a step, {per_epoch} an epoch, {total} in all"
+        frozen = experiment.roles[node.role].optimizer.frozen_epochs
+        trained = horizon.trained_updates(experiment, node.name)
+        told = f", none in the first {'epoch' if frozen == 1 else f'{frozen} epochs'}" if trained != total else ""
+        yield f"{node.name}: {_many(updates, 'optimizer step')} a step, {per_epoch} an epoch, {trained} in all{told}"
 
 
 def _limit(experiment: Experiment) -> str:
@@ -61,6 +64,10 @@ def _describe(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
     trained = f", {_count(trainable)} trained" if spec.trained else ", frozen"
     kind = f"{facts.get('family', spec.backend)}, {_count(total)} parameters{trained}, {spec.dtype}"
     return f"{spec.path or spec.tokenizer.path} ({kind})"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _count(number: int) -> str:

@@ -50,6 +50,12 @@ class Horizon:
         firings = math.ceil(self.firings[node] * share - 1e-9)
         return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
 
+    def trained_updates(self, experiment: Experiment, node: str) -> int:
+        """Those of a training node's optimizer steps that its role is not frozen in."""
+        per_epoch, total = self.updates(experiment, node)
+        optimizer = experiment.roles[next(n.role for n in experiment.trained_nodes() if n.name == node)].optimizer
+        return optimizer.schedule(total, per_epoch).total_steps
+
     def specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
         """The roles' specs with what a backend needs of the run; trained ones with the schedule of the real run."""
         control = experiment.control
