@@ -77,6 +77,22 @@ def test_a_checkpoint_is_loaded_by_transformers(finished):
     assert model(tokens["input_ids"]).logits.shape[-1] == model.config.vocab_size
 
 
+def test_a_model_that_is_nowhere_is_asked_for_once(root, monkeypatch):
+    asked = []
+
+    def refuse(self, name, **options):
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    monkeypatch.chdir(root)
+    config = small(root, "nowhere")
+    config.model.path = "modle"
+    with pytest.raises(CheckpointError, match=r"model.path='modle': .*\(no network\); did you mean model\?"):
+        run(config)
+    assert asked == ["modle"] and not (root / "nowhere").exists()
+
+
 def test_the_plan_is_told_before_the_first_step(finished):
     log = (finished.directory / "log.txt").read_text()
     before = log.split("step 1/")[0]
@@ -87,7 +103,7 @@ def test_the_plan_is_told_before_the_first_step(finished):
         "2 steps in all",
         "parameters",
         "MiB",
-        "threads",
+        "thread",
         "sft",
     ):
         assert words in before
@@ -179,11 +195,14 @@ def nan_reward(batch, context):
     raise ValueError("the reward is not a number")
 
 
-def test_a_host_function_that_raises_is_named_and_the_run_can_go_on(root):
+def test_a_host_function_that_raises_is_named_and_the_run_can_go_on(root, capsys):
     experiment = replace(grpo(root, "raises").build().with_mfc("reward", function="nan_reward", args={}))
     with pytest.raises(ValueError, match="not a number") as caught:
         run(experiment)
     assert any("node 'reward'" in note for note in caught.value.__notes__)
+    told = (root / "raises" / "e" / "t" / "log.txt").read_text()
+    assert told.count("error: ValueError: the reward is not a number") == 1 == told.count("is not a number")
+    assert "is not a number" not in capsys.readouterr().out, "who started the run shows it"
     status = json.loads((root / "raises" / "e" / "t" / "status.json").read_text())
     assert status["status"] == "failed"
 

@@ -135,6 +135,7 @@ def test_without_any_whole_cut_the_run_begins_anew_unless_resume_is_demanded(tmp
     assert (toy.path / "metrics.jsonl").read_text() == before, "nothing is touched"
     toy.run()
     assert [line["step"] for line in lines(toy.path)] == list(range(1, 11))
+    assert "the run stopped before its first recovery point; starting again" in (toy.path / "log.txt").read_text()
 
 
 def test_another_number_of_threads_is_taken_over_and_another_torch_is_told(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.toy import SIZE, Toy, ToyEngine, ToyGenerate, ToyInfer, one_each, timeless
+from tests.runtime.toy import SIZE, Toy, ToyEngine, ToyGenerate, ToyInfer, ToyTokenizer, one_each, timeless
 from weft import register_function
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, Interrupted, RunError
@@ -55,6 +55,18 @@ def mean_weight_after(toy: Toy, step: int) -> float:
     other.run()
     weights = json.loads((other.path / "checkpoints" / "actor" / f"step{step}" / "model.json").read_text())
     return sum(weights) / len(weights)
+
+
+def test_a_row_shows_its_prompt_without_the_tokenizers_bos(tmp_path, monkeypatch):
+    def prompts(folder: str) -> list[str]:
+        toy = Toy(tmp_path / folder)
+        toy.run()
+        return [json.loads(line)["prompt"] for line in (toy.path / "samples.jsonl").read_text().splitlines()]
+
+    shown = prompts("plain")
+    first = shown[0].split()[0]
+    monkeypatch.setattr(ToyTokenizer, "bos_id", int(first))
+    assert prompts("bos") == [prompt.removeprefix(f"{first} ") for prompt in shown] != shown
 
 
 def test_tensors_of_consumed_ids_are_let_go(tmp_path):

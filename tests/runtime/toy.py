@@ -173,6 +173,7 @@ class ToyTokenizer:
     """Enough of a tokenizer to show samples."""
 
     fingerprint = "toy"
+    bos_id = None
 
     def decode_after(self, before, ids, skip_special=False):
         return self.decode(ids, skip_special)

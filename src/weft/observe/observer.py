@@ -65,7 +65,10 @@ class Observer:
 
     def expect(self, total_steps: int | None, done: int = 0) -> None:
         """How many steps there will be in all (None: nobody knows), and how many an earlier process has done."""
-        self._view.expect(total_steps, done)
+        earlier = [row for row in read_rows(self.directory / METRICS) if finite(row.get("step"))] if done else []
+        self._view.expect(
+            total_steps, done, [{name: value for name, value in row.items() if finite(value)} for row in earlier]
+        )
 
     def step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """One completed step: a line with at least `step`. Returns the line as it was written."""
@@ -115,6 +118,10 @@ class Observer:
         """A line for people: into log.txt and onto the terminal."""
         self._log(line)
         self._view.note(line)
+
+    def log(self, line: str) -> None:
+        """A line for log.txt alone: what the terminal is told of in another way."""
+        self._log(line)
 
     def truncate(self, cut_step: int) -> None:
         """Forget the steps beyond the cut that a restart goes on from."""

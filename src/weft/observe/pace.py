@@ -17,7 +17,7 @@ BESIDE = ("kl", "accuracy", "accuracies", "token_accuracy", "margin", "response_
 
 @dataclass
 class Pace:
-    """What has been measured so far in this process. `clock` gives seconds that only grow."""
+    """What has been measured so far, times in this process alone. `clock` gives seconds that only grow."""
 
     clock: Callable[[], float] = time.monotonic
     total: int | None = None
@@ -31,10 +31,16 @@ class Pace:
         self.began = self.clock()
         self._last = self.began
         self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._since = 0  # the step that this process began after
+        self._whole = True  # whether `values` begin with the run
 
-    def expect(self, total: int | None, done: int) -> None:
-        """`total` steps in all, `done` of them by an earlier process. The clock of the first step starts here."""
-        self.total, self.done = total, done
+    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
+        """`total` steps in all, `done` of them by an earlier process, which left the lines `earlier`. The clock of the first
+        step starts here."""
+        self.total, self.done, self._since = total, done, done
+        self._whole = bool(earlier) or done == 0
+        for line in earlier:
+            self._note(line)
         self._last = self.clock()
 
     def step(self, numbers: Mapping[str, float]) -> None:
@@ -43,6 +49,9 @@ class Pace:
         self._seconds.append(now - self._last)  # with what lies between steps: evaluation, saving
         self._last = now
         self.done, self.epoch, self.latest = int(numbers["step"]), numbers.get("epoch", self.epoch), numbers
+        self._note(numbers)
+
+    def _note(self, numbers: Mapping[str, float]) -> None:
         self.name = self.name or headline(numbers)
         if self.name is not None and self.name in numbers:
             self.values.append(numbers[self.name])
@@ -104,11 +113,11 @@ class Pace:
     def summary(self, status: str) -> str:
         """The run in one line, for its end."""
         of = f" of {self.total}" if self.total is not None else ""
-        parts = [f"{status} after step {self.done}{of} in {duration(self.elapsed)}"]
+        since = f" since step {self._since}" if self._since else ""
+        parts = [f"{status} after step {self.done}{of} in {duration(self.elapsed)}{since}"]
         if self.name is not None and self.values:
-            parts.append(
-                f"{title(self.name)} {number(self.values[0])} -> {number(self.values[-1])} (best {number(self.best)})"
-            )
+            course = f"{number(self.values[0])} -> {number(self.values[-1])} (best {number(self.best)})"
+            parts.append(f"{title(self.name)} {course}" + ("" if self._whole else since))
         return ", ".join(parts)
 
 

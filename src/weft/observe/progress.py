@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ class View(Protocol):
     """Shows a run. `step` and `close` return the lines that belong into log.txt."""
 
     def start(self) -> None: ...
-    def expect(self, total: int | None, done: int) -> None: ...
+    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None: ...
     def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]: ...
     def sample(self, step: int, row: Mapping[str, Any]) -> None: ...
     def doing(self, what: str) -> AbstractContextManager[None]: ...
@@ -54,8 +54,8 @@ class PlainView:
     def start(self) -> None:
         """Nothing to set up."""
 
-    def expect(self, total: int | None, done: int) -> None:
-        self._pace.expect(total, done)
+    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
+        self._pace.expect(total, done, earlier)
 
     def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
         self._pace.step(numbers)
@@ -91,8 +91,8 @@ class LiveView:
     def start(self) -> None:
         self._live.start()
 
-    def expect(self, total: int | None, done: int) -> None:
-        self._pace.expect(total, done)
+    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
+        self._pace.expect(total, done, earlier)
 
     def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
         self._pace.step(numbers)

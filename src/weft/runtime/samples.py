@@ -48,7 +48,8 @@ class Samples:
 
     def _read(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
         prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]
-        prompts = [self._tokenizer.decode(tokens) for tokens in prompt_ids]
+        bos = self._tokenizer.bos_id  # what the tokenizer begins with is no part of a row's prompt
+        prompts = [self._tokenizer.decode(tokens[1:] if tokens[:1] == [bos] else tokens) for tokens in prompt_ids]
         lengths = batch.lengths["completion"]
         single = [k for k in batch.data if len(batch.lengths[k]) == len(lengths) and (batch.lengths[k] == 1).all()]
         columns = {

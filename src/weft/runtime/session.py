@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from weft.errors import ConfigError, Interrupted, RunError
+from weft.errors import ConfigError, Interrupted, RunError, WeftError
 from weft.experiment import Control, Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
@@ -87,6 +87,13 @@ class Session:
             self._take_up(cut)
         elif goes_on and self._control.recover_mode == "resume":
             raise ConfigError(f"recover_mode=resume: {self._directory.path} holds no whole cut; auto begins anew")
+        elif goes_on:
+            why = (
+                "no recovery point is whole"
+                if self._cuts.found()
+                else "the run stopped before its first recovery point"
+            )
+            self._notes.append(f"{why}; starting again")
         self._cuts.drop_after(self.step)
         config = self._parts.experiment.resolved()
         self._directory.write_config(config)
@@ -103,8 +110,9 @@ class Session:
             return
         if self._parts.farewell is not None:
             self._tell(self._parts.farewell())
-        if error is not None:
-            self._tell(f"{type(error).__name__}: {error}")
+        if error is not None:  # whoever started the run shows it
+            name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
+            self._observer.log(f"error: {name}{error}")
         self._observer.close(status)
         build_report(self._directory.path, status)  # before the status: a run killed in here goes on, and ends with one
         self._directory.set_status(status, self.step)
