@@ -56,6 +56,8 @@ def test_help_and_version_are_exit_0(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert weft.main(["quikstart"]) == 2
     assert "did you mean quickstart" in capsys.readouterr().err
+    assert weft.main(["plan", "sft"]) == 2
+    assert "weft plan is not in this version" in capsys.readouterr().err
 
 
 def test_an_unknown_quickstart_names_the_nearest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft import __version__
-from weft.errors import Interrupted, UserError, WeftError, unknown_name
+from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
 
 COMMANDS = {
     "quickstart": "train: sft, rw, dpo, ppo, grpo; sample: gen; or a configuration of your own",
@@ -98,6 +98,10 @@ def _show(message: str, words: Sequence[str]) -> None:
 
 def _dispatch(words: Sequence[str]) -> int:
     name, rest = words[0], [word for word in words[1:] if word != "--debug"]
+    if name == "plan":
+        raise ConfigError(
+            "weft plan is not in this version: a run prints its plan and its memory before the first step"
+        )
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
     if name == "report":
