@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.generation.common import CPU, EOS, LLAMA, Key, Spy, build, drain, generate, opened, recomputed, tokens
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
+from weft.engine.generation.caches import LEAST_ROWS
 from weft.engine.generation.generate import default_budget, open_generator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.generation.stops import StopText
@@ -23,6 +25,8 @@ from weft.models.config import TransformerConfig
 from weft.models.packed import pack
 from weft.models.transformer import Transformer
 from weft.randomness import uniform
+
+LEAST = LEAST_ROWS["cpu"]
 
 
 def prompts(count: int = 5, samples: int = 3) -> list[Request]:
@@ -134,6 +138,23 @@ def test_what_was_aborted_goes_on_exactly(spec: GenerationSpec) -> None:
 def again(requests: list[Request], partial: Partial) -> Request:
     [request] = [r for r in requests if (r.id, r.k) == (partial.id, partial.k)]
     return dataclasses.replace(request, generated=partial)
+
+
+@pytest.mark.parametrize(
+    ("done", "message"),
+    [
+        (Partial("a", 0, [9] * 3, [0.0] * 3, [1] * 3), "completion 0 of 'a': generated has 3 tokens and at most 3 are"),
+        (Partial("a", 0, [9] * 30, [0.0] * 30, [1] * 30), "generated has 30 tokens and at most 3 are"),
+        (Partial("a", 1, [9], [0.0], [1]), "completion 0 of 'a': generated is a part of completion 1 of 'a'"),
+        (Partial("b", 0, [9], [0.0], [1]), "completion 0 of 'a': generated is a part of completion 0 of 'b'"),
+        (Partial("a", 0, [9, 8], [0.0], [1, 1]), "generated has 2 tokens, 1 log-probs and 2 versions"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(done: Partial, message: str) -> None:
+    with opened(build(), GenerationSpec(max_new_tokens=10), Budget(max_tokens=20)) as generator:
+        with pytest.raises(DataError, match=re.escape(message)):
+            generator.submit([Request("a", 0, [9, 8], generated=done, max_new_tokens=3)])
+        assert generator.idle
 
 
 def test_one_prompt_is_prefilled_once_and_decodes_go_together() -> None:

@@ -16,8 +16,8 @@ class Machine:
     """Runs plans over a pretended cache: `held[key]` lists the tokens whose keys and values are stored for a sequence, after
     those of its prefix in `stored`; `parts` what is stored of unfinished prompts."""
 
-    def __init__(self, budget: Budget, least_spared: int | None = None) -> None:
-        self.slots = Slots(budget.max_sequences, budget.max_tokens, least_spared)
+    def __init__(self, budget: Budget, least_spared: int | None = None, unit: int = 1) -> None:
+        self.slots = Slots(budget.max_sequences, budget.max_tokens, least_spared, unit)
         self.scheduler = Scheduler(budget, self.slots)
         self.held: dict[tuple[str, int], tuple[int, ...]] = {}
         self.stored: dict[Prefix, tuple[int, ...]] = {}
@@ -75,7 +75,9 @@ class Machine:
         assert all(len(tokens) <= self.slots.capacity for tokens in self.held.values())
         apart = sum(len(prefix.tokens) for prefix in self.scheduler.prefixes.values())
         assert self.slots.tokens == len(self.slots) * self.slots.capacity + apart
-        assert self.slots.tokens <= self.scheduler.budget.max_tokens
+        most = self.scheduler.budget.max_tokens + self.slots.unit - 1
+        assert self.slots.tokens <= self.slots.num_held * self.slots.capacity + apart <= most
+        assert self.slots.capacity % self.slots.unit == 0
 
     def restart(self) -> None:
         self.scheduler.restart()
@@ -108,15 +110,16 @@ def sequence(id: str, k: int = 0, prompt: int = 3, limit: int = 4) -> Sequence:
     max_tokens=st.integers(310, 900),
     max_prefill=st.integers(1, 200),
     least_spared=st.sampled_from([None, 1, 256]),
+    unit=st.sampled_from([1, 16]),
     divides=st.booleans(),
     events=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["restart", "abort"])), max_size=3),
 )  # fmt: skip
 def test_everything_submitted_finishes_within_the_budget(
     shapes: list[tuple[int, int, int, int]], max_sequences: int, max_tokens: int, max_prefill: int,
-    least_spared: int | None, divides: bool, events: list[tuple[int, str]],
+    least_spared: int | None, unit: int, divides: bool, events: list[tuple[int, str]],
 ) -> None:  # fmt: skip
     """Prompts of a system part that some share and a part of their own, at mixed lengths, with restarts and aborts between."""
-    machine = Machine(Budget(max_sequences, max_tokens, max_prefill, divides), least_spared)
+    machine = Machine(Budget(max_sequences, max_tokens, max_prefill, divides), least_spared, unit)
     wanted = [
         Sequence(f"p{i}", k, (*range(system), *range(500 * i, 500 * i + own)), limit)
         for i, (system, own, limit, count) in enumerate(shapes)
@@ -222,6 +225,13 @@ def test_what_could_never_fit_is_refused_at_once() -> None:
         scheduler.submit(sequence("a", prompt=17, limit=4))
 
 
+def test_what_was_sampled_counts_for_room_even_beyond_the_limit() -> None:
+    scheduler = Scheduler(Budget(max_tokens=20), Slots(4, 20))
+    long = Sequence("a", 0, (1, 2), limit=10, tokens=[3] * 30)
+    with pytest.raises(RunError, match="'a': prompt and completion may need 32 tokens"):
+        scheduler.submit(long)
+
+
 def test_slots_double_together_and_shrink_when_empty() -> None:
     slots = Slots(max_slots=3, max_tokens=1000)
     assert slots.admit("a", 10) and slots.admit("b", 128)
@@ -302,6 +312,17 @@ def test_a_prefix_leaves_with_the_last_that_begins_with_it() -> None:
     assert machine.slots.tokens == 99 + 4 * 64
     machine.abort("p0")
     assert machine.slots.tokens == 0 and not machine.scheduler.prefixes
+
+
+def test_a_prefix_in_the_making_leaves_with_the_last_admitted() -> None:
+    """Else the step after would plan nothing: what waits is not taken in while the prefix is to be computed."""
+    machine = Machine(Budget(max_sequences=1, max_prefill_tokens=1), least_spared=1)
+    for one in shared(2, 70, 1):
+        machine.scheduler.submit(one)
+    machine.step()
+    machine.abort("p0")
+    assert not machine.scheduler.prefixes and not machine.scheduler.filling
+    assert machine.step().chunks
 
 
 def test_equal_hashes_of_unlike_prompts_are_no_prefix() -> None:

@@ -10,11 +10,13 @@ import torch
 
 from tests.generation.common import CPU, EOS, LLAMA, Key, Spy, build, drain, generate, opened, recomputed, tokens
 from weft.engine.base import Request, TokenEvent
+from weft.engine.generation.caches import LEAST_ROWS
 from weft.engine.generation.generate import open_generator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.spec import GenerationSpec
 from weft.models.config import TransformerConfig
 
+LEAST = LEAST_ROWS["cpu"]
 WIDE = dataclasses.replace(LLAMA, num_heads=2, num_kv_heads=2)
 
 
@@ -126,5 +128,5 @@ def test_many_samples_of_a_long_prompt_take_little_memory() -> None:
         generator.step()
         caches = [generator._kv(), *generator._held.values()]
         held = sum(cache.num_bytes for cache in caches)
-    per_token = caches[0].num_bytes / caches[0].num_slots / caches[0].capacity
+        per_token = caches[0].num_bytes / caches[0].num_slots / caches[0].capacity
     assert held < per_token * 2 * (400 + 16 * 64) < per_token * 16 * 400

@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,30 @@ def peak_memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / GIGABYTE
     unit = 1.0 if sys.platform == "darwin" else 1024.0  # ru_maxrss counts bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIGABYTE
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of the device; of a CPU what its process may use, which a control group (a container's) may limit."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *cgroup_limits()])
+
+
+def cgroup_limits(mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Memory limits, in bytes, of this process's control group and those above it, version 2 or 1; none off Linux."""
+    limits = []
+    lines = groups.read_text().splitlines() if groups.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (mounted / "memory", "memory.limit_in_bytes") if controllers else (mounted, "memory.max")
+        own = root / path.lstrip("/")
+        for group in (own, *own.parents):
+            if group.is_relative_to(root):
+                with contextlib.suppress(OSError, ValueError):  # none there: the root group has no file; or "max"
+                    limits.append(int((group / name).read_text()))
+    return limits
 
 
 def one_heap() -> None:

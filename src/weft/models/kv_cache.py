@@ -64,11 +64,18 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
+    def resize(self, slots: int, room: int) -> None:
+        """Have exactly `slots` slots, no fewer than are active, and room for `room` tokens in each, or what there is."""
+        assert slots >= self.num_active, f"{self.num_active} slots are active, {slots} are too few"
+        room = max(room, self.capacity)
+        if (slots, room) != (self.num_slots, self.capacity):
+            self._reshape(slots, room)
+
     def allocate(self, count: int = 1) -> list[int]:
         """New empty slots, numbered on from the active ones: active slots are always 0 .. num_active - 1."""
         first, self.num_active = self.num_active, self.num_active + count
         if self.num_active > self.num_slots:
-            self._grow(dim=0, to=max(self.num_active, 2 * self.num_slots))
+            self._reshape(max(self.num_active, 2 * self.num_slots), self.capacity)
         self.used[first : self.num_active] = 0
         self.link(range(first, self.num_active), None)
         return list(range(first, self.num_active))
@@ -85,7 +92,7 @@ class KVCache:
         """A new slot that holds what slot 0 of `other` holds, after the same prefix."""
         (slot,), filled = self.allocate(), int(other.used[0])
         if filled > self.capacity:
-            self._grow(dim=2, to=in_vectors(max(filled, 2 * self.capacity), self.device))
+            self._reshape(self.num_slots, in_vectors(max(filled, 2 * self.capacity), self.device))
         for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
             mine[slot, :, :filled] = theirs[0, :, :filled]
         self.used[slot] = filled
@@ -137,7 +144,7 @@ class KVCache:
         self._check_rotation(before + used, before + after)
         most = int(after.max())
         if most > self.capacity:
-            self._grow(dim=2, to=in_vectors(max(most, 2 * self.capacity), self.device))
+            self._reshape(self.num_slots, in_vectors(max(most, 2 * self.capacity), self.device))
         self.used[where] = after
         ends = np.cumsum(lengths)
         flat = tokens if isinstance(tokens, Tensor) else torch.cat([t.to(self.device) for t in tokens])
@@ -204,16 +211,14 @@ class KVCache:
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _grow(self, dim: int, to: int) -> None:
+    def _reshape(self, slots: int, room: int) -> None:
+        kept = min(slots, self.num_slots)
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
-                shape = list(old.shape)
-                shape[dim] = to
-                new = old.new_zeros(shape)
-                new[: old.shape[0], :, : old.shape[2]] = old
+                new = old.new_zeros(slots, old.shape[1], room, old.shape[3])
+                new[:kept, :, : old.shape[2]] = old[:kept]
                 stored[layer] = new
-        if dim == 0:
-            more = to - len(self.used)
-            self.used = np.concatenate([self.used, np.zeros(more, np.int64)])
-            self.before = np.concatenate([self.before, np.zeros(more, np.int64)])
-            self._prefixes += [None] * more
+        more = slots - kept
+        self.used = np.concatenate([self.used[:kept], np.zeros(more, np.int64)])
+        self.before = np.concatenate([self.before[:kept], np.zeros(more, np.int64)])
+        self._prefixes = self._prefixes[:kept] + [None] * more

@@ -1,6 +1,6 @@
 """How much key-value memory the sequences take. Pure accounting: no torch, no tensors.
 
-The scheduler asks through `Blocks` and cannot tell what a block is. `Slots` counts as `models/kv_cache.py` stores: a block is
+The scheduler asks through `Blocks` and cannot tell what a block is. `Slots` says what `models/kv_cache.py` stores: a block is
 one whole contiguous slot, all slots grow together by doubling (gathering scattered parts costs several times a decode
 step on a CPU), and a prefix that sequences share is stored by itself, once.
 """
@@ -40,16 +40,22 @@ class Blocks(Protocol):
 
 
 class Slots:
-    """Equal slots of `capacity` tokens: at most `max_slots` of them; `max_tokens` tokens in all, shared prefixes included.
+    """Equal slots of `capacity` tokens, a multiple of `unit`: at most `max_slots` of them; `max_tokens` tokens in all, shared
+    prefixes included (and up to `unit` - 1 more, so that a sequence of `max_tokens` fits, wherever its prefix ends).
+
+    `num_held` slots are there: those in use and, as far as the limits allow, some for sequences to come, since each change of
+    their number copies all of them. They are taken back where something else needs the room.
 
     No step looks at the sequences one by one: a started sequence's length is kept as its distance from a clock.
     """
 
     FIRST = 64  # tokens of a slot at first
+    FEWEST = 8  # slots at first, where that many fit
 
-    def __init__(self, max_slots: int, max_tokens: int, least_spared: int | None = None) -> None:
-        self.max_slots, self.max_tokens, self.least_spared = max_slots, max_tokens, least_spared
-        self.capacity = 0
+    def __init__(self, max_slots: int, max_tokens: int, least_spared: int | None = None, unit: int = 1) -> None:
+        self.max_slots, self.max_tokens, self.least_spared = max_slots, max_tokens + unit - 1, least_spared
+        self.unit = unit
+        self.capacity = self.num_held = 0
         self._clock = 0
         self._waiting: dict[Key, int] = {}  # tokens
         self._started: dict[Key, int] = {}  # tokens - clock
@@ -61,7 +67,7 @@ class Slots:
 
     @property
     def tokens(self) -> int:
-        """Tokens that there is room for now."""
+        """Tokens that need room now; `num_held` slots have more."""
         return len(self) * self.capacity + sum(self._prefixes.values())
 
     def admit(self, key: Key, length: int) -> bool:
@@ -74,6 +80,7 @@ class Slots:
         if self.tokens + length > self.max_tokens:
             return False
         self._prefixes[key] = length
+        self._hold()
         return True
 
     def start(self, key: Key) -> None:
@@ -101,16 +108,25 @@ class Slots:
         elif self._started.pop(key) == self._longest:
             self._longest = None
         if not len(self):
-            self.capacity = 0
+            self.capacity = self.num_held = 0
+
+    def _hold(self, count: int = 0) -> None:
+        """Have `count` slots or more: twice as many where they are too few, none beyond the limits."""
+        if count > self.num_held:
+            self.num_held = max(count, 2 * self.num_held, self.FEWEST)
+        if self.num_held:
+            room = self.max_tokens - sum(self._prefixes.values())
+            self.num_held = min(self.num_held, self.max_slots, room // self.capacity)
 
     def _fit(self, count: int, length: int) -> bool:
         """Grow to a capacity of `length` if `count` slots of it are within the limit: to twice the capacity where that is
         within it too."""
-        room = (self.max_tokens - sum(self._prefixes.values())) // count
+        room = (self.max_tokens - sum(self._prefixes.values())) // count // self.unit * self.unit
         capacity = self.capacity or min(self.FIRST, room)
         if length > capacity:
-            capacity = max(length, min(2 * capacity, room))
+            capacity = max(-(-length // self.unit) * self.unit, min(2 * capacity, room))
         if capacity > room:
             return False
         self.capacity = capacity
+        self._hold(count)
         return True

@@ -51,8 +51,12 @@ class Caches(Protocol):
     @property
     def blocks(self) -> Blocks: ...
 
-    def new(self, *, slots: int = 8, room: int = 64) -> Cache:
-        """An empty cache; `slots` rows of `room` tokens are what it begins with."""
+    def new(self, room: int | None = None) -> Cache:
+        """An empty cache: of one row with room for `room` tokens, or of the sequences that run."""
+        ...
+
+    def fit(self, cache: Any) -> None:
+        """Give the cache of the sequences that run the memory that `blocks` counts for it now."""
         ...
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:
@@ -61,6 +65,10 @@ class Caches(Protocol):
 
     def moved(self) -> None:
         """Weights may lie elsewhere from now on."""
+        ...
+
+    def close(self) -> None:
+        """Give all memory back; no cache of it is of use afterwards."""
         ...
 
 
@@ -80,15 +88,26 @@ def _flashes(config: TransformerConfig, device: torch.device, dtype: torch.dtype
 
 
 class SlotCaches:
+    """Holds what `Slots` counts, and rows that fill a small pass up."""
+
     def __init__(self, network: Decoder, device: torch.device, budget: Budget) -> None:
         self._network, self._device = network, device
         joins = device.type == "cpu" and network.shares_prefixes(budget.max_tokens)
-        self.blocks = Slots(budget.max_sequences, budget.max_tokens, LEAST_SPARED if joins else None)
+        least_spared, unit = LEAST_SPARED if joins else None, in_vectors(1, device)
+        self.blocks = Slots(budget.max_sequences, budget.max_tokens, least_spared, unit)
         self.least_rows = LEAST_ROWS.get(device.type, 1)
 
-    def new(self, *, slots: int = 8, room: int = 64) -> KVCache:
+    def new(self, room: int | None = None) -> KVCache:
+        slots, room = self._size() if room is None else (1, in_vectors(room, self._device))
         dtype = next(self._network.parameters()).dtype
-        return KVCache(self._network.config, self._device, dtype, slots=slots, room=in_vectors(room, self._device))
+        return KVCache(self._network.config, self._device, dtype, slots=slots, room=room)
+
+    def fit(self, cache: KVCache) -> None:
+        cache.resize(*self._size())
+
+    def _size(self) -> tuple[int, int]:
+        """Slots of the sequences that run, and tokens of each."""
+        return max(self.blocks.num_held, self.least_rows), self.blocks.capacity
 
     def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:
         count = len(tokens)
@@ -103,6 +122,9 @@ class SlotCaches:
     def moved(self) -> None:
         """Nothing here holds an address."""
 
+    def close(self) -> None:
+        """Each cache holds its own memory."""
+
 
 class PageCaches:
     def __init__(self, network: Decoder, device: torch.device, budget: Budget, page: int = PAGE) -> None:
@@ -115,8 +137,11 @@ class PageCaches:
         capture = cuda_capture() if device.type == "cuda" and config.experts is None else None
         self.graphs = DecodeGraphs(self._run, device, capture, sizes=sizes)
 
-    def new(self, *, slots: int = 8, room: int = 64) -> PagedCache:
+    def new(self, room: int | None = None) -> PagedCache:
         return PagedCache(self._pool)
+
+    def fit(self, cache: PagedCache) -> None:
+        """The pool grows by what is written."""
 
     def decode(self, cache: PagedCache, tokens: npt.NDArray[np.int64]) -> Tensor:
         step = cache.step(range(len(tokens)), tokens)
@@ -124,6 +149,10 @@ class PageCaches:
 
     def moved(self) -> None:
         self.graphs.drop()
+
+    def close(self) -> None:
+        self.moved()
+        self._pool.keys, self._pool.values = [], []
 
     def _run(self, step: Tensor) -> Tensor:
         return self._network.hidden(self._pool.packed(step))

@@ -11,7 +11,6 @@ A completion depends on its prompt, its (id, k), the step and the seed, never on
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +24,7 @@ from torch import Tensor
 from weft import randomness
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
+from weft.engine.device import memory_bytes
 from weft.engine.generation.caches import Cache, caches_for
 from weft.engine.generation.prefixes import Prefix
 from weft.engine.generation.rows import Rows
@@ -125,20 +125,25 @@ class BatchGenerator:
         return self._scheduler.idle
 
     def close(self) -> None:
-        """Forget where weights lie: they may move from now on."""
-        self._caches.moved()
+        """Give all memory back and forget where weights lie: they may move from now on. No step comes after it."""
+        self._let_go(list(self._held))
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+        self._caches.close()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `DataError` for a prompt that is empty or leaves no room, `RunError` for one given twice,
-        `ConfigError` for settings of its own that cannot be."""
+        """Queue requests. Raises `DataError` for a prompt that is empty or leaves no room and for `generated` that is another
+        completion's or leaves nothing to sample, `RunError` for one given twice, `ConfigError` for settings of its own that
+        cannot be."""
         for request in requests:
             settings = self._settings.index(request.sampling)
             spec = self._settings.specs[settings]
-            live = Live(
-                request.id, request.k, tuple(map(int, request.prompt)), self._limit(request, spec.max_new_tokens)
-            )
+            limit = _limit(self._network.config, request, spec.max_new_tokens)
+            live = Live(request.id, request.k, tuple(map(int, request.prompt)), limit)
             if request.generated is not None:
                 done = request.generated
+                _check_partial(done, live)
                 live.tokens, live.logprobs = list(done.tokens), list(done.logprobs)
                 live.versions, live.supports = list(done.versions), [tuple(s) for s in done.supports]
             self._scheduler.submit(live)
@@ -156,11 +161,15 @@ class BatchGenerator:
         plan = self._scheduler.plan()
         for sequence in plan.preempted:
             self._take_out(self._rows.places[sequence.key])
+        self._let_go_unused(plan.chunks)
+        if self._cache is not None:
+            self._caches.fit(self._cache)
         states = [self._decode()] if len(self._rows) else []
         states += self._prefill(plan.chunks)
-        in_use = {*self._scheduler.prefixes.values(), *self._scheduler.filling}
-        self._let_go([holder for holder in self._held if holder not in in_use])
-        return self._draw(torch.cat(states)) if states else []
+        self._let_go_unused()
+        events = self._draw(torch.cat(states)) if states else []
+        self._let_go_unused()
+        return events
 
     def abort(self, ids: Iterable[str]) -> list[Partial]:
         """Stop every unfinished completion of these ids; `Request(generated=partial)` goes on exactly where it was."""
@@ -170,6 +179,7 @@ class BatchGenerator:
                 self._take_out(self._rows.places[live.key])
             self._forget(live)
             partials.append(Partial(live.id, live.k, live.tokens, live.logprobs, live.versions, live.supports))
+        self._let_go_unused()
         return partials
 
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
@@ -221,7 +231,7 @@ class BatchGenerator:
         fill, count = chunk.fill, chunk.stop - chunk.start
         holder = fill.makes or fill
         if holder not in self._held:
-            cache = self._held[holder] = self._caches.new(slots=1, room=len(fill.tokens) + self._least_rows)
+            cache = self._held[holder] = self._caches.new(len(fill.tokens) + self._least_rows)
             cache.link(cache.allocate(), self._held[fill.after] if fill.after else None)
         cache = self._held[holder]
         tokens = torch.zeros(max(count, self._least_rows), dtype=torch.int64)
@@ -237,12 +247,14 @@ class BatchGenerator:
         for slot, fill in zip(slots, fills, strict=True):
             cache.link([slot], self._held[fill.after] if fill.after else None)
         tokens = [torch.tensor(fill.tokens) for fill in fills]
-        missing = self._least_rows - sum(map(len, tokens))
-        fillers = cache.allocate(1) if missing > 0 else []
-        tokens += [torch.zeros(missing, dtype=torch.int64) for _ in fillers]
-        packed = cache.extend([*slots, *fillers], tokens)
-        last = self._network.hidden(packed)[packed.rows[:count]]
-        self._release(fillers)
+        lengths = [len(own) for own in tokens]
+        missing = max(0, self._least_rows - sum(lengths))
+        tokens[-1] = torch.nn.functional.pad(tokens[-1], (0, missing))
+        packed = cache.extend(slots, tokens)
+        ends = torch.tensor(lengths, device=self._device).cumsum(0) - 1
+        last = self._network.hidden(packed)[ends]
+        if missing:
+            cache.truncate(slots[-1], lengths[-1])
         return slots, last
 
     def _draw(self, states: Tensor) -> list[TokenEvent]:
@@ -301,10 +313,10 @@ class BatchGenerator:
         for holder in holders:
             self._held.pop(holder).close()
 
-    def _release(self, fillers: list[int]) -> None:
-        """Give back the last slots, which held rows that only fill a pass up."""
-        for slot in reversed(fillers):
-            self._kv().release(slot)
+    def _let_go_unused(self, chunks: Iterable[Chunk] = ()) -> None:
+        """Give back what neither the scheduler nor the `chunks` still to be computed need."""
+        in_use = {*self._scheduler.prefixes.values(), *self._scheduler.filling, *(chunk.fill for chunk in chunks)}
+        self._let_go([holder for holder in self._held if holder not in in_use])
 
     def _begin(self, live: Live) -> None:
         """The next row is this sequence's."""
@@ -324,36 +336,50 @@ class BatchGenerator:
         del self._draws[live.key]
         self._stops.pop(live.key, None)
 
-    def _limit(self, request: Request, most: int) -> int:
-        """Most tokens of this completion. A table of learned positions has an end, and so has the completion there."""
-        wanted = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
-        if len(request.prompt) == 0:
-            raise DataError(
-                f"id {request.id!r}: the prompt is empty, and a model needs a token to go on from; "
-                "set tokenizer.add_bos_token=true or leave the row out"
-            )
-        config = self._network.config
-        if config.learned_positions is None:
-            return wanted
-        room = config.learned_positions - config.position_offset - len(request.prompt)
-        if room < 1:
-            raise DataError(
-                f"id {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room in the "
-                f"{config.learned_positions - config.position_offset} positions of this model; lower dataset.max_prompt_len"
-            )
-        return min(wanted, room)
+
+def _limit(config: TransformerConfig, request: Request, most: int) -> int:
+    """Most tokens of this completion. A table of learned positions has an end, and so has the completion there."""
+    wanted = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
+    if len(request.prompt) == 0:
+        raise DataError(
+            f"id {request.id!r}: the prompt is empty, and a model needs a token to go on from; "
+            "set tokenizer.add_bos_token=true or leave the row out"
+        )
+    if config.learned_positions is None:
+        return wanted
+    room = config.learned_positions - config.position_offset - len(request.prompt)
+    if room < 1:
+        raise DataError(
+            f"id {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room in the "
+            f"{config.learned_positions - config.position_offset} positions of this model; lower dataset.max_prompt_len"
+        )
+    return min(wanted, room)
+
+
+def _check_partial(done: Partial, live: Live) -> None:
+    if (done.id, done.k) != live.key:
+        raise DataError(
+            f"completion {live.k} of {live.id!r}: generated is a part of completion {done.k} of {done.id!r}; "
+            "give each request its own"
+        )
+    if not len(done.tokens) == len(done.logprobs) == len(done.versions):
+        raise DataError(
+            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens, {len(done.logprobs)} log-probs and "
+            f"{len(done.versions)} versions; give one of each for every token"
+        )
+    if len(done.tokens) >= live.limit:
+        raise DataError(
+            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens and at most {live.limit} are to be "
+            "sampled, so nothing is left; leave it out or raise max_new_tokens"
+        )
 
 
 def default_budget(config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> Budget:
-    """Keys and values in a quarter of the device's memory."""
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Keys and values in a quarter of the memory that this process may use on the device."""
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     return Budget(
         max_sequences=SEQUENCES.get(device.type, DEFAULT_SEQUENCES),
-        max_tokens=max(1, int(KV_SHARE * memory / per_token)),
+        max_tokens=max(1, int(KV_SHARE * memory_bytes(device) / per_token)),
         max_prefill_tokens=PREFILL.get(device.type, DEFAULT_PREFILL),
         divides=config.rope is None or config.rope.scaling not in ("dynamic", "longrope"),
     )

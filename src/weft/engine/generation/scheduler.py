@@ -10,7 +10,7 @@ apart is a `Prefix`, computed and held once; sequences with exactly the same tok
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from weft.engine.generation.blocks import Blocks
@@ -112,7 +112,7 @@ class Scheduler:
         """Queue a sequence. Raises `RunError` where it is here already, or could not run even alone."""
         if sequence.key in self._known:
             raise RunError(f"completion {sequence.k} of {sequence.id!r} was submitted twice; give requests other ids")
-        most = len(sequence.prompt) + sequence.limit
+        most = max(len(sequence.prompt) + sequence.limit, len(sequence.known()))
         if most > self.budget.max_tokens:
             raise RunError(
                 f"{sequence.id!r}: prompt and completion may need {most} tokens, but keys and values of "
@@ -138,6 +138,7 @@ class Scheduler:
         del self.running[sequence.key]
         self._release(sequence)
         self._forget(sequence)
+        self._drop_unused(self._beginnings.counts)
 
     def abort(self, ids: Iterable[str]) -> list[Sequence]:
         """Forget every sequence of these ids; returns them in order of submission."""
@@ -155,7 +156,7 @@ class Scheduler:
                 self._release(sequence)
             self._forget(sequence)
         self.filling = [fill for fill in self.filling if fill.makes or fill.sequences]
-        self._drop_unused()
+        self._drop_unused(self._beginnings.counts)
         return gone
 
     def restart(self) -> None:
@@ -198,9 +199,14 @@ class Scheduler:
         del self._known[sequence.key]
         self._beginnings.remove(sequence.levels)
 
-    def _drop_unused(self) -> bool:
-        """Give back prefixes that nobody admitted begins with; whether there were any."""
-        unused = [prefix for prefix in self.prefixes.values() if not prefix.sharers]
+    def _drop_unused(self, keep: Container[int] = ()) -> bool:
+        """Give back prefixes that nobody admitted begins with, but those of the marks `keep` that are computed; whether there
+        were any."""
+        unused = [
+            prefix
+            for prefix in self.prefixes.values()
+            if not prefix.sharers and not (prefix.ready and prefix.mark in keep)
+        ]
         for prefix in unused:
             del self.prefixes[prefix.mark]
             self.blocks.release(prefix)
