@@ -37,6 +37,19 @@ def test_activations_by_hand() -> None:
     assert every_second.activations == 4 * (ends + 2 * 100 * layer + 2 * 100 * 8 + working + 100 * layer)
 
 
+def test_adapters_keep_their_products_and_open_the_mlp() -> None:
+    layer = SHAPE.kept_per_token()
+    assert replace(SHAPE, adapters=21).kept_per_token() == layer + 21
+    assert replace(SHAPE, fused=False).kept_per_token() == layer + 2 * 16
+    assert replace(SHAPE, fused=False, gated=False).kept_per_token() == layer
+
+
+def test_an_entropy_with_a_gradient_takes_two_more_chunks() -> None:
+    wide = replace(SHAPE, vocab=5000)
+    plain, more = (estimate(wide, TRAINED, [replace(TRAIN, entropy=entropy)]).activations for entropy in (False, True))
+    assert more - plain == 2 * 5000 * 4  # one row a chunk
+
+
 def test_a_cache_by_hand() -> None:
     role = estimate(SHAPE, TRAINED, [Work(cache_tokens=64, sequences=2)])
     assert role.cache == 2 * 4 * 4 * 64 * 4 and role.activations == 3 * 2 * 50 * 8

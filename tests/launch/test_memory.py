@@ -8,13 +8,20 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tests.engine.common import Nll, batch_of, engine_of, tiny
 from tests.launch.cases import prepare, sft
 from tests.tiny import make_tokenizer, write_jsonl
+from weft.engine.memory import NetworkShape, RoleMemory
+from weft.engine.spec import LoRASpec
 from weft.launch import run
+from weft.launch.memory import Forecast
 
 SHAPE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 688,
@@ -62,7 +69,13 @@ def test_the_estimate_is_within_15_percent_of_what_is_measured(tmp_path: Path, n
     }
     for role in roles:
         given |= {f"{role}.path": model, f"{role}.init_from_scratch": "true"}
-    command = [sys.executable, "-m", "weft.apps.quickstart", name, *(f"{key}={value}" for key, value in given.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "weft.apps.quickstart",
+        name,
+        *(f"{key}={value}" for key, value in given.items()),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -81,3 +94,46 @@ def test_the_estimate_is_printed_and_stored(tmp_path: Path, capsys: pytest.Captu
         )
         assert held is not None and held.group(1) == held.group(2)
         assert text.index("memory: about ") < text.index("were needed at most")
+
+
+def sizes_of(path: Path, **changes: object) -> Mapping[str, Any]:
+    return engine_of(path, **changes).description
+
+
+def test_what_a_network_keeps_with_adapters_is_what_autograd_keeps(tmp_path: Path) -> None:
+    """Elements of a token and layer that are saved for the backward pass, counted once each storage."""
+    make_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    made = engine_of(tmp_path, lora=LoRASpec(r=8), init_from_scratch=True)
+    weights = {p.untyped_storage().data_ptr() for p in made._network.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage().data_ptr()
+        if storage not in weights:
+            kept[storage] = value  # holds it, so that no other takes its address
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        made.train([batch_of([(600, [400])])], Nll())
+    facts = made.description
+    shape = NetworkShape(facts["num_parameters"], facts["num_trainable"], **facts["sizes"])
+    found = sum(value.untyped_storage().nbytes() for value in kept.values()) / (4 * 1000 * shape.layers)
+    assert found == pytest.approx(shape.kept_per_token(), rel=0.03)
+
+
+def test_networks_say_whose_prompts_they_share(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "m")
+    assert sizes_of(path)["shared_prompts"] == {"longest": sys.maxsize, "in_training": True}
+    assert sizes_of(path, dropout=0.1)["shared_prompts"]["in_training"] is False
+    assert "shared_prompts" not in sizes_of(path, backend="hf")
+
+
+def test_a_total_without_activations_is_no_upper_limit() -> None:
+    role = RoleMemory(2**30, 0, 0, 0, 0, 0, 0)
+    whole = Forecast({"actor": role}, torch.device("cuda"), (), 0.0)
+    part = Forecast({"actor": role}, torch.device("cuda"), ("actor",), 0.0)
+    assert list(whole.lines())[-1] == "memory: about 1.00 GiB at most"
+    assert list(part.lines())[-1] == "memory: about 1.00 GiB without activations of actor"
+    assert part.compared(2.0).endswith("1.00 GiB expected without activations of actor (200%)")
+    assert whole.compared(2.0).endswith("1.00 GiB expected (200%)")

@@ -21,7 +21,8 @@ ENTROPY_CHUNKS = 2  # more of them where the entropy has a gradient
 class NetworkShape:
     """Sizes of a packed decoder. `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, of all
     experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value or score head;
-    `embedding`: elements of the embedding's matrix."""
+    `embedding`: elements of the embedding's matrix; `adapters`: elements that a layer's adapters keep of a token; `fused`: the
+    MLP's second half computes the activation and its product with the gated part again in place of keeping them."""
 
     parameters: int
     trainable: int
@@ -34,11 +35,15 @@ class NetworkShape:
     embedding: int
     gated: bool = True
     tied: bool = False
+    adapters: int = 0
+    fused: bool = True
 
     def kept_per_token(self) -> int:
         """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
-        norms' results, q, k, v, attention's result with and without padding, and what the MLP's first matrices give."""
-        return 4 * self.hidden + 3 * self.query + 2 * self.key + (2 if self.gated else 1) * self.inner
+        norms' results, q, k, v, attention's result with and without padding, what the MLP's first matrices give, and, where
+        its second half is not fused, as many again: the activation and the product."""
+        inner = (2 if self.gated else 1) * (1 if self.fused else 2) * self.inner
+        return 4 * self.hidden + 3 * self.query + 2 * self.key + inner + self.adapters
 
     def working_per_token(self) -> int:
         """Elements of a token alive at once within one layer, at the widest place of its backward pass."""

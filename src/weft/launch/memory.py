@@ -53,13 +53,17 @@ class Forecast:
             parts = [(f.name, getattr(role, f.name)) for f in fields(role) if f.name != "call"]
             shown = ", ".join(f"{what} {size(number)}" for what, number in parts if number)
             yield f"memory of {name}: {shown or 'shared with another role'}"
-        without = f"; without the activations of {', '.join(self.incomplete)}" if self.incomplete else ""
-        yield f"memory: about {size(self.total)} at most{without}"
+        yield f"memory: about {size(self.total)} {self._scope}"
+
+    @property
+    def _scope(self) -> str:
+        """What the total is of: a backend that does not tell a network's sizes leaves its activations unknown."""
+        return f"without activations of {', '.join(self.incomplete)}" if self.incomplete else "at most"
 
     def compared(self, most: float) -> str:
         """For people, after the run, which held `most` GiB at most."""
-        used = (most - self.baseline) * GIB
-        return f"memory: {size(used)} were needed at most, {size(self.total)} expected ({used / self.total:.0%})"
+        used, scope = (most - self.baseline) * GIB, f" {self._scope}" if self.incomplete else ""
+        return f"memory: {size(used)} were needed at most, {size(self.total)} expected{scope} ({used / self.total:.0%})"
 
 
 def held_memory(device: torch.device) -> float:
@@ -90,7 +94,7 @@ def forecast(
             w
             for call in experiment.graph.model_calls()
             if call.role == role
-            for w in _works(experiment, call, batch, device)
+            for w in _works(experiment, call, batch, device, facts[role].get("shared_prompts", {}))
         ]
         sizes = facts[role].get("sizes")
         if sizes is None:
@@ -132,8 +136,11 @@ def _completed(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
     return batch
 
 
-def _works(experiment: Experiment, call: MFCDef, batch: SequenceSample, device: torch.device) -> Iterator[Work]:
-    """What a call asks of its role's network, one a micro-batch. A CPU computes shared prompts once."""
+def _works(
+    experiment: Experiment, call: MFCDef, batch: SequenceSample, device: torch.device, shared: Mapping[str, Any]
+) -> Iterator[Work]:
+    """What a call asks of its role's network, one a micro-batch. `shared`: up to which length of its sequences the network
+    computes the prompt of several completions once, and whether it does so in training."""
     if "completion" not in batch.data:
         return
     places = Places.of(batch)
@@ -147,6 +154,8 @@ def _works(experiment: Experiment, call: MFCDef, batch: SequenceSample, device: 
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
     limit = max(limit, int(places.lengths.max()))  # what is too long is said where it happens: sampling may end earlier
     trains = call.method == "train_step"
+    shares = bool(shared) and (shared["in_training"] or not trains)
+    entropy = trains and bool(call.args.get("entropy_coef"))  # without a weight it has no gradient
     parts: Sequence[SequenceSample] = [batch]
     if trains:
         updates = max(1, experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1)))
@@ -155,13 +164,13 @@ def _works(experiment: Experiment, call: MFCDef, batch: SequenceSample, device: 
         cuts = microbatches.cut(part, limit, "sequence")
         for cut in cuts:
             at = Places.of(cut)
-            at = at.sharing() if device.type == "cpu" else at
+            at = at.sharing() if shares and int(at.lengths.max()) <= shared["longest"] else at
             rows = (
                 int(cut.data["loss_mask"].count_nonzero())
                 if trains and "loss_mask" in cut.data
                 else int(at.length.sum())
             )
-            yield Work(int(at.segments.sum()), rows, trains, len(cuts))
+            yield Work(int(at.segments.sum()), rows, trains, len(cuts), entropy)
 
 
 def size(number: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from weft.engine.spec import ModelSpec
 from weft.engine.torch_engine import DTYPES, Built, TorchEngine
 from weft.models import hf_io, lora, peft_io
 from weft.models.balance import balance_weight
-from weft.models.transformer import Block, Head, Pooling, Transformer
+from weft.models.transformer import MLP, Block, Head, Pooling, Transformer
 from weft.registry import register_backend
 from weft.topology import Layout
 
@@ -29,6 +30,7 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     device = resolve_device(spec.device)
     family, config = hf_io.read_config(path, spec.type)
     common.check_tokenizer(spec, config)
+    common.check_recomputation(spec, config.num_layers)
     network = _read(spec, path, device)
     if spec.dropout is not None:
         _set_dropout(network, spec.dropout)
@@ -42,7 +44,9 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         tokenizer.save(directory)
         _save(directory, tensors, network, spec, tokenizer)
 
+    balance = balance_weight(config, spec.router_aux_loss_coef)
     rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
+    drops = any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0)
     built = Built(
         network=network,
         save=save,
@@ -52,9 +56,10 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
             "vocab_size": config.vocab_size,
             "num_layers": config.num_layers,
             "sizes": _sizes(network),
+            "shared_prompts": {"longest": _longest_shared(network), "in_training": not drops and not balance},
         },
-        balance=balance_weight(config, spec.router_aux_loss_coef),
-        dropout=any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0),
+        balance=balance,
+        dropout=drops,
         adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
     )
     return TorchEngine(built, spec, layout, device)
@@ -80,6 +85,28 @@ def _set_dropout(network: Transformer, rate: float) -> None:
         block.attention.scores = replace(block.attention.scores, dropout=rate)
 
 
+def _longest_shared(network: Transformer) -> int:
+    """The most tokens of a sequence that goes on from a prompt which others share and which is computed once; 0: no such."""
+    longest = min((window for window in network.config.windows if window is not None), default=sys.maxsize)
+    return longest if network.shares_prefixes(longest) else 0
+
+
+def _adapters_keep(network: Transformer) -> int:
+    """Elements of a token that the adapters of one layer keep for the backward pass, a mean over layers: each its low-rank
+    product, and where it has dropout its input after it and which entries went, a byte each."""
+    experts, kept = network.config.experts, 0
+    for layer in (module for module in network.modules() if isinstance(module, lora.Adapted)):
+        rank, inputs = layer.lora_a.shape[-2:]
+        copies = experts.top_k if experts is not None and layer.lora_a.dim() > 2 else 1
+        kept += copies * (rank + (inputs + inputs // 4 if layer.rate else 0))
+    return -(-kept // network.config.num_layers)
+
+
+def _is_fused(block: torch.nn.Module) -> bool:
+    """Whether the MLP's second half is one autograd function: not with experts, nor an adapter on its last matrix."""
+    return isinstance(block, Block) and isinstance(block.mlp, MLP) and isinstance(block.mlp.down, torch.nn.Linear)
+
+
 def _sizes(network: Transformer) -> dict[str, int]:
     """What `weft.engine.memory.NetworkShape` says of a network beside its numbers of parameters."""
     config, lm = network.config, network.kind == "lm"
@@ -94,6 +121,8 @@ def _sizes(network: Transformer) -> dict[str, int]:
         "embedding": network.embed.weight.numel(),
         "gated": config.gated,
         "tied": config.tied and lm,
+        "adapters": _adapters_keep(network),
+        "fused": all(_is_fused(block) for block in network.blocks),
     }
 
 
