@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from tests.generation.common import CPU, EOS, LLAMA, Key, Spy, build, drain, generate, opened, recomputed, tokens
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
-from weft.engine.generation.caches import LEAST_ROWS
 from weft.engine.generation.generate import default_budget, open_generator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.generation.stops import StopText
@@ -25,8 +24,6 @@ from weft.models.config import TransformerConfig
 from weft.models.packed import pack
 from weft.models.transformer import Transformer
 from weft.randomness import uniform
-
-LEAST = LEAST_ROWS["cpu"]
 
 
 def prompts(count: int = 5, samples: int = 3) -> list[Request]:

@@ -10,13 +10,11 @@ import torch
 
 from tests.generation.common import CPU, EOS, LLAMA, Key, Spy, build, drain, generate, opened, recomputed, tokens
 from weft.engine.base import Request, TokenEvent
-from weft.engine.generation.caches import LEAST_ROWS
 from weft.engine.generation.generate import open_generator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.spec import GenerationSpec
 from weft.models.config import TransformerConfig
 
-LEAST = LEAST_ROWS["cpu"]
 WIDE = dataclasses.replace(LLAMA, num_heads=2, num_kv_heads=2)
 
 
