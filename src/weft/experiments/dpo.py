@@ -21,7 +21,9 @@ from weft.registry import register_quickstart
 @dataclass
 class DPOOptions:
     loss_type: str = option(
-        "sigmoid", "which loss; simpo and orpo have no reference model, kto treats each answer of a pair as one labelled answer", choices=LOSS_TYPES
+        "sigmoid",
+        "which loss; simpo and orpo have no reference model, kto treats each answer of a pair as one labelled answer",
+        choices=LOSS_TYPES,
     )
     beta: float = option(0.1, "strength of the pull towards the reference (orpo: weight of the odds ratio)")
     label_smoothing: float = option(

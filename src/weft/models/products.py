@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 LEAST_ROWS = 4  # of a product on a CPU
+CELLS = 1 << 19  # of a part that is added to a sum: 2 MB, which a core's cache holds
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,10 +40,12 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [l, m] += left [l, n] times right [n, m], summed in the dtype of `total`."""
-    if total.dtype != left.dtype or _by_onednn(left, right):
-        total += product(left, right.T)
-    else:
+    if total.dtype == left.dtype and not _by_onednn(left, right):
         total.addmm_(left, right)
+        return
+    size = max(LEAST_ROWS, CELLS // total.shape[1])
+    for part, rows in zip(total.split(size), left.split(size), strict=True):
+        part += product(rows, right.T)
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
