@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -162,3 +164,11 @@ def test_cost_of_training_by_hand() -> None:
     assert Cost(10, 2).training(lengths) == 3 * (2 * 10 * 4 + 4 * 2 * (6 + 1))
     assert Cost(10, 2, backward=1).per_token == 2 * 2 * 10
     assert Cost(10, 2, head=4).training(lengths, rows=1, across=5) == 3 * (2 * (10 * 4 - 4 * 3) + 4 * 2 * (6 + 1 + 5))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a child begins at its parent's peak on Linux alone")
+def test_peak_memory_is_this_process_s_own() -> None:
+    held = torch.ones(200_000_000)  # 800 MB, which a child's ru_maxrss would begin with
+    code = "import torch; from weft.engine.device import peak_memory_gb; print(peak_memory_gb(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert float(done.stdout) < device.peak_memory_gb(held.device) - 0.4

@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.cli import demo_task as task
 from weft.experiments import GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
+from weft.observe.memory import peak_memory_gb
 
 NAME = "demo"
 HELD_OUT = 200  # problems that no stage trains on
@@ -160,14 +161,11 @@ def walk(demo: Demo, say: Callable[[str], None]) -> None:
 
 def conclude(demo: Demo, say: Callable[[str], None]) -> None:
     """The table at the end, and where to go on."""
-    import resource
-
     say("")
     say(f"{'stage':<8}{'held-out accuracy':>20}{'seconds':>10}")
     for stage in ("sft", "ppo", "grpo"):
         say(f"{stage:<8}{demo.accuracy[stage]:>20.1%}{demo.seconds[stage]:>10.0f}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    say(f"in all {sum(demo.seconds.values()):.0f} s, peak memory {peak:.2f} GB")
+    say(f"in all {sum(demo.seconds.values()):.0f} s, peak memory {peak_memory_gb():.2f} GB")
     say("")
     say(f"report   {demo.folder / 'grpo' / 'report.html'}")
     say(f"talk     weft chat {demo.folder / 'grpo'}    (then type 47+8)")

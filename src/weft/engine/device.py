@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from weft.errors import ConfigError
 from weft.models.products import product
+from weft.observe import memory as observe_memory
 
 GIGABYTE = 1024.0**3
 MATMUL_SIZE = {"cpu": 512, "cuda": 8192}  # large enough to run at full speed, small enough to go unnoticed
@@ -56,8 +56,7 @@ def peak_memory_gb(device: torch.device) -> float:
     """Most memory held at once since `reset_peak_memory` (CUDA) or since the process began (CPU), in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIGABYTE
-    unit = 1.0 if sys.platform == "darwin" else 1024.0  # ru_maxrss counts bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIGABYTE
+    return observe_memory.peak_memory_gb()
 
 
 def memory_bytes(device: torch.device) -> int:
