@@ -14,6 +14,7 @@ SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # float32 values an optimizer keeps f
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = 4  # bytes of masters, gradients, logits
 TRAINING_CHUNKS, SCORING_CHUNKS = 3, 2  # the head's chunks of logits and what is made of them, alive at once
+PACKED = 0.75  # of the largest matrix that a packing product holds in its own form at once, as measured
 ENTROPY_CHUNKS = 2  # more of them where the entropy has a gradient
 
 
@@ -53,7 +54,7 @@ class NetworkShape:
 @dataclass(frozen=True)
 class Settings:
     """What a role's spec says, and the device: `chunk_cells` logits are held at once; every `recompute`-th layer is computed
-    again (0: none)."""
+    again (0: none); `packs`: products copy their right side into a form of their own (CPUs, float32)."""
 
     dtype: str
     trained: bool
@@ -61,6 +62,7 @@ class Settings:
     recompute: int
     offload_optimizer: bool
     chunk_cells: int
+    packs: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     """(activations, cache, most at once) of one call."""
     width = BYTES[settings.dtype]
     head = shape.vocab * WIDE * min(work.rows, max(1, settings.chunk_cells // shape.vocab))
+    packed = int(PACKED * shape.embedding * WIDE) if settings.packs and shape.vocab > 1 else 0
     if work.cache_tokens:
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width
         logits = 3 * work.sequences * shape.vocab * 2 * WIDE  # sampling is float64
@@ -128,13 +131,14 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     ends = 2 * work.tokens * shape.hidden * width + work.rows * shape.hidden * width
     if not work.backward:
         working = work.tokens * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner)) * width
-        return ends + max(working, SCORING_CHUNKS * head), 0, ends + max(working, SCORING_CHUNKS * head)
+        most = ends + max(working, SCORING_CHUNKS * head + packed)
+        return most, 0, most
     again = shape.layers // settings.recompute if settings.recompute else 0
     layer = work.tokens * shape.kept_per_token() * width
     kept = (shape.layers - again) * layer + again * work.tokens * shape.hidden * width
     chunks = TRAINING_CHUNKS + (ENTROPY_CHUNKS if work.entropy else 0)
     working = work.tokens * shape.working_per_token() * width + (layer if again else 0)
-    activations = ends + kept + max(working, chunks * head)
+    activations = ends + kept + max(working, chunks * head + packed)
     gradients = trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
     # Early in a backward pass all activations are there and of the gradients that of a tied matrix (or all, where another

@@ -119,6 +119,7 @@ def _settings(spec: ModelSpec, device: torch.device) -> Settings:
         recompute=spec.recomputed_layers,
         offload_optimizer=spec.optimizer.offload and device.type != "cpu",
         chunk_cells=CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS),
+        packs=device.type == "cpu" and spec.dtype == "float32",
     )
 
 
