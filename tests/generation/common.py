@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -103,3 +104,12 @@ class Spy:
 
     def train(self, mode: bool = True) -> None:
         self.training = mode
+
+
+def assert_same_rows(one: dict[Key, list[TokenEvent]], other: dict[Key, list[TokenEvent]]) -> None:
+    """Equal tokens, ends and supports; log-probs to float32 of nearly equal float64."""
+    assert tokens(one) == tokens(other)
+    for key, row in one.items():
+        for mine, theirs in zip(row, other[key], strict=True):
+            assert (mine.finish, mine.support) == (theirs.finish, theirs.support)
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-6)

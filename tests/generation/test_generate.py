@@ -12,7 +12,20 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.generation.common import CPU, EOS, LLAMA, Key, Spy, build, drain, generate, opened, recomputed, tokens
+from tests.generation.common import (
+    CPU,
+    EOS,
+    LLAMA,
+    Key,
+    Spy,
+    assert_same_rows,
+    build,
+    drain,
+    generate,
+    opened,
+    recomputed,
+    tokens,
+)
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.generation.generate import default_budget, open_generator
@@ -67,11 +80,7 @@ def test_a_completion_does_not_depend_on_its_company(budget: Budget) -> None:
     network, spec = build(), GenerationSpec(max_new_tokens=60, seed=3, top_p=0.9, record_support=True)
     together = generate(network, spec, prompts())
     apart = generate(network, spec, prompts()[::-1], budget)
-    assert tokens(apart) == tokens(together)
-    for key, row in together.items():
-        for mine, other in zip(row, apart[key], strict=True):
-            assert (mine.finish, mine.support) == (other.finish, other.support)
-            assert mine.logprob == pytest.approx(other.logprob, abs=1e-6)  # float32 of nearly equal float64
+    assert_same_rows(together, apart)
 
 
 def test_samples_differ_by_k_step_and_seed() -> None:

@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests.generation.common import CPU, EOS, LLAMA, Key, Spy, build, drain, generate, opened, recomputed, tokens
+from tests.generation.common import (
+    CPU,
+    EOS,
+    LLAMA,
+    Key,
+    Spy,
+    assert_same_rows,
+    build,
+    drain,
+    generate,
+    opened,
+    recomputed,
+    tokens,
+)
 from weft.engine.base import Request, TokenEvent
 from weft.engine.generation.generate import open_generator
 from weft.engine.generation.scheduler import Budget
@@ -46,11 +59,7 @@ def test_completions_are_those_of_prompts_computed_apart(name: str, config: Tran
     for request in asked():
         apart |= generate(network, spec, [request])
     together = generate(network, spec, asked(), BUDGETS[name])
-    assert tokens(together) == tokens(apart)
-    for key, row in apart.items():
-        for mine, other in zip(row, together[key], strict=True):
-            assert (mine.finish, mine.support) == (other.finish, other.support)
-            assert mine.logprob == pytest.approx(other.logprob, abs=1e-6)  # float32 of nearly equal float64
+    assert_same_rows(apart, together)
 
 
 def test_many_prompts_of_which_each_has_one_token_left() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.models import hf_io
 from weft.models.config import TransformerConfig
+from weft.models.packed import pack
 from weft.models.transformer import Head, Transformer
 from weft.registry import families
 
@@ -34,3 +35,8 @@ def tiny(
 def sequences(lengths: list[int], *, vocab: int = 131, seed: int = 5) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
+
+
+def last_states(network: torch.nn.Module, rows: list[torch.Tensor]) -> torch.Tensor:
+    """The hidden state of each row's last token, computed whole and alone."""
+    return torch.stack([network.hidden(pack([row]))[-1] for row in rows])

@@ -5,20 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from weft.errors import ConfigError
 from weft.models.kv_cache import KVCache
 from weft.models.packed import Cached, pack
 
-from .common import sequences, tiny
+from .common import last_states, sequences, tiny
 
 NETWORKS = ["llama", "mistral", "gemma2", "gpt2"]
-
-
-def last_states(network: torch.nn.Module, rows: list[Tensor]) -> Tensor:
-    return torch.stack([network.hidden(pack([row]))[-1] for row in rows])
 
 
 @torch.no_grad()

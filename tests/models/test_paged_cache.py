@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.testing import assert_close
 
 from weft.models import flex
-from weft.models.packed import Paged, pack
+from weft.models.packed import Paged
 from weft.models.paged_cache import PagedCache, PagePool
 
-from .common import sequences, tiny
+from .common import last_states, sequences, tiny
 
 NETWORKS = ["llama", "mistral", "gemma2", "gpt2"]
 PAGE = 16
@@ -26,10 +25,6 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pool_of(network: torch.nn.Module) -> PagePool:
     return PagePool(network.config, "cpu", torch.float32, page=PAGE)
-
-
-def last_states(network: torch.nn.Module, rows: list[Tensor]) -> Tensor:
-    return torch.stack([network.hidden(pack([row]))[-1] for row in rows])
 
 
 @torch.no_grad()

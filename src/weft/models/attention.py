@@ -26,7 +26,7 @@ from torch import Tensor
 
 from weft.models import flash, flex
 from weft.models.dropout import TokenNoise
-from weft.models.merge import Partial, join, merge
+from weft.models.merge import Partial, attend_to, join, merge
 from weft.models.packed import AttentionContext, Bucket, Cached, Dense, Paged, Prefixed, in_vectors
 from weft.models.scores import Scores
 
@@ -122,15 +122,15 @@ def _decode(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
     if q.device.type != "cpu" or scores.softcap is not None:
         return _masked(grouped, k, v, hidden == 0, scores).flatten(1, 2)
     wide = grouped if group >= LEAST_QUERIES else torch.cat([grouped] * -(-LEAST_QUERIES // group), dim=2)
-    own, own_lse = _partial(wide, k, v, scores, hidden)
+    own = attend_to(wide, k, v, scores.scale, mask=hidden)
     if not context.sharers:
-        return own[:, :, :group].flatten(1, 2)
-    parts = Partial(own[:, :, :group], own_lse[:, :, :group]), Partial(*_prefixes(grouped, context, scores, layer))
-    return join(*parts).out.flatten(1, 2)
+        return own.out[:, :, :group].flatten(1, 2)
+    own = Partial(own.out[:, :, :group], own.lse[:, :, :group])
+    return join(own, _prefixes(grouped, context, scores, layer)).out.flatten(1, 2)
 
 
-def _prefixes(grouped: Tensor, context: Cached, scores: Scores, layer: int) -> tuple[Tensor, Tensor]:
-    """What rows [R, kv_heads, group, dim] see in their prefixes: (outputs, log-sum-exps [R, kv_heads, group]).
+def _prefixes(grouped: Tensor, context: Cached, scores: Scores, layer: int) -> Partial:
+    """What rows [R, kv_heads, group, dim] see in their prefixes.
 
     All sharers of a prefix are the queries of one product with its keys, which are read once.
     """
@@ -140,18 +140,10 @@ def _prefixes(grouped: Tensor, context: Cached, scores: Scores, layer: int) -> t
         stop, count = int(sharers.prefix.used[0]), len(sharers.rows)
         k, v = sharers.prefix.keys[layer][:, :, :stop], sharers.prefix.values[layer][:, :, :stop]
         queries = grouped[sharers.queries].transpose(0, 1)  # [kv_heads, S, group, dim]
-        seen, weight = _partial(queries.flatten(1, 2)[None], k, v, scores, None)
-        out[sharers.rows] = seen[0].view(queries.shape).transpose(0, 1)[:count]
-        lse[sharers.rows] = weight[0].view(queries.shape[:3]).transpose(0, 1)[:count]
-    return out, lse
-
-
-def _partial(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, and the log of the sum over them, by which parts are joined (CPU)."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=mask, scale=scores.scale
-    )
-    return out, lse
+        seen = attend_to(queries.flatten(1, 2)[None], k, v, scores.scale)
+        out[sharers.rows] = seen.out[0].view(queries.shape).transpose(0, 1)[:count]
+        lse[sharers.rows] = seen.lse[0].view(queries.shape[:3]).transpose(0, 1)[:count]
+    return Partial(out, lse)
 
 
 def _chunk(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
@@ -175,13 +167,12 @@ def _after(q: Tensor, k: Tensor, v: Tensor, prefix: KVCache, scores: Scores, lay
     hidden.masked_fill_(torch.ones_like(hidden, dtype=torch.bool).triu_(k.shape[2] - count + 1), -torch.inf)
     tail, more = in_vectors(k.shape[2], q.device) - k.shape[2], max(0, LEAST_QUERIES - count)
     rows = F.pad(q, (0, 0, 0, more))
-    own = _partial(
-        rows, *_repeat(q, F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail))), scores,
-        F.pad(F.pad(hidden, (0, tail), value=-torch.inf), (0, 0, 0, more)),
-    )  # fmt: skip
-    shared = prefix.keys[layer][:, :, :before], prefix.values[layer][:, :, :before]
-    seen = _partial(rows, *_repeat(q, *shared), scores, None)
-    return join(Partial(*own), Partial(*seen)).out[:, :, :count]
+    hidden = F.pad(F.pad(hidden, (0, tail), value=-torch.inf), (0, 0, 0, more))
+    k, v = _repeat(q, F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail)))
+    own = attend_to(rows, k, v, scores.scale, mask=hidden)
+    k, v = _repeat(q, prefix.keys[layer][:, :, :before], prefix.values[layer][:, :, :before])
+    seen = attend_to(rows, k, v, scores.scale)
+    return join(own, seen).out[:, :, :count]
 
 
 def _paged(q: Tensor, context: Paged, scores: Scores, layer: int) -> Tensor:

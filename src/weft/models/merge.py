@@ -29,6 +29,14 @@ class Partial:
     lse: Tensor  # [..., rows]: log of the sum of exp(score)
 
 
+def attend_to(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False
+) -> Partial:
+    """Rows q [n, heads, L, dim] over some of their keys, k and v [n, heads, M, dim]; `mask` joins the scores. For CPUs."""
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return Partial(out, lse)
+
+
 def join(left: Partial, right: Partial) -> Partial:
     """Attention over the keys of both; the two see different keys for the same rows.
 
@@ -59,8 +67,8 @@ class _Merge(torch.autograd.Function):
             length = part.queries.index.shape[1]
             tail = (0, 0, 0, in_vectors(length, q.device) - length)  # as `attention` pads, for the same rounding
             padded = [F.pad(x, tail) if part.causal or x is cells[0] else x for x in cells]
-            found, sums = _forward(*padded, 0.0, part.causal, scale=scale)
-            found, sums = found[:, :, :length], sums[:, :, :length]
+            seen = attend_to(padded[0], padded[1], padded[2], scale, causal=part.causal)
+            found, sums = seen.out[:, :, :length], seen.lse[:, :, :length]
             new = Partial(_rows(found, part.queries), _rows(sums.unsqueeze(-1), part.queries).squeeze(-1))
             if part.causal:
                 _put(out, part.queries, new.out)
