@@ -72,19 +72,17 @@ def test_a_rotation_is_its_formula_and_its_gradient(dim: int) -> None:
 
 def kept_bytes(network: Any, x: Any) -> int:
     """Bytes of the distinct memory, parameters aside, that the forward pass keeps for the backward pass."""
-    own = {p.untyped_storage().data_ptr() for p in network.parameters()}
     seen: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
+        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         alive = network.hidden(x)
     assert alive.requires_grad
-    return sum(seen.values())
+    own = {p.untyped_storage().data_ptr() for p in network.parameters()}
+    return sum(size for place, size in seen.items() if place not in own)
 
 
 def gradients(network: Any, x: Any) -> list[Tensor]:

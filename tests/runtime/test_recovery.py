@@ -149,6 +149,12 @@ def test_another_number_of_threads_is_taken_over_and_another_torch_is_told(tmp_p
     assert "then, 9.9 now" in log and "7 now: the run goes on" in log
 
 
+def test_an_equal_number_of_threads_is_left_alone(tmp_path, monkeypatch):
+    toy = stopped(tmp_path, monkeypatch)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: pytest.fail(f"{count} threads were set"))
+    toy.run()
+
+
 def test_resume_from_another_run_takes_up_its_state(tmp_path, monkeypatch):
     whole = Toy(tmp_path / "whole", control=CONTROL)
     whole.run()

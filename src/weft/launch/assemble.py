@@ -9,7 +9,7 @@ import huggingface_hub
 
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
-from weft.engine.device import one_heap, resolve_device, set_deterministic
+from weft.engine.device import resolve_device, set_deterministic
 from weft.errors import CheckpointError, ConfigError, nearest
 from weft.experiment import Experiment
 from weft.launch.memory import forecast, held_memory
@@ -40,7 +40,6 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     specs = horizon.specs(experiment)
     shared = experiment.dataset.cache_dir
     cache = Path(shared).expanduser() / "outputs" if shared is not None else directory.path / "cache"
-    one_heap()
     baseline = held_memory(device)
     group = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
     facts = group.describe()

@@ -16,6 +16,7 @@ where tied: the embedding's matrix serves), `score.weight` [1, hidden] (value an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +33,7 @@ from weft.models.balance import Balance
 from weft.models.config import TransformerConfig
 from weft.models.dropout import TokenNoise
 from weft.models.fused import activated_linear, rms_norm
+from weft.models.fused_linear import fused_linear
 from weft.models.lora import Adapted
 from weft.models.moe import MoE
 from weft.models.packed import AttentionContext, Packed
@@ -62,6 +64,14 @@ def apply(layer: nn.Linear | Adapted, x: Tensor, noise: TokenNoise | None) -> Te
     return layer(x, noise) if isinstance(layer, Adapted) else linear(x, layer.weight, layer.bias)
 
 
+def apply_all(layers: Sequence[nn.Linear | Adapted], x: Tensor, noise: TokenNoise | None) -> Tensor:
+    """Layers that read the same input: what they make of it, side by side."""
+    plain = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if len(plain) == len(layers):
+        return fused_linear(x, plain)
+    return torch.cat([apply(layer, x, noise) for layer in layers], dim=-1)
+
+
 class Norm(nn.Module):
     """RMS norm (Zhang and Sennrich 2019) or layer norm (Ba et al. 2016); statistics in float32."""
 
@@ -82,11 +92,8 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        hidden, inner, shared = (
-            config.hidden_size,
-            config.num_heads * self.head_dim,
-            config.num_kv_heads * self.head_dim,
-        )
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        hidden, inner, shared = config.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q = nn.Linear(hidden, inner, bias=config.qkv_bias)
         self.k = nn.Linear(hidden, shared, bias=config.qkv_bias)
         self.v = nn.Linear(hidden, shared, bias=config.qkv_bias)
@@ -99,16 +106,23 @@ class Attention(nn.Module):
         self.scores = Scores(scale, config.window(layer), config.attention_softcap, config.attention_dropout)
 
     def forward(self, x: Tensor, at: Surroundings) -> Tensor:
-        q, k = apply(self.q, x, at.noise), apply(self.k, x, at.noise)
-        if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, apply(self.v, x, at.noise)))
-        if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+        heads = apply_all((self.q, self.k, self.v), x, at.noise).unflatten(-1, (-1, self.head_dim))
+        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        if v.requires_grad:
+            v = v.contiguous()  # it is kept for the backward pass, and a view would keep all heads
+        if self.qk_norm is not None:
+            qk = torch.cat(
+                [self._norm(self.q_norm, qk[:, : self.num_heads]), self._norm(self.k_norm, qk[:, self.num_heads :])], 1
+            )
         if at.rotation is not None:
-            q, k = rope.rotate(q, *at.rotation), rope.rotate(k, *at.rotation)
+            qk = rope.rotate(qk, *at.rotation)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         mixed = attend(q, k, v, at.context, self.scores, self.layer, at.noise).flatten(1)
         return apply(self.o, mixed, at.noise)
+
+    def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
+        """[T, n, head_dim], each head by itself or all as one."""
+        return norm(heads) if self.qk_norm == "head" else norm(heads.flatten(1)).view_as(heads)
 
 
 class MLP(nn.Module):
@@ -123,8 +137,10 @@ class MLP(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor, noise: TokenNoise | None) -> Tensor:
-        up = apply(self.up, x, noise)
-        opened, factor = (up, None) if self.gate is None else (apply(self.gate, x, noise), up)
+        if self.gate is None:
+            opened, factor = apply(self.up, x, noise), None
+        else:
+            opened, factor = apply_all((self.gate, self.up), x, noise).chunk(2, dim=-1)
         if isinstance(self.down, nn.Linear):
             return activated_linear(opened, factor, self.down, self.activation)
         inner = activate(opened, self.activation)

@@ -51,7 +51,11 @@ class LocalGroup:
         """Computes with as many threads as the process did that wrote the cut, so that sums come out the same."""
 
         def load() -> None:
-            torch.set_num_threads(read_state(d / NUMERICS)["threads"])
+            threads = read_state(d / NUMERICS)["threads"]
+            if (
+                threads != numerics(self._device)["threads"]
+            ):  # once it was set, MKL's small products wait for each other
+                torch.set_num_threads(threads)
             self._worker.load_state(d)
 
         self._run(load).result()

@@ -22,7 +22,7 @@ from weft.errors import RunError
 
 BLOCK = 128  # ids a step of the two-level search through the CDF
 HEAD = 1024  # likeliest ids looked at before a whole row is sorted
-CELLS = 1 << 19  # probabilities that a CPU works on at once: 4 MB, which its caches hold
+CELLS = 1 << 19  # probabilities that a CPU works on at once: 2 MB, which its caches hold
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ def limits(spec: GenerationSpec, vocab_size: int) -> bool:
 def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None = None) -> Draw:
     """One token a row of `logits` [R, V] (any float dtype), by `uniforms` [R] in [0, 1).
 
-    `banned` is bool [R, V]: ids that may not be drawn. The draw is in float64, row by row, so a row's token does not depend on
-    the other rows (Apple's MPS has no float64: there the rows are drawn on the CPU). Log-probs are float32.
+    `banned` is bool [R, V]: ids that may not be drawn. Probabilities are float32 (float64 for float64 logits) and added up in
+    float64, row by row, so a row's token does not depend on the other rows (Apple's MPS has no float64: there the rows are
+    drawn on the CPU). Log-probs are float32.
     """
     if logits.device.type == "mps":
         logits, uniforms, banned = logits.cpu(), uniforms.cpu(), None if banned is None else banned.cpu()
@@ -61,50 +62,40 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor 
 
 
 def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None) -> Draw:
-    if spec.greedy:
-        tokens = _allowed(logits, banned).argmax(dim=-1)
-        return Draw(tokens, _logprobs(logits, tokens, 1.0, None))
-    scores = logits.double()
-    if spec.temperature != 1.0:
-        scores /= spec.temperature
-    if banned is not None:
-        scores.masked_fill_(banned, -math.inf)
-    kept = likeliest(scores, spec) if limits(spec, logits.shape[-1]) else None
-    if kept is not None:
-        scores.masked_fill_(~kept, -math.inf)
-    tokens = inverse_cdf(scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_(), uniforms)
-    return Draw(tokens, _logprobs(logits, tokens, spec.temperature, kept), kept)
-
-
-def _logprobs(logits: Tensor, tokens: Tensor, temperature: float, kept: Tensor | None) -> Tensor:
-    """Step by step what `models/heads.py` computes, so that equal logits give equal log-probs to the last bit."""
-    tempered = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperature = 1.0 if spec.greedy else spec.temperature
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
-        tempered = tempered / temperature
-    if kept is not None:
-        tempered = tempered.masked_fill(~kept, -math.inf)
-    return _at(tempered.log_softmax(dim=-1), tokens).float()
+        scores = scores / temperature
+    allowed = scores if banned is None else scores.masked_fill(banned, -math.inf)
+    if spec.greedy:
+        return Draw(tokens := allowed.argmax(dim=-1), _logprobs(scores, tokens))
+    if not limits(spec, logits.shape[-1]):
+        return Draw(tokens := inverse_cdf(allowed.softmax(dim=-1), uniforms), _logprobs(scores, tokens))
+    kept = likeliest(allowed.double(), spec)
+    among = scores.masked_fill(~kept, -math.inf)
+    return Draw(tokens := inverse_cdf(among.softmax(dim=-1), uniforms), _logprobs(among, tokens), kept)
 
 
-def _allowed(scores: Tensor, banned: Tensor | None) -> Tensor:
-    return scores if banned is None else scores.masked_fill(banned, -math.inf)
+def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Step by step what `models/heads.py` computes, so that equal logits give equal log-probs to the last bit."""
+    return _at(scores.log_softmax(dim=-1), tokens).float()
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Ids, int64 [R], for unnormalised `weights` float64 [R, V] >= 0 and `uniforms` [R] in [0, 1).
+    """Ids, int64 [R], for unnormalised `weights` [R, V] >= 0 (float32 or float64) and `uniforms` [R] in [0, 1).
 
-    The id is the first whose cumulative weight exceeds `uniform * total`: sums over blocks of ids first, then inside the
-    block found, so that no row needs a running sum over its whole vocabulary.
+    The id is the first whose cumulative weight exceeds `uniform * total`, in float64: sums over blocks of ids first, then
+    inside the block found, so that no row needs a running sum over its whole vocabulary.
     """
     rows, vocab = weights.shape
     if vocab % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -vocab % BLOCK))
     blocks = weights.view(rows, -1, BLOCK)
-    ends = blocks.sum(dim=-1).cumsum(dim=-1)
+    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = uniforms.to(torch.float64) * ends[:, -1]
     block = _first_above(ends, target)
     before = torch.where(block > 0, _at(ends, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[torch.arange(rows, device=weights.device), block].cumsum(dim=-1)
+    inside = blocks[torch.arange(rows, device=weights.device), block].cumsum(dim=-1, dtype=torch.float64)
     return block * BLOCK + _first_above(inside, target - before)
 
 
