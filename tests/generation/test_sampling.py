@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.generation.sampling import draw, inverse_cdf, likeliest, limits, supports
+from weft.engine.generation.sampling import Ban, draw, inverse_cdf, likeliest, limits, supports
 from weft.engine.spec import GenerationSpec
 from weft.errors import RunError
 from weft.models.heads import Projection, Support, token_outputs
@@ -127,7 +127,7 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_one() -> None:
 @pytest.mark.parametrize("greedy", [False, True])
 def test_banned_ids_leave_the_draw_but_not_the_policy(greedy: bool) -> None:
     logits = torch.tensor([[9.0, 1.0, 2.0, 0.0]])
-    banned = torch.tensor([[True, False, False, False]])
+    banned = Ban(torch.tensor([True]), torch.tensor([0]))
     drawn = draw(logits, torch.tensor([0.0]), GenerationSpec(greedy=greedy), banned)
     assert int(drawn.tokens) == (2 if greedy else 1)
     torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1)[0, drawn.tokens])
@@ -135,7 +135,7 @@ def test_banned_ids_leave_the_draw_but_not_the_policy(greedy: bool) -> None:
 
 def test_banned_ids_are_not_among_the_kept_ones() -> None:
     logits = torch.tensor([[9.0, 1.0, 2.0, 0.0]])
-    banned = torch.tensor([[True, False, False, False]])
+    banned = Ban(torch.tensor([True]), torch.tensor([0]))
     drawn = draw(logits, torch.tensor([0.0]), GenerationSpec(top_k=2), banned)
     assert drawn.kept is not None
     assert supports(drawn.kept, 4) == [[1, 2]]

@@ -31,12 +31,12 @@ def fused_linear(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """One tensor over parameters that differ in their first size alone; it is the memory that they use, from now on."""
-    first, rows = parts[0].detach(), [len(part) for part in parts]
-    end, row = first.data_ptr(), first[0].numel() * first.element_size()
-    for part, count in zip(parts, rows, strict=True):
+    first, rows = parts[0].detach(), [part.shape[0] for part in parts]
+    end = first.data_ptr()
+    for part in parts:
         if part.data_ptr() != end:
             break
-        end += count * row
+        end += part.nbytes
     else:
         storage = first.untyped_storage()
         if end <= storage.data_ptr() + storage.nbytes():

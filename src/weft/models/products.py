@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_KERNELS: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+ONEDNN: Any = None if _KERNELS is None else _KERNELS.default
 LEAST_ROWS = 4  # of a product on a CPU
 CELLS = 1 << 19  # of a part that is added to a sum: 2 MB, which a core's cache holds
 
@@ -29,12 +30,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m], without a gradient; both may be views that are
     transposed."""
-    if left.device.type == "cpu" and left.dim() == 2 and 0 < len(left) < LEAST_ROWS:
-        return product(F.pad(left, (0, 0, 0, LEAST_ROWS - len(left))), right, bias)[: len(left)]
+    if left.is_cpu and left.dim() == 2 and 0 < left.shape[0] < LEAST_ROWS:
+        return product(F.pad(left, (0, 0, 0, LEAST_ROWS - left.shape[0])), right, bias)[: left.shape[0]]
     if not _by_onednn(left, right):
         return F.linear(left, right, bias)
     whole = None if bias is None else bias.to(right.dtype).contiguous()
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, whole, "none", [], "")
+    out: Tensor = ONEDNN(left, right, whole, "none", [], "")
     return out
 
 
@@ -49,8 +50,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
-    on_cpu = left.device.type == "cpu" and left.dtype == right.dtype == torch.float32
-    return HAS_ONEDNN and on_cpu and left.numel() > 0
+    return ONEDNN is not None and left.is_cpu and left.dtype == right.dtype == torch.float32 and left.numel() > 0
 
 
 class _Linear(torch.autograd.Function):

@@ -261,8 +261,9 @@ class BatchGenerator:
         """Sample one token for every row from its hidden state and book it."""
         rows, count = self._rows, len(self._rows)
         assert count == len(states)
-        missing = max(0, self._least_rows - count)
-        logits = self._network.next_token_logits(torch.nn.functional.pad(states, (0, 0, 0, missing)))[:count]
+        if count < self._least_rows:
+            states = torch.nn.functional.pad(states, (0, 0, 0, self._least_rows - count))
+        logits = self._network.next_token_logits(states)[:count]
         settings, done = rows.settings[:count], rows.count[:count].copy()
         uniforms = put(randomness.uniforms(rows.keys[:count], done), self._device)
         tokens, logprobs, supports = self._settings.draw(logits, uniforms, settings, done)

@@ -34,20 +34,37 @@ class Draw:
     kept: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Ban:
+    """`ids` (int64 [B]) may not be drawn in the rows where `rows` (bool [R]) is true."""
+
+    rows: Tensor
+    ids: Tensor
+
+    def __getitem__(self, part: slice) -> Ban:
+        return Ban(self.rows[part], self.ids)
+
+    def applied(self, scores: Tensor) -> Tensor:
+        """`scores` [R, V], with minus infinity for what may not be drawn."""
+        allowed = scores.clone()
+        allowed[:, self.ids] = scores[:, self.ids].masked_fill(self.rows.unsqueeze(-1), -math.inf)
+        return allowed
+
+
 def limits(spec: GenerationSpec, vocab_size: int) -> bool:
     """Whether the spec leaves ids of this vocabulary out; a top_k at or above the vocabulary is no limit."""
     return not spec.greedy and (spec.top_p < 1.0 or 0 < spec.top_k < vocab_size or spec.min_p > 0.0)
 
 
-def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None = None) -> Draw:
+def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None = None) -> Draw:
     """One token a row of `logits` [R, V] (any float dtype), by `uniforms` [R] in [0, 1).
 
-    `banned` is bool [R, V]: ids that may not be drawn. Probabilities are float32 (float64 for float64 logits) and added up in
-    float64, row by row, so a row's token does not depend on the other rows (Apple's MPS has no float64: there the rows are
-    drawn on the CPU). Log-probs are float32.
+    Probabilities are float32 (float64 for float64 logits) and added up in float64, row by row, so a row's token does not depend
+    on the other rows (Apple's MPS has no float64: there the rows are drawn on the CPU). Log-probs are float32.
     """
     if logits.device.type == "mps":
-        logits, uniforms, banned = logits.cpu(), uniforms.cpu(), None if banned is None else banned.cpu()
+        logits, uniforms = logits.cpu(), uniforms.cpu()
+        banned = None if banned is None else Ban(banned.rows.cpu(), banned.ids.cpu())
     size = max(1, CELLS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
     parts = []
     for first in range(0, len(logits), size):
@@ -61,12 +78,12 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor 
     )
 
 
-def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None) -> Draw:
+def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None) -> Draw:
     temperature = 1.0 if spec.greedy else spec.temperature
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         scores = scores / temperature
-    allowed = scores if banned is None else scores.masked_fill(banned, -math.inf)
+    allowed = scores if banned is None else banned.applied(scores)
     if spec.greedy:
         return Draw(tokens := allowed.argmax(dim=-1), _logprobs(scores, tokens))
     if not limits(spec, logits.shape[-1]):

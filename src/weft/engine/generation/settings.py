@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from weft.engine.generation import sampling
@@ -61,33 +62,34 @@ class SettingsTable:
     ) -> Drawn:
         """Tokens, log-probs and, where they are recorded, kept ids of rows of `logits` [R, V], each under its `settings` [R]
         after `done` [R] tokens."""
-        early = done < self.least[settings]
-        banned = put(early[:, None] & self.is_stop[settings], logits.device) if early.any() else None
-        kinds = np.unique(settings)
+        kinds = np.unique(settings).tolist()
         if len(kinds) == 1:
-            return self._draw(logits, uniforms, self.specs[kinds[0]], banned)
+            return self._draw(logits, uniforms, kinds[0], done)
         tokens, logprobs = np.zeros(len(settings), np.int64), np.zeros(len(settings))
         supports: list[tuple[int, ...]] = [()] * len(settings)
-        for kind in kinds.tolist():
+        for kind in kinds:
             rows = np.flatnonzero(settings == kind)
             where = put(rows, logits.device)
-            part = self._draw(
-                logits[where], uniforms[where], self.specs[kind], None if banned is None else banned[where]
-            )
-            tokens[rows], logprobs[rows], kept = part
+            tokens[rows], logprobs[rows], kept = self._draw(logits[where], uniforms[where], kind, done[rows])
             for row, support in zip(rows.tolist(), kept or [()] * len(rows), strict=True):
                 supports[row] = support
         return tokens, logprobs, supports if self._own.record_support else None
 
-    def _draw(self, logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Tensor | None) -> Drawn:
-        drawn = sampling.draw(logits, uniforms, spec, banned)
-        supports = None
+    def _draw(self, logits: Tensor, uniforms: Tensor, kind: int, done: npt.NDArray[np.int64]) -> Drawn:
+        """Rows of one kind of settings."""
+        spec, supports = self.specs[kind], None
+        drawn = sampling.draw(logits, uniforms, spec, self._banned(kind, done, logits.device))
         if spec.record_support:
             kept: Sequence[Sequence[int]] = [()] * len(logits)
             if drawn.kept is not None:
                 kept = sampling.supports(drawn.kept, spec.max_support)
             supports = [tuple(ids) for ids in kept]
         return drawn.tokens.cpu().numpy(), drawn.logprobs.double().cpu().numpy(), supports
+
+    def _banned(self, kind: int, done: npt.NDArray[np.int64], device: torch.device) -> sampling.Ban | None:
+        """The ends that rows with too few tokens may not come to."""
+        early, ends = done < self.least[kind], np.flatnonzero(self.is_stop[kind])
+        return sampling.Ban(put(early, device), put(ends, device)) if early.any() and len(ends) else None
 
     def _add(self, spec: GenerationSpec) -> int:
         stops = np.zeros((1, self._vocab), bool)
