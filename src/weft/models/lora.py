@@ -52,7 +52,7 @@ class Adapted(nn.Module):
 
     def _one(self, x: Tensor, dropped: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         y = linear(x, weight, self.bias)
-        return y + self.scale * linear(linear(dropped, a), b) if self.active else y
+        return torch.add(y, linear(linear(dropped, a), b), alpha=self.scale) if self.active else y
 
 
 def attach(network: nn.Module, spec: LoRASpec, *, seed: int = 0) -> None:

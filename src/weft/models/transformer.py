@@ -139,8 +139,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, noise: TokenNoise | None) -> Tensor:
         if self.gate is None:
             opened, factor = apply(self.up, x, noise), None
+        elif isinstance(self.gate, nn.Linear) and isinstance(self.up, nn.Linear):
+            opened, factor = fused_linear(x, (self.gate, self.up)).chunk(2, dim=-1)
         else:
-            opened, factor = apply_all((self.gate, self.up), x, noise).chunk(2, dim=-1)
+            opened, factor = apply(self.gate, x, noise), apply(self.up, x, noise)
         if isinstance(self.down, nn.Linear):
             return activated_linear(opened, factor, self.down, self.activation)
         inner = activate(opened, self.activation)
