@@ -126,7 +126,7 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     packed = int(PACKED * shape.embedding * WIDE) if settings.packs and shape.vocab > 1 else 0
     if work.cache_tokens:
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width
-        logits = 3 * work.sequences * shape.vocab * 2 * WIDE  # sampling is float64
+        logits = 3 * work.sequences * shape.vocab * WIDE  # and their softmax and log-softmax
         return logits, cache, logits + cache
     ends = 2 * work.tokens * shape.hidden * width + work.rows * shape.hidden * width
     if not work.backward:

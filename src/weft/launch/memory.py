@@ -26,7 +26,7 @@ from weft.models.heads import CHUNK_CELLS, DEFAULT_CHUNK_CELLS
 GIB, MIB = 2.0**30, 2.0**20
 # On a CPU the allocator keeps what is free, with holes between tensors of many sizes; the room of a cache serves little else
 # once it is free, and torch's kernels bring buffers and pages of code. As measured.
-HOLES, KERNELS = 1.5, 40 * 2**20
+HOLES, KERNELS = 1.4, 40 * 2**20
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
 
 

@@ -65,7 +65,8 @@ def apply(layer: nn.Linear | Adapted, x: Tensor, noise: TokenNoise | None) -> Te
 
 
 def apply_all(layers: Sequence[nn.Linear | Adapted], x: Tensor, noise: TokenNoise | None) -> Tensor:
-    """Layers that read the same input: what they make of it, side by side."""
+    """Layers that read the same input: what they make of it, side by side (with adapters too: functions of values that lie
+    otherwise may round otherwise)."""
     plain = [layer for layer in layers if isinstance(layer, nn.Linear)]
     if len(plain) == len(layers):
         return fused_linear(x, plain)
@@ -139,10 +140,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, noise: TokenNoise | None) -> Tensor:
         if self.gate is None:
             opened, factor = apply(self.up, x, noise), None
-        elif isinstance(self.gate, nn.Linear) and isinstance(self.up, nn.Linear):
-            opened, factor = fused_linear(x, (self.gate, self.up)).chunk(2, dim=-1)
         else:
-            opened, factor = apply(self.gate, x, noise), apply(self.up, x, noise)
+            opened, factor = apply_all((self.gate, self.up), x, noise).chunk(2, dim=-1)
         if isinstance(self.down, nn.Linear):
             return activated_linear(opened, factor, self.down, self.activation)
         inner = activate(opened, self.activation)
