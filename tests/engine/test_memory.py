@@ -52,7 +52,7 @@ def test_an_entropy_with_a_gradient_takes_two_more_chunks() -> None:
 
 def test_a_cache_by_hand() -> None:
     role = estimate(SHAPE, TRAINED, [Work(cache_tokens=64, sequences=2)])
-    assert role.cache == 2 * 4 * 4 * 64 * 4 and role.activations == 3 * 2 * 50 * 8
+    assert role.cache == 2 * 4 * 4 * 64 * 4 and role.activations == 3 * 2 * 50 * 4
 
 
 def test_more_recomputation_and_fewer_tokens_take_less() -> None:
