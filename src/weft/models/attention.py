@@ -27,6 +27,7 @@ from torch import Tensor
 from weft.models import flash, flex
 from weft.models.dropout import TokenNoise
 from weft.models.merge import Partial, attend_to, join, merge
+from weft.models.native import attention as native
 from weft.models.packed import AttentionContext, Bucket, Cached, Dense, Paged, Prefixed, in_vectors
 from weft.models.scores import Scores
 
@@ -46,17 +47,20 @@ def attend(
 
     heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads).
     """
-    if isinstance(context, Cached):
-        context.cache.write(layer, context, k, v)
-        if context.max_len == 1:
-            return _decode(q, context, scores, layer)
-        if not context.fresh:
-            return _chunk(q, context, scores, layer)
-        context = context.dense
     if isinstance(context, Paged):
         context.pool.write(layer, context, k, v)
         if not context.fresh:
             return _paged(q, context, scores, layer)
+        context = context.dense
+    if isinstance(context, Cached):
+        context.cache.write(layer, context, k, v)
+    if scores.softcap is None and (noise is None or scores.dropout == 0.0) and native.serves(q):
+        return _by_segments(q, k, v, context, scores, layer)
+    if isinstance(context, Cached):
+        if context.max_len == 1:
+            return _decode(q, context, scores, layer)
+        if not context.fresh:
+            return _chunk(q, context, scores, layer)
         context = context.dense
     if isinstance(context, Prefixed):
         if q.device.type == "cpu":
@@ -74,6 +78,30 @@ def attend(
         lengths = flash.Ragged(context.cu_seqlens, context.cu_seqlens, context.max_len, context.max_len)
         return flash.packed(q, k, v, lengths, scores)
     return _dense(q, k, v, context, scores, None)
+
+
+def _by_segments(
+    q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed | Cached, scores: Scores, layer: int
+) -> Tensor:
+    if isinstance(context, Prefixed):
+        return native.attend(q, k, v, context.dense.segments, context.across, scores.scale)
+    if isinstance(context, Dense) or context.fresh:
+        return native.attend(q, k, v, context.dense.segments, None, scores.scale, scores.window)
+    keys, values = (_rows_of(stored[layer]) for stored in (context.cache.keys, context.cache.values))
+    own = native.attend_to(q, keys, values, context.segments, scores.scale, causal=True, window=scores.window)
+    for prefix, tokens in context.continued:
+        keys, values = _rows_of(prefix.keys[layer]), _rows_of(prefix.values[layer])
+        segments = torch.tensor([(0, len(tokens), 0, int(prefix.used[0]))])
+        seen = native.attend_to(q[tokens], keys, values, segments, scores.scale, causal=False)
+        joined = join(own[tokens], seen)
+        own.out[tokens], own.lse[tokens] = joined.out, joined.lse
+    return own.out
+
+
+def _rows_of(stored: Tensor) -> Tensor:
+    """Keys or values [slots, kv_heads, room, head_dim] as the kernels want them: the steps between keys, and between heads; the
+    slots follow one another."""
+    return stored[0].transpose(0, 1)
 
 
 def _flashes(q: Tensor, scores: Scores) -> bool:

@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from weft.models.activations import activate, activation_gradient
 from weft.models.config import Activation
+from weft.models.native import library
+from weft.models.native import rows as native
 from weft.models.products import product
 
 
@@ -24,8 +26,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     scaling; the others round before.
     """
     if not torch.is_grad_enabled():
-        return _scaled(*_normed(x, eps), weight, offset, x.dtype)
+        return _rms_norm(x, weight, eps, offset)[0]
     return _RMSNorm.apply(x, weight, eps, offset)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """(the result, what x is multiplied by before the weights [..., 1])."""
+    if library.serves(x) and weight.dtype == x.dtype:
+        return native.rms_norm(x, weight, eps, offset)
+    wide, inverse = _normed(x, eps)
+    return _scaled(wide, inverse, weight, offset, x.dtype), inverse
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -45,10 +55,10 @@ def _scaled(wide: Tensor, inverse: Tensor, weight: Tensor, offset: float, dtype:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        wide, inverse = _normed(x, eps)
+        out, inverse = _rms_norm(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
-        return _scaled(wide, inverse, weight, offset, x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -70,6 +80,13 @@ class _RMSNorm(torch.autograd.Function):
         return by_x.to(x.dtype), by_weight, None, None
 
 
+def activated(opened: Tensor, factor: Tensor | None, activation: Activation) -> Tensor:
+    """activation(opened) * factor, [T, inner]; without `factor` activation(opened)."""
+    if not torch.is_grad_enabled():
+        return _activated(opened, factor, activation)
+    return _Activated.apply(opened, factor, activation)
+
+
 def activated_linear(opened: Tensor, factor: Tensor | None, down: nn.Linear, activation: Activation) -> Tensor:
     """down(activation(opened) * factor), [T, inner] -> [T, hidden]; without `factor` down(activation(opened))."""
     if not torch.is_grad_enabled():
@@ -80,8 +97,40 @@ def activated_linear(opened: Tensor, factor: Tensor | None, down: nn.Linear, act
 def _activated_product(
     opened: Tensor, factor: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation
 ) -> Tensor:
+    return product(_activated(opened, factor, activation), weight, bias)
+
+
+def _activated(opened: Tensor, factor: Tensor | None, activation: Activation) -> Tensor:
+    if activation == "silu" and library.serves(opened) and opened.dim() == 2:
+        return native.silu(opened, factor)
     inner = activate(opened, activation)
-    return product(inner if factor is None else inner.mul_(factor), weight, bias)
+    return inner if factor is None else inner.mul_(factor)
+
+
+def _by_activated(
+    by_inner: Tensor, opened: Tensor, factor: Tensor | None, activation: Activation, value: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `activated` by `opened` and `factor`, given the one by its result, which is used up; and so is `value`,
+    activation(opened), where it is at hand."""
+    by_factor = None
+    if factor is not None:
+        by_factor = (activate(opened, activation) if value is None else value).mul_(by_inner)
+        by_inner = by_inner.mul_(factor)
+    return activation_gradient(by_inner, opened, activation), by_factor
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, opened: Tensor, factor: Tensor | None, activation: Activation) -> Tensor:
+        ctx.save_for_backward(opened, factor)
+        ctx.activation = activation
+        return _activated(opened, factor, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        opened, factor = ctx.saved_tensors
+        return *_by_activated(gradients[0].clone(), opened, factor, ctx.activation), None
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -99,16 +148,12 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
         (opened, factor, weight), by_y = ctx.saved_tensors, gradients[0]
-        activated = activate(opened, ctx.activation)
+        value = activate(opened, ctx.activation)
         by_weight = None
         if ctx.needs_input_grad[2]:
-            inner = activated if factor is None else activated * factor
+            inner = value if factor is None else value * factor
             by_weight = product(by_y.T, inner.T)
             del inner
         by_bias = by_y.sum(0) if ctx.needs_input_grad[3] else None
-        by_inner = product(by_y, weight.T)
-        by_factor = None
-        if factor is not None:
-            by_factor = activated.mul_(by_inner)
-            by_inner.mul_(factor)
-        return activation_gradient(by_inner, opened, ctx.activation), by_factor, by_weight, by_bias, None
+        by_opened, by_factor = _by_activated(product(by_y, weight.T), opened, factor, ctx.activation, value)
+        return by_opened, by_factor, by_weight, by_bias, None

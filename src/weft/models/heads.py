@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.algorithms.base import Output
+from weft.models.native import library
+from weft.models.native import logits as native
 from weft.models.packed import AttentionContext
 from weft.models.products import add_product, linear, product
 
@@ -133,7 +135,19 @@ class _TokenOutputs(torch.autograd.Function):
         gradients = None if known is None else _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in _chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
-            logp = torch.log_softmax(_tempered(capped, rows, labels, settings), dim=-1)
+            logits = _tempered(capped, rows, labels, settings)
+            if library.serves(logits):
+                found = native.statistics(logits, entropy=settings.entropy, best=settings.top1)
+                logprobs[rows] = logits.gather(1, labels[rows, None])[:, 0] - found.lse
+                if found.entropy is not None:
+                    entropies[rows] = found.entropy
+                if found.best is not None:
+                    top1[rows] = (found.best == labels[rows]).to(kept)
+                if gradients is not None and known is not None:
+                    by_logit = _by_native(logits, capped, found, labels[rows], known[rows], None, settings)
+                    gradients.add(rows, by_logit, torch.full_like(known[rows], 1.0 / settings.temperature))
+                continue
+            logp = torch.log_softmax(logits, dim=-1)
             logprobs[rows] = logp.gather(1, labels[rows, None])[:, 0]
             if settings.entropy:
                 entropies[rows] = -torch.linalg.vecdot(logp.exp(), _finite(logp, settings))
@@ -163,6 +177,12 @@ class _TokenOutputs(torch.autograd.Function):
         for rows in _chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
             logits = _tempered(capped, rows, labels, settings)
+            if library.serves(logits):
+                found = native.statistics(logits, entropy=by_entropy is not None)
+                by_rows = None if by_entropy is None else by_entropy[rows]
+                by_logit = _by_native(logits, capped, found, labels[rows], by_logprob[rows], by_rows, settings)
+                total.add(rows, by_logit, torch.full_like(by_logprob[rows], 1.0 / settings.temperature))
+                continue
             if by_entropy is None:
                 by_logit = _by_logit(torch.softmax(logits, dim=-1), capped, labels[rows], settings)
                 total.add(rows, by_logit, -by_logprob[rows] / settings.temperature)
@@ -181,6 +201,17 @@ def _by_logit(p: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) ->
     """The gradient of minus each row's log-prob by its logits, in the place of `p`: p - 1 at the label."""
     p.scatter_add_(1, labels[:, None], p.new_full((len(p), 1), -1.0))
     return _through_cap(p, capped, settings)
+
+
+def _by_native(
+    logits: Tensor, capped: Tensor, found: native.Statistics, labels: Tensor, by_logprob: Tensor, by_entropy: Tensor | None,
+    settings: _Settings,
+) -> Tensor:  # fmt: skip
+    """The gradient by the logits before the temperature, times the temperature; in the place of `logits`."""
+    if settings.softcap is not None and logits is capped:
+        logits = capped.clone()
+    native.to_gradients(logits, found, labels, by_logprob, by_entropy)
+    return _through_cap(logits, capped, settings)
 
 
 def _through_cap(by_logit: Tensor, capped: Tensor, settings: _Settings) -> Tensor:

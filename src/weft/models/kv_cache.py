@@ -24,6 +24,8 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.models.config import TransformerConfig
+from weft.models.native import library
+from weft.models.native import rows as native
 from weft.models.packed import Cached, Packed, Sharers, in_vectors
 
 
@@ -190,6 +192,9 @@ class KVCache:
     def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
         keys, values = self.keys[layer], self.values[layer]
+        if library.serves(k) and keys.dtype == k.dtype:
+            native.store(k, v, keys, values, context.places)
+            return
         if context.max_len == 1:
             keys[context.slots, :, context.used] = k
             values[context.slots, :, context.used] = v

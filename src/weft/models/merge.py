@@ -28,6 +28,9 @@ class Partial:
     out: Tensor  # [..., rows, dim]
     lse: Tensor  # [..., rows]: log of the sum of exp(score)
 
+    def __getitem__(self, part: slice | Tensor) -> Partial:
+        return Partial(self.out[part], self.lse[part])
+
 
 def attend_to(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False

@@ -96,6 +96,11 @@ class Dense:
         return self.cu_seqlens[1:].long() - 1
 
     @cached_property
+    def segments(self) -> Tensor:
+        """int64 [S, 4], on the host: each sequence's first token, its tokens, and the same as keys."""
+        return torch.tensor([(a, b - a, a, b - a) for a, b in pairwise(self.starts)])
+
+    @cached_property
     def buckets(self) -> list[Bucket]:
         """The sequences as rectangles, longest first; empty sequences are in none."""
         return [_bucket(self.starts, members, self.cu_seqlens.device) for members in _group(self.starts)]
@@ -138,6 +143,12 @@ class Prefixed:
     def token_lengths(self) -> Tensor:
         """Rotations that depend on a sequence's length are not shared; see `Transformer.shares_prefixes`."""
         return self.dense.token_lengths
+
+    @cached_property
+    def across(self) -> Tensor:
+        """int64 [joins, 4], on the host: what goes on from a prefix as rows, and the prefix as keys; each as (first, how many)."""
+        spans = [(*join.rest, *join.prefix) for join in self.joins]
+        return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -203,6 +214,33 @@ class Cached:
     def fresh(self) -> bool:
         """Whether nothing was cached before: a first prefill."""
         return not any(self.used_host) and not any(self.prefixes)
+
+    @cached_property
+    def segments(self) -> Tensor:
+        """int64 [R, 4], on the host: each row's new tokens, as (first, how many), and its slot's first key and keys, new ones
+        included; a key's number counts rows of `head_dim` floats in the cache."""
+        step = self.cache.keys[0].stride(0) // self.cache.keys[0].stride(2)
+        rows = zip(pairwise(self.dense.starts), self.slots_host, self.used_host, strict=True)
+        return torch.tensor([(a, b - a, slot * step, used + b - a) for (a, b), slot, used in rows])
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int64 [T], on the host: the key's number, as in `segments`, that each new token becomes."""
+        first = self.segments[:, 2] + self.segments[:, 3] - self.segments[:, 1]
+        lengths = self.segments[:, 1]
+        ends = lengths.cumsum(0)
+        return torch.arange(int(ends[-1])) + (first - ends + lengths).repeat_interleave(lengths)
+
+    @cached_property
+    def continued(self) -> list[tuple[KVCache, Tensor]]:
+        """Each prefix with the new tokens, int64 [n], of the sequences that begin with it."""
+        if self.max_len == 1:
+            return [(sharers.prefix, sharers.rows) for sharers in self.sharers]
+        tokens: dict[int, tuple[KVCache, list[int]]] = {}
+        for prefix, (first, end) in zip(self.prefixes, pairwise(self.dense.starts), strict=True):
+            if prefix is not None:
+                tokens.setdefault(id(prefix), (prefix, []))[1].extend(range(first, end))
+        return [(prefix, torch.tensor(found)) for prefix, found in tokens.values()]
 
     def hidden(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """[R, 1, 1, length]: 0 where a decode step's token sees a place of its slot, minus infinity elsewhere; made once for

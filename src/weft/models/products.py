@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.models.native import product as native
+
 _KERNELS: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 ONEDNN: Any = None if _KERNELS is None else _KERNELS.default
 LEAST_ROWS = 4  # of a product on a CPU
@@ -30,6 +32,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m], without a gradient; both may be views that are
     transposed."""
+    if native.serves(left, right):
+        return native.product(left, right, bias)
     if left.is_cpu and left.dim() == 2 and 0 < left.shape[0] < LEAST_ROWS:
         return product(F.pad(left, (0, 0, 0, LEAST_ROWS - left.shape[0])), right, bias)[: left.shape[0]]
     if not _by_onednn(left, right):

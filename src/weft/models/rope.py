@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.models.config import Rope
+from weft.models.native import library
+from weft.models.native import rows as native
 
 
 def rotation(rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,6 +47,8 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    if library.serves(x):
+        return native.rotate(x, cos, sin, direction)
     half = cos.shape[-1]
     turned = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = x[..., :half], x[..., half : 2 * half]

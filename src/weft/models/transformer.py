@@ -27,15 +27,15 @@ from torch.utils.checkpoint import checkpoint
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
 from weft.models import dropout, flex, heads, rope
-from weft.models.activations import activate
 from weft.models.attention import Scores, attend
 from weft.models.balance import Balance
 from weft.models.config import TransformerConfig
 from weft.models.dropout import TokenNoise
-from weft.models.fused import activated_linear, rms_norm
+from weft.models.fused import activated, activated_linear, rms_norm
 from weft.models.fused_linear import fused_linear
 from weft.models.lora import Adapted
 from weft.models.moe import MoE
+from weft.models.native import decode
 from weft.models.packed import AttentionContext, Packed
 from weft.models.products import linear
 
@@ -144,8 +144,7 @@ class MLP(nn.Module):
             opened, factor = apply_all((self.gate, self.up), x, noise).chunk(2, dim=-1)
         if isinstance(self.down, nn.Linear):
             return activated_linear(opened, factor, self.down, self.activation)
-        inner = activate(opened, self.activation)
-        return apply(self.down, inner if factor is None else inner * factor, noise)
+        return apply(self.down, activated(opened, factor, self.activation), noise)
 
 
 class Block(nn.Module):
@@ -232,15 +231,23 @@ class Transformer(nn.Module):
         noise = None if x.noise is None else TokenNoise.spread(x.noise, x.attention.dense.lengths, x.positions)
         if noise is not None:
             states = noise.drop(states, config.embed_dropout, dropout.EMBEDDING)
-        at = Surroundings(x.attention, self._rotation(x, states.dtype), noise, x.balance)
+        states = self._through(states, Surroundings(x.attention, self._rotation(x, states.dtype), noise, x.balance))
+        if config.final_norm:
+            states = self.norm(states)
+        return self.embed_out(states) if width != config.hidden_size else states
+
+    def _through(self, states: Tensor, at: Surroundings) -> Tensor:
+        """Embeddings [T, hidden] through all blocks."""
+        if decode.serves(self.config, states, at.context) and decode.run(
+            self.blocks, self.config, states, at.context, at.rotation
+        ):
+            return states
         for layer, block in enumerate(self.blocks, 1):
             if self.checkpointing and layer % self.checkpointing == 0 and torch.is_grad_enabled():
                 states = checkpoint(block, states, at, use_reentrant=False, preserve_rng_state=False)
             else:
                 states = block(states, at)
-        if config.final_norm:
-            states = self.norm(states)
-        return self.embed_out(states) if width != config.hidden_size else states
+        return states
 
     def shares_prefixes(self, longest: int) -> bool:
         """Whether a prompt that several sequences go on from is computed once, where none has more than `longest` tokens.

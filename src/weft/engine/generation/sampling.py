@@ -19,6 +19,8 @@ from torch import Tensor
 
 from weft.engine.spec import GenerationSpec
 from weft.errors import RunError
+from weft.models.native import library
+from weft.models.native import logits as native
 
 BLOCK = 128  # ids a step of the two-level search through the CDF
 HEAD = 1024  # likeliest ids looked at before a whole row is sorted
@@ -65,7 +67,8 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
     if logits.device.type == "mps":
         logits, uniforms = logits.cpu(), uniforms.cpu()
         banned = None if banned is None else Ban(banned.rows.cpu(), banned.ids.cpu())
-    size = max(1, CELLS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    in_parts = logits.device.type == "cpu" and not library.serves(logits)
+    size = max(1, CELLS // logits.shape[-1]) if in_parts else len(logits)
     parts = []
     for first in range(0, len(logits), size):
         rows = slice(first, first + size)
@@ -87,14 +90,24 @@ def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | 
     if spec.greedy:
         return Draw(tokens := allowed.argmax(dim=-1), _logprobs(scores, tokens))
     if not limits(spec, logits.shape[-1]):
-        return Draw(tokens := inverse_cdf(allowed.softmax(dim=-1), uniforms), _logprobs(scores, tokens))
+        return Draw(*_sample(allowed, scores, uniforms))
     kept = likeliest(allowed.double(), spec)
     among = scores.masked_fill(~kept, -math.inf)
-    return Draw(tokens := inverse_cdf(among.softmax(dim=-1), uniforms), _logprobs(among, tokens), kept)
+    return Draw(*_sample(among, among, uniforms), kept)
+
+
+def _sample(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens of the softmax of `allowed`, their log-probs in that of `scores`)."""
+    if not library.serves(allowed):
+        return (tokens := inverse_cdf(allowed.softmax(dim=-1), uniforms)), _logprobs(scores, tokens)
+    tokens, lse = native.draw(allowed, uniforms)
+    return tokens, _at(scores, tokens) - lse if allowed is scores else _logprobs(scores, tokens)
 
 
 def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
     """Step by step what `models/heads.py` computes, so that equal logits give equal log-probs to the last bit."""
+    if library.serves(scores):
+        return _at(scores, tokens) - native.statistics(scores).lse
     return _at(scores.log_softmax(dim=-1), tokens).float()
 
 

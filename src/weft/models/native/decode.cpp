@@ -1,0 +1,87 @@
+// A decode step through all blocks of a network: the kernels that a block calls one by one, called in a row.
+#include "kernels.h"
+#include "simd.h"
+
+#include <vector>
+
+struct Linear {
+  const float *weight, *bias; // [out, in], and [out] or null
+};
+
+// Pointers that may be null: q_norm and k_norm, weights [dim] of the norms of each head.
+struct Block {
+  const float *norm1, *norm2, *q_norm, *k_norm;
+  Linear q, k, v, o, gate, up, down;
+  float *keys, *values; // [slots, kv, room, dim]
+  double scale;
+  long window;
+};
+
+struct Step {
+  float *states;          // [rows, hidden]: embeddings, and at the end what the last block gives
+  const float *cos, *sin; // [rows, half]; null without rotation
+  const Segment *segments; // [count]: rows and the keys they see, their own included
+  const long *places;     // [rows]: where keys and values go
+  long rows, count, blocks, hidden, heads, kv, dim, inner, half, room, threads;
+  double eps, offset; // of the norms
+};
+
+namespace {
+
+void add(float *x, const float *y, long count) {
+  for (long i = 0; i < count; i++) x[i] += y[i];
+}
+
+// Each head of x [rows, heads, dim], rows `by_row` apart, normed in its place.
+void norm_heads(float *x, const float *weight, long by_row, long heads, const Step &s) {
+  std::vector<float> normed(heads * s.dim), inverse(heads);
+  for (long r = 0; r < s.rows; r++) {
+    weft_rms_norm(x + r * by_row, weight, normed.data(), inverse.data(), heads, s.dim, s.eps, s.offset, 1);
+    memcpy(x + r * by_row, normed.data(), 4 * heads * s.dim);
+  }
+}
+
+} // namespace
+
+extern "C" void weft_decode(const Block *blocks, const Step *given) {
+  const Step s = *given;
+  const long inner = s.heads * s.dim, shared = s.kv * s.dim, wide = inner + 2 * shared, turned_wide = inner + shared;
+  std::vector<float> normed(s.rows * s.hidden), inverse(s.rows), heads(s.rows * wide), turned(s.rows * turned_wide);
+  std::vector<float> mixed(s.rows * inner), lse(s.rows * s.heads), more(s.rows * s.hidden);
+  std::vector<float> opened(s.rows * 2 * s.inner), gated(s.rows * s.inner);
+  const auto apply = [&](const float *x, Linear layer, float *out, long by_row, long size, long terms) {
+    weft_product(x, layer.weight, layer.bias, out, by_row, s.rows, size, terms, s.threads);
+  };
+  for (const Block *b = blocks; b < blocks + s.blocks; b++) {
+    weft_rms_norm(s.states, b->norm1, normed.data(), inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
+    float *q = heads.data(), *k = q + inner, *v = k + shared;
+    apply(normed.data(), b->q, q, wide, inner, s.hidden);
+    apply(normed.data(), b->k, k, wide, shared, s.hidden);
+    apply(normed.data(), b->v, v, wide, shared, s.hidden);
+    if (b->q_norm) norm_heads(q, b->q_norm, wide, s.heads, s);
+    if (b->k_norm) norm_heads(k, b->k_norm, wide, s.kv, s);
+    long by_row = wide;
+    if (s.cos) {
+      weft_rotate(q, s.cos, s.sin, turned.data(), wide, s.dim, s.rows, s.heads + s.kv, s.dim, s.half, 1.0, s.threads);
+      q = turned.data(), k = q + inner, by_row = turned_wide;
+    }
+    weft_store(k, v, b->keys, b->values, s.places, by_row, s.dim, wide, s.dim, s.rows, s.kv, s.dim, s.room, s.threads);
+    Arguments a = {};
+    a.q = {q, by_row, s.dim};
+    a.k = {b->keys, s.dim, s.room * s.dim};
+    a.v = {b->values, s.dim, s.room * s.dim};
+    a.out = {mixed.data(), inner, s.dim};
+    a.lse = lse.data(), a.segments = s.segments, a.count = s.count;
+    a.heads = s.heads, a.kv = s.kv, a.dim = s.dim, a.causal = 1, a.window = b->window, a.threads = s.threads;
+    a.scale = b->scale;
+    weft_attend(&a);
+    apply(mixed.data(), b->o, more.data(), s.hidden, s.hidden, inner);
+    add(s.states, more.data(), s.rows * s.hidden);
+    weft_rms_norm(s.states, b->norm2, normed.data(), inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
+    apply(normed.data(), b->gate, opened.data(), 2 * s.inner, s.inner, s.hidden);
+    apply(normed.data(), b->up, opened.data() + s.inner, 2 * s.inner, s.inner, s.hidden);
+    weft_silu(opened.data(), opened.data() + s.inner, gated.data(), 2 * s.inner, s.rows, s.inner, s.threads);
+    apply(gated.data(), b->down, more.data(), s.hidden, s.hidden, s.inner);
+    add(s.states, more.data(), s.rows * s.hidden);
+  }
+}

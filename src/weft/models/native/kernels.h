@@ -1,0 +1,42 @@
+// The kernels that others are made of; each is described where it is defined.
+#pragma once
+
+struct Arguments;
+
+extern "C" {
+void weft_attend(const Arguments *given);
+void weft_rms_norm(
+    const float *x, const float *weight, float *out, float *inverse, long rows, long size, double eps, double offset,
+    long threads);
+void weft_rotate(
+    const float *x, const float *cos, const float *sin, float *out, long by_token, long by_head, long tokens, long heads,
+    long dim, long half, double direction, long threads);
+void weft_silu(const float *opened, const float *factor, float *out, long by_row, long rows, long size, long threads);
+void weft_store(
+    const float *k, const float *v, float *keys, float *values, const long *places, long k_token, long k_head, long v_token,
+    long v_head, long tokens, long heads, long dim, long room, long threads);
+void weft_product(
+    const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
+    long threads);
+}
+
+// [tokens, heads, dim]; `by_row` and `by_head` in floats.
+struct Heads {
+  float *at;
+  long by_row, by_head;
+};
+
+// Rows `row` to `row + rows` look at keys `key` to `key + keys`.
+struct Segment {
+  long row, rows, key, keys;
+};
+
+// Of attention. Tensors are [tokens, heads, dim]; k and v have `kv` heads and query head h reads kv head h / (heads / kv). dim
+// is at most 256. lse [tokens, heads]. A row that sees nothing is 0, its lse minus infinity.
+struct Arguments {
+  Heads q, k, v, out, by_out, by_q, by_k, by_v;
+  float *lse;
+  const Segment *segments;
+  long count, heads, kv, dim, causal, window, threads;
+  double scale;
+};

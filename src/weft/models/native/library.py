@@ -1,0 +1,131 @@
+"""Compiles the C++ of this folder for the processor at hand, once, and loads it.
+
+The compiled file lies in the user's cache (`$XDG_CACHE_HOME/weft`, else `~/.cache/weft`), under a name that is the hash of the
+sources, the compiler and the processor. Without a compiler, and with `WEFT_NATIVE=0`, there is no library and torch's own
+kernels do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+PATIENCE = 120  # seconds for the compiler, which takes three
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where they are not to be had, which is said once."""
+    if os.environ.get("WEFT_NATIVE") == "0" or sys.platform != "linux":
+        return None
+    try:
+        compiler = _compiler()
+        return _load(compiler, _cache())
+    except (OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"weft's CPU kernels were not compiled ({_reason(error)}): generation takes about twice as long without them. "
+            "Install g++, or set WEFT_NATIVE=0 to do without",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernels work on tensors like this one: float32, on a CPU, where they are compiled."""
+    return x.is_cpu and x.dtype == torch.float32 and library() is not None
+
+
+def call(name: str, *arguments: Tensor | ctypes.Structure | ctypes.Array[Any] | int | float | None) -> None:
+    """A kernel on structures, or on contiguous tensors and numbers; None is a null pointer. The last argument of those on
+    tensors, the number of threads, is added here."""
+    kernels = library()
+    assert kernels is not None
+    if isinstance(arguments[-1], ctypes.Structure):
+        getattr(kernels, name)(*map(ctypes.byref, arguments))
+    else:
+        getattr(kernels, name)(*map(_as_c, arguments), ctypes.c_long(torch.get_num_threads()))
+
+
+def _as_c(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_long(argument)
+    return ctypes.c_void_p(None) if argument is None else ctypes.c_double(argument)
+
+
+def _compiler() -> str:
+    """The path of GCC's C++ compiler."""
+    name = os.environ.get("CXX") or "g++"
+    found = shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(f"no compiler named {name!r} is on the path")
+    return found
+
+
+def _load(compiler: str, cache: Path | None) -> ctypes.CDLL:
+    if cache is not None:
+        kept = cache / f"kernels-{_fingerprint(compiler)}.so"
+        if kept.is_file() and _is_ours(kept):
+            return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory(prefix="weft-", dir=cache) as folder:
+        built = Path(folder) / "kernels.so"
+        sources = [str(path) for path in sorted(FOLDER.glob("*.cpp"))]
+        command = [compiler, *FLAGS, *sources, "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+        if cache is not None:
+            built = built.rename(kept)  # in one step: another process may do the same
+        return ctypes.CDLL(str(built))
+
+
+def _fingerprint(compiler: str) -> str:
+    asked = subprocess.run([compiler, "-v"], check=True, capture_output=True, text=True, timeout=PATIENCE)
+    parts = [" ".join(FLAGS), asked.stderr, *(line for line in _processor())]
+    parts += [path.read_text() for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor() -> list[str]:
+    """What tells processors apart that need other code."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return sorted({line for line in lines if line.startswith(wanted)})
+
+
+def _cache() -> Path | None:
+    """The folder of compiled kernels, which nobody else may write to; None where there can be none."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = (Path(base) if base else Path.home() / ".cache") / "weft"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if _is_ours(folder) and os.access(folder, os.W_OK) else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether no one else can have put anything there."""
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _reason(error: Exception) -> str:
+    said = getattr(error, "stderr", None) or str(error)
+    return str(said).strip().splitlines()[0] if str(said).strip() else type(error).__name__

@@ -1,0 +1,124 @@
+// Softmax over rows of logits without a copy of them: log-probs, entropy, a draw, and gradients.
+//
+// Sums of exp are taken over blocks of ids in float32 and over the blocks in float64, always in the same order, so that the
+// sampler and training get the same bits for the same logits.
+#include "simd.h"
+
+namespace {
+
+constexpr long BLOCK = 128; // ids of a block
+
+// The sum of exp(x - most) over some ids, and of exp(x - most) * (x - most).
+struct Sums {
+  float total, weighted;
+};
+
+INLINE Sums sums_of(const float *x, long count, float most, bool weigh) {
+  vec total = {}, weighted = {};
+  for (long i = 0; i < count; i += LANES) {
+    const long some = count - i < LANES ? count - i : LANES;
+    vec z = load_some(x + i, some);
+    if (some == LANES) z = load(x + i);
+    else
+      for (long l = some; l < LANES; l++) z[l] = -INFINITY;
+    z -= most;
+    const vec p = exponential(z);
+    total += p;
+    if (weigh) {
+      const ivec there = p > 0.f;
+      weighted += there ? p * z : vec{};
+    }
+  }
+  return {sum(total), weigh ? sum(weighted) : 0.f};
+}
+
+INLINE float highest(const float *x, long count) {
+  vec most = splat(-INFINITY);
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) most = largest(most, load(x + i));
+  float top = largest(most);
+  for (; i < count; i++) top = x[i] > top ? x[i] : top;
+  return top;
+}
+
+} // namespace
+
+// For each row of x [rows, size]: lse, and where they are wanted (not null) the entropy of its softmax in nats, and the first
+// of the likeliest ids.
+extern "C" void weft_statistics(
+    const float *x, float *lse, float *entropy, long *best, long rows, long size, long threads) {
+#pragma omp parallel for schedule(dynamic) num_threads((int)threads)
+  for (long r = 0; r < rows; r++) {
+    const float *row = x + r * size, most = highest(row, size);
+    double total = 0, weighted = 0;
+    for (long i = 0; i < size; i += BLOCK) {
+      const Sums part = sums_of(row + i, size - i < BLOCK ? size - i : BLOCK, most, entropy != nullptr);
+      total += part.total, weighted += part.weighted;
+    }
+    lse[r] = (float)(most + log(total));
+    if (entropy) entropy[r] = (float)(log(total) - weighted / total);
+    if (best) {
+      best[r] = 0;
+      while (best[r] < size && row[best[r]] != most) best[r]++;
+    }
+  }
+}
+
+// For each row of x [rows, size] the first id whose running sum of exp(x), in the order of the ids and in float64, exceeds
+// uniforms[row] times the sum of all; and
+// lse. Where rounding leaves none, the last id that is possible.
+extern "C" void weft_draw(
+    const float *x, const double *uniforms, long *ids, float *lse, long rows, long size, long threads) {
+#pragma omp parallel for schedule(dynamic) num_threads((int)threads)
+  for (long r = 0; r < rows; r++) {
+    const float *row = x + r * size, most = highest(row, size);
+    const long blocks = (size + BLOCK - 1) / BLOCK;
+    float parts[blocks];
+    double total = 0, before = 0;
+    for (long b = 0; b < blocks; b++) {
+      const long count = size - b * BLOCK < BLOCK ? size - b * BLOCK : BLOCK;
+      parts[b] = sums_of(row + b * BLOCK, count, most, false).total;
+      total += parts[b];
+    }
+    lse[r] = (float)(most + log(total));
+    const double target = uniforms[r] * total;
+    long block = 0, last = 0;
+    for (; block < blocks; block++) {
+      if (parts[block] > 0.f) last = block;
+      if (before + parts[block] > target) break;
+      before += parts[block];
+    }
+    if (block == blocks) block = last, before = total; // nothing above
+    long id = block * BLOCK, possible = id;
+    const long end = id + BLOCK < size ? id + BLOCK : size;
+    for (; id < end; id++) {
+      const float p = exponential(splat(row[id] - most))[0];
+      if (p > 0.f) possible = id;
+      before += p;
+      if (before > target && p > 0.f) break;
+    }
+    ids[r] = id < end ? id : possible;
+  }
+}
+
+// The gradients of logits x [rows, size], in their place, of by_logprob * log p(label) + by_entropy * entropy for p = softmax(x):
+// by_logprob * (1 at the label - p) - by_entropy * p * (log p + entropy). `entropy` and `by_entropy` may be null.
+extern "C" void weft_logit_gradients(
+    float *x, const float *lse, const float *entropy, const long *labels, const float *by_logprob, const float *by_entropy,
+    long rows, long size, long threads) {
+#pragma omp parallel for schedule(dynamic) num_threads((int)threads)
+  for (long r = 0; r < rows; r++) {
+    float *row = x + r * size;
+    for (long i = 0; i < size; i += LANES) {
+      const long some = size - i < LANES ? size - i : LANES;
+      const vec z = (some < LANES ? load_some(row + i, some) : load(row + i)) - lse[r], p = exponential(z);
+      vec y = p * -by_logprob[r];
+      if (by_entropy) {
+        const ivec there = p > 0.f;
+        y -= there ? p * (by_entropy[r] * (z + entropy[r])) : vec{};
+      }
+      some < LANES ? store_some(row + i, y, some) : store(row + i, y);
+    }
+    row[labels[r]] += by_logprob[r];
+  }
+}

@@ -1,0 +1,99 @@
+// Products of a few float32 rows with a matrix that is read once, as it lies: what a decode step consists of.
+//
+// A vector holds one column of LANES rows, so that each weight is multiplied with all of them at once. oneDNN copies the matrix
+// into blocks first, at every call, which for few rows takes longer than the product.
+#include "kernels.h"
+#include "simd.h"
+
+#include <vector>
+
+namespace {
+
+// Sums kept in registers at once: half of those that there are, or more.
+constexpr long SUMS = LANES == 16 ? 24 : 12;
+
+// The order in which oneDNN adds up: a chunk of terms after the other, each from zero. With the same order a decode step gives
+// the bits that training gives.
+INLINE long chunk_of(long terms) { return terms <= 1024 ? 512 : 1024; }
+
+// out[r][j] = x[r] . weight[j] + bias[j] for L vectors of rows, of which `rows` are there, and N columns. x[k * L * LANES + r].
+template <long L, long N> INLINE void tile(
+    const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row) {
+  vec total[L][N] = {};
+  const long chunk = chunk_of(terms);
+  for (long first = 0; first < terms; first += chunk) {
+    vec part[L][N] = {};
+    const long end = first + chunk < terms ? first + chunk : terms;
+    for (long k = first; k < end; k++) {
+      if (k % 16 == 0) for (long j = 0; j < N; j++) __builtin_prefetch(weight + (N + j) * terms + k);
+      vec column[L];
+      for (long l = 0; l < L; l++) column[l] = load(x + (k * L + l) * LANES);
+      for (long j = 0; j < N; j++)
+        for (long l = 0; l < L; l++) part[l][j] += column[l] * weight[j * terms + k];
+    }
+    for (long j = 0; j < N; j++)
+      for (long l = 0; l < L; l++) total[l][j] += part[l][j];
+  }
+  for (long l = 0; l < L; l++) {
+    vec turned[N > LANES ? N : LANES] = {};
+    for (long j = 0; j < N; j++) turned[j] = bias ? total[l][j] + bias[j] : total[l][j];
+    for (long j = 0; j < N; j += LANES) {
+      const long wide = N - j < LANES ? N - j : LANES;
+      exchange<1>(turned + j);
+      for (long r = 0; r < LANES && l * LANES + r < rows; r++) store_some(out + (l * LANES + r) * by_row + j, turned[j + r], wide);
+    }
+  }
+}
+
+// Columns `from` to `to` for L vectors of rows.
+template <long L> INLINE void columns(
+    const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row, long from, long to) {
+  constexpr long N = SUMS / L < LANES ? SUMS / L : LANES - LANES / 4;
+  long j = from;
+  for (; j + N <= to; j += N) tile<L, N>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
+  for (; j < to; j++) tile<L, 1>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
+}
+
+} // namespace
+
+// out [rows, size] = x [rows, terms] weight^T + bias for weight [size, terms], contiguous but for the rows of out, which are
+// `by_row` apart; `bias` may be null.
+extern "C" void weft_product(
+    const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
+    long threads) {
+  constexpr long MOST = LANES == 16 ? 4 : 2; // vectors of rows at once
+  const long vectors = (rows + LANES - 1) / LANES;
+  std::vector<float> turned(vectors * LANES * terms + 16);
+  float *packed = (float *)(((size_t)turned.data() + 63) / 64 * 64);
+  const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
+#pragma omp parallel num_threads(team)
+  {
+#pragma omp for
+    for (long v = 0; v < vectors; v++) {
+      const long first = v / MOST * MOST, wide = vectors - first < MOST ? vectors - first : MOST;
+      float *to = packed + first * LANES * terms + (v - first) * LANES;
+      const long there = rows - v * LANES < LANES ? rows - v * LANES : LANES;
+      float column[LANES * LANES];
+      for (long k = 0; k < terms; k += LANES) {
+        const long some = terms - k < LANES ? terms - k : LANES;
+        transpose(x + v * LANES * terms + k, terms, there, some, column);
+        for (long d = 0; d < some; d++) store(to + (k + d) * wide * LANES, load(column + d * LANES));
+      }
+    }
+#pragma omp for schedule(dynamic)
+    for (long part = 0; part < (size + 191) / 192; part++) {
+      const long from = part * 192, to = from + 192 < size ? from + 192 : size;
+      for (long v = 0; v < vectors; v += MOST) {
+        const float *mine = packed + v * LANES * terms;
+        float *there = out + v * LANES * by_row;
+        const long left = rows - v * LANES;
+        switch (vectors - v) {
+        case 1: columns<1>(mine, weight, bias, terms, left, there, by_row, from, to); break;
+        case 2: columns<2>(mine, weight, bias, terms, left, there, by_row, from, to); break;
+        case 3: columns<MOST < 3 ? MOST : 3>(mine, weight, bias, terms, left, there, by_row, from, to); break;
+        default: columns<MOST>(mine, weight, bias, terms, left, there, by_row, from, to);
+        }
+      }
+    }
+  }
+}

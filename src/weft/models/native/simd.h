@@ -1,0 +1,104 @@
+// Vectors of floats in GCC's vector extensions, as wide as the processor's, and the functions that the kernels share.
+#pragma once
+
+#if !defined(__GNUC__) || defined(__clang__)
+#error "these kernels are written in GCC's vector extensions"
+#endif
+
+#include <cmath>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr long LANES = 16;
+#elif defined(__AVX2__)
+constexpr long LANES = 8;
+#else
+constexpr long LANES = 4;
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int ivec __attribute__((vector_size(4 * LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); // anywhere in memory
+
+constexpr long LARGE = 1 << 15; // cells of work that are worth a second thread
+
+INLINE long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
+INLINE vec splat(float x) { return x - vec{}; }
+INLINE vec load(const float *from) { return *(const loose *)from; }
+INLINE void store(float *to, vec x) { *(loose *)to = x; }
+INLINE vec largest(vec a, vec b) { return a > b ? a : b; }
+
+// The first `count` < LANES floats, then zeros.
+INLINE vec load_some(const float *from, long count) {
+  vec x = {};
+  memcpy(&x, from, 4 * count);
+  return x;
+}
+INLINE void store_some(float *to, vec x, long count) { memcpy(to, &x, 4 * count); }
+
+// Sums of all lanes, halves first: always in the same order.
+INLINE float sum(vec x) {
+  float part[LANES];
+  store(part, x);
+  for (long half = LANES / 2; half; half /= 2)
+    for (long i = 0; i < half; i++) part[i] += part[i + half];
+  return part[0];
+}
+
+INLINE float largest(vec x) {
+  float most = x[0];
+  for (long i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+// e to the x for x <= 88, within 2 units in the last place; 0 below -87. After Cephes' expf: x = n log 2 + r, a polynomial in r.
+INLINE vec exponential(vec x) {
+  constexpr float MAGIC = 12582912.f; // 1.5 * 2^23: adding it rounds to a whole number
+  ivec under = x < splat(-87.f);
+  x = under ? splat(-87.f) : x;
+  vec n = (x * 1.44269504088896341f + MAGIC) - MAGIC;
+  vec r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  vec y = splat(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.f;
+  ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+  y = y * (vec)power;
+  return under ? vec{} : y;
+}
+
+// rows[i][l] becomes rows[l][i], for S = 1.
+template <long S> INLINE void exchange(vec *rows) {
+  ivec low, high;
+  for (long l = 0; l < LANES; l++) {
+    low[l] = l & S ? l - S + LANES : l;
+    high[l] = l & S ? l + LANES : l + S;
+  }
+  for (long i = 0; i < LANES; i++)
+    if (!(i & S)) {
+      vec a = rows[i], b = rows[i + S];
+      rows[i] = __builtin_shuffle(a, b, low);
+      rows[i + S] = __builtin_shuffle(a, b, high);
+    }
+  if constexpr (2 * S < LANES) exchange<2 * S>(rows);
+}
+
+// LANES rows (`count` of them there, the others zeros) as columns: to[d * LANES + row].
+INLINE void transpose(const float *rows, long stride, long count, long dim, float *to) {
+  long d = 0;
+  if (count == LANES)
+    for (; d + LANES <= dim; d += LANES) {
+      vec block[LANES];
+      for (long j = 0; j < LANES; j++) block[j] = load(rows + j * stride + d);
+      exchange<1>(block);
+      for (long i = 0; i < LANES; i++) store(to + (d + i) * LANES, block[i]);
+    }
+  for (; d < dim; d++)
+    for (long j = 0; j < LANES; j++) to[d * LANES + j] = j < count ? rows[j * stride + d] : 0.f;
+}
