@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.models.config import TransformerConfig
-from weft.models.native import library
+from weft.models.native import attention, library
 from weft.models.native import rows as native
 from weft.models.packed import Cached, Packed, Sharers, in_vectors
 
@@ -43,8 +43,10 @@ class KVCache:
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         shape = (slots, config.num_kv_heads, room, config.head_dim)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        # What nobody reads need not be written, and a page that nobody touches takes no memory.
+        self._new = torch.empty if attention.reads_slots(config, self.device, dtype) else torch.zeros
+        self.keys = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self.values = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self.used = np.zeros(slots, dtype=np.int64)
         self.before = np.zeros(slots, dtype=np.int64)  # tokens of the prefix that precedes a slot's own
         self.num_active = 0
@@ -208,7 +210,7 @@ class KVCache:
 
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows, each [R, kv_heads, n, head_dim], n >= max_used in whole vectors; entries past a row's
-        length are finite but mean nothing."""
+        length are finite but mean nothing. For torch's attention; weft's kernels read the slots as they are."""
         which = context.slots if context.span is None else context.span
         stop = in_vectors(context.max_used, self.device)
         return self.keys[layer][which, :, :stop], self.values[layer][which, :, :stop]
@@ -220,7 +222,7 @@ class KVCache:
         kept = min(slots, self.num_slots)
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
-                new = old.new_zeros(slots, old.shape[1], room, old.shape[3])
+                new = self._new((slots, old.shape[1], room, old.shape[3]), device=self.device, dtype=self.dtype)
                 new[:kept, :, : old.shape[2]] = old[:kept]
                 stored[layer] = new
         more = slots - kept

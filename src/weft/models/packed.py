@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,7 +147,7 @@ class Prefixed:
 
     @cached_property
     def across(self) -> Tensor:
-        """int64 [joins, 4], on the host: what goes on from a prefix as rows, and the prefix as keys; each as (first, how many)."""
+        """int64 [joins, 4], on the host: what goes on from a prefix as rows, the prefix as keys; each as (first, how many)."""
         spans = [(*join.rest, *join.prefix) for join in self.joins]
         return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
 
@@ -220,16 +221,15 @@ class Cached:
         """int64 [R, 4], on the host: each row's new tokens, as (first, how many), and its slot's first key and keys, new ones
         included; a key's number counts rows of `head_dim` floats in the cache."""
         step = self.cache.keys[0].stride(0) // self.cache.keys[0].stride(2)
-        rows = zip(pairwise(self.dense.starts), self.slots_host, self.used_host, strict=True)
-        return torch.tensor([(a, b - a, slot * step, used + b - a) for (a, b), slot, used in rows])
+        first = np.array(self.dense.starts)
+        new, used = np.diff(first), np.array(self.used_host)
+        return torch.from_numpy(np.stack([first[:-1], new, np.array(self.slots_host) * step, used + new], axis=1))
 
     @cached_property
     def places(self) -> Tensor:
         """int64 [T], on the host: the key's number, as in `segments`, that each new token becomes."""
-        first = self.segments[:, 2] + self.segments[:, 3] - self.segments[:, 1]
-        lengths = self.segments[:, 1]
-        ends = lengths.cumsum(0)
-        return torch.arange(int(ends[-1])) + (first - ends + lengths).repeat_interleave(lengths)
+        start, new, key, keys = self.segments.numpy().T
+        return torch.from_numpy(np.arange(new.sum()) + np.repeat(key + keys - new - start, new))
 
     @cached_property
     def continued(self) -> list[tuple[KVCache, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -61,8 +62,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
 
 def _frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
     """(frequencies float32 [dim / 2] or [T, dim / 2], factor of cos and sin)."""
-    exponents = torch.arange(0, rope.dim, 2, device=lengths.device, dtype=torch.float32) / rope.dim
-    plain = 1.0 / rope.theta**exponents
+    exponents, plain = _plain(rope.theta, rope.dim, lengths.device)
     values = rope.values
     if rope.scaling == "none":
         return plain, 1.0
@@ -78,6 +78,13 @@ def _frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
     factors = torch.tensor([values["short_factor"], values["long_factor"]], device=lengths.device)
     long = (lengths > values["original"]).long()
     return plain / factors[long], values["attention_factor"]
+
+
+@functools.lru_cache(maxsize=16)
+def _plain(theta: float, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(exponents, unscaled frequencies), each float32 [dim / 2]; every decode step asks for them."""
+    exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
+    return exponents, 1.0 / theta**exponents
 
 
 def _dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from weft.models.fused_linear import fused_linear
 from weft.models.lora import Adapted
 from weft.models.moe import MoE
 from weft.models.native import decode
-from weft.models.packed import AttentionContext, Packed
+from weft.models.packed import AttentionContext, Cached, Packed
 from weft.models.products import linear
 
 Head = Literal["lm", "value", "score"]
@@ -238,9 +238,9 @@ class Transformer(nn.Module):
 
     def _through(self, states: Tensor, at: Surroundings) -> Tensor:
         """Embeddings [T, hidden] through all blocks."""
-        if decode.serves(self.config, states, at.context) and decode.run(
-            self.blocks, self.config, states, at.context, at.rotation
-        ):
+        blocks: Any = self.blocks
+        if isinstance(at.context, Cached) and decode.serves(blocks, self.config, states, at.context):
+            decode.run(blocks, self.config, states, at.context, at.rotation)
             return states
         for layer, block in enumerate(self.blocks, 1):
             if self.checkpointing and layer % self.checkpointing == 0 and torch.is_grad_enabled():

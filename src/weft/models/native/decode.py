@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weft.models.config import TransformerConfig
 from weft.models.native import attention, library
 from weft.models.native.product import MOST_ROWS
-from weft.models.packed import AttentionContext, Cached
+from weft.models.packed import Cached
 
 if TYPE_CHECKING:
     from weft.models.transformer import Block
@@ -40,10 +40,8 @@ class _Block(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("states", "cos", "sin", "segments", "places")),
-        *(
-            (name, ctypes.c_long)
-            for name in "rows count blocks hidden heads kv dim inner half room threads".split()
-        ),
+        *((name, ctypes.c_long) for name in ("rows", "count", "blocks", "hidden", "heads", "kv", "dim")),
+        *((name, ctypes.c_long) for name in ("inner", "half", "room", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
     )
 
@@ -56,21 +54,20 @@ def fits(config: TransformerConfig) -> bool:
     return plain and normed and gated and config.attention_softcap is None and config.head_dim <= attention.MOST_DIM
 
 
-def serves(config: TransformerConfig, states: Tensor, context: AttentionContext) -> bool:
+def serves(blocks: Sequence[Block], config: TransformerConfig, states: Tensor, context: Cached) -> bool:
     """Whether the kernel takes this pass: few new tokens of sequences with a slot of their own alone, without gradients."""
-    if not isinstance(context, Cached) or torch.is_grad_enabled() or len(states) > MOST_ROWS:
+    few = len(states) <= MOST_ROWS and not torch.is_grad_enabled() and library.serves(states)
+    if not few or context.continued or not fits(config):
         return False
-    return library.serves(states) and not context.continued and fits(config)
+    return all(isinstance(layer, nn.Linear) for block in blocks for layer in _linear(block))
 
 
 def run(
     blocks: Sequence[Block], config: TransformerConfig, states: Tensor, context: Cached,
     rotation: tuple[Tensor, Tensor] | None,
-) -> bool:  # fmt: skip
-    """Take `states` [T, hidden] through the blocks, in their place; False, and nothing done, where a layer has an adapter."""
+) -> None:  # fmt: skip
+    """Take `states` [T, hidden] through the blocks, in their place."""
     given = [_block(block, context) for block in blocks]
-    if None in given:
-        return False
     cos, sin = (None, None) if rotation is None else (angle.contiguous() for angle in rotation)
     step = _Step(
         states=states.data_ptr(), cos=_at(cos), sin=_at(sin), segments=_at(context.segments), places=_at(context.places),
@@ -80,25 +77,26 @@ def run(
         eps=config.norm_eps, offset=0.0 if config.norm == "rms" else 1.0,
     )  # fmt: skip
     library.call("weft_decode", (_Block * len(given))(*given), step)
-    return True
 
 
-def _block(block: Block, context: Cached) -> _Block | None:
+def _linear(block: Block) -> tuple[Any, ...]:
+    """The layers that `LINEAR` names."""
+    attend: Any
+    mlp: Any
     attend, mlp = block.attention, block.mlp
-    layers = {name: getattr(attend if name in "qkvo" else mlp, name) for name in LINEAR}
-    if not all(isinstance(layer, nn.Linear) for layer in layers.values()):
-        return None
-    norms = {"norm1": block.norm1, "norm2": block.norm2}
-    if attend.qk_norm is not None:
-        norms |= {"q_norm": attend.q_norm, "k_norm": attend.k_norm}
+    return attend.q, attend.k, attend.v, attend.o, mlp.gate, mlp.up, mlp.down
+
+
+def _block(block: Block, context: Cached) -> _Block:
+    attend: Any = block.attention
+    heads = (None, None) if attend.qk_norm is None else (attend.q_norm.weight, attend.k_norm.weight)
     return _Block(
-        **{name: _at(norm.weight) for name, norm in norms.items()},
-        **{name: _Linear(_at(layer.weight), _at(layer.bias)) for name, layer in layers.items()},
-        keys=_at(context.cache.keys[block.layer]), values=_at(context.cache.values[block.layer]),
-        scale=attend.scores.scale, window=attend.scores.window or 0,
+        *(_at(weight) for weight in (block.norm1.weight, block.norm2.weight, *heads)),
+        *((_at(layer.weight), _at(layer.bias)) for layer in _linear(block)),
+        _at(context.cache.keys[block.layer]), _at(context.cache.values[block.layer]),
+        attend.scores.scale, attend.scores.window or 0,
     )  # fmt: skip
 
 
 def _at(x: Tensor | None) -> Any:
-    assert x is None or x.is_contiguous()
     return None if x is None else x.data_ptr()

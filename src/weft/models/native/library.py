@@ -51,13 +51,13 @@ def serves(x: Tensor) -> bool:
     return x.is_cpu and x.dtype == torch.float32 and library() is not None
 
 
-def call(name: str, *arguments: Tensor | ctypes.Structure | ctypes.Array[Any] | int | float | None) -> None:
+def call(name: str, *arguments: Any) -> None:
     """A kernel on structures, or on contiguous tensors and numbers; None is a null pointer. The last argument of those on
     tensors, the number of threads, is added here."""
     kernels = library()
     assert kernels is not None
     if isinstance(arguments[-1], ctypes.Structure):
-        getattr(kernels, name)(*map(ctypes.byref, arguments))
+        getattr(kernels, name)(*(ctypes.byref(one) for one in arguments))
     else:
         getattr(kernels, name)(*map(_as_c, arguments), ctypes.c_long(torch.get_num_threads()))
 

@@ -30,7 +30,7 @@ def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> 
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids int64 [R], lse float32 [R]) of float32 logits [R, V]: in each row the first id, in vocabulary order, whose cumulative
+    """(ids int64 [R], lse float32 [R]) of float32 logits [R, V]: each row's first id, in vocabulary order, whose cumulative
     probability exceeds the row's number of `uniforms` [R]; sums over blocks of ids are float64."""
     x = logits.contiguous()
     ids, lse = x.new_empty(len(x), dtype=torch.int64), x.new_empty(len(x))

@@ -39,7 +39,7 @@ template <long L, long N> INLINE void tile(
     for (long j = 0; j < N; j++) turned[j] = bias ? total[l][j] + bias[j] : total[l][j];
     for (long j = 0; j < N; j += LANES) {
       const long wide = N - j < LANES ? N - j : LANES;
-      exchange<1>(turned + j);
+      exchange(turned + j);
       for (long r = 0; r < LANES && l * LANES + r < rows; r++) store_some(out + (l * LANES + r) * by_row + j, turned[j + r], wide);
     }
   }

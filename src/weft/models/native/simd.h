@@ -73,20 +73,49 @@ INLINE vec exponential(vec x) {
   return under ? vec{} : y;
 }
 
-// rows[i][l] becomes rows[l][i], for S = 1.
-template <long S> INLINE void exchange(vec *rows) {
-  ivec low, high;
+// What a shuffle of two vectors picks, from their 128-bit quarters: `pick` in groups of four floats, or of whole quarters.
+INLINE ivec in_quarters(int p0, int p1, int p2, int p3) {
+  ivec from;
+  const int pick[4] = {p0, p1, p2, p3};
+  for (long l = 0; l < LANES; l++) from[l] = l / 4 * 4 + pick[l % 4] % 4 + (pick[l % 4] >= 4 ? LANES : 0);
+  return from;
+}
+INLINE ivec of_quarters(int start) {
+  ivec from;
   for (long l = 0; l < LANES; l++) {
-    low[l] = l & S ? l - S + LANES : l;
-    high[l] = l & S ? l + LANES : l + S;
+    const long quarter = l / 4 * 2 + start; // every other one, of the first vector and then of the second
+    from[l] = quarter * 4 + l % 4;
   }
-  for (long i = 0; i < LANES; i++)
-    if (!(i & S)) {
-      vec a = rows[i], b = rows[i + S];
-      rows[i] = __builtin_shuffle(a, b, low);
-      rows[i + S] = __builtin_shuffle(a, b, high);
+  return from;
+}
+
+// rows[i][l] becomes rows[l][i].
+INLINE void exchange(vec *rows) {
+  vec t[LANES], u[LANES];
+  for (long i = 0; i < LANES; i += 2) {
+    t[i] = __builtin_shuffle(rows[i], rows[i + 1], in_quarters(0, 4, 1, 5));
+    t[i + 1] = __builtin_shuffle(rows[i], rows[i + 1], in_quarters(2, 6, 3, 7));
+  }
+  for (long i = 0; i < LANES; i += 4)
+    for (long j = 0; j < 2; j++) {
+      u[i + 2 * j] = __builtin_shuffle(t[i + j], t[i + j + 2], in_quarters(0, 1, 4, 5));
+      u[i + 2 * j + 1] = __builtin_shuffle(t[i + j], t[i + j + 2], in_quarters(2, 3, 6, 7));
     }
-  if constexpr (2 * S < LANES) exchange<2 * S>(rows);
+  // u[4 g + c] holds, quarter by quarter, columns c, 4 + c, ... of rows 4 g to 4 g + 3.
+  for (long c = 0; c < 4; c++) {
+    if constexpr (LANES == 4) rows[c] = u[c];
+    if constexpr (LANES == 8) {
+      rows[c] = __builtin_shuffle(u[c], u[4 + c], of_quarters(0));
+      rows[4 + c] = __builtin_shuffle(u[c], u[4 + c], of_quarters(1));
+    }
+    if constexpr (LANES == 16)
+      for (int odd = 0; odd < 2; odd++) {
+        const vec left = __builtin_shuffle(u[c], u[4 + c], of_quarters(odd));
+        const vec right = __builtin_shuffle(u[8 + c], u[12 + c], of_quarters(odd));
+        rows[4 * odd + c] = __builtin_shuffle(left, right, of_quarters(0));
+        rows[8 + 4 * odd + c] = __builtin_shuffle(left, right, of_quarters(1));
+      }
+  }
 }
 
 // LANES rows (`count` of them there, the others zeros) as columns: to[d * LANES + row].
@@ -96,7 +125,7 @@ INLINE void transpose(const float *rows, long stride, long count, long dim, floa
     for (; d + LANES <= dim; d += LANES) {
       vec block[LANES];
       for (long j = 0; j < LANES; j++) block[j] = load(rows + j * stride + d);
-      exchange<1>(block);
+      exchange(block);
       for (long i = 0; i < LANES; i++) store(to + (d + i) * LANES, block[i]);
     }
   for (; d < dim; d++)
