@@ -93,8 +93,7 @@ def _by_segments(
         keys, values = _rows_of(prefix.keys[layer]), _rows_of(prefix.values[layer])
         segments = torch.tensor([(0, len(tokens), 0, int(prefix.used[0]))])
         seen = native.attend_to(q[tokens], keys, values, segments, scores.scale, causal=False)
-        joined = join(own[tokens], seen)
-        own.out[tokens], own.lse[tokens] = joined.out, joined.lse
+        native.join(own, seen, tokens)
     return own.out
 
 

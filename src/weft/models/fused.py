@@ -16,7 +16,7 @@ from weft.models.activations import activate, activation_gradient
 from weft.models.config import Activation
 from weft.models.native import library
 from weft.models.native import rows as native
-from weft.models.products import product
+from weft.models.products import product, weight_gradient
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -152,7 +152,7 @@ class _ActivatedLinear(torch.autograd.Function):
         by_weight = None
         if ctx.needs_input_grad[2]:
             inner = value if factor is None else value * factor
-            by_weight = product(by_y.T, inner.T)
+            by_weight = weight_gradient(by_y, inner)
             del inner
         by_bias = by_y.sum(0) if ctx.needs_input_grad[3] else None
         by_opened, by_factor = _by_activated(product(by_y, weight.T), opened, factor, ctx.activation, value)

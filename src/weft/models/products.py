@@ -43,6 +43,16 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def weight_gradient(by_out: Tensor, x: Tensor) -> Tensor:
+    """by_out [T, out] transposed times x [T, in] -> [out, in]: the gradient of a weight matrix.
+
+    oneDNN multiplies a short left side with a wide right one at up to a quarter more than the other way round.
+    """
+    if by_out.shape[1] > x.shape[1] and _by_onednn(by_out, x):
+        return product(x.T, by_out.T).T.contiguous()
+    return product(by_out.T, x.T)
+
+
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [l, m] += left [l, n] times right [n, m], summed in the dtype of `total`."""
     if total.dtype == left.dtype and not _by_onednn(left, right):
@@ -69,5 +79,5 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         by_out = gradients[0].reshape(-1, gradients[0].shape[-1])
         to_x = product(by_out, weight.T).view_as(x) if ctx.needs_input_grad[0] else None
-        to_weight = product(by_out.T, x.reshape(-1, x.shape[-1]).T) if ctx.needs_input_grad[1] else None
+        to_weight = weight_gradient(by_out, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
         return to_x, to_weight, by_out.sum(0) if ctx.needs_input_grad[2] else None

@@ -264,3 +264,21 @@ extern "C" void weft_attend_backward(const Arguments *given) {
         backward(a.segments[s], rule, tile_of(a.segments[s], rule, h, tile * TILE), h, a.q, a.k, a.v, a.out, a.lse, a.by_out,
                  {a.by_q, a.by_k, a.by_v});
 }
+
+// Attention of some rows over other keys, more [count, heads, dim] and more_lse [count, heads], joined into that of rows[i] of
+// out and lse: with w = exp(lse - most) for each, out = sum of w out / sum of w and lse = most + log(sum of w).
+extern "C" void weft_join(
+    float *out, float *lse, const float *more, const float *more_lse, const long *rows, long count, long heads, long dim,
+    long by_row, long threads) {
+  const int team = count * heads * dim > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long i = 0; i < count; i++)
+    for (long h = 0; h < heads; h++) {
+      float *to = out + rows[i] * by_row + h * dim, &own = lse[rows[i] * heads + h];
+      const float *from = more + (i * heads + h) * dim, other = more_lse[i * heads + h];
+      const float most = own > other ? own : other, w = expf(own - most), v = expf(other - most), total = w + v;
+      const float mine = w / total, theirs = v / total;
+      for (long d = 0; d < dim; d++) to[d] = to[d] * mine + from[d] * theirs;
+      own = most + logf(total);
+    }
+}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.models.config import TransformerConfig
-from weft.models.merge import Partial, join
+from weft.models.merge import Partial
 from weft.models.native import library
 
 MOST_DIM = 256  # of a head
@@ -69,6 +69,13 @@ def attend_to(
     return Partial(out, lse)
 
 
+def join(whole: Partial, more: Partial, rows: Tensor) -> None:
+    """Join what some rows, int64 [n], see of other keys, `more` of out [n, heads, dim], into what they have in `whole`."""
+    count, heads, dim = more.out.shape
+    numbers = (count, heads, dim, whole.out.stride(0))
+    library.call("weft_join", whole.out, whole.lse, more.out, more.lse, rows, *numbers)
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -79,8 +86,7 @@ class _Attend(torch.autograd.Function):
             more = attend_to(q, k, v, across, scale, causal=False)
             for first, count in across[:, :2].tolist():
                 rows = slice(first, first + count)
-                joined = join(whole[rows], more[rows])
-                whole.out[rows], whole.lse[rows] = joined.out, joined.lse
+                join(whole, more[rows], torch.arange(first, first + count))
         ctx.save_for_backward(q, k, v, whole.out, whole.lse, own, across)
         ctx.scale, ctx.window = scale, window
         return whole.out

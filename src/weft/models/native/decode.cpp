@@ -17,6 +17,13 @@ struct Block {
   long window;
 };
 
+// A prefix that some rows go on from.
+struct Prefix {
+  const long *rows; // [count]
+  long count, keys, room;
+  const float *const *stored; // keys and values of each block
+};
+
 struct Step {
   float *states;          // [rows, hidden]: embeddings, and at the end what the last block gives
   const float *cos, *sin; // [rows, half]; null without rotation
@@ -24,6 +31,8 @@ struct Step {
   const long *places;     // [rows]: where keys and values go
   long rows, count, blocks, hidden, heads, kv, dim, inner, half, room, threads;
   double eps, offset; // of the norms
+  const Prefix *prefixes;
+  long shared;            // how many prefixes
 };
 
 namespace {
@@ -39,6 +48,21 @@ void norm_heads(float *x, const float *weight, long by_row, long heads, const St
     weft_rms_norm(x + r * by_row, weight, normed.data(), inverse.data(), heads, s.dim, s.eps, s.offset, 1);
     memcpy(x + r * by_row, normed.data(), 4 * heads * s.dim);
   }
+}
+
+// What the rows of prefix `p` see of it, joined into `a.out`; q is that of all rows.
+void attend_prefix(const Prefix &p, long block, const Arguments &own, const Step &s) {
+  const long inner = s.heads * s.dim;
+  std::vector<float> asked(p.count * inner), seen(p.count * inner), lse(p.count * s.heads);
+  for (long i = 0; i < p.count; i++) memcpy(&asked[i * inner], own.q.at + p.rows[i] * own.q.by_row, 4 * inner);
+  const Segment all = {0, p.count, 0, p.keys};
+  Arguments a = own;
+  a.q = {asked.data(), inner, s.dim}, a.out = {seen.data(), inner, s.dim};
+  a.k = {(float *)p.stored[2 * block], s.dim, p.room * s.dim};
+  a.v = {(float *)p.stored[2 * block + 1], s.dim, p.room * s.dim};
+  a.lse = lse.data(), a.segments = &all, a.count = 1, a.causal = 0, a.window = 0;
+  weft_attend(&a);
+  weft_join(own.out.at, own.lse, seen.data(), lse.data(), p.rows, p.count, s.heads, s.dim, own.out.by_row, s.threads);
 }
 
 } // namespace
@@ -75,6 +99,7 @@ extern "C" void weft_decode(const Block *blocks, const Step *given) {
     a.heads = s.heads, a.kv = s.kv, a.dim = s.dim, a.causal = 1, a.window = b->window, a.threads = s.threads;
     a.scale = b->scale;
     weft_attend(&a);
+    for (long p = 0; p < s.shared; p++) attend_prefix(s.prefixes[p], b - blocks, a, s);
     apply(mixed.data(), b->o, more.data(), s.hidden, s.hidden, inner);
     add(s.states, more.data(), s.rows * s.hidden);
     weft_rms_norm(s.states, b->norm2, normed.data(), inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);

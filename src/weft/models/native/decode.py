@@ -18,22 +18,30 @@ from weft.models.native.product import MOST_ROWS
 from weft.models.packed import Cached
 
 if TYPE_CHECKING:
+    from weft.models.kv_cache import KVCache
     from weft.models.transformer import Block
 
+NORMS = ("norm1", "norm2", "q_norm", "k_norm")
 LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-class _Linear(ctypes.Structure):
-    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+_Pointers: Any = ctypes.c_void_p * (len(NORMS) + 2 * len(LINEAR))  # weights of the norms; weight and bias of each layer
 
 
 class _Block(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("norm1", "norm2", "q_norm", "k_norm")),
-        *((name, _Linear) for name in LINEAR),
+        ("parameters", _Pointers),
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         ("scale", ctypes.c_double),
         ("window", ctypes.c_long),
+    )
+
+
+class _Prefix(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("count", "keys", "room")),
+        ("stored", ctypes.POINTER(ctypes.c_void_p)),
     )
 
 
@@ -43,6 +51,8 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("rows", "count", "blocks", "hidden", "heads", "kv", "dim")),
         *((name, ctypes.c_long) for name in ("inner", "half", "room", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
+        ("prefixes", ctypes.POINTER(_Prefix)),
+        ("shared", ctypes.c_long),
     )
 
 
@@ -55,11 +65,11 @@ def fits(config: TransformerConfig) -> bool:
 
 
 def serves(blocks: Sequence[Block], config: TransformerConfig, states: Tensor, context: Cached) -> bool:
-    """Whether the kernel takes this pass: few new tokens of sequences with a slot of their own alone, without gradients."""
+    """Whether the kernel takes this pass: few new tokens of cached sequences, without gradients."""
     few = len(states) <= MOST_ROWS and not torch.is_grad_enabled() and library.serves(states)
-    if not few or context.continued or not fits(config):
+    if not few or not fits(config):
         return False
-    return all(isinstance(layer, nn.Linear) for block in blocks for layer in _linear(block))
+    return all(_plain(layer) for block in blocks for layer in _linear(block))
 
 
 def run(
@@ -68,6 +78,7 @@ def run(
 ) -> None:  # fmt: skip
     """Take `states` [T, hidden] through the blocks, in their place."""
     given = [_block(block, context) for block in blocks]
+    prefixes = [_prefix(prefix, rows) for prefix, rows in context.continued]
     cos, sin = (None, None) if rotation is None else (angle.contiguous() for angle in rotation)
     step = _Step(
         states=states.data_ptr(), cos=_at(cos), sin=_at(sin), segments=_at(context.segments), places=_at(context.places),
@@ -75,28 +86,38 @@ def run(
         heads=config.num_heads, kv=config.num_kv_heads, dim=config.head_dim, inner=config.intermediate_size,
         half=0 if cos is None else cos.shape[-1], room=context.cache.capacity, threads=torch.get_num_threads(),
         eps=config.norm_eps, offset=0.0 if config.norm == "rms" else 1.0,
+        prefixes=(_Prefix * len(prefixes))(*prefixes), shared=len(prefixes),
     )  # fmt: skip
     library.call("weft_decode", (_Block * len(given))(*given), step)
 
 
-def _linear(block: Block) -> tuple[Any, ...]:
-    """The layers that `LINEAR` names."""
-    attend: Any
-    mlp: Any
-    attend, mlp = block.attention, block.mlp
-    return attend.q, attend.k, attend.v, attend.o, mlp.gate, mlp.up, mlp.down
+def _linear(block: Block) -> list[Any]:
+    """The layers that `LINEAR` names; by the modules' own tables, since each step asks for them all."""
+    attend, mlp = block._modules["attention"], block._modules["mlp"]
+    assert attend is not None and mlp is not None
+    return [(attend if name in "qkvo" else mlp)._modules[name] for name in LINEAR]
+
+
+def _plain(layer: Any) -> bool:
+    return isinstance(layer, nn.Linear) and layer._parameters["weight"].is_contiguous()  # type: ignore[union-attr]
 
 
 def _block(block: Block, context: Cached) -> _Block:
-    attend: Any = block.attention
-    heads = (None, None) if attend.qk_norm is None else (attend.q_norm.weight, attend.k_norm.weight)
-    return _Block(
-        *(_at(weight) for weight in (block.norm1.weight, block.norm2.weight, *heads)),
-        *((_at(layer.weight), _at(layer.bias)) for layer in _linear(block)),
-        _at(context.cache.keys[block.layer]), _at(context.cache.values[block.layer]),
-        attend.scores.scale, attend.scores.window or 0,
-    )  # fmt: skip
+    attend: Any = block._modules["attention"]
+    norms = [(block if name in block._modules else attend)._modules.get(name) for name in NORMS]
+    named = [(norm, "weight") for norm in norms]
+    named += [(layer, name) for layer in _linear(block) for name in ("weight", "bias")]
+    pointers = [None if module is None else _at(module._parameters[name]) for module, name in named]
+    keys, values = context.cache.keys[block.layer], context.cache.values[block.layer]
+    scores = attend.scores
+    return _Block(_Pointers(*pointers), _at(keys), _at(values), scores.scale, scores.window or 0)
 
 
-def _at(x: Tensor | None) -> Any:
+def _prefix(prefix: KVCache, rows: Tensor) -> _Prefix:
+    stored = [_at(x) for pair in zip(prefix.keys, prefix.values, strict=True) for x in pair]
+    pointers = (ctypes.c_void_p * len(stored))(*stored)
+    return _Prefix(_at(rows), len(rows), int(prefix.used[0]), prefix.capacity, pointers)
+
+
+def _at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()

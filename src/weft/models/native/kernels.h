@@ -5,6 +5,9 @@ struct Arguments;
 
 extern "C" {
 void weft_attend(const Arguments *given);
+void weft_join(
+    float *out, float *lse, const float *more, const float *more_lse, const long *rows, long count, long heads, long dim,
+    long by_row, long threads);
 void weft_rms_norm(
     const float *x, const float *weight, float *out, float *inverse, long rows, long size, double eps, double offset,
     long threads);
