@@ -1,0 +1,113 @@
+"""Attention by segments against torch in float64: values and gradients; and bits that no company changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from weft.models.native import attention
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, own: Tensor, across: Tensor | None, scale: float, window: int | None
+) -> Tensor:
+    """The same, a row at a time."""
+    group, outs = q.shape[1] // k.shape[1], []
+    seen: dict[int, list[int]] = {}
+    for row, rows, key, keys in own.tolist():
+        for i in range(rows):
+            stop = key + keys - rows + i + 1
+            seen[row + i] = list(range(max(key, stop - window) if window else key, stop))
+    for row, rows, key, keys in [] if across is None else across.tolist():
+        for i in range(rows):
+            seen[row + i] += range(key, key + keys)
+    for row in range(len(q)):
+        mine, theirs = (x[seen[row]].repeat_interleave(group, dim=1) for x in (k, v))
+        weights = (torch.einsum("hd,jhd->hj", q[row], mine) * scale).softmax(-1)
+        outs.append(torch.einsum("hj,jhd->hd", weights, theirs))
+    return torch.stack(outs)
+
+
+def tensors(tokens: int, heads: int, kv: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    qk = torch.randn(tokens, heads + kv, dim)
+    return qk[:, :heads], qk[:, heads:], torch.randn(tokens, kv, dim)
+
+
+def packed(lengths: list[int]) -> Tensor:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return torch.tensor([(start, n, start, n) for start, n in zip(starts, lengths, strict=True)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4), st.sampled_from([(4, 4), (6, 2), (3, 1)]),
+    st.sampled_from([3, 8, 16, 24, 40, 64, 100]), st.sampled_from([None, 1, 5, 33]), st.booleans(),
+)  # fmt: skip
+def test_values_and_gradients(
+    lengths: list[int], heads: tuple[int, int], dim: int, window: int | None, joined: bool
+) -> None:
+    q, k, v = tensors(sum(lengths), *heads, dim)
+    own = packed(lengths)
+    across = torch.tensor([(lengths[0], sum(lengths[1:]), 0, lengths[0])]) if joined and len(lengths) > 1 else None
+    window = None if across is not None else window
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = attention.attend(*leaves, own, across, dim**-0.5, window)
+    expected = plain(*wide, own, across, dim**-0.5, window)
+    assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+    by_out = torch.randn_like(out)
+    for one, other in zip(
+        torch.autograd.grad(out, leaves, by_out), torch.autograd.grad(expected, wide, by_out.double()), strict=True
+    ):
+        assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [300, 700])
+@pytest.mark.parametrize("window", [None, 100])
+def test_more_keys_than_are_held_at_once(length: int, window: int | None) -> None:
+    q, k, v = tensors(length, 2, 1, 32)
+    q = q * 2  # so that the largest score moves from chunk to chunk
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, expected = (
+        attend(*x, packed([length]), None, 0.2, window) for attend, x in ((attention.attend, leaves), (plain, wide))
+    )
+    assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+    by_out = torch.randn_like(out)
+    for one, other in zip(
+        torch.autograd.grad(out, leaves, by_out), torch.autograd.grad(expected, wide, by_out.double()), strict=True
+    ):
+        assert_close(one.double(), other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dim", [6, 32, 80])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_row_has_the_same_bits_alone_and_in_a_pass(dim: int, window: int | None) -> None:
+    q, k, v = tensors(570, 4, 2, dim)
+    whole = attention.attend_to(q, k, v, packed([570]), 0.3, causal=True, window=window)
+    for row in (0, 1, 15, 16, 255, 256, 300, 569):
+        segment = torch.tensor([(0, 1, 0, row + 1)])
+        alone = attention.attend_to(q[row : row + 1], k, v, segment, 0.3, causal=True, window=window)
+        assert torch.equal(alone.out[0], whole.out[row]) and torch.equal(alone.lse[0], whole.lse[row])
+
+
+def test_a_cache_is_read_where_it_lies() -> None:
+    slots, kv, room, dim = 3, 2, 50, 16
+    keys, values, q = torch.randn(slots, kv, room, dim), torch.randn(slots, kv, room, dim), torch.randn(3, 4, dim)
+    keys[:, :, 40:] = torch.nan  # what no row sees is never read
+    values[:, :, 40:] = torch.nan
+    segments = torch.tensor(
+        [(i, 1, slot * kv * room, used) for i, (slot, used) in enumerate([(2, 40), (0, 1), (1, 17)])]
+    )
+    found = attention.attend_to(
+        q, keys[0].transpose(0, 1), values[0].transpose(0, 1), segments, 0.25, causal=True
+    )  # fmt: skip
+    for i, (slot, used) in enumerate([(2, 40), (0, 1), (1, 17)]):
+        mine, theirs = (x[slot, :, :used].transpose(0, 1) for x in (keys, values))
+        whole = torch.tensor([(0, 1, 0, used)])
+        assert_close(found.out[i], plain(q[i : i + 1], mine, theirs, whole, None, 0.25, None)[0], atol=1e-6, rtol=1e-5)

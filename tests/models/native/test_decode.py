@@ -1,0 +1,47 @@
+"""A decode step in one call is the one that goes block by block, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models.common import sequences, tiny
+from weft.models.kv_cache import KVCache
+from weft.models.native import decode
+from weft.models.transformer import Transformer
+
+
+def steps(network: Transformer, shared: bool) -> tuple[torch.Tensor, ...]:
+    """Hidden states of a prefill in two parts and of some steps; and what the cache then holds."""
+    cache = KVCache(network.config, "cpu", torch.float32, slots=6, room=32)
+    slots = cache.allocate(5)
+    if shared:
+        prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
+        network.hidden(prefix.extend(prefix.allocate(), sequences([21])))
+        cache.link(slots[1:4], prefix)
+    made = [network.hidden(cache.extend(slots, sequences([3, 9, 1, 17, 30])))]
+    made.append(network.hidden(cache.extend(slots, sequences([2, 1, 4, 1, 3], seed=6))))
+    for seed in range(4):
+        made.append(network.hidden(cache.extend(slots, torch.cat(sequences([1] * 5, seed=seed)))))
+    kept = [stored[slot, :, : cache.used[slot]] for stored in (*cache.keys, *cache.values) for slot in slots]
+    return (*made, *kept)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "prefix"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@torch.no_grad()
+def test_the_bits_are_those_of_the_blocks(name: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = tiny(name)
+    shared = shared and network.shares_prefixes(100)  # not where windows are shorter than the sequences
+    calls: list[int] = []
+    run = decode.run
+    monkeypatch.setattr(decode, "run", lambda *given: calls.append(1) or run(*given))
+    at_once = steps(network, shared)
+    assert len(calls) >= 5
+    monkeypatch.setattr(decode, "serves", lambda *given: False)
+    assert all(torch.equal(one, other) for one, other in zip(at_once, steps(network, shared), strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral", "gpt_neox", "olmo2"])
+def test_networks_of_another_form_go_block_by_block(name: str) -> None:
+    assert not decode.fits(tiny(name).config)

@@ -1,0 +1,145 @@
+"""Each kernel against torch in float64, at sizes that fill no vector; and a row's bits do not depend on its company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from weft import randomness
+from weft.models.activations import activate
+from weft.models.native import library, logits, product, random, rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 128), st.integers(1, 70), st.integers(1, 1100), st.booleans(), st.integers(0, 9))
+def test_products(count: int, size: int, terms: int, biased: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight, bias = torch.randn(count, terms), torch.randn(size, terms), torch.randn(size) if biased else None
+    assert product.serves(x, weight)
+    made = product.product(x, weight, bias)
+    wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert_close(made.double(), wide, atol=1e-5 * terms**0.5, rtol=0)
+    row = seed % count
+    assert torch.equal(product.product(x[row : row + 1], weight, bias), made[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(129, 8), torch.ones(4, 8, dtype=torch.float64), torch.ones(0, 8), torch.ones(8)]
+)
+def test_products_that_are_left_to_torch(x: Tensor) -> None:
+    assert not product.serves(x, torch.ones(3, 8, dtype=x.dtype))
+    assert not product.serves(torch.ones(4, 3), torch.ones(3, 8).T)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 7, 37), (3, 256)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(shape: tuple[int, ...], offset: float) -> None:
+    x, weight = torch.randn(shape) * 3, torch.randn(shape[-1])
+    made, inverse = rows.rms_norm(x, weight, 1e-5, offset)
+    wide = x.double()
+    expected = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    assert_close(inverse.double(), expected, atol=0, rtol=1e-6)
+    assert_close(made.double(), wide * expected * (weight.double() + offset), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("half", [2, 5, 16])
+def test_rotations_go_there_and_back(half: int) -> None:
+    whole = torch.randn(6, 5, 33)
+    x, angles = whole[:, 1:4], torch.randn(6, 1, half)
+    turned = rows.rotate(x, angles.cos(), angles.sin(), 1.0)
+    as_complex = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
+    assert_close(turned[..., : 2 * half], torch.cat([as_complex.real, as_complex.imag], -1), atol=1e-6, rtol=1e-6)
+    assert torch.equal(turned[..., 2 * half :], x[..., 2 * half :])
+    assert_close(rows.rotate(turned, angles.cos(), angles.sin(), -1.0), x, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_silu(gated: bool) -> None:
+    both = torch.cat([torch.linspace(-120, 120, 2 * 37).view(2, 37), torch.randn(2, 37)], dim=1)
+    opened, factor = both.chunk(2, dim=1)
+    made = rows.silu(opened, factor if gated else None)
+    expected = activate(opened.double(), "silu") * (factor.double() if gated else 1.0)
+    assert_close(made.double(), expected, atol=1e-30, rtol=1e-6)
+
+
+def test_keys_and_values_come_to_their_places() -> None:
+    made = torch.randn(4, 9, 6)
+    k, v = made[:, 2:5], made[:, 5:8]
+    keys, values = torch.zeros(3, 3, 10, 6), torch.zeros(3, 3, 10, 6)
+    where = [(2, 0), (0, 9), (0, 3), (1, 4)]
+    rows.store(k, v, keys, values, torch.tensor([slot * 30 + place for slot, place in where]))
+    for token, (slot, place) in enumerate(where):
+        assert torch.equal(keys[slot, :, place], k[token]) and torch.equal(values[slot, :, place], v[token])
+    assert (keys != 0).sum() == k.numel()
+
+
+@pytest.mark.parametrize("size", [7, 128, 300, 1029])
+def test_statistics_and_gradients_of_logits(size: int) -> None:
+    torch.manual_seed(size)
+    x, labels = torch.randn(6, size) * 4, torch.randint(0, size, (6,))
+    x[0, 1:3] = x[0].max() + 1  # two equal ones: the first counts
+    x[1, ::2] = -torch.inf
+    labels[1] = 1
+    wide = x.double().requires_grad_()
+    logp = wide.log_softmax(-1)
+    entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
+    found = logits.statistics(x, entropy=True, best=True)
+    assert found.entropy is not None and found.best is not None
+    assert_close(found.lse.double(), wide.logsumexp(-1), atol=1e-6, rtol=1e-6)
+    assert_close(found.entropy.double(), entropy, atol=2e-6, rtol=1e-6)
+    assert found.best.tolist() == [1, *x[1:].argmax(-1).tolist()]
+    by_logprob, by_entropy = torch.randn(6), torch.randn(6)
+    at_label = logp.gather(1, labels[:, None])[:, 0]
+    finite = wide.masked_fill(wide == -torch.inf, -1e30)
+    logp = finite.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    for by_other in (by_entropy, None):
+        value = (by_logprob * at_label).sum() + (0.0 if by_other is None else (by_other * entropy).sum())
+        (expected,) = torch.autograd.grad(value, wide, retain_graph=True)
+        made = x.clone()
+        logits.to_gradients(made, found, labels, by_logprob, by_other)
+        assert_close(made.double(), expected.nan_to_num(), atol=3e-6, rtol=1e-5)
+
+
+def test_logits_that_are_no_numbers_show() -> None:
+    x = torch.zeros(3, 40)
+    x[1, 7], x[2, 39] = torch.nan, torch.inf
+    lse = logits.statistics(x).lse
+    assert lse.isfinite().tolist() == [True, False, False]
+    assert logits.draw(x, torch.full((3,), 0.5, dtype=torch.float64))[1].isfinite().tolist() == [True, False, False]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 700), st.integers(0, 99), st.floats(0, 1, exclude_max=True))
+def test_draws_are_the_inverse_of_the_running_sum(size: int, seed: int, uniform: float) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(3, size) * 3
+    x[1, torch.randperm(size)[: size // 2]] = -torch.inf
+    uniforms = torch.tensor([uniform, uniform / 2, 0.0], dtype=torch.float64)
+    ids, lse = logits.draw(x, uniforms)
+    assert torch.equal(lse, logits.statistics(x).lse)
+    sums = x.double().softmax(-1).cumsum(-1)
+    for row, id in enumerate(ids.tolist()):
+        assert x[row, id] > -torch.inf
+        before = float(sums[row, id - 1]) if id else 0.0
+        assert before - 1e-6 <= uniforms[row] <= float(sums[row, id]) + 1e-6
+    alone, _ = logits.draw(x[1:2], uniforms[1:2])
+    assert alone[0] == ids[1]
+
+
+def test_uniform_numbers_are_those_of_the_hash() -> None:
+    generator = np.random.default_rng(0)
+    keys = generator.integers(0, 1 << 32, (50, 2), dtype=np.uint32)
+    places = np.concatenate([[0, 1, 2**31], generator.integers(0, 1 << 20, 47)])
+    assert np.array_equal(random.uniforms(keys, places), randomness.uniforms(keys, places))
+
+
+def test_only_float32_of_a_cpu_is_served() -> None:
+    assert library.serves(torch.ones(2))
+    assert not library.serves(torch.ones(2, dtype=torch.bfloat16)) and not library.serves(torch.ones(2, device="meta"))

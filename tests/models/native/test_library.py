@@ -1,0 +1,76 @@
+"""Compiled once and kept where nobody else writes; and torch does the work where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.models.native import library as native
+from weft.models.products import product
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache folder, and a library that was not asked for yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    yield tmp_path / "weft"
+
+
+def test_a_second_process_finds_what_the_first_compiled(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.library() is not None
+    (kept,) = fresh.iterdir()
+    assert kept.suffix == ".so" and fresh.stat().st_mode & 0o777 == 0o700
+    commands: list[list[str]] = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **more: commands.append(command) or run(command, **more))
+    assert native.library() is not None
+    assert [command[1:] for command in commands] == [["-v"]]
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(fresh: Path) -> None:
+    fresh.mkdir()
+    fresh.chmod(0o777)
+    assert native.library() is not None
+    assert not list(fresh.iterdir())
+
+
+def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native.library() is not None
+
+
+@pytest.mark.parametrize("compiler", ["nowhere-to-be-found", "false"])
+def test_without_a_compiler_one_warning_says_what_to_do(
+    fresh: Path, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.warns(RuntimeWarning, match=r"not compiled .* Install g\+\+, or set WEFT_NATIVE=0"):
+        assert native.library() is None
+    assert not fresh.exists() or not list(fresh.iterdir())
+
+
+def test_the_kernels_can_be_left_out(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_NATIVE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.library() is None
+    x, weight = torch.randn(5, 7), torch.randn(3, 7)
+    torch.testing.assert_close(product(x, weight), x @ weight.T)
+
+
+def test_processes_that_compile_at_once_all_get_the_kernels(fresh: Path) -> None:
+    code = "from weft.models.native.library import library; assert library() is not None"
+    others = [subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ)) for _ in range(3)]
+    assert [other.wait() for other in others] == [0, 0, 0]
+    assert len(list(fresh.iterdir())) == 1
