@@ -92,15 +92,17 @@ def decode(settings: Settings, pause: Pause) -> dict[str, Any]:
 def bare_parts(engine: Any, batch: int, context: int) -> dict[str, Callable[[], object]]:
     """The matrix products, attention and sampling of one decode step on tensors of the network's shapes, and nothing between.
 
-    A product is taken by the fastest kernel and orientation; rows are those that the engine computes (at least 16).
+    Products and attention are taken by the fastest kernel and orientation at hand, weft's own included; rows are those that the
+    engine computes (at least 4).
     """
     import torch
 
     from weft.engine.generation import sampling
     from weft.engine.spec import GenerationSpec
+    from weft.models.native import attention
 
     network = engine._network
-    config, rows = network.config, max(16, batch)
+    config, rows = network.config, max(4, batch)
     weights = [p.detach() for p in network.parameters() if p.ndim == 2]
     inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1]) for weight in weights}
     best = [_faster(weight, inputs[weight.shape[1]]) for weight in weights]
@@ -111,13 +113,23 @@ def bare_parts(engine: Any, batch: int, context: int) -> dict[str, Callable[[], 
     logits, uniforms = torch.randn(batch, config.vocab_size), torch.rand(batch, dtype=torch.float64)
     spec = GenerationSpec()
 
-    def attend() -> None:
+    step = config.num_kv_heads * context
+    segments = torch.tensor([(row, 1, row * step, context) for row in range(batch)])
+
+    def by_torch() -> None:
         for keys, values in layers:
             torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=grouped)
 
+    def by_weft() -> None:
+        for keys, values in layers:
+            k, v = (stored[0].transpose(0, 1) for stored in (keys, values))
+            attention.attend_to(query[:, :, 0], k, v, segments, 1.0, causal=True)
+
+    ways = [by_torch, by_weft] if attention.serves(query[:, :, 0]) else [by_torch]
+
     parts: dict[str, Callable[[], object]] = {
         "products": lambda: [run() for run in best],
-        "attention": attend,
+        "attention": min(ways, key=lambda way: min(each(way, 5))),
         "sampling": lambda: sampling.draw(logits, uniforms, spec),
     }
     return {name: _no_grad(run) for name, run in parts.items()}

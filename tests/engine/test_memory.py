@@ -29,7 +29,7 @@ def test_what_is_held_by_hand() -> None:
 
 
 def test_activations_by_hand() -> None:
-    layer = 4 * 8 + 3 * 8 + 2 * 4 + 2 * 16
+    layer = 4 * 8 + 2 * 8 + 2 * 4 + 2 * 16
     ends, working = 2 * 100 * 8 + 60 * 8, 100 * (3 * 8 + 4 * 16)
     assert SHAPE.kept_per_token() == layer and working > 3 * 50 * 10
     assert estimate(SHAPE, TRAINED, [TRAIN]).activations == 4 * (ends + 4 * 100 * layer + working)
@@ -48,6 +48,17 @@ def test_an_entropy_with_a_gradient_takes_two_more_chunks() -> None:
     wide = replace(SHAPE, vocab=5000)
     plain, more = (estimate(wide, TRAINED, [replace(TRAIN, entropy=entropy)]).activations for entropy in (False, True))
     assert more - plain == 2 * 5000 * 4  # one row a chunk
+
+
+def test_logits_that_become_their_gradients_take_a_chunk_less() -> None:
+    wide = replace(SHAPE, vocab=50_000)
+    for work, less in (
+        (replace(TRAIN, entropy=True), 3),
+        (replace(TRAIN, backward=False), 1),
+        (Work(cache_tokens=64, sequences=1), 2),
+    ):
+        copied, in_place = (estimate(wide, replace(TRAINED, in_place=way), [work]).call for way in (False, True))
+        assert copied - in_place == less * 50_000 * 4
 
 
 def test_a_cache_by_hand() -> None:

@@ -14,6 +14,7 @@ SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # float32 values an optimizer keeps f
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = 4  # bytes of masters, gradients, logits
 TRAINING_CHUNKS, SCORING_CHUNKS = 3, 2  # the head's chunks of logits and what is made of them, alive at once
+SAMPLING_CHUNKS = 3  # the logits of a decode step, their softmax and log-softmax
 PACKED = 0.75  # of the largest matrix that a packing product holds in its own form at once, as measured
 ENTROPY_CHUNKS = 2  # more of them where the entropy has a gradient
 
@@ -23,7 +24,7 @@ class NetworkShape:
     """Sizes of a packed decoder. `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, of all
     experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value or score head;
     `embedding`: elements of the embedding's matrix; `adapters`: elements that a layer's adapters keep of a token; `fused`: the
-    MLP's second half computes the activation and its product with the gated part again in place of keeping them."""
+    MLP computes the activation and its product with the gated part again in place of keeping them."""
 
     parameters: int
     trainable: int
@@ -41,10 +42,10 @@ class NetworkShape:
 
     def kept_per_token(self) -> int:
         """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
-        norms' results, q, k, v, attention's result with and without padding, what the MLP's first matrices give, and, where
-        its second half is not fused, as many again: the activation and the product."""
+        norms' results, q, k, v, attention's result, what the MLP's first matrices give, and, where it is not fused, as many
+        again: the activation and the product."""
         inner = (2 if self.gated else 1) * (1 if self.fused else 2) * self.inner
-        return 4 * self.hidden + 3 * self.query + 2 * self.key + inner + self.adapters
+        return 4 * self.hidden + 2 * self.query + 2 * self.key + inner + self.adapters
 
     def working_per_token(self) -> int:
         """Elements of a token alive at once within one layer, at the widest place of its backward pass."""
@@ -54,7 +55,8 @@ class NetworkShape:
 @dataclass(frozen=True)
 class Settings:
     """What a role's spec says, and the device: `chunk_cells` logits are held at once; every `recompute`-th layer is computed
-    again (0: none); `packs`: products copy their right side into a form of their own (CPUs, float32)."""
+    again (0: none); `packs`: products copy their right side into a form of their own (CPUs, float32); `in_place`: logits
+    become their statistics and gradients without a copy (weft's own kernels)."""
 
     dtype: str
     trained: bool
@@ -63,6 +65,7 @@ class Settings:
     offload_optimizer: bool
     chunk_cells: int
     packs: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,17 +129,18 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     packed = int(PACKED * shape.embedding * WIDE) if settings.packs and shape.vocab > 1 else 0
     if work.cache_tokens:
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width
-        logits = 3 * work.sequences * shape.vocab * WIDE  # and their softmax and log-softmax
+        logits = (1 if settings.in_place else SAMPLING_CHUNKS) * work.sequences * shape.vocab * WIDE
         return logits, cache, logits + cache
     ends = 2 * work.tokens * shape.hidden * width + work.rows * shape.hidden * width
     if not work.backward:
         working = work.tokens * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner)) * width
-        most = ends + max(working, SCORING_CHUNKS * head + packed)
+        most = ends + max(working, (SCORING_CHUNKS - settings.in_place) * head + packed)
         return most, 0, most
     again = shape.layers // settings.recompute if settings.recompute else 0
     layer = work.tokens * shape.kept_per_token() * width
     kept = (shape.layers - again) * layer + again * work.tokens * shape.hidden * width
-    chunks = TRAINING_CHUNKS + (ENTROPY_CHUNKS if work.entropy else 0)
+    chunks = TRAINING_CHUNKS - settings.in_place
+    chunks += ENTROPY_CHUNKS if work.entropy and not settings.in_place else 0
     working = work.tokens * shape.working_per_token() * width + (layer if again else 0)
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = trainable * WIDE

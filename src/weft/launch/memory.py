@@ -22,6 +22,7 @@ from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.models.heads import CHUNK_CELLS, DEFAULT_CHUNK_CELLS
+from weft.models.native import library
 
 GIB, MIB = 2.0**30, 2.0**20
 # On a CPU the allocator keeps what is free, with holes between tensors of many sizes; the room of a cache serves little else
@@ -112,6 +113,7 @@ def forecast(
 
 
 def _settings(spec: ModelSpec, device: torch.device) -> Settings:
+    plain = device.type == "cpu" and spec.dtype == "float32"
     return Settings(
         dtype=spec.dtype,
         trained=spec.trained,
@@ -119,7 +121,8 @@ def _settings(spec: ModelSpec, device: torch.device) -> Settings:
         recompute=spec.recomputed_layers,
         offload_optimizer=spec.optimizer.offload and device.type != "cpu",
         chunk_cells=CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS),
-        packs=device.type == "cpu" and spec.dtype == "float32",
+        packs=plain,
+        in_place=plain and library.library() is not None,
     )
 
 

@@ -93,8 +93,10 @@ def _longest_shared(network: Transformer) -> int:
 
 def _adapters_keep(network: Transformer) -> int:
     """Elements of a token that the adapters of one layer keep for the backward pass, a mean over layers: each its low-rank
-    product, and where it has dropout its input after it and which entries went, a byte each."""
+    product, where it has dropout its input after it and which entries went, a byte each; and what an MLP's last matrix reads,
+    which is computed again where it has none."""
     experts, kept = network.config.experts, 0
+    kept += sum(_reads(block) for block in network.blocks)
     for layer in (module for module in network.modules() if isinstance(module, lora.Adapted)):
         rank, inputs = layer.lora_a.shape[-2:]
         copies = experts.top_k if experts is not None and layer.lora_a.dim() > 2 else 1
@@ -103,8 +105,14 @@ def _adapters_keep(network: Transformer) -> int:
 
 
 def _is_fused(block: torch.nn.Module) -> bool:
-    """Whether the MLP's second half is one autograd function: not with experts, nor an adapter on its last matrix."""
-    return isinstance(block, Block) and isinstance(block.mlp, MLP) and isinstance(block.mlp.down, torch.nn.Linear)
+    """Whether the MLP's activation is computed again in place of being kept: not with experts."""
+    return isinstance(block, Block) and isinstance(block.mlp, MLP)
+
+
+def _reads(block: torch.nn.Module) -> int:
+    """Elements of a token that an adapter on the MLP's last matrix reads."""
+    down = block.mlp.down if isinstance(block, Block) and isinstance(block.mlp, MLP) else None
+    return int(down.lora_a.shape[-1]) if isinstance(down, lora.Adapted) else 0
 
 
 def _sizes(network: Transformer) -> dict[str, int]:
