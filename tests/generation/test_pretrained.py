@@ -14,6 +14,7 @@ from weft.engine.base import Engine
 from weft.engine.spec import ModelSpec
 from weft.interfaces.base import Model
 from weft.interfaces.generate import Generate
+from weft.models.native import library
 from weft.registry import backends
 from weft.topology import Layout
 
@@ -46,8 +47,13 @@ def test_tells_the_golden_story(stories: Model) -> None:
     assert stories.tokenizer.decode([*prompt, *completion], skip_special=True).startswith(PROMPTS[0] + GOLDEN)
 
 
+@pytest.mark.parametrize("kernels", ["weft's", "torch's"])
 @pytest.mark.parametrize("limits", [{}, {"temperature": 0.7}, {"top_p": 0.9, "record_support": True}])
-def test_sampled_log_probs_are_those_of_training(stories: Model, limits: dict[str, float]) -> None:
+def test_sampled_log_probs_are_those_of_training(
+    stories: Model, limits: dict[str, float], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "torch's":
+        monkeypatch.setattr(library, "library", lambda: None)
     prompts = batch(stories)
     made = Generate(samples_per_prompt=4, max_new_tokens=150, **limits).generate(stories, prompts).outputs
     assert made is not None

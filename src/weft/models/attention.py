@@ -1,16 +1,18 @@
 """Attention: one function, few kernels. No position attends across a sequence boundary.
 
-Training and prefill lay the pack's sequences out as rectangles of like length (`Dense.buckets`) with padding after each
-sequence: causal attention never looks there, so the fast causal kernel is exact without a mask. Soft-capping has no fused
-kernel on CPU and takes the written-out form. A decode step is one masked rectangle over the cache.
+A CPU's float32 goes through weft's own kernels (`native/attention.cpp`): rows by segments of the pack over the keys they see, in
+training, prefill and decode steps alike. What those do not take (other dtypes, soft-capping, dropped weights, no compiler) goes
+through torch's: training and prefill lay the pack's sequences out as rectangles of like length (`Dense.buckets`) with padding
+after each sequence, where causal attention never looks, so the fast causal kernel is exact without a mask. Soft-capping has no
+fused kernel on CPU and takes the written-out form. A decode step is one masked rectangle over the cache.
 
 CUDA devices have kernels for packs as they are: flash attention in half precision (`flash.py`), and FlexAttention for
 soft-capping, shared prefixes and pages that the installed flash kernel cannot read (`flex.py`). Float32 and dropped weights
 take the rectangles there, too.
 
-On a CPU a row's result has the same bits in training and in decoding, whatever stands beside it: keys are padded to whole
-vectors and a head has a few query rows at least, so every row is added up in the same order. What the sampler reports as a
-log-prob is then what training computes (given that matrix products too have rows enough; see `engine/generation`).
+On a CPU a row's result has the same bits in training and in decoding, whatever stands beside it; for torch's kernels keys are
+padded to whole vectors and a head has a few query rows at least, so every row is added up in the same order. What the sampler
+reports as a log-prob is then what training computes (given that matrix products too have rows enough; see `engine/generation`).
 """
 
 from __future__ import annotations

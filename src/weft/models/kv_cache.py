@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.models.config import TransformerConfig
-from weft.models.native import attention, library
+from weft.models.native import library
 from weft.models.native import rows as native
 from weft.models.packed import Cached, Packed, Sharers, in_vectors
 
@@ -40,11 +40,13 @@ class KVCache:
         *,
         slots: int = 8,
         room: int = 64,
+        zeroed: bool = True,
     ) -> None:
+        """Without `zeroed` what no token was written to is anything, not-a-number included, and takes no memory yet: for
+        networks whose attention reads what each row sees, and nothing else."""
         self.device, self.dtype = torch.device(device), dtype
         shape = (slots, config.num_kv_heads, room, config.head_dim)
-        # What nobody reads need not be written, and a page that nobody touches takes no memory.
-        self._new = torch.empty if attention.reads_slots(config, self.device, dtype) else torch.zeros
+        self._new = torch.zeros if zeroed else torch.empty
         self.keys = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self.values = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self.used = np.zeros(slots, dtype=np.int64)
@@ -220,10 +222,11 @@ class KVCache:
 
     def _reshape(self, slots: int, room: int) -> None:
         kept = min(slots, self.num_slots)
+        filled = int(self.used[:kept].max(initial=0))
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
                 new = self._new((slots, old.shape[1], room, old.shape[3]), device=self.device, dtype=self.dtype)
-                new[:kept, :, : old.shape[2]] = old[:kept]
+                new[:kept, :, :filled] = old[:kept, :, :filled]
                 stored[layer] = new
         more = slots - kept
         self.used = np.concatenate([self.used[:kept], np.zeros(more, np.int64)])

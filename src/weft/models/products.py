@@ -1,8 +1,9 @@
 """Matrix products by the fastest kernel at hand.
 
 On a CPU torch multiplies float32 matrices with MKL, which leaves the wide vector units of AMD's processors idle; oneDNN, which
-torch carries too, uses them (twice the rate with AVX-512). Both give a row the same bits whatever rows stand beside it, but for
-passes of very few rows, which take other kernels; those are filled up.
+torch carries too, uses them (twice the rate with AVX-512), and weft's own kernel is the faster one for few rows. All give a row
+the same bits whatever rows stand beside it, but for passes of very few rows by torch's, which take other kernels; those are
+filled up.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from weft.models.fused import activated, activated_linear, rms_norm
 from weft.models.fused_linear import fused_linear
 from weft.models.lora import Adapted
 from weft.models.moe import MoE
-from weft.models.native import decode
+from weft.models.native import attention, decode, library
 from weft.models.packed import AttentionContext, Cached, Packed
 from weft.models.products import linear
 
@@ -270,6 +270,12 @@ class Transformer(nn.Module):
     def reads_pages(self) -> bool:
         """Keys and values may lie in pages (`weft.models.paged_cache`)."""
         return True
+
+    @property
+    def reads_only_written(self) -> bool:
+        """Whether a step over a `weft.models.kv_cache.KVCache` reads the keys and values that a row sees, and no others."""
+        fits = self.config.attention_softcap is None and self.config.head_dim <= attention.MOST_DIM
+        return fits and library.serves(self.embed.weight)
 
     def _rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         settings = self.config.rope

@@ -22,6 +22,7 @@ from weft.models.config import TransformerConfig
 from weft.models.kv_cache import KVCache
 from weft.models.packed import Packed, in_vectors
 from weft.models.paged_cache import PAGE, PagedCache, PagePool
+from weft.models.transformer import Transformer
 
 if TYPE_CHECKING:
     from weft.engine.generation.generate import Decoder
@@ -100,7 +101,8 @@ class SlotCaches:
     def new(self, room: int | None = None) -> KVCache:
         slots, room = self._size() if room is None else (1, in_vectors(room, self._device))
         dtype = next(self._network.parameters()).dtype
-        return KVCache(self._network.config, self._device, dtype, slots=slots, room=room)
+        zeroed = not (isinstance(self._network, Transformer) and self._network.reads_only_written)
+        return KVCache(self._network.config, self._device, dtype, slots=slots, room=room, zeroed=zeroed)
 
     def fit(self, cache: KVCache) -> None:
         cache.resize(*self._size())

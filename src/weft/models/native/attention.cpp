@@ -135,6 +135,7 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
           for (long d = 0; d < dim; d += 16) {
             __builtin_prefetch(head(k, s.key + chunk + l + 2 * LANES, kv_head) + d);
             __builtin_prefetch(head(v, s.key + chunk + l, kv_head) + d);
+            __builtin_prefetch(head(k, s.key + chunk + l, kv_head + 1) + d, 0, 2); // the next task's
           }
       transpose(head(k, s.key + chunk + j, kv_head), k.by_row, end - j < LANES ? end - j : LANES, dim, columns);
       dot(rows, t.count, columns, dim, scores + j);

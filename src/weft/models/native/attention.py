@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.models.config import TransformerConfig
 from weft.models.merge import Partial
 from weft.models.native import library
 
@@ -36,12 +35,6 @@ class _Arguments(ctypes.Structure):
 def serves(q: Tensor) -> bool:
     """Whether the kernels take queries [T, heads, dim] like these."""
     return q.shape[2] <= MOST_DIM and library.serves(q)
-
-
-def reads_slots(config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether decode steps of such a network read keys and values by the kernels: those that a row sees, and no others."""
-    fits = config.attention_softcap is None and config.head_dim <= MOST_DIM
-    return fits and device.type == "cpu" and dtype == torch.float32 and library.library() is not None
 
 
 def attend(

@@ -37,6 +37,12 @@ struct Step {
 
 namespace {
 
+// Whether `next` lies behind a layer of `size` x `terms`, as `weft.models.fused_linear` lays them: one product is then both.
+bool adjoin(Linear layer, Linear next, long size, long terms) {
+  if (next.weight != layer.weight + size * terms) return false;
+  return layer.bias ? next.bias == layer.bias + size : !next.bias;
+}
+
 void add(float *x, const float *y, long count) {
   for (long i = 0; i < count; i++) x[i] += y[i];
 }
@@ -79,9 +85,13 @@ extern "C" void weft_decode(const Block *blocks, const Step *given) {
   for (const Block *b = blocks; b < blocks + s.blocks; b++) {
     weft_rms_norm(s.states, b->norm1, normed.data(), inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
     float *q = heads.data(), *k = q + inner, *v = k + shared;
-    apply(normed.data(), b->q, q, wide, inner, s.hidden);
-    apply(normed.data(), b->k, k, wide, shared, s.hidden);
-    apply(normed.data(), b->v, v, wide, shared, s.hidden);
+    if (adjoin(b->q, b->k, inner, s.hidden) && adjoin(b->k, b->v, shared, s.hidden)) {
+      apply(normed.data(), b->q, q, wide, wide, s.hidden);
+    } else {
+      apply(normed.data(), b->q, q, wide, inner, s.hidden);
+      apply(normed.data(), b->k, k, wide, shared, s.hidden);
+      apply(normed.data(), b->v, v, wide, shared, s.hidden);
+    }
     if (b->q_norm) norm_heads(q, b->q_norm, wide, s.heads, s);
     if (b->k_norm) norm_heads(k, b->k_norm, wide, s.kv, s);
     long by_row = wide;
@@ -103,8 +113,12 @@ extern "C" void weft_decode(const Block *blocks, const Step *given) {
     apply(mixed.data(), b->o, more.data(), s.hidden, s.hidden, inner);
     add(s.states, more.data(), s.rows * s.hidden);
     weft_rms_norm(s.states, b->norm2, normed.data(), inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
-    apply(normed.data(), b->gate, opened.data(), 2 * s.inner, s.inner, s.hidden);
-    apply(normed.data(), b->up, opened.data() + s.inner, 2 * s.inner, s.inner, s.hidden);
+    if (adjoin(b->gate, b->up, s.inner, s.hidden)) {
+      apply(normed.data(), b->gate, opened.data(), 2 * s.inner, 2 * s.inner, s.hidden);
+    } else {
+      apply(normed.data(), b->gate, opened.data(), 2 * s.inner, s.inner, s.hidden);
+      apply(normed.data(), b->up, opened.data() + s.inner, 2 * s.inner, s.inner, s.hidden);
+    }
     weft_silu(opened.data(), opened.data() + s.inner, gated.data(), 2 * s.inner, s.rows, s.inner, s.threads);
     apply(gated.data(), b->down, more.data(), s.hidden, s.hidden, s.inner);
     add(s.states, more.data(), s.rows * s.hidden);

@@ -66,6 +66,10 @@ extern "C" void weft_product(
   std::vector<float> turned(vectors * LANES * terms + 16);
   float *packed = (float *)(((size_t)turned.data() + 63) / 64 * 64);
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
+  // Columns that a thread takes at a time: whole tiles, some parts for each thread, and no more than a core's cache holds.
+  constexpr long UNIT = 24, WIDEST_PART = 192;
+  const long even = (size / (4 * team) + UNIT - 1) / UNIT * UNIT;
+  const long wide_part = even < UNIT ? UNIT : even > WIDEST_PART ? WIDEST_PART : even;
 #pragma omp parallel num_threads(team)
   {
 #pragma omp for
@@ -81,8 +85,8 @@ extern "C" void weft_product(
       }
     }
 #pragma omp for schedule(dynamic)
-    for (long part = 0; part < (size + 191) / 192; part++) {
-      const long from = part * 192, to = from + 192 < size ? from + 192 : size;
+    for (long part = 0; part < (size + wide_part - 1) / wide_part; part++) {
+      const long from = part * wide_part, to = from + wide_part < size ? from + wide_part : size;
       for (long v = 0; v < vectors; v += MOST) {
         const float *mine = packed + v * LANES * terms;
         float *there = out + v * LANES * by_row;
