@@ -1,10 +1,10 @@
 """Attention: one function, few kernels. No position attends across a sequence boundary.
 
-A CPU's float32 goes through weft's own kernels (`native/attention.cpp`): rows by segments of the pack over the keys they see, in
-training, prefill and decode steps alike. What those do not take (other dtypes, soft-capping, dropped weights, no compiler) goes
-through torch's: training and prefill lay the pack's sequences out as rectangles of like length (`Dense.buckets`) with padding
-after each sequence, where causal attention never looks, so the fast causal kernel is exact without a mask. Soft-capping has no
-fused kernel on CPU and takes the written-out form. A decode step is one masked rectangle over the cache.
+A CPU's float32 goes through weft's own kernels (`native/attention.cpp`): rows by segments of the pack over the keys they see,
+in training, prefill and decode steps alike. What those do not take (other dtypes, soft-capping, dropped weights, no compiler)
+goes through torch's: training and prefill lay the pack's sequences out as rectangles of like length (`Dense.buckets`) with
+padding after each sequence, where causal attention never looks, so the fast causal kernel is exact without a mask. Soft-capping
+has no fused kernel on CPU and takes the written-out form. A decode step is one masked rectangle over the cache.
 
 CUDA devices have kernels for packs as they are: flash attention in half precision (`flash.py`), and FlexAttention for
 soft-capping, shared prefixes and pages that the installed flash kernel cannot read (`flex.py`). Float32 and dropped weights
