@@ -125,7 +125,7 @@ def bare_parts(engine: Any, batch: int, context: int) -> dict[str, Callable[[], 
             k, v = (stored[0].transpose(0, 1) for stored in (keys, values))
             attention.attend_to(query[:, :, 0], k, v, segments, 1.0, causal=True)
 
-    ways = [by_torch, by_weft] if attention.serves(query[:, :, 0]) else [by_torch]
+    ways = [by_torch, by_weft] if attention.serves(query[:, :, 0], *(x[:, :, 0] for x in layers[0])) else [by_torch]
 
     parts: dict[str, Callable[[], object]] = {
         "products": lambda: [run() for run in best],

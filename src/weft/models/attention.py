@@ -56,7 +56,7 @@ def attend(
         context = context.dense
     if isinstance(context, Cached):
         context.cache.write(layer, context, k, v)
-    if scores.softcap is None and (noise is None or scores.dropout == 0.0) and native.serves(q):
+    if scores.softcap is None and (noise is None or scores.dropout == 0.0) and native.serves(q, k, v):
         return _by_segments(q, k, v, context, scores, layer)
     if isinstance(context, Cached):
         if context.max_len == 1:
@@ -89,6 +89,8 @@ def _by_segments(
         return native.attend(q, k, v, context.dense.segments, context.across, scores.scale)
     if isinstance(context, Dense) or context.fresh:
         return native.attend(q, k, v, context.dense.segments, None, scores.scale, scores.window)
+    assert not torch.is_grad_enabled(), "a cache keeps what has no gradient"
+    q = q if q.stride(2) == 1 else q.contiguous()
     keys, values = (_rows_of(stored[layer]) for stored in (context.cache.keys, context.cache.values))
     own = native.attend_to(q, keys, values, context.segments, scores.scale, causal=True, window=scores.window)
     for prefix, tokens in context.continued:

@@ -214,7 +214,7 @@ class Cached:
     @cached_property
     def fresh(self) -> bool:
         """Whether nothing was cached before: a first prefill."""
-        return not any(self.used_host) and not any(self.prefixes)
+        return not any(self.used_host) and not any(self.prefixes) and not self.sharers
 
     @cached_property
     def segments(self) -> Tensor:

@@ -111,3 +111,8 @@ def test_a_cache_is_read_where_it_lies() -> None:
         mine, theirs = (x[slot, :, :used].transpose(0, 1) for x in (keys, values))
         whole = torch.tensor([(0, 1, 0, used)])
         assert_close(found.out[i], plain(q[i : i + 1], mine, theirs, whole, None, 0.25, None)[0], atol=1e-6, rtol=1e-5)
+
+
+def test_values_of_another_size_are_left_to_torch() -> None:
+    q, k, v = torch.ones(3, 4, 24), torch.ones(3, 4, 24), torch.ones(3, 4, 16)
+    assert attention.serves(q, k, k) and not attention.serves(q, k, v) and not attention.serves(q, k.double(), k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.common import sequences, tiny
+from tests.models.common import last_states, sequences, tiny
 from weft.models.kv_cache import KVCache
 from weft.models.native import decode
 from weft.models.transformer import Transformer
@@ -19,7 +19,7 @@ def steps(network: Transformer, shared: bool) -> tuple[torch.Tensor, ...]:
         prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
         network.hidden(prefix.extend(prefix.allocate(), sequences([21])))
         cache.link(slots[1:4], prefix)
-    made = [network.hidden(cache.extend(slots, sequences([3, 9, 1, 17, 30])))]
+    made = [network.hidden(cache.extend(slots, sequences([1] * 5 if shared else [3, 9, 1, 17, 30])))]
     made.append(network.hidden(cache.extend(slots, sequences([2, 1, 4, 1, 3], seed=6))))
     for seed in range(4):
         made.append(network.hidden(cache.extend(slots, torch.cat(sequences([1] * 5, seed=seed)))))
@@ -45,3 +45,18 @@ def test_the_bits_are_those_of_the_blocks(name: str, shared: bool, monkeypatch: 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral", "gpt_neox", "olmo2"])
 def test_networks_of_another_form_go_block_by_block(name: str) -> None:
     assert not decode.fits(tiny(name).config)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "mixtral", "gpt2"])
+@torch.no_grad()
+def test_a_first_token_sees_the_prefix_before_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block by block as in one call: each row's only token, after a prefix, has the state that it has in the whole sequence."""
+    monkeypatch.setattr(decode, "serves", lambda *given: False)
+    network, before = tiny(name), sequences([21])[0]
+    prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
+    network.hidden(prefix.extend(prefix.allocate(), [before]))
+    cache = KVCache(network.config, "cpu", torch.float32, slots=4, room=32)
+    slots, first = cache.allocate(4), torch.tensor([3, 7, 11, 2])
+    cache.link(slots, prefix)
+    whole = last_states(network, [torch.cat([before, token[None]]) for token in first])
+    torch.testing.assert_close(network.hidden(cache.extend(slots, first)), whole)

@@ -35,6 +35,12 @@ def test_products(count: int, size: int, terms: int, biased: bool, seed: int) ->
 def test_products_that_are_left_to_torch(x: Tensor) -> None:
     assert not product.serves(x, torch.ones(3, 8, dtype=x.dtype))
     assert not product.serves(torch.ones(4, 3), torch.ones(3, 8).T)
+    assert not product.serves(torch.ones(4, 3), torch.ones(8, 4))
+
+
+def test_a_bias_of_another_dtype_is_cast() -> None:
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5).bfloat16()
+    assert_close(product.product(x, weight, bias), x @ weight.T + bias.float())
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (2, 7, 37), (3, 256)])

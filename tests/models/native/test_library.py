@@ -21,7 +21,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache folder, and a library that was not asked for yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "library", native.library.__wrapped__)
-    yield tmp_path / "weft"
+    yield tmp_path / "weft" / "kernels"
 
 
 def test_a_second_process_finds_what_the_first_compiled(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_a_second_process_finds_what_the_first_compiled(fresh: Path, monkeypatch
 
 
 def test_a_folder_that_others_may_write_to_is_not_trusted(fresh: Path) -> None:
-    fresh.mkdir()
+    fresh.mkdir(parents=True)
     fresh.chmod(0o777)
     assert native.library() is not None
     assert not list(fresh.iterdir())
@@ -74,3 +74,23 @@ def test_processes_that_compile_at_once_all_get_the_kernels(fresh: Path) -> None
     others = [subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ)) for _ in range(3)]
     assert [other.wait() for other in others] == [0, 0, 0]
     assert len(list(fresh.iterdir())) == 1
+
+
+def test_a_file_that_was_cut_short_is_compiled_again(fresh: Path) -> None:
+    code = "from weft.models.native.library import library; assert library() is not None"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    (kept,) = fresh.iterdir()
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert native.library() is not None and kept.stat().st_size > 10_000
+
+
+def test_others_may_write_to_nothing_whatever_the_umask(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os; os.umask(0); from weft.models.native.library import library; assert library() is not None"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    (kept,) = fresh.iterdir()
+    assert {path.stat().st_mode & 0o777 for path in (fresh, kept)} == {0o700}
+
+
+def test_the_compiler_may_be_a_command_of_several_words(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "env g++")
+    assert native.library() is not None

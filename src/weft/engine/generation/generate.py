@@ -35,7 +35,7 @@ from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError, RunError
 from weft.models.config import TransformerConfig
-from weft.models.native import random as draws
+from weft.models.native import random as native
 from weft.models.packed import Packed
 from weft.models.transfer import put
 
@@ -266,7 +266,8 @@ class BatchGenerator:
             states = torch.nn.functional.pad(states, (0, 0, 0, self._least_rows - count))
         logits = self._network.next_token_logits(states)[:count]
         settings, done = rows.settings[:count], rows.count[:count].copy()
-        uniforms = put(draws.uniforms(rows.keys[:count], done), self._device)
+        hashed = native.uniforms if self._device.type == "cpu" else randomness.uniforms
+        uniforms = put(hashed(rows.keys[:count], done), self._device)
         tokens, logprobs, supports = self._settings.draw(logits, uniforms, settings, done)
         finite = np.isfinite(logprobs)
         if not finite.all():

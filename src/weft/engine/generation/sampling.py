@@ -67,7 +67,8 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
     if logits.device.type == "mps":
         logits, uniforms = logits.cpu(), uniforms.cpu()
         banned = None if banned is None else Ban(banned.rows.cpu(), banned.ids.cpu())
-    in_parts = logits.device.type == "cpu" and not library.serves(logits)
+    copies = banned is not None or limits(spec, logits.shape[-1]) or not library.serves(logits)
+    in_parts = logits.device.type == "cpu" and copies
     size = max(1, CELLS // logits.shape[-1]) if in_parts else len(logits)
     parts = []
     for first in range(0, len(logits), size):

@@ -32,9 +32,10 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def serves(q: Tensor) -> bool:
-    """Whether the kernels take queries [T, heads, dim] like these."""
-    return q.shape[2] <= MOST_DIM and library.serves(q)
+def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take queries, keys and values [T, heads, dim] like these."""
+    alike = q.dtype == k.dtype == v.dtype and q.shape[2] == k.shape[2] == v.shape[2] <= MOST_DIM
+    return alike and library.serves(q)
 
 
 def attend(
@@ -46,6 +47,7 @@ def attend(
     The last row of a segment of `own` sees all its keys, each row before it one less, and of these the last `window`; rows of a
     segment of `across` see all its keys too. No two segments of either have a row or a key in common.
     """
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     out: Tensor = _Attend.apply(q, k, v, own, across, scale, window)
     return out
 
@@ -101,7 +103,7 @@ def _arguments(
     segments: Tensor, scale: float, causal: bool, window: int | None, lse: Tensor, **tensors: Tensor
 ) -> _Arguments:
     q, k = tensors["q"], tensors["k"]
-    assert all(x.stride(2) == 1 for x in tensors.values()) and segments.is_contiguous()
+    assert all(x.stride(2) == 1 and x.dtype == torch.float32 for x in tensors.values()) and segments.is_contiguous()
     return _Arguments(
         **{name: _Heads.of(x) for name, x in tensors.items()},
         lse=lse.data_ptr(), segments=segments.data_ptr(), count=len(segments), heads=q.shape[1], kv=k.shape[1],

@@ -67,6 +67,7 @@ def fits(config: TransformerConfig) -> bool:
 def serves(blocks: Sequence[Block], config: TransformerConfig, states: Tensor, context: Cached) -> bool:
     """Whether the kernel takes this pass: few new tokens of cached sequences, without gradients."""
     few = len(states) <= MOST_ROWS and not torch.is_grad_enabled() and library.serves(states)
+    few = few and context.cache.dtype == states.dtype
     if not few or not fits(config):
         return False
     return all(_plain(layer) for block in blocks for layer in _linear(block))
@@ -99,7 +100,10 @@ def _linear(block: Block) -> list[Any]:
 
 
 def _plain(layer: Any) -> bool:
-    return isinstance(layer, nn.Linear) and layer._parameters["weight"].is_contiguous()  # type: ignore[union-attr]
+    if not isinstance(layer, nn.Linear):
+        return False
+    weight: Any = layer._parameters["weight"]
+    return bool(weight.is_contiguous()) and weight.dtype == torch.float32
 
 
 def _block(block: Block, context: Cached) -> _Block:

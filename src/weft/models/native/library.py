@@ -1,16 +1,18 @@
 """Compiles the C++ of this folder for the processor at hand, once, and loads it.
 
-The compiled file lies in the user's cache (`$XDG_CACHE_HOME/weft`, else `~/.cache/weft`), under a name that is the hash of the
-sources, the compiler and the processor. Without a compiler, and with `WEFT_NATIVE=0`, there is no library and torch's own
-kernels do the work.
+The compiled file lies in the user's cache (`weft/kernels` in `$XDG_CACHE_HOME`, else in `~/.cache`), under a name that is the
+hash of the sources, the compiler and the processor. Without a compiler, and with `WEFT_NATIVE=0`, there is no library and
+torch's own kernels do the work.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -34,8 +36,7 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("WEFT_NATIVE") == "0" or sys.platform != "linux":
         return None
     try:
-        compiler = _compiler()
-        return _load(compiler, _cache())
+        return _load(_compiler(), _cache())
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"weft's CPU kernels were not compiled ({_reason(error)}): generation takes about twice as long without them. "
@@ -70,33 +71,38 @@ def _as_c(argument: Any) -> Any:
     return ctypes.c_void_p(None) if argument is None else ctypes.c_double(argument)
 
 
-def _compiler() -> str:
-    """The path of GCC's C++ compiler."""
-    name = os.environ.get("CXX") or "g++"
-    found = shutil.which(name)
-    if found is None:
-        raise FileNotFoundError(f"no compiler named {name!r} is on the path")
-    return found
+def _compiler() -> list[str]:
+    """The command of GCC's C++ compiler."""
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"no compiler named {command[0]!r} is on the path")
+    return command
 
 
-def _load(compiler: str, cache: Path | None) -> ctypes.CDLL:
+def _load(compiler: list[str], cache: Path | None) -> ctypes.CDLL:
     if cache is not None:
         kept = cache / f"kernels-{_fingerprint(compiler)}.so"
         if kept.is_file() and _is_ours(kept):
-            return ctypes.CDLL(str(kept))
+            with contextlib.suppress(OSError):  # cut short: compiled again
+                return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(prefix="weft-", dir=cache) as folder:
         built = Path(folder) / "kernels.so"
         sources = [str(path) for path in sorted(FOLDER.glob("*.cpp"))]
-        command = [compiler, *FLAGS, *sources, "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+        _run([*compiler, *FLAGS, *sources, "-o", str(built)])
+        built.chmod(0o700)
         if cache is not None:
             built = built.rename(kept)  # in one step: another process may do the same
         return ctypes.CDLL(str(built))
 
 
-def _fingerprint(compiler: str) -> str:
-    asked = subprocess.run([compiler, "-v"], check=True, capture_output=True, text=True, timeout=PATIENCE)
-    parts = [" ".join(FLAGS), asked.stderr, *(line for line in _processor())]
+def _run(command: list[str]) -> str:
+    """What the compiler says."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": PATIENCE}
+    return str(subprocess.run(command, check=True, **options).stderr)
+
+
+def _fingerprint(compiler: list[str]) -> str:
+    parts = [" ".join(FLAGS), _run([*compiler, "-v"]), *_processor()]
     parts += [path.read_text() for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -113,7 +119,7 @@ def _cache() -> Path | None:
     """The folder of compiled kernels, which nobody else may write to; None where there can be none."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = (Path(base) if base else Path.home() / ".cache") / "weft"
+        folder = (Path(base) if base else Path.home() / ".cache") / "weft" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder if _is_ours(folder) and os.access(folder, os.W_OK) else None
     except (OSError, RuntimeError):

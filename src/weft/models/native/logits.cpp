@@ -88,7 +88,7 @@ extern "C" void weft_draw(
       if (before + parts[block] > target) break;
       before += parts[block];
     }
-    if (block == blocks) block = last, before = total; // nothing above
+    if (block == blocks) block = last, before = -INFINITY; // nothing above: the last possible id
     long id = block * BLOCK, possible = id;
     const long end = id + BLOCK < size ? id + BLOCK : size;
     for (; id < end; id++) {

@@ -44,5 +44,6 @@ def to_gradients(
     """Make logits [R, V] their gradients, in their place, given those of each row's log-prob of its label and of its entropy,
     each [R]."""
     assert by_entropy is None or found.entropy is not None
+    assert all(x is None or x.dtype == logits.dtype for x in (by_logprob, by_entropy)) and labels.dtype == torch.int64
     given = (labels.contiguous(), by_logprob.contiguous(), None if by_entropy is None else by_entropy.contiguous())
     library.call("weft_logit_gradients", logits, found.lse, found.entropy, *given, *logits.shape)
