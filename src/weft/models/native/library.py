@@ -83,7 +83,7 @@ def _load(compiler: list[str], cache: Path | None) -> ctypes.CDLL:
     if cache is not None:
         kept = cache / f"kernels-{_fingerprint(compiler)}.so"
         if kept.is_file() and _is_ours(kept):
-            with contextlib.suppress(OSError):  # cut short: compiled again
+            with contextlib.suppress(OSError):  # no library: compiled again
                 return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(prefix="weft-", dir=cache) as folder:
         built = Path(folder) / "kernels.so"
