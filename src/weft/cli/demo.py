@@ -131,7 +131,8 @@ def grpo(demo: Demo, model: Path) -> Path:
     for role in (config.actor, config.ref):
         role.path = str(model)
     config.actor.optimizer.lr = 1e-4
-    config.actor.optimizer.lr_scheduler_type = "constant"
+    # At a constant rate it ends where the last steps happen to lead.
+    config.actor.optimizer.lr_scheduler_type = "linear"
     config.actor.optimizer.warmup_steps = 5
     config.dataset.path = str(demo.material / "prompts.jsonl")
     config.dataset.train_bs_n_seqs = 32
