@@ -54,7 +54,7 @@ def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
 def test_without_a_compiler_one_warning_says_what_to_do(
     fresh: Path, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(native, "_compilers", lambda: [[compiler]])
     with pytest.warns(RuntimeWarning, match=r"not compiled .* Install g\+\+, or set WEFT_NATIVE=0"):
         assert native.library() is None
     assert not fresh.exists() or not list(fresh.iterdir())
@@ -91,6 +91,10 @@ def test_others_may_write_to_nothing_whatever_the_umask(fresh: Path, monkeypatch
     assert {path.stat().st_mode & 0o777 for path in (fresh, kept)} == {0o700}
 
 
-def test_the_compiler_may_be_a_command_of_several_words(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "env g++")
+@pytest.mark.parametrize("command", ["env g++", "nowhere-to-be-found", "false"])
+def test_the_users_own_compiler_comes_first_and_need_not_serve(
+    fresh: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    assert native._compilers() == [command.split(), ["g++"]]
     assert native.library() is not None

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import shlex
-import shutil
 import stat
 import subprocess
 import sys
@@ -36,7 +35,7 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("WEFT_NATIVE") == "0" or sys.platform != "linux":
         return None
     try:
-        return _load(_compiler(), _cache())
+        return _load(*_working(_compilers()), _cache())
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"weft's CPU kernels were not compiled ({_reason(error)}): generation takes about twice as long without them. "
@@ -71,17 +70,23 @@ def _as_c(argument: Any) -> Any:
     return ctypes.c_void_p(None) if argument is None else ctypes.c_double(argument)
 
 
-def _compiler() -> list[str]:
-    """The command of GCC's C++ compiler."""
-    command = shlex.split(os.environ.get("CXX") or "g++")
-    if shutil.which(command[0]) is None:
-        raise FileNotFoundError(f"no compiler named {command[0]!r} is on the path")
-    return command
+def _compilers() -> list[list[str]]:
+    """Commands that may be GCC's C++ compiler, the user's own first."""
+    return [command for command in (shlex.split(os.environ.get("CXX", "")), ["g++"]) if command]
 
 
-def _load(compiler: list[str], cache: Path | None) -> ctypes.CDLL:
+def _working(commands: list[list[str]]) -> tuple[list[str], str]:
+    """The first that is there and is GCC, and what it says of its version."""
+    for command in commands:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            if "gcc version" in (said := _run([*command, "-v"])):
+                return command, said
+    raise FileNotFoundError(f"none of {', '.join(command[0] for command in commands)} is GCC's C++ compiler")
+
+
+def _load(compiler: list[str], version: str, cache: Path | None) -> ctypes.CDLL:
     if cache is not None:
-        kept = cache / f"kernels-{_fingerprint(compiler)}.so"
+        kept = cache / f"kernels-{_fingerprint(version)}.so"
         if kept.is_file() and _is_ours(kept):
             with contextlib.suppress(OSError):  # no library: compiled again
                 return ctypes.CDLL(str(kept))
@@ -97,12 +102,13 @@ def _load(compiler: list[str], cache: Path | None) -> ctypes.CDLL:
 
 def _run(command: list[str]) -> str:
     """What the compiler says."""
+    environment = {**os.environ, "LC_ALL": "C"}  # in English
     options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": PATIENCE}
-    return str(subprocess.run(command, check=True, **options).stderr)
+    return str(subprocess.run(command, check=True, env=environment, **options).stderr)
 
 
-def _fingerprint(compiler: list[str]) -> str:
-    parts = [" ".join(FLAGS), _run([*compiler, "-v"]), *_processor()]
+def _fingerprint(version: str) -> str:
+    parts = [" ".join(FLAGS), version, *_processor()]
     parts += [path.read_text() for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 

@@ -56,7 +56,8 @@ extern "C" void weft_silu(const float *opened, const float *factor, float *out, 
       const long some = size - d < LANES ? size - d : LANES;
       const vec open = some < LANES ? load_some(x + d, some) : load(x + d);
       const vec low = splat(-87.f), bound = open > low ? open : low;
-      vec y = open / (1.f + exponential(-bound));
+      const ivec vanishes = open < low; // not so for what is no number
+      vec y = vanishes ? vec{} : open / (1.f + exponential(-bound));
       if (f) y *= some < LANES ? load_some(f + d, some) : load(f + d);
       some < LANES ? store_some(to + d, y, some) : store(to + d, y);
     }
