@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from weft.algorithms.base import Array, Loss, Max, Min, Output, Stat, Sum
 from weft.data.sample import SequenceSample
@@ -61,8 +61,7 @@ class Partial:
     supports: Sequence[Sequence[int]] = ()
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One sampled token. `finish` is "stop" (end token or stop text), "length", or None while it goes on."""
 
     id: str
@@ -71,7 +70,7 @@ class TokenEvent:
     logprob: float
     version: int
     finish: Literal["stop", "length"] | None = None
-    support: Sequence[int] = field(default=())  # ids kept by top-k/top-p/min-p, where the spec records them
+    support: Sequence[int] = ()  # ids kept by top-k/top-p/min-p, where the spec records them
 
 
 class Generator(Protocol):

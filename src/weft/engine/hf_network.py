@@ -134,8 +134,7 @@ class HFNetwork(nn.Module):
         stored = digits[:, None].to(context.cache.dtype)
         context.cache.write(0, context, stored, stored)
         kept = (context.cache.read(0, context)[0][:, 0].to(torch.int64) << shifts).sum(-1)
-        new = context.dense.lengths.tolist()
-        totals = [used + count for used, count in zip(context.used_host, new, strict=True)]
+        new, totals = context.new.tolist(), (context.used + context.new).tolist()
         whole = pack([tokens[:total] for tokens, total in zip(kept, totals, strict=True)], x.tokens.device)
         states = self.hidden(whole).split(totals)
         return torch.cat([state[len(state) - count :] for state, count in zip(states, new, strict=True)])

@@ -181,7 +181,7 @@ def _chunk(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
     """Some new tokens a row after cached ones, row by row."""
     starts, outputs = context.dense.starts, []
     keys, values = context.cache.keys[layer], context.cache.values[layer]
-    for row, (slot, used) in enumerate(zip(context.slots_host, context.used_host, strict=True)):
+    for row, (slot, used) in enumerate(zip(context.slots.tolist(), context.used.tolist(), strict=True)):
         new = q[starts[row] : starts[row + 1]].transpose(0, 1)[None]
         stop = used + new.shape[2]
         k, v = keys[slot : slot + 1, :, :stop], values[slot : slot + 1, :, :stop]

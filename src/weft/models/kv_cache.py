@@ -26,6 +26,7 @@ from weft.errors import ConfigError
 from weft.models.config import TransformerConfig
 from weft.models.native import library
 from weft.models.native import rows as native
+from weft.models.native.decode import Prepared
 from weft.models.packed import Cached, Packed, Sharers, in_vectors
 
 
@@ -56,6 +57,9 @@ class KVCache:
         # Slots of the last decode step, and the prefixes they come after.
         self._sharers: tuple[bytes, tuple[Sharers, ...]] = (b"", ())
         self._rope = config.rope
+        self.prepared: Prepared | None = (
+            None  # the network's blocks over this cache, as a decode step's kernel reads them
+        )
 
     @property
     def num_slots(self) -> int:
@@ -122,7 +126,7 @@ class KVCache:
 
     def close(self) -> None:
         """Give all memory back; the cache is of no use afterwards."""
-        self.keys, self.values = [], []
+        self.keys, self.values, self.prepared = [], [], None
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens of a slot."""
@@ -143,29 +147,27 @@ class KVCache:
 
         Its `rows` are the last new token of each slot, its `labels` those tokens: `hidden[rows]` predicts what comes next.
         """
-        lengths = np.ones(len(slots), np.int64) if isinstance(tokens, Tensor) else np.array([len(t) for t in tokens])
         where = np.asarray(slots, dtype=np.int64)
-        used = self.used[where]
-        after, before = used + lengths, self.before[where]
+        new = np.ones(len(where), np.int64) if isinstance(tokens, Tensor) else np.array([len(t) for t in tokens])
+        used, before = self.used[where], self.before[where]
+        after = used + new
         self._check_rotation(before + used, before + after)
-        most = int(after.max())
+        most, longest = int(after.max()), int(new.max())
         if most > self.capacity:
             self._reshape(self.num_slots, in_vectors(max(most, 2 * self.capacity), self.device))
         self.used[where] = after
-        ends = np.cumsum(lengths)
-        flat = tokens if isinstance(tokens, Tensor) else torch.cat([t.to(self.device) for t in tokens])
-        positions = np.arange(ends[-1]) + np.repeat(before + used - (ends - lengths), lengths)
-        rows = self._put(ends - 1)
-        one_each = int(lengths.max()) == 1
         context = Cached(
-            cache=self, slots=self._put(where), used=self._put(used), before=self._put(before),
-            prefixes=() if one_each else tuple(self._prefixes[slot] for slot in where.tolist()),
-            sharers=self._shared_by(where) if one_each else (),
-            cu_seqlens=self._put(np.concatenate([[0], ends]).astype(np.int32)), max_len=int(lengths.max()), max_used=most,
-            slots_host=tuple(where.tolist()), used_host=tuple(used.tolist()),
+            cache=self, slots=where, used=used, before=before, new=new,
+            prefixes=() if longest == 1 else tuple(self._prefixes[slot] for slot in where.tolist()),
+            sharers=self._shared_by(where) if longest == 1 else (), max_len=longest, max_used=most,
         )  # fmt: skip
-        flat = flat.to(self.device)
-        return Packed(tokens=flat, positions=self._put(positions), attention=context, rows=rows, labels=flat[rows])
+        if isinstance(tokens, Tensor):
+            flat = tokens.to(self.device)
+            return Packed(flat, self._put(before + used), context, torch.arange(len(flat), device=self.device), flat)
+        flat, ends = torch.cat([t.to(self.device) for t in tokens]), np.cumsum(new)
+        positions = np.arange(ends[-1]) + np.repeat(before + used - (ends - new), new)
+        rows = self._put(ends - 1)
+        return Packed(flat, self._put(positions), context, rows, flat[rows])
 
     def _shared_by(self, slots: np.ndarray) -> tuple[Sharers, ...]:
         """The prefixes of a decode step over `slots`, each once; worked out again only where slots changed."""
@@ -200,11 +202,11 @@ class KVCache:
             native.store(k, v, keys, values, context.places)
             return
         if context.max_len == 1:
-            keys[context.slots, :, context.used] = k
-            values[context.slots, :, context.used] = v
+            at = self._put(context.slots), slice(None), self._put(context.used)
+            keys[at], values[at] = k, v
             return
         starts = context.dense.starts
-        for row, (slot, used) in enumerate(zip(context.slots_host, context.used_host, strict=True)):
+        for row, (slot, used) in enumerate(zip(context.slots.tolist(), context.used.tolist(), strict=True)):
             new = slice(starts[row], starts[row + 1])
             stop = used + starts[row + 1] - starts[row]
             keys[slot, :, used:stop] = k[new].transpose(0, 1)
@@ -213,7 +215,7 @@ class KVCache:
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows, each [R, kv_heads, n, head_dim], n >= max_used in whole vectors; entries past a row's
         length are finite but mean nothing. For torch's attention; weft's kernels read the slots as they are."""
-        which = context.slots if context.span is None else context.span
+        which = self._put(context.slots) if context.span is None else context.span
         stop = in_vectors(context.max_used, self.device)
         return self.keys[layer][which, :, :stop], self.values[layer][which, :, :stop]
 
@@ -221,6 +223,7 @@ class KVCache:
         return torch.from_numpy(array).to(self.device)
 
     def _reshape(self, slots: int, room: int) -> None:
+        self.prepared = None
         kept = min(slots, self.num_slots)
         filled = int(self.used[:kept].max(initial=0))
         for stored in (self.keys, self.values):

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from weft.models.dropout import Noise
 if TYPE_CHECKING:
     from weft.models.kv_cache import KVCache
     from weft.models.paged_cache import PagePool
+
+Counts = npt.NDArray[Any]  # of whole numbers
 
 PADDING_SHARE = 0.25  # of a bucket's area at most; more padding costs more than another kernel launch saves
 SHORT = 16  # sequences up to this length share a bucket whatever the padding
@@ -184,16 +187,19 @@ class Cached:
     """
 
     cache: KVCache
-    slots: Tensor  # int64 [R], distinct
-    used: Tensor  # int64 [R]: tokens that the slot held before
-    before: Tensor  # int64 [R]: tokens of the prefix, which lies elsewhere
+    slots: Counts  # [R], distinct
+    used: Counts  # [R]: tokens that the slot held before
+    before: Counts  # [R]: tokens of the prefix, which lies elsewhere
+    new: Counts  # [R]: tokens of this pass
     prefixes: tuple[KVCache | None, ...]  # [R] in a prefill; () in a decode step, whose `sharers` say it
     sharers: tuple[Sharers, ...]
-    cu_seqlens: Tensor  # int32 [R + 1]
     max_len: int  # most new tokens of a row; 1 in a decode step
     max_used: int  # most tokens of a row, new ones included
-    slots_host: tuple[int, ...]
-    used_host: tuple[int, ...]
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [R + 1]"""
+        return self._put(np.concatenate([[0], self.new.cumsum()]).astype(np.int32))
 
     @cached_property
     def dense(self) -> Dense:
@@ -208,27 +214,30 @@ class Cached:
     @cached_property
     def token_lengths(self) -> Tensor:
         """int64 [T]: tokens of the sequence a new token belongs to, itself and the later new ones included."""
-        lengths = self.dense.lengths
-        return (self.before + self.used + lengths).repeat_interleave(lengths)
+        return self._put((self.before + self.used + self.new).repeat(self.new))
 
     @cached_property
     def fresh(self) -> bool:
         """Whether nothing was cached before: a first prefill."""
-        return not any(self.used_host) and not any(self.prefixes) and not self.sharers
+        return not (self.used.any() or any(self.prefixes) or self.sharers)
 
     @cached_property
     def segments(self) -> Tensor:
         """int64 [R, 4], on the host: each row's new tokens, as (first, how many), and its slot's first key and keys, new ones
         included; a key's number counts rows of `head_dim` floats in the cache."""
-        step = self.cache.keys[0].stride(0) // self.cache.keys[0].stride(2)
-        first = np.array(self.dense.starts)
-        new, used = np.diff(first), np.array(self.used_host)
-        return torch.from_numpy(np.stack([first[:-1], new, np.array(self.slots_host) * step, used + new], axis=1))
+        found = np.empty((len(self.new), 4), np.int64)
+        found[:, 0] = self.new.cumsum() - self.new
+        found[:, 1] = self.new
+        found[:, 2] = self.slots * (self.cache.keys[0].stride(0) // self.cache.keys[0].stride(2))
+        found[:, 3] = self.used + self.new
+        return torch.from_numpy(found)
 
     @cached_property
     def places(self) -> Tensor:
         """int64 [T], on the host: the key's number, as in `segments`, that each new token becomes."""
         start, new, key, keys = self.segments.numpy().T
+        if self.max_len == 1:
+            return torch.from_numpy(key + keys - 1)
         return torch.from_numpy(np.arange(new.sum()) + np.repeat(key + keys - new - start, new))
 
     @cached_property
@@ -246,10 +255,10 @@ class Cached:
         """[R, 1, 1, length]: 0 where a decode step's token sees a place of its slot, minus infinity elsewhere; made once for
         all layers of one window."""
         if window not in self._hidden:
-            places = torch.arange(length, device=self.used.device)
-            seen = places <= self.used[:, None]
+            places, used = torch.arange(length, device=self.cache.device), self._put(self.used)[:, None]
+            seen = places <= used
             if window is not None:
-                seen &= places > self.used[:, None] - window
+                seen &= places > used - window
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
             self._hidden[window] = mask[:, None, None]
         return self._hidden[window]
@@ -261,8 +270,11 @@ class Cached:
     @cached_property
     def span(self) -> slice | None:
         """The slots as a slice where they are consecutive (their keys are then read without a copy)."""
-        first, count = self.slots_host[0], len(self.slots_host)
-        return slice(first, first + count) if self.slots_host == tuple(range(first, first + count)) else None
+        first, count = int(self.slots[0]), len(self.slots)
+        return slice(first, first + count) if (self.slots == np.arange(first, first + count)).all() else None
+
+    def _put(self, array: Counts) -> Tensor:
+        return torch.from_numpy(array).to(self.cache.device)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,10 @@ def rotation(rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype)
     """
     frequencies, factor = _frequencies(rope, lengths)
     angles = (positions[:, None].float() * frequencies)[:, None]
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -239,8 +239,8 @@ class Transformer(nn.Module):
     def _through(self, states: Tensor, at: Surroundings) -> Tensor:
         """Embeddings [T, hidden] through all blocks."""
         blocks: Any = self.blocks
-        if isinstance(at.context, Cached) and decode.serves(blocks, self.config, states, at.context):
-            decode.run(blocks, self.config, states, at.context, at.rotation)
+        if isinstance(at.context, Cached) and (few := decode.prepared(blocks, self.config, states, at.context)):
+            decode.run(few, self.config, states, at.context, at.rotation)
             return states
         for layer, block in enumerate(self.blocks, 1):
             if self.checkpointing and layer % self.checkpointing == 0 and torch.is_grad_enabled():

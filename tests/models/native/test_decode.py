@@ -38,7 +38,7 @@ def test_the_bits_are_those_of_the_blocks(name: str, shared: bool, monkeypatch: 
     monkeypatch.setattr(decode, "run", lambda *given: calls.append(1) or run(*given))
     at_once = steps(network, shared)
     assert len(calls) >= 5
-    monkeypatch.setattr(decode, "serves", lambda *given: False)
+    monkeypatch.setattr(decode, "prepared", lambda *given: None)
     assert all(torch.equal(one, other) for one, other in zip(at_once, steps(network, shared), strict=True))
 
 
@@ -51,7 +51,7 @@ def test_networks_of_another_form_go_block_by_block(name: str) -> None:
 @torch.no_grad()
 def test_a_first_token_sees_the_prefix_before_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block by block as in one call: each row's only token, after a prefix, has the state that it has in the whole sequence."""
-    monkeypatch.setattr(decode, "serves", lambda *given: False)
+    monkeypatch.setattr(decode, "prepared", lambda *given: None)
     network, before = tiny(name), sequences([21])[0]
     prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
     network.hidden(prefix.extend(prefix.allocate(), [before]))

@@ -129,8 +129,8 @@ def test_draws_are_the_inverse_of_the_running_sum(size: int, seed: int, uniform:
     x = torch.randn(3, size) * 3
     x[1, torch.randperm(size)[: size // 2]] = -torch.inf
     uniforms = torch.tensor([uniform, uniform / 2, 0.0], dtype=torch.float64)
-    ids, lse = logits.draw(x, uniforms)
-    assert torch.equal(lse, logits.statistics(x).lse)
+    ids, logprobs = logits.draw(x, uniforms)
+    assert torch.equal(logprobs, x.gather(-1, ids[:, None])[:, 0] - logits.statistics(x).lse)
     sums = x.double().softmax(-1).cumsum(-1)
     for row, id in enumerate(ids.tolist()):
         assert x[row, id] > -torch.inf

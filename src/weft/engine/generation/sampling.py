@@ -68,9 +68,9 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
         logits, uniforms = logits.cpu(), uniforms.cpu()
         banned = None if banned is None else Ban(banned.rows.cpu(), banned.ids.cpu())
     copies = banned is not None or limits(spec, logits.shape[-1]) or not library.serves(logits)
-    in_parts = logits.device.type == "cpu" and copies
-    size = max(1, CELLS // logits.shape[-1]) if in_parts else len(logits)
-    parts = []
+    if logits.device.type != "cpu" or not copies:
+        return _draw(logits, uniforms, spec, banned)
+    size, parts = max(1, CELLS // logits.shape[-1]), []
     for first in range(0, len(logits), size):
         rows = slice(first, first + size)
         parts.append(_draw(logits[rows], uniforms[rows], spec, None if banned is None else banned[rows]))
@@ -101,8 +101,8 @@ def _sample(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, 
     """(tokens of the softmax of `allowed`, their log-probs in that of `scores`)."""
     if not library.serves(allowed):
         return (tokens := inverse_cdf(allowed.softmax(dim=-1), uniforms)), _logprobs(scores, tokens)
-    tokens, lse = native.draw(allowed, uniforms)
-    return tokens, _at(scores, tokens) - lse if allowed is scores else _logprobs(scores, tokens)
+    tokens, logprobs = native.draw(allowed, uniforms)
+    return tokens, logprobs if allowed is scores else _logprobs(scores, tokens)
 
 
 def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:

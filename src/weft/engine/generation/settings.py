@@ -62,12 +62,11 @@ class SettingsTable:
     ) -> Drawn:
         """Tokens, log-probs and, where they are recorded, kept ids of rows of `logits` [R, V], each under its `settings` [R]
         after `done` [R] tokens."""
-        kinds = np.unique(settings).tolist()
-        if len(kinds) == 1:
-            return self._draw(logits, uniforms, kinds[0], done)
+        if (settings == settings[0]).all():
+            return self._draw(logits, uniforms, int(settings[0]), done)
         tokens, logprobs = np.zeros(len(settings), np.int64), np.zeros(len(settings))
         supports: list[tuple[int, ...]] = [()] * len(settings)
-        for kind in kinds:
+        for kind in np.unique(settings).tolist():
             rows = np.flatnonzero(settings == kind)
             where = put(rows, logits.device)
             tokens[rows], logprobs[rows], kept = self._draw(logits[where], uniforms[where], kind, done[rows])
@@ -88,8 +87,11 @@ class SettingsTable:
 
     def _banned(self, kind: int, done: npt.NDArray[np.int64], device: torch.device) -> sampling.Ban | None:
         """The ends that rows with too few tokens may not come to."""
-        early, ends = done < self.least[kind], np.flatnonzero(self.is_stop[kind])
-        return sampling.Ban(put(early, device), put(ends, device)) if early.any() and len(ends) else None
+        early = done < self.least[kind]
+        if not early.any():
+            return None
+        ends = np.flatnonzero(self.is_stop[kind])
+        return sampling.Ban(put(early, device), put(ends, device)) if len(ends) else None
 
     def _add(self, spec: GenerationSpec) -> int:
         stops = np.zeros((1, self._vocab), bool)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,57 +65,74 @@ def fits(config: TransformerConfig) -> bool:
     return plain and normed and gated and config.attention_softcap is None and config.head_dim <= attention.MOST_DIM
 
 
-def serves(blocks: Sequence[Block], config: TransformerConfig, states: Tensor, context: Cached) -> bool:
-    """Whether the kernel takes this pass: few new tokens of cached sequences, without gradients."""
+@dataclass(frozen=True)
+class Prepared:
+    """Blocks as the kernel reads them over one cache, and where their parameters lie."""
+
+    blocks: ctypes.Array[_Block]
+    parameters: list[Tensor]
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], cache: KVCache) -> Prepared:
+        made, found = (_Block * len(blocks))(), []
+        for at, block in enumerate(blocks):
+            parameters, scores = _parameters(block), block.attention.scores
+            stored = cache.keys[block.layer], cache.values[block.layer]
+            made[at] = _Block(_Pointers(*map(_at, parameters)), *map(_at, stored), scores.scale, scores.window or 0)
+            found += [x for x in parameters if x is not None]
+        return cls(made, found, [x.data_ptr() for x in found])
+
+    @property
+    def holds(self) -> bool:
+        """Whether the parameters lie where they lay."""
+        return [x.data_ptr() for x in self.parameters] == self.addresses
+
+
+def prepared(blocks: Sequence[Block], config: TransformerConfig, states: Tensor, context: Cached) -> Prepared | None:
+    """The blocks, where the kernel takes this pass: few new tokens of cached sequences, without gradients. They are prepared
+    once for a cache, and again where parameters have moved, or the cache has, which then forgets them."""
+    cache = context.cache
     few = len(states) <= MOST_ROWS and not torch.is_grad_enabled() and library.serves(states)
-    few = few and context.cache.dtype == states.dtype
-    if not few or not fits(config):
-        return False
-    return all(_plain(layer) for block in blocks for layer in _linear(block))
+    if not few or cache.dtype != states.dtype:
+        return None
+    if cache.prepared is None or not cache.prepared.holds:
+        plain = fits(config) and all(_plain(layer) for block in blocks for layer in _linear(block))
+        cache.prepared = Prepared.of(blocks, cache) if plain else None
+    return cache.prepared
 
 
 def run(
-    blocks: Sequence[Block], config: TransformerConfig, states: Tensor, context: Cached,
-    rotation: tuple[Tensor, Tensor] | None,
-) -> None:  # fmt: skip
+    blocks: Prepared, config: TransformerConfig, states: Tensor, context: Cached, rotation: tuple[Tensor, Tensor] | None
+) -> None:
     """Take `states` [T, hidden] through the blocks, in their place."""
-    given = [_block(block, context) for block in blocks]
     prefixes = [_prefix(prefix, rows) for prefix, rows in context.continued]
     cos, sin = (None, None) if rotation is None else (angle.contiguous() for angle in rotation)
     step = _Step(
         states=states.data_ptr(), cos=_at(cos), sin=_at(sin), segments=_at(context.segments), places=_at(context.places),
-        rows=len(states), count=len(context.segments), blocks=len(given), hidden=config.hidden_size,
+        rows=len(states), count=len(context.segments), blocks=len(blocks.blocks), hidden=config.hidden_size,
         heads=config.num_heads, kv=config.num_kv_heads, dim=config.head_dim, inner=config.intermediate_size,
         half=0 if cos is None else cos.shape[-1], room=context.cache.capacity, threads=torch.get_num_threads(),
         eps=config.norm_eps, offset=0.0 if config.norm == "rms" else 1.0,
         prefixes=(_Prefix * len(prefixes))(*prefixes), shared=len(prefixes),
     )  # fmt: skip
-    library.call("weft_decode", (_Block * len(given))(*given), step)
+    library.call("weft_decode", blocks.blocks, step)
 
 
 def _linear(block: Block) -> list[Any]:
-    """The layers that `LINEAR` names; by the modules' own tables, since each step asks for them all."""
-    attend, mlp = block._modules["attention"], block._modules["mlp"]
-    assert attend is not None and mlp is not None
-    return [(attend if name in "qkvo" else mlp)._modules[name] for name in LINEAR]
+    """The layers that `LINEAR` names."""
+    return [getattr(block.attention if name in "qkvo" else block.mlp, name) for name in LINEAR]
 
 
 def _plain(layer: Any) -> bool:
-    if not isinstance(layer, nn.Linear):
-        return False
-    weight: Any = layer._parameters["weight"]
-    return bool(weight.is_contiguous()) and weight.dtype == torch.float32
+    return isinstance(layer, nn.Linear) and layer.weight.is_contiguous() and layer.weight.dtype == torch.float32
 
 
-def _block(block: Block, context: Cached) -> _Block:
-    attend: Any = block._modules["attention"]
-    norms = [(block if name in block._modules else attend)._modules.get(name) for name in NORMS]
-    named = [(norm, "weight") for norm in norms]
-    named += [(layer, name) for layer in _linear(block) for name in ("weight", "bias")]
-    pointers = [None if module is None else _at(module._parameters[name]) for module, name in named]
-    keys, values = context.cache.keys[block.layer], context.cache.values[block.layer]
-    scores = attend.scores
-    return _Block(_Pointers(*pointers), _at(keys), _at(values), scores.scale, scores.window or 0)
+def _parameters(block: Block) -> list[Tensor | None]:
+    """Weights of the norms, then weight and bias of each layer."""
+    norms = [getattr(block if name in block._modules else block.attention, name, None) for name in NORMS]
+    layers = [x for layer in _linear(block) for x in (layer.weight, layer.bias)]
+    return [None if norm is None else norm.weight for norm in norms] + layers
 
 
 def _prefix(prefix: KVCache, rows: Tensor) -> _Prefix:

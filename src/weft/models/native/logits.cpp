@@ -65,10 +65,9 @@ extern "C" void weft_statistics(
 }
 
 // For each row of x [rows, size] the first id whose running sum of exp(x), in the order of the ids and in float64, exceeds
-// uniforms[row] times the sum of all; and
-// lse. Where rounding leaves none, the last id that is possible.
+// uniforms[row] times the sum of all, and its log-prob. Where rounding leaves none, the last id that is possible.
 extern "C" void weft_draw(
-    const float *x, const double *uniforms, long *ids, float *lse, long rows, long size, long threads) {
+    const float *x, const double *uniforms, long *ids, float *logprobs, long rows, long size, long threads) {
 #pragma omp parallel for schedule(dynamic) num_threads((int)threads)
   for (long r = 0; r < rows; r++) {
     const float *row = x + r * size, most = highest(row, size);
@@ -80,7 +79,6 @@ extern "C" void weft_draw(
       parts[b] = sums_of(row + b * BLOCK, count, most, false).total;
       total += parts[b];
     }
-    lse[r] = (float)(most + log(total));
     const double target = uniforms[r] * total;
     long block = 0, last = 0;
     for (; block < blocks; block++) {
@@ -98,6 +96,7 @@ extern "C" void weft_draw(
       if (before > target && p > 0.f) break;
     }
     ids[r] = id < end ? id : possible;
+    logprobs[r] = row[ids[r]] - (float)(most + log(total));
   }
 }
 
