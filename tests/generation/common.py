@@ -92,9 +92,9 @@ class Spy:
     def reads_pages(self) -> bool:
         return self.network.reads_pages
 
-    def hidden(self, x: Packed) -> Tensor:
+    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
         self.passes.append(len(x.tokens))
-        return self.network.hidden(x)
+        return self.network.hidden(x, rows)
 
     def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
         return self.network.next_token_logits(hidden_rows)

@@ -11,13 +11,14 @@ import numpy.typing as npt
 @dataclass(frozen=True)
 class Cost:
     """`products`: parameters that a token meets in matrix products (experts it is routed to; the embedding look-up is none),
-    of which `head` only where an output is asked for; `attention`: layers x heads x head size. `backward` is how much a
-    backward pass costs in forward passes: 2, or 1 where most weights are frozen and need no gradient."""
+    of which `late` ones only where an output is asked for (the head, and what follows attention in the last layer);
+    `attention`: layers x heads x head size. `backward` is how much a backward pass costs in forward passes: 2, or 1 where most
+    weights are frozen and need no gradient."""
 
     products: int
     attention: int
     backward: int = 2
-    head: int = 0
+    late: int = 0
 
     def training(self, lengths: npt.NDArray[np.int64], *, rows: float | None = None, across: float = 0.0) -> float:
         """Operations of one forward and backward pass over segments of these lengths; recomputation is not counted.
@@ -28,7 +29,7 @@ class Cost:
         """
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum()) + across
-        products = self.products * tokens - self.head * (0.0 if rows is None else tokens - rows)
+        products = self.products * tokens - self.late * (0.0 if rows is None else tokens - rows)
         return (1 + self.backward) * (2.0 * products + 4.0 * self.attention * pairs)
 
     @property

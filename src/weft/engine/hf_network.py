@@ -94,8 +94,12 @@ class HFNetwork(nn.Module):
         """Where its attention modules call weft's attention, which reads them."""
         return self._caches
 
-    def hidden(self, x: Packed) -> Tensor:
-        """Hidden states [T, hidden] as the head reads them."""
+    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+        """Hidden states [T, hidden] as the head reads them; or those of `rows`, int64 [N], alone."""
+        states = self._states(x)
+        return states if rows is None else states[rows]
+
+    def _states(self, x: Packed) -> Tensor:
         if isinstance(x.attention, Cached) and not self._caches:
             return self._again(x, x.attention)
         if self._callers:

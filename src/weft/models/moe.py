@@ -44,6 +44,8 @@ class MoE(nn.Module):
         )
 
     def forward(self, x: Tensor, noise: TokenNoise | None, balance: Balance | None = None) -> Tensor:
+        if not len(x):
+            return x
         logits = linear(x, self.router.weight)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
         weights, chosen = probabilities.topk(self.top_k, dim=-1)

@@ -3,7 +3,8 @@
     Transformer(config, head: "lm" | "value" | "score", pooling: "last" | "mean" = "last")
     network(x: Packed, want: frozenset[Output], temperature=1.0, support=None) -> {output: float32 array}
         [N] logprobs, entropy, top1 (lm), [N] values (value), [S] scores (score)
-    network.hidden(x) -> [T, hidden] after the last norm;  network.next_token_logits(hidden_rows [R, hidden]) -> [R, V] float32
+    network.hidden(x) -> [T, hidden] after the last norm, or [N, hidden] with hidden(x, rows)
+    network.next_token_logits(hidden_rows [R, hidden]) -> [R, V] float32
     Transformer.empty(config, head, device=, dtype=) makes it without filling the weights
     network.checkpointing = n recomputes every n-th block in the backward pass; 0 none
 
@@ -17,7 +18,8 @@ where tied: the embedding's matrix serves), `score.weight` [1, hidden] (value an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -51,12 +53,26 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 @dataclass(frozen=True)
 class Surroundings:
     """What every block of one pass reads: who attends to whom, the rotation of each token, the noise of dropout; and where
-    experts tell how they are used."""
+    experts tell how they are used. Of the last block the states of `rows`, int64 [N], may be all that is wanted."""
 
     context: AttentionContext
     rotation: tuple[Tensor, Tensor] | None
     noise: TokenNoise | None
     balance: Balance | None = None
+    rows: Tensor | None = None
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """x [T, ...] at the tokens whose states are wanted."""
+        return _at(x, self.rows)
+
+    @cached_property
+    def late_noise(self) -> TokenNoise | None:
+        """The noise of the tokens whose states are wanted."""
+        return self.noise if self.noise is None or self.rows is None else self.noise.select(self.rows)
+
+
+def _at(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
 def apply(layer: nn.Linear | Adapted, x: Tensor, noise: TokenNoise | None) -> Tensor:
@@ -119,7 +135,7 @@ class Attention(nn.Module):
             qk = rope.rotate(qk, *at.rotation)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         mixed = attend(q, k, v, at.context, self.scores, self.layer, at.noise).flatten(1)
-        return apply(self.o, mixed, at.noise)
+        return apply(self.o, at.wanted(mixed), at.late_noise)
 
     def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
         """[T, n, head_dim], each head by itself or all as one."""
@@ -160,31 +176,35 @@ class Block(nn.Module):
             self.norm1_post, self.norm2_post = Norm(config), Norm(config)
 
     def forward(self, x: Tensor, at: Surroundings) -> Tensor:
+        """x [T, hidden] -> [T, hidden], or [N, hidden] of the `rows` that are wanted: the others give their keys and values."""
         if self.parallel:
-            return x + self._attend(self.norm1(x), at) + self._feed(self.norm2(x), at)
+            own = at.wanted(x)
+            return own + self._attend(self.norm1(x), at) + self._feed(self.norm2(own), at)
         match self.placement:
             case "pre":
-                x = x + self._attend(self.norm1(x), at)
+                x = at.wanted(x) + self._attend(self.norm1(x), at)
                 return x + self._feed(self.norm2(x), at)
             case "post":
-                x = x + self.norm1_post(self._attend(x, at))
+                x = at.wanted(x) + self.norm1_post(self._attend(x, at))
                 return x + self.norm2_post(self._feed(x, at))
             case "both":
-                x = x + self.norm1_post(self._attend(self.norm1(x), at))
+                x = at.wanted(x) + self.norm1_post(self._attend(self.norm1(x), at))
                 return x + self.norm2_post(self._feed(self.norm2(x), at))
             case "after":
-                x = self.norm1(x + self._attend(x, at))
+                x = self.norm1(at.wanted(x) + self._attend(x, at))
                 return self.norm2(x + self._feed(x, at))
 
     def _attend(self, x: Tensor, at: Surroundings) -> Tensor:
         return self._drop(self.attention(x, at), at, dropout.ATTENTION_OUT)
 
     def _feed(self, x: Tensor, at: Surroundings) -> Tensor:
-        fed = self.mlp(x, at.noise, at.balance) if isinstance(self.mlp, MoE) else self.mlp(x, at.noise)
+        noise = at.late_noise
+        fed = self.mlp(x, noise, at.balance) if isinstance(self.mlp, MoE) else self.mlp(x, noise)
         return self._drop(fed, at, dropout.MLP_OUT)
 
     def _drop(self, x: Tensor, at: Surroundings, place: int) -> Tensor:
-        return x if at.noise is None else at.noise.drop(x, self.dropout, dropout.site(self.layer, place))
+        noise = at.late_noise
+        return x if noise is None else noise.drop(x, self.dropout, dropout.site(self.layer, place))
 
 
 class Transformer(nn.Module):
@@ -217,8 +237,8 @@ class Transformer(nn.Module):
             network = cls(config, head, pooling)
         return network.to(dtype).to_empty(device=device)
 
-    def hidden(self, x: Packed) -> Tensor:
-        """Hidden states [T, width] after the last norm, as the head reads them."""
+    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+        """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`, int64 [N], alone."""
         config = self.config
         states = self.embed(x.tokens)
         if config.embed_scale is not None:
@@ -231,23 +251,27 @@ class Transformer(nn.Module):
         noise = None if x.noise is None else TokenNoise.spread(x.noise, x.attention.dense.lengths, x.positions)
         if noise is not None:
             states = noise.drop(states, config.embed_dropout, dropout.EMBEDDING)
-        states = self._through(states, Surroundings(x.attention, self._rotation(x, states.dtype), noise, x.balance))
+        at = Surroundings(x.attention, self._rotation(x, states.dtype), noise, x.balance)
+        states = self._through(states, at, rows)
         if config.final_norm:
             states = self.norm(states)
         return self.embed_out(states) if width != config.hidden_size else states
 
-    def _through(self, states: Tensor, at: Surroundings) -> Tensor:
-        """Embeddings [T, hidden] through all blocks."""
+    def _through(self, states: Tensor, at: Surroundings, rows: Tensor | None) -> Tensor:
+        """Embeddings [T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`."""
         blocks: Any = self.blocks
+        # What others than `rows` do in the last block nobody sees but the balance of its experts.
+        last = at if at.balance is not None else replace(at, rows=rows)
         if isinstance(at.context, Cached) and (few := decode.prepared(blocks, self.config, states, at.context)):
             decode.run(few, self.config, states, at.context, at.rotation)
-            return states
+            return _at(states, rows)
         for layer, block in enumerate(self.blocks, 1):
+            around = last if layer == len(self.blocks) else at
             if self.checkpointing and layer % self.checkpointing == 0 and torch.is_grad_enabled():
-                states = checkpoint(block, states, at, use_reentrant=False, preserve_rng_state=False)
+                states = checkpoint(block, states, around, use_reentrant=False, preserve_rng_state=False)
             else:
-                states = block(states, at)
-        return states
+                states = block(states, around)
+        return states if last.rows is rows else _at(states, rows)
 
     def shares_prefixes(self, longest: int) -> bool:
         """Whether a prompt that several sequences go on from is computed once, where none has more than `longest` tokens.
@@ -305,13 +329,14 @@ class Transformer(nn.Module):
         if not want <= OUTPUTS[self.kind]:
             lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
-        states = self.hidden(x)
-        if self.kind == "value":
-            return {"values": heads.row_values(states[x.rows], self.score.weight)}
-        if self.kind == "score":
-            return {"scores": heads.sequence_scores(states, self.score.weight, x.attention, self.pooling)}
+        if self.kind == "score" and self.pooling == "mean":
+            return {"scores": heads.sequence_scores(self.hidden(x), self.score.weight, x.attention, self.pooling)}
+        states = self.hidden(x, x.attention.last if self.kind == "score" else x.rows)
+        if self.kind != "lm":
+            name: Output = "scores" if self.kind == "score" else "values"
+            return {name: heads.row_values(states, self.score.weight)}
         return heads.token_outputs(
-            states[x.rows],
+            states,
             x.labels,
             self.projection,
             want,

@@ -48,7 +48,7 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     common.check_tokenizer(spec, config)
     tied = spec.head == "lm" and module.config.tie_word_embeddings
     matrices, head = common.products(module, embedding, tied=tied), trial.head.layer.weight.numel()
-    cost = Cost(matrices, _attention(config), backward=1 if spec.has_adapters else 2, head=head)
+    cost = Cost(matrices, _attention(config), backward=1 if spec.has_adapters else 2, late=head)
     module.requires_grad_(spec.trained)
     if spec.has_adapters:
         hf_lora.attach(module, spec.lora, seed=spec.seed)

@@ -141,8 +141,10 @@ def _cost(network: Transformer, *, frozen: bool) -> Cost:
     idle = 0 if config.experts is None else experts - experts * config.experts.top_k // config.experts.num
     matrices = common.products(network, network.embed, tied=config.tied and network.kind == "lm") - idle
     head = network.projection.weight.numel() if network.kind == "lm" else network.score.weight.numel()
-    attention = config.num_layers * config.num_heads * config.head_dim
-    return Cost(matrices, attention, backward=1 if frozen else 2, head=head)
+    attention, last = config.num_layers * config.num_heads * config.head_dim, cast(Block, network.blocks[-1])
+    after = (last.attention.o,) if config.has_experts(config.num_layers - 1) else (last.attention.o, last.mlp)
+    late: int = head + sum(p.numel() for module in after for p in module.parameters() if p.dim() >= 2)
+    return Cost(matrices, attention, backward=1 if frozen else 2, late=late)
 
 
 def _save(

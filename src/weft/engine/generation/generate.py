@@ -61,7 +61,7 @@ class Decoder(Protocol):
         """Whether keys and values are read by weft's attention, so that they may lie in pages."""
         ...
 
-    def hidden(self, x: Packed) -> Tensor: ...
+    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...
     def next_token_logits(self, hidden_rows: Tensor) -> Tensor: ...
     def parameters(self) -> Iterator[Tensor]: ...
     def train(self, mode: bool = True) -> object: ...
@@ -237,7 +237,7 @@ class BatchGenerator:
         cache = self._held[holder]
         tokens = torch.zeros(max(count, self._least_rows), dtype=torch.int64)
         tokens[:count] = torch.tensor(fill.tokens[chunk.start : chunk.stop])
-        states = self._network.hidden(cache.extend([0], [tokens]))[count - 1 : count]
+        states = self._network.hidden(cache.extend([0], [tokens]), torch.tensor([count - 1], device=self._device))
         cache.truncate(0, chunk.stop)
         return states
 
@@ -253,7 +253,7 @@ class BatchGenerator:
         tokens[-1] = torch.nn.functional.pad(tokens[-1], (0, missing))
         packed = cache.extend(slots, tokens)
         ends = torch.tensor(lengths, device=self._device).cumsum(0) - 1
-        last = self._network.hidden(packed)[ends]
+        last = self._network.hidden(packed, ends)
         if missing:
             cache.truncate(slots[-1], lengths[-1])
         return slots, last
