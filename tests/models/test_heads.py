@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from weft.algorithms.base import Output
 from weft.errors import ConfigError
 from weft.models import heads
-from weft.models.heads import Projection, Support, token_outputs
+from weft.models.heads import Gradient, Projection, Support, token_outputs
 from weft.models.packed import pack
 
 from .common import sequences, tiny
@@ -166,11 +168,13 @@ def test_the_sampler_sees_the_same_logits() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_gradient_known_before_spares_the_logits(
-    softcap: float | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # weft's kernels, torch's
+def test_a_gradient_known_by_row_spares_the_logits(
+    softcap: float | None, temperature: float, with_entropy: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hidden, weight, bias, labels = inputs()
-    projection, scale = Projection(weight, bias, softcap), torch.linspace(-0.5, 2.0, N, dtype=torch.float64)
+    hidden, weight, bias, labels = inputs(dtype)
+    projection, scale = Projection(weight, bias, softcap), torch.linspace(-0.5, 2.0, N, dtype=dtype)
     calls = 0
     project = heads._project
 
@@ -181,16 +185,26 @@ def test_a_gradient_known_before_spares_the_logits(
 
     monkeypatch.setattr(heads, "_project", watch)
 
-    def gradients(by_logprob: Tensor | None, given: Tensor) -> tuple[Tensor, ...]:
-        out = token_outputs(
-            hidden, labels, projection, ALL, temperature=temperature, chunk=3, by_logprob=by_logprob
-        )  # fmt: skip
-        return torch.autograd.grad((out["logprobs"] * given).sum(), [hidden, weight, bias])
+    def loss(out: Mapping[Output, Tensor]) -> Tensor:
+        """Each row's gradient depends on its own outputs."""
+        value = (scale * out["logprobs"].exp()).sum()
+        return value + (scale * out["entropy"].square()).sum() if with_entropy else value
 
-    plain = gradients(None, scale)
+    def known(out: Mapping[Output, Tensor]) -> dict[Output, Tensor]:
+        with torch.enable_grad():
+            free = {key: value.detach().requires_grad_() for key, value in out.items()}
+            made = torch.autograd.grad(loss(free), list(free.values()), allow_unused=True)
+        return {key: by for key, by in zip(free, made, strict=True) if by is not None}
+
+    def gradients(gradient: Gradient | None) -> tuple[Tensor, ...]:
+        out = token_outputs(hidden, labels, projection, ALL, temperature=temperature, chunk=3, gradient=gradient)
+        return torch.autograd.grad(loss(out), [hidden, weight, bias])
+
+    plain = gradients(None)
     assert calls == 6
-    for one, other in zip(gradients(scale, scale), plain, strict=True):
+    for one, other in zip(gradients(known), plain, strict=True):
         assert_close(one, other)
     assert calls == 9
-    for one, other in zip(gradients(2 * scale, scale), plain, strict=True):  # a wrong guess costs time alone
+    wrong: Gradient = lambda out: {"logprobs": 2 * scale}  # noqa: E731  costs time alone
+    for one, other in zip(gradients(wrong), plain, strict=True):
         assert_close(one, other)

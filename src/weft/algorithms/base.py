@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import array_api_compat
 import numpy as np
@@ -94,7 +94,12 @@ class Loss(Protocol):
 
     outputs: frozenset[Output]
     unit: Literal["sequence", "group"]  # group: needs all completions of an id together
-    linear: ClassVar[bool] = False  # in the log-probs: its gradient by them is known before they are
+
+    @property
+    def by_row(self) -> bool:
+        """Whether the gradient by a row's log-prob and entropy depends on no other row's outputs: it can then be made as soon
+        as they are known."""
+        return False
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Sums over the ids of a `SequenceSample` that `__call__` divides by; additive over ids, from data alone."""

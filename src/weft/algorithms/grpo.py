@@ -88,6 +88,10 @@ class GRPOLoss(Loss):
     def clip(self) -> Clip:
         return Clip(self.eps_clip, self.eps_clip_high, self.dual_clip)
 
+    @property
+    def by_row(self) -> bool:
+        return self.importance_level == "token"
+
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """`tokens`: trained tokens; `sequences`: completions with any; `completions`: all."""
         rows = trained_rows(minibatch)

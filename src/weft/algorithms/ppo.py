@@ -140,6 +140,7 @@ class PPOActorLoss(Loss):
 
     outputs = frozenset({"logprobs", "entropy"})
     unit = "sequence"
+    by_row = True
 
     def __post_init__(self) -> None:
         _ = self.clip  # checks the bounds

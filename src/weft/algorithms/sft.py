@@ -36,7 +36,7 @@ class SFTLoss(Loss):
 
     outputs = frozenset({"logprobs", "top1"})
     unit = "sequence"
-    linear = True
+    by_row = True
 
     def __post_init__(self) -> None:
         if self.average not in AVERAGES:

@@ -78,7 +78,7 @@ class HFNetwork(nn.Module):
             rows = states[x.rows] * self._head[0].scale
             projection = self._head[0].projection
             return heads.token_outputs(
-                rows, x.labels, projection, want, temperature=temperature, support=support, by_logprob=x.by_logprob
+                rows, x.labels, projection, want, temperature=temperature, support=support, gradient=x.gradient
             )
         bias = 0.0 if layer.bias is None else layer.bias.float()
         if self.kind == "value":

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from weft.engine.rows import Places, SampleRows, pack, support_of
 from weft.errors import RunError
 from weft.models.balance import Balance
 from weft.models.dropout import Noise
+from weft.models.heads import Gradient
 
 Veto = Callable[[Mapping[str, float]], str | None]
 Want = frozenset[Output]
@@ -45,7 +46,7 @@ class Pass:
     noise: tuple[int, int] | None = None  # (seed, step)
     balance: Balance | None = None  # filled on the way
     trained_only: bool = False
-    by_logprob: Tensor | None = None  # [N]: the gradient of each row's log-prob, where it is known
+    gradient: Gradient | None = None  # of the outputs, where each row's depends on its own alone
 
 
 class Shares(Protocol):
@@ -76,17 +77,31 @@ def compute(
         # What was sampled is joined where the generator joined it: its log-probs then come out with the same rounding.
         sampled = "logprobs" in part.data
         places = places.sharing(least=STRIDE + 1, spared=LEAST_SPARED) if sampled else places.sharing()
-    packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance, by_logprob=how.by_logprob)
+    packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance, gradient=how.gradient)
     if how.noise is not None:
         packed = replace(packed, noise=Noise.of(*how.noise, microbatches.sequence_keys(part), device))
     support, counts = support_of(part, device), counting_rows(part, places, how)
     if counts.all() or "scores" in how.want:
         return places, network(packed, how.want, how.temperature, support)
     rows = torch.from_numpy(np.flatnonzero(counts)).to(device)
-    known = None if packed.by_logprob is None else packed.by_logprob[rows]
-    packed = replace(packed, rows=packed.rows[rows], labels=packed.labels[rows], by_logprob=known)
+    gradient = None if how.gradient is None else _at_rows(how.gradient, rows, len(counts))
+    packed = replace(packed, rows=packed.rows[rows], labels=packed.labels[rows], gradient=gradient)
     out = network(packed, how.want, how.temperature, None if support is None else support.select(rows))
-    return places, {key: value.new_zeros(len(counts)).index_copy(0, rows, value) for key, value in out.items()}
+    return places, _spread(out, rows, len(counts))
+
+
+def _spread(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
+    """Outputs of some rows among zeros."""
+    return {key: value.new_zeros(total).index_copy(0, rows, value) for key, value in out.items()}
+
+
+def _at_rows(gradient: Gradient, rows: Tensor, total: int) -> Gradient:
+    """The same for the outputs of some of the `total` rows."""
+
+    def of_some(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
+        return {key: value[rows] for key, value in gradient(_spread(out, rows, total)).items()}
+
+    return of_some
 
 
 @dataclass
@@ -156,8 +171,8 @@ class Step:
         """One micro-batch: its share of the loss, backward into the gradients."""
         noise = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
         balance = Balance(torch.from_numpy(Places.of(part).lengths).to(self.device)) if self.balance else None
-        known = self._gradient_by_logprob(part, loss, total) if loss.linear else None
-        how = Pass(loss.outputs, self.temperature, noise=noise, balance=balance, trained_only=True, by_logprob=known)
+        gradient = self._gradient(part, loss, total) if loss.by_row else None
+        how = Pass(loss.outputs, self.temperature, noise=noise, balance=balance, trained_only=True, gradient=gradient)
         places, out = compute(self.network, part, how, self.device)
         floats = next((value.dtype for value in out.values()), torch.float32)
         value, stats = loss(out, SampleRows(part, places, self.device, floats), total)
@@ -174,17 +189,20 @@ class Step:
         rows = len(places.length) if "scores" in out else np.count_nonzero(counting_rows(part, places, how))
         passes.operations.append(self.cost.training(places.segments, rows=float(rows), across=places.pairs_across))
 
-    def _gradient_by_logprob(self, part: SequenceSample, loss: Loss, total: Mapping[str, float]) -> Tensor:
-        """[N]: what a loss that is linear in the log-probs multiplies each of them by."""
+    def _gradient(self, part: SequenceSample, loss: Loss, total: Mapping[str, float]) -> Gradient:
+        """What log-probs and entropies will get."""
         floats = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
         rows = SampleRows(part, Places.of(part), self.device, floats)
-        out: dict[str, Tensor] = {
-            name: torch.zeros(rows.num_rows, dtype=floats, device=self.device) for name in loss.outputs
-        }
-        out["logprobs"].requires_grad_()
-        value, _ = loss(out, rows, total)
-        (gradient,) = torch.autograd.grad(value * self.optimizer.loss_scale, out["logprobs"])
-        return gradient
+
+        def of_outputs(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
+            with torch.enable_grad():
+                known = {key: value.detach().requires_grad_() for key, value in out.items()}
+                zeros = torch.zeros(rows.num_rows, dtype=floats, device=self.device)
+                value, _ = loss({key: known.get(key, zeros) for key in loss.outputs}, rows, total)
+                made = torch.autograd.grad(value * self.optimizer.loss_scale, list(known.values()), allow_unused=True)
+            return {key: by for key, by in zip(known, made, strict=True) if by is not None}
+
+        return of_outputs
 
     def _objection(
         self,

@@ -1,12 +1,12 @@
 """From hidden states to log-probs, entropy, top-1, values and scores, in float32 (float64 for float64 networks).
 
-The [N, vocabulary] logits never exist at once: forward and backward go through the rows in chunks and the backward pass
-computes each chunk's logits again.
+The [N, vocabulary] logits never exist at once: the pass goes through the rows in chunks. Where a row's gradient depends on its
+own outputs alone, each chunk's gradients are made while its logits are there; else the backward pass computes them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,10 @@ from weft.models.native import library
 from weft.models.native import logits as native
 from weft.models.packed import AttentionContext
 from weft.models.products import add_product, linear, product
+
+# The gradients of log-probs and entropy as a function of them, all [N], where a row's depend on its own outputs alone; those of
+# rows not computed yet are 0.
+Gradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
 # Logits held at once. On a CPU 32 MB in float32, with which its products run at full speed; an accelerator needs more rows.
 CHUNK_CELLS = {"cpu": 1 << 23}
@@ -56,17 +60,17 @@ class Projection:
 
 def token_outputs(
     hidden: Tensor, labels: Tensor, projection: Projection, want: frozenset[Output], *,
-    temperature: float = 1.0, support: Support | None = None, chunk: int | None = None, by_logprob: Tensor | None = None,
+    temperature: float = 1.0, support: Support | None = None, chunk: int | None = None, gradient: Gradient | None = None,
 ) -> dict[Output, Tensor]:  # fmt: skip
     """`want` of float32 [N] logprobs of `labels`, entropy in nats, and top1, from `hidden` [N, H] and `labels` int64 [N].
 
     All are of softmax(logits / temperature), over the support where one is given. Log-probs and entropy are differentiable in
     the hidden states and the projection; top1 (1 where the label is the likeliest id) is not. `chunk` is the number of rows
-    handled at once; by default as many as keep the logits small. `by_logprob` [N] is the gradient that the log-probs will get,
-    where it is known (a loss that is linear in them): the backward pass then need not compute the logits again.
+    handled at once; by default as many as keep the logits small. `gradient` says what log-probs and entropy will get, where
+    each row's depends on its own outputs alone: the backward pass then need not compute the logits again.
     """
     rows = chunk or chunk_rows(projection.weight.shape[0], hidden.device)
-    settings = _Settings(projection.softcap, temperature, rows, "entropy" in want, "top1" in want, support, by_logprob)
+    settings = _Settings(projection.softcap, temperature, rows, "entropy" in want, "top1" in want, support, gradient)
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
     names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
     return {name: value for name, value in zip(names, values, strict=True) if name in want}
@@ -85,7 +89,7 @@ class _Settings:
     entropy: bool
     top1: bool
     support: Support | None
-    by_logprob: Tensor | None
+    gradient: Gradient | None
 
 
 class _Gradients:
@@ -122,42 +126,79 @@ class _Gradients:
         )
 
 
+@dataclass(frozen=True)
+class _Softmax:
+    """Of some rows: logits over the temperature, and what is known of their softmax: statistics, or all log-probs."""
+
+    logits: Tensor
+    capped: Tensor
+    found: native.Statistics | None
+    logp: Tensor | None
+
+    def by_logit(
+        self, labels: Tensor, by_logprob: Tensor, by_entropy: Tensor | None, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        """(the gradient by the logits before the temperature [R, V], what to multiply its rows by [R]), in the place of what
+        was known."""
+        whole = torch.full_like(by_logprob, 1.0 / settings.temperature)
+        if self.found is not None:
+            made = self.capped.clone() if settings.softcap is not None and self.logits is self.capped else self.logits
+            native.to_gradients(made, self.found, labels, by_logprob, by_entropy)
+            return _through_cap(made, self.capped, settings), whole
+        assert self.logp is not None
+        if by_entropy is None:
+            p = self.logp.exp_()
+            p.scatter_add_(1, labels[:, None], p.new_full((len(p), 1), -1.0))
+            return _through_cap(p, self.capped, settings), -by_logprob / settings.temperature
+        p, finite = self.logp.exp(), _finite(self.logp, settings)
+        made = p * -by_logprob[:, None]
+        made.scatter_add_(1, labels[:, None], by_logprob[:, None])
+        made -= by_entropy[:, None] * p * (finite - torch.linalg.vecdot(p, finite)[:, None])
+        return _through_cap(made, self.capped, settings), whole
+
+
 class _TokenOutputs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
         kept = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = hidden.new_empty(len(labels), dtype=kept)
-        entropies = hidden.new_empty(len(labels) if settings.entropy else 0, dtype=kept)
-        top1 = hidden.new_empty(len(labels) if settings.top1 else 0, dtype=kept)
-        known = settings.by_logprob
-        gradients = None if known is None else _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        logprobs = hidden.new_zeros(len(labels), dtype=kept)
+        entropies = hidden.new_zeros(len(labels) if settings.entropy else 0, dtype=kept)
+        top1 = hidden.new_zeros(len(labels) if settings.top1 else 0, dtype=kept)
+        lse = torch.zeros_like(logprobs)
+        outputs: dict[Output, Tensor] = {"logprobs": logprobs}
+        if settings.entropy:
+            outputs["entropy"] = entropies
+        given: dict[Output, Tensor] = {}
+        total = None
+        if settings.gradient is not None and any(ctx.needs_input_grad):
+            total = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in _chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
-            logits = _tempered(capped, rows, labels, settings)
+            logits, at = _tempered(capped, rows, labels, settings), labels[rows]
+            found, logp = None, None
             if library.serves(logits):
                 found = native.statistics(logits, entropy=settings.entropy, best=settings.top1)
-                logprobs[rows] = logits.gather(1, labels[rows, None])[:, 0] - found.lse
+                lse[rows] = found.lse
+                logprobs[rows] = logits.gather(1, at[:, None])[:, 0] - found.lse
                 if found.entropy is not None:
                     entropies[rows] = found.entropy
-                if found.best is not None:
-                    top1[rows] = (found.best == labels[rows]).to(kept)
-                if gradients is not None and known is not None:
-                    by_logit = _by_native(logits, capped, found, labels[rows], known[rows], None, settings)
-                    gradients.add(rows, by_logit, torch.full_like(known[rows], 1.0 / settings.temperature))
-                continue
-            logp = torch.log_softmax(logits, dim=-1)
-            logprobs[rows] = logp.gather(1, labels[rows, None])[:, 0]
-            if settings.entropy:
-                entropies[rows] = -torch.linalg.vecdot(logp.exp(), _finite(logp, settings))
-            if settings.top1:
-                top1[rows] = (logp.argmax(-1) == labels[rows]).to(kept)
-            if gradients is not None and known is not None:
-                by_logit = _by_logit(logp.exp_(), capped, labels[rows], settings)
-                gradients.add(rows, by_logit, -known[rows] / settings.temperature)
-        ctx.save_for_backward(hidden, weight, bias, labels, entropies)
-        ctx.settings, ctx.gradients = settings, gradients
+                best = found.best
+            else:
+                logp = torch.log_softmax(logits, dim=-1)
+                logprobs[rows] = logp.gather(1, at[:, None])[:, 0]
+                if settings.entropy:
+                    entropies[rows] = -torch.linalg.vecdot(logp.exp(), _finite(logp, settings))
+                best = logp.argmax(-1) if settings.top1 else None
+            if best is not None:
+                top1[rows] = (best == at).to(kept)
+            if settings.gradient is not None and total is not None:
+                for name, value in settings.gradient(outputs).items():
+                    given.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
+                total.add(rows, *_Softmax(logits, capped, found, logp).by_logit(at, *_of(given, rows), settings))
+        ctx.save_for_backward(hidden, weight, bias, labels, lse, entropies)
+        ctx.settings, ctx.made = settings, None if total is None else (total, given)
         ctx.mark_non_differentiable(top1)
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing here
         return logprobs, entropies, top1
@@ -165,53 +206,37 @@ class _TokenOutputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        by_logprob, by_entropy = gradients[:2]
-        hidden, weight, bias, labels, entropies = ctx.saved_tensors
+        hidden, weight, bias, labels, lse, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        made: _Gradients | None = ctx.gradients
-        ctx.gradients = None  # nothing but the parameters keeps them
-        if made is not None and by_entropy is None and _same(by_logprob, settings.by_logprob):
-            return made.cast()
+        made: tuple[_Gradients, dict[Output, Tensor]] | None = ctx.made
+        ctx.made = None  # nothing but the parameters keeps them
+        if (
+            made is not None
+            and _same(gradients[0], made[1].get("logprobs"))
+            and _same(gradients[1], made[1].get("entropy"))
+        ):
+            return made[0].cast()
         total = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        by_logprob = entropies.new_zeros(len(labels)) if by_logprob is None else by_logprob
+        known: dict[Output, Tensor] = {"logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]}
+        if gradients[1] is not None:
+            known["entropy"] = gradients[1]
         for rows in _chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
             logits = _tempered(capped, rows, labels, settings)
+            found, logp = None, None
             if library.serves(logits):
-                found = native.statistics(logits, entropy=by_entropy is not None)
-                by_rows = None if by_entropy is None else by_entropy[rows]
-                by_logit = _by_native(logits, capped, found, labels[rows], by_logprob[rows], by_rows, settings)
-                total.add(rows, by_logit, torch.full_like(by_logprob[rows], 1.0 / settings.temperature))
-                continue
-            if by_entropy is None:
-                by_logit = _by_logit(torch.softmax(logits, dim=-1), capped, labels[rows], settings)
-                total.add(rows, by_logit, -by_logprob[rows] / settings.temperature)
-                continue
-            logp = torch.log_softmax(logits, dim=-1)
-            p = logp.exp()
-            by_logit = p * -by_logprob[rows, None]
-            by_logit.scatter_add_(1, labels[rows, None], by_logprob[rows, None])
-            by_logit -= by_entropy[rows, None] * p * (_finite(logp, settings) + entropies[rows, None])
-            by_logit = _through_cap(by_logit, capped, settings)
-            total.add(rows, by_logit, torch.full_like(by_logprob[rows], 1.0 / settings.temperature))
+                found = native.Statistics(lse[rows], entropies[rows] if "entropy" in known else None, None)
+            else:
+                logp = torch.log_softmax(logits, dim=-1)
+            softmax = _Softmax(logits, capped, found, logp)
+            total.add(rows, *softmax.by_logit(labels[rows], *_of(known, rows), settings))
         return total.cast()
 
 
-def _by_logit(p: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) -> Tensor:
-    """The gradient of minus each row's log-prob by its logits, in the place of `p`: p - 1 at the label."""
-    p.scatter_add_(1, labels[:, None], p.new_full((len(p), 1), -1.0))
-    return _through_cap(p, capped, settings)
-
-
-def _by_native(
-    logits: Tensor, capped: Tensor, found: native.Statistics, labels: Tensor, by_logprob: Tensor, by_entropy: Tensor | None,
-    settings: _Settings,
-) -> Tensor:  # fmt: skip
-    """The gradient by the logits before the temperature, times the temperature; in the place of `logits`."""
-    if settings.softcap is not None and logits is capped:
-        logits = capped.clone()
-    native.to_gradients(logits, found, labels, by_logprob, by_entropy)
-    return _through_cap(logits, capped, settings)
+def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor | None]:
+    """Those of the log-probs and of the entropy of some rows."""
+    by_entropy = gradients.get("entropy")
+    return gradients["logprobs"][rows], None if by_entropy is None else by_entropy[rows]
 
 
 def _through_cap(by_logit: Tensor, capped: Tensor, settings: _Settings) -> Tensor:
@@ -219,8 +244,10 @@ def _through_cap(by_logit: Tensor, capped: Tensor, settings: _Settings) -> Tenso
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether a loss that is said to be linear is; an accelerator takes it at its word, since asking would make it wait."""
-    return one is not None and other is not None and (one.device.type != "cpu" or torch.equal(one, other))
+    """Whether a gradient is what it was said to be; an accelerator takes it at its word, since asking would make it wait."""
+    if one is None or other is None:
+        return one is other
+    return one.device.type != "cpu" or torch.equal(one, other)
 
 
 def _chunks(total: int, size: int) -> list[slice]:

@@ -22,6 +22,7 @@ from weft.models.balance import Balance
 from weft.models.dropout import Noise
 
 if TYPE_CHECKING:
+    from weft.models.heads import Gradient
     from weft.models.kv_cache import KVCache
     from weft.models.paged_cache import PagePool
 
@@ -341,9 +342,7 @@ class Packed:
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
     noise: Noise | None = None  # keys of the sequences' dropout masks; without them nothing is dropped
     balance: Balance | None = None  # filled by layers with experts, where it is asked for; for `Dense` attention alone
-    by_logprob: Tensor | None = (
-        None  # [N]: the gradient that each row's log-prob will get, where it is known before the pass
-    )
+    gradient: Gradient | None = None  # of the outputs, where each row's depends on its own alone (`weft.models.heads`)
 
 
 def in_vectors(length: int, device: torch.device) -> int:

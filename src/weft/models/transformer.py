@@ -342,5 +342,5 @@ class Transformer(nn.Module):
             want,
             temperature=temperature,
             support=support,
-            by_logprob=x.by_logprob,
+            gradient=x.gradient,
         )

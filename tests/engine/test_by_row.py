@@ -1,0 +1,72 @@
+"""Losses whose gradient belongs to a row alone: the head makes it at once, and it is that of a second pass over the logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.common import Nll, batch_of, engine_of, tiny
+from weft.algorithms.base import Loss
+from weft.algorithms.grpo import GRPOLoss
+from weft.algorithms.ppo import PPOActorLoss
+from weft.algorithms.sft import SFTLoss
+from weft.data.sample import SequenceSample
+from weft.engine.spec import OptimizerSpec
+from weft.models import heads
+
+GROUPS = [(4, [5, 3]), (2, [7]), (6, [1, 4])]
+ROWS = sum(sum(lengths) for _, lengths in GROUPS)
+SGD = OptimizerSpec(type="sgd", lr=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0)
+LOSSES: dict[str, Loss] = {
+    "sft": SFTLoss(),
+    "sft by sequence": SFTLoss(average="sequence"),
+    "ppo": PPOActorLoss(),
+    "ppo, entropy": PPOActorLoss(entropy_coef=0.3, dual_clip=3.0),
+    "grpo": GRPOLoss(kl_coef=0.1, loss_type="grpo"),
+    "dapo, entropy": GRPOLoss(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.2),
+    "reinforce": GRPOLoss(surrogate="reinforce", loss_type="dr_grpo", max_completion_length=8),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("by_row"))
+
+
+def batch() -> SequenceSample:
+    random = np.random.default_rng(0)
+    keys = {name: random.normal(size=ROWS).tolist() for name in ("advantages", "ref_logprobs", "logprobs")}
+    return batch_of(GROUPS, **keys, loss_mask=(random.random(ROWS) > 0.3).astype(float).tolist())
+
+
+def trained(path: Path, loss: Loss, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], int]:
+    """Parameters after a step on two micro-batches, and how often logits were computed, two rows at a time."""
+    calls: list[int] = []
+    project = heads._project
+    with monkeypatch.context() as patch:
+        patch.setattr(heads, "_project", lambda *given: calls.append(1) or project(*given))
+        patch.setattr(heads, "chunk_rows", lambda *_: 2)
+        engine = engine_of(path, optimizer=SGD)
+        engine.max_tokens_per_microbatch = 24
+        engine.train([batch()], loss)
+    return {name: value.clone() for name, value in engine._network.state_dict().items()}, len(calls)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_step_is_that_of_a_second_pass(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = LOSSES[name]
+    assert loss.by_row
+    at_once, once = trained(path, loss, monkeypatch)
+    monkeypatch.setattr(type(loss), "by_row", False)
+    later, twice = trained(path, loss, monkeypatch)
+    assert twice == 2 * once
+    for key, value in at_once.items():
+        assert torch.equal(value, later[key]), key
+
+
+def test_others_compute_their_logits_again() -> None:
+    assert not GRPOLoss(importance_level="sequence", eps_clip=3e-4).by_row
+    assert not Nll().by_row
