@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from weft.models.products import add_product, linear, product
+from weft.models.products import add_weight_gradient, linear, product, weight_gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -36,10 +36,24 @@ def test_views_are_multiplied_as_what_they_show() -> None:
     torch.manual_seed(0)
     left, right, bias = torch.randn(9, 12).T[2:8], torch.randn(18, 5).T[:, ::2], torch.randn(10)[::2]
     assert_close(product(left, right, bias), left @ right.T + bias)
-    total = torch.randn(6, 5)
-    expected = total + left @ right.T
-    add_product(total, left, right.T)
-    assert_close(total, expected)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.float64,) * 2, (torch.float32, torch.bfloat16)]
+)
+def test_gradients_of_weights(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    torch.manual_seed(0)
+    kept, dtype = dtypes
+    total, by_out, x = (
+        torch.randn(6, 5, dtype=kept),
+        torch.randn(6, 9, dtype=dtype).T,
+        torch.randn(9, 10, dtype=dtype)[:, ::2],
+    )
+    expected = by_out.T @ x
+    assert_close(weight_gradient(by_out, x), expected)
+    whole = total + expected
+    add_weight_gradient(total, by_out, x)
+    assert_close(total, whole, check_dtype=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,7 @@ from weft.algorithms.base import Output
 from weft.models.native import library
 from weft.models.native import logits as native
 from weft.models.packed import AttentionContext
-from weft.models.products import add_product, linear, product
+from weft.models.products import add_weight_gradient, linear, product
 
 # The gradients of log-probs and entropy as a function of them, all [N], where a row's depend on its own outputs alone; those of
 # rows not computed yet are 0.
@@ -109,7 +109,7 @@ class _Gradients:
         if self._to_hidden is not None:
             self._to_hidden[rows] = (product(by_raw, weight.T) * scale[:, None]).to(hidden.dtype)
         if self._to_weight is not None:
-            add_product(self._to_weight, by_raw.T, (hidden[rows] * scale[:, None]).to(weight.dtype))
+            add_weight_gradient(self._to_weight, by_raw, (hidden[rows] * scale[:, None]).to(weight.dtype))
         if self._to_bias is not None:
             self._to_bias += scale @ by_logit
 

@@ -45,23 +45,21 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def weight_gradient(by_out: Tensor, x: Tensor) -> Tensor:
-    """by_out [T, out] transposed times x [T, in] -> [out, in]: the gradient of a weight matrix.
-
-    oneDNN multiplies a short left side with a wide right one at up to a quarter more than the other way round.
-    """
-    if by_out.shape[1] > x.shape[1] and _by_onednn(by_out, x):
-        return product(x.T, by_out.T).T.contiguous()
-    return product(by_out.T, x.T)
+    """by_out [T, out] transposed times x [T, in] -> [out, in]: the gradient of a weight matrix."""
+    return native.weight_gradient(by_out, x) if native.serves_gradient(by_out, x) else product(by_out.T, x.T)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [l, m] += left [l, n] times right [n, m], summed in the dtype of `total`."""
-    if total.dtype == left.dtype and not _by_onednn(left, right):
-        total.addmm_(left, right)
+def add_weight_gradient(total: Tensor, by_out: Tensor, x: Tensor) -> None:
+    """total [out, in] += by_out [T, out] transposed times x [T, in], summed in the dtype of `total`."""
+    if total.dtype == x.dtype and native.serves_gradient(by_out, x):
+        native.weight_gradient(by_out, x, total)
+        return
+    if total.dtype == x.dtype and not _by_onednn(by_out, x):
+        total.addmm_(by_out.T, x)
         return
     size = max(LEAST_ROWS, CELLS // total.shape[1])
-    for part, rows in zip(total.split(size), left.split(size), strict=True):
-        part += product(rows, right.T)
+    for part, columns in zip(total.split(size), by_out.split(size, dim=1), strict=True):
+        part += product(columns.T, x.T)
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:

@@ -29,6 +29,32 @@ def test_products(count: int, size: int, terms: int, biased: bool, seed: int) ->
     assert torch.equal(product.product(x[row : row + 1], weight, bias), made[row : row + 1])
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 150), st.integers(1, 700), st.integers(1, 330), st.booleans(), st.integers(0, 9))
+def test_gradients_of_weights(outputs: int, terms: int, inputs: int, adds: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    wide_by_out, wide_x = torch.randn(terms, outputs + 3), torch.randn(terms, inputs + 2)
+    by_out, x = wide_by_out[:, 1 : outputs + 1], wide_x[:, 2:]
+    total = torch.randn(outputs, inputs) if adds else None
+    expected = by_out.double().T @ x.double() + (0 if total is None else total.double())
+    made = product.weight_gradient(by_out, x, total)
+    assert total is None or made is total
+    assert_close(made.double(), expected, atol=1e-5 * terms**0.5, rtol=0)
+
+
+def test_gradients_do_not_depend_on_the_threads() -> None:
+    by_out, x = torch.randn(400, 500), torch.randn(400, 300)
+    threads = torch.get_num_threads()
+    try:
+        made = []
+        for count in (1, 2, 3, 7, 40):
+            torch.set_num_threads(count)
+            made.append(product.weight_gradient(by_out, x))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, made[0]) for one in made)
+
+
 @pytest.mark.parametrize(
     "x", [torch.ones(129, 8), torch.ones(4, 8, dtype=torch.float64), torch.ones(0, 8), torch.ones(8)]
 )
