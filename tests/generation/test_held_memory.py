@@ -74,6 +74,29 @@ def test_slots_held_are_enough_and_within_the_limits(most: int, tokens: int, tod
         assert slots.num_held * slots.capacity + sum(apart.values()) <= tokens
 
 
+def test_slots_are_as_large_as_they_will_be_where_that_is_half_the_limit() -> None:
+    slots = Slots(8, 2000, unit=16, ahead=True)
+    slots.expect(5, 150)
+    assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (5, 160)
+    slots.expect(20, 100)
+    assert all(slots.admit(key, 10) for key in "bcdef") and (slots.num_held, slots.capacity) == (8, 160)
+    for wide, ahead in (((7, 150), True), ((5, 150), False)):
+        slots = Slots(8, 2000, unit=16, ahead=ahead)
+        slots.expect(*wide)
+        assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (8, 64), "they grow by doubling"
+
+
+def test_a_batch_that_fits_is_never_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    monkeypatch.setattr(KVCache, "_reshape", lambda *given: moved.append(1))
+    with opened(build(dtype=torch.float32), GenerationSpec(max_new_tokens=90, min_new_tokens=90)) as generator:
+        if not generator._scheduler.blocks.ahead:
+            pytest.skip("weft's kernels were not compiled, and a cache is zeroed")
+        generator.submit([Request(f"p{i}", 0, [6 + i] * (3 + 20 * i)) for i in range(5)])
+        drain(generator)
+    assert not moved
+
+
 def test_a_cache_is_resized_both_ways() -> None:
     cache = KVCache(build().config, "cpu", torch.float64, slots=2, room=VECTOR)
     cache.allocate(2)

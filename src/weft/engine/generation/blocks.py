@@ -18,6 +18,10 @@ class Blocks(Protocol):
 
     least_spared: int | None  # tokens that a prefix must spare to be worth storing apart; None: none is
 
+    def expect(self, count: int, longest: int) -> None:
+        """So many sequences are here, those that wait included, and none will have more than `longest` tokens."""
+        ...
+
     def admit(self, key: Key, length: int) -> bool:
         """Give a new sequence room for `length` tokens of its own; False, and nothing changes, where there is none."""
         ...
@@ -44,7 +48,9 @@ class Slots:
     prefixes included (and up to `unit` - 1 more, so that a sequence of `max_tokens` fits, wherever its prefix ends).
 
     `num_held` slots are there: those in use and, as far as the limits allow, some for sequences to come, since each change of
-    their number copies all of them. They are taken back where something else needs the room.
+    their number copies all of them. They are taken back where something else needs the room. Where memory that nobody wrote to
+    is not taken (`ahead`), they are as large as the longest sequence will need from the start, if all then take no more than
+    half the limit.
 
     No step looks at the sequences one by one: a started sequence's length is kept as its distance from a clock.
     """
@@ -52,10 +58,13 @@ class Slots:
     FIRST = 64  # tokens of a slot at first
     FEWEST = 8  # slots at first, where that many fit
 
-    def __init__(self, max_slots: int, max_tokens: int, least_spared: int | None = None, unit: int = 1) -> None:
+    def __init__(
+        self, max_slots: int, max_tokens: int, least_spared: int | None = None, unit: int = 1, *, ahead: bool = False
+    ) -> None:
         self.max_slots, self.max_tokens, self.least_spared = max_slots, max_tokens + unit - 1, least_spared
-        self.unit = unit
+        self.unit, self.ahead = unit, ahead
         self.capacity = self.num_held = 0
+        self._expected = (0, 0)  # slots, and tokens of each
         self._clock = 0
         self._waiting: dict[Key, int] = {}  # tokens
         self._started: dict[Key, int] = {}  # tokens - clock
@@ -69,6 +78,10 @@ class Slots:
     def tokens(self) -> int:
         """Tokens that need room now; `num_held` slots have more."""
         return len(self) * self.capacity + sum(self._prefixes.values())
+
+    def expect(self, count: int, longest: int) -> None:
+        count, longest = min(count, self.max_slots), -(-longest // self.unit) * self.unit
+        self._expected = (count, longest) if self.ahead and 2 * count * longest <= self.max_tokens else (0, 0)
 
     def admit(self, key: Key, length: int) -> bool:
         if len(self) == self.max_slots or not self._fit(len(self) + 1, length):
@@ -113,7 +126,7 @@ class Slots:
     def _hold(self, count: int = 0) -> None:
         """Have `count` slots or more: twice as many where they are too few, none beyond the limits."""
         if count > self.num_held:
-            self.num_held = max(count, 2 * self.num_held, self.FEWEST)
+            self.num_held = max(count, self._expected[0] or max(2 * self.num_held, self.FEWEST))
         if self.num_held:
             room = self.max_tokens - sum(self._prefixes.values())
             self.num_held = min(self.num_held, self.max_slots, room // self.capacity)
@@ -122,7 +135,7 @@ class Slots:
         """Grow to a capacity of `length` if `count` slots of it are within the limit: to twice the capacity where that is
         within it too."""
         room = (self.max_tokens - sum(self._prefixes.values())) // count // self.unit * self.unit
-        capacity = self.capacity or min(self.FIRST, room)
+        capacity = max(self.capacity, min(self._expected[1], room)) or min(self.FIRST, room)
         if length > capacity:
             capacity = max(-(-length // self.unit) * self.unit, min(2 * capacity, room))
         if capacity > room:

@@ -95,14 +95,14 @@ class SlotCaches:
         self._network, self._device = network, device
         joins = device.type == "cpu" and network.shares_prefixes(budget.max_tokens)
         least_spared, unit = LEAST_SPARED if joins else None, in_vectors(1, device)
-        self.blocks = Slots(budget.max_sequences, budget.max_tokens, least_spared, unit)
+        self._kernels = isinstance(network, Transformer) and network.reads_only_written
+        self.blocks = Slots(budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._kernels)
         self.least_rows = LEAST_ROWS.get(device.type, 1)
 
     def new(self, room: int | None = None) -> KVCache:
         slots, room = self._size() if room is None else (1, in_vectors(room, self._device))
         dtype = next(self._network.parameters()).dtype
-        zeroed = not (isinstance(self._network, Transformer) and self._network.reads_only_written)
-        return KVCache(self._network.config, self._device, dtype, slots=slots, room=room, zeroed=zeroed)
+        return KVCache(self._network.config, self._device, dtype, slots=slots, room=room, zeroed=not self._kernels)
 
     def fit(self, cache: KVCache) -> None:
         cache.resize(*self._size())

@@ -27,6 +27,9 @@ class PageBlocks:
         self._prefixes: dict[Key, int] = {}  # tokens
         self._opening: Counter[int] = Counter()  # started sequences by clock % page at which they need a page more
 
+    def expect(self, count: int, longest: int) -> None:
+        """Pages are taken as they are written."""
+
     def admit(self, key: Key, length: int) -> bool:
         full = len(self._waiting) + len(self._started) == self.max_sequences
         if full or not self._take(self._own(length)):

@@ -102,6 +102,7 @@ class Scheduler:
         self.running: dict[tuple[str, int], Sequence] = {}
         self.prefixes: dict[int, Prefix] = {}
         self._known: dict[tuple[str, int], Sequence] = {}
+        self._longest = 0  # tokens that any of them may come to have
         self._beginnings = Beginnings(blocks.least_spared or 0)
 
     @property
@@ -122,6 +123,8 @@ class Scheduler:
             sequence.levels = self._beginnings.levels(sequence.prompt)
             self._beginnings.add(sequence.levels)
         self._known[sequence.key] = sequence
+        self._longest = max(self._longest, most)
+        self.blocks.expect(len(self._known), self._longest)
         self.waiting.append(sequence)
 
     def plan(self) -> Plan:
@@ -197,6 +200,8 @@ class Scheduler:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._known[sequence.key]
+        if not self._known:
+            self._longest = 0
         self._beginnings.remove(sequence.levels)
 
     def _drop_unused(self, keep: Container[int] = ()) -> bool:
