@@ -28,6 +28,7 @@ from weft.models.native import library
 from weft.models.native import rows as native
 from weft.models.native.decode import Prepared
 from weft.models.packed import Cached, Packed, Sharers, in_vectors
+from weft.models.rope import CHANGING
 
 
 class KVCache:
@@ -185,7 +186,7 @@ class KVCache:
 
     def _check_rotation(self, used: np.ndarray, after: np.ndarray) -> None:
         """Raises `ConfigError` where cached keys would need other rotary frequencies than they were stored with."""
-        if self._rope is None or self._rope.scaling not in ("dynamic", "longrope"):
+        if self._rope is None or self._rope.scaling not in CHANGING:
             return
         original = self._rope.values["original"]
         past = after > original if self._rope.scaling == "dynamic" else (after > original) & (used <= original)

@@ -15,6 +15,8 @@ from weft.models.config import Rope
 from weft.models.native import library
 from weft.models.native import rows as native
 
+CHANGING = ("dynamic", "longrope")  # schemes in which a position's angles depend on how long its sequence is
+
 
 def rotation(rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(cos, sin), each [T, 1, dim / 2] in `dtype`, for `positions` int64 [T].

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -239,6 +239,8 @@ class Transformer(nn.Module):
 
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
         """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`, int64 [N], alone."""
+        if isinstance(x.attention, Cached) and (few := decode.prepared(self, x, x.attention)):
+            return _at(decode.run(self, few, x, x.attention), rows)
         config = self.config
         states = self.embed(x.tokens)
         if config.embed_scale is not None:
@@ -259,12 +261,8 @@ class Transformer(nn.Module):
 
     def _through(self, states: Tensor, at: Surroundings, rows: Tensor | None) -> Tensor:
         """Embeddings [T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`."""
-        blocks: Any = self.blocks
         # What others than `rows` do in the last block nobody sees but the balance of its experts.
         last = at if at.balance is not None else replace(at, rows=rows)
-        if isinstance(at.context, Cached) and (few := decode.prepared(blocks, self.config, states, at.context)):
-            decode.run(few, self.config, states, at.context, at.rotation)
-            return _at(states, rows)
         for layer, block in enumerate(self.blocks, 1):
             around = last if layer == len(self.blocks) else at
             if self.checkpointing and layer % self.checkpointing == 0 and torch.is_grad_enabled():
@@ -281,7 +279,7 @@ class Transformer(nn.Module):
         """
         config = self.config
         whole = all(window is None or window >= longest for window in config.windows)
-        by_length = config.rope is not None and config.rope.scaling in ("dynamic", "longrope")
+        by_length = config.rope is not None and config.rope.scaling in rope.CHANGING
         mean = self.kind == "score" and self.pooling == "mean"
         device = self.embed.weight.device
         if device.type == "cpu":
@@ -306,7 +304,7 @@ class Transformer(nn.Module):
         if settings is None:
             return None
         # Only schemes that change with the length read it; to work it out the host waits for a GPU.
-        changing = settings.scaling in ("dynamic", "longrope")
+        changing = settings.scaling in rope.CHANGING
         lengths = x.attention.token_lengths if changing else x.positions
         return rope.rotation(settings, x.positions, lengths, dtype)
 

@@ -22,6 +22,7 @@ from weft.models.config import TransformerConfig
 from weft.models.kv_cache import KVCache
 from weft.models.packed import Packed, in_vectors
 from weft.models.paged_cache import PAGE, PagedCache, PagePool
+from weft.models.rope import CHANGING
 from weft.models.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Caches(Protocol):
 
 def caches_for(network: Decoder, device: torch.device, budget: Budget) -> Caches:
     config, rope = network.config, network.config.rope
-    fixed = rope is None or rope.scaling not in ("dynamic", "longrope")  # whether cached keys never change
+    fixed = rope is None or rope.scaling not in CHANGING  # whether cached keys never change
     reads = _flashes(config, device, next(network.parameters()).dtype) or flex.serves(device, config.head_dim)
     if network.reads_pages and fixed and reads:
         return PageCaches(network, device, budget)

@@ -37,6 +37,7 @@ from weft.errors import ConfigError, DataError, RunError
 from weft.models.config import TransformerConfig
 from weft.models.native import random as native
 from weft.models.packed import Packed
+from weft.models.rope import CHANGING
 from weft.models.transfer import put
 
 KV_SHARE = 0.25  # of the device's memory that keys and values may take
@@ -384,5 +385,5 @@ def default_budget(config: TransformerConfig, device: torch.device, dtype: torch
         max_sequences=SEQUENCES.get(device.type, DEFAULT_SEQUENCES),
         max_tokens=max(1, int(KV_SHARE * memory_bytes(device) / per_token)),
         max_prefill_tokens=PREFILL.get(device.type, DEFAULT_PREFILL),
-        divides=config.rope is None or config.rope.scaling not in ("dynamic", "longrope"),
+        divides=config.rope is None or config.rope.scaling not in CHANGING,
     )

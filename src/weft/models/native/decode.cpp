@@ -1,4 +1,4 @@
-// A decode step through all blocks of a network: the kernels that a block calls one by one, called in a row.
+// A decode step of a network, from tokens to the states that its head reads: the kernels that each part calls, called in a row.
 #include "kernels.h"
 #include "simd.h"
 
@@ -25,8 +25,10 @@ struct Prefix {
 };
 
 struct Step {
-  float *states;          // [rows, hidden]: embeddings, and at the end what the last block gives
-  const float *cos, *sin; // [rows, half]; null without rotation
+  float *states;                  // [rows, hidden], to be filled
+  const float *embedding, *norm;  // [vocabulary, hidden]; weight of the last norm
+  const float *cos, *sin;         // [positions, half]; null without rotation
+  const long *tokens, *positions; // [rows]
   const Segment *segments; // [count]: rows and the keys they see, their own included
   const long *places;     // [rows]: where keys and values go
   long rows, count, blocks, hidden, heads, kv, dim, inner, half, room, threads;
@@ -82,6 +84,13 @@ extern "C" void weft_decode(const Block *blocks, const Step *given) {
   const auto apply = [&](const float *x, Linear layer, float *out, long by_row, long size, long terms) {
     weft_product(x, layer.weight, layer.bias, out, by_row, s.rows, size, terms, s.threads);
   };
+  std::vector<float> cos(s.cos ? s.rows * s.half : 0), sin(cos.size());
+  for (long r = 0; r < s.rows; r++) {
+    memcpy(s.states + r * s.hidden, s.embedding + s.tokens[r] * s.hidden, 4 * s.hidden);
+    if (!s.cos) continue;
+    memcpy(&cos[r * s.half], s.cos + s.positions[r] * s.half, 4 * s.half);
+    memcpy(&sin[r * s.half], s.sin + s.positions[r] * s.half, 4 * s.half);
+  }
   for (const Block *b = blocks; b < blocks + s.blocks; b++) {
     weft_rms_norm(s.states, b->norm1, normed.data(), inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
     float *q = heads.data(), *k = q + inner, *v = k + shared;
@@ -96,7 +105,7 @@ extern "C" void weft_decode(const Block *blocks, const Step *given) {
     if (b->k_norm) norm_heads(k, b->k_norm, wide, s.kv, s);
     long by_row = wide;
     if (s.cos) {
-      weft_rotate(q, s.cos, s.sin, turned.data(), wide, s.dim, s.rows, s.heads + s.kv, s.dim, s.half, 1.0, s.threads);
+      weft_rotate(q, cos.data(), sin.data(), turned.data(), wide, s.dim, s.rows, s.heads + s.kv, s.dim, s.half, 1.0, s.threads);
       q = turned.data(), k = q + inner, by_row = turned_wide;
     }
     weft_store(k, v, b->keys, b->values, s.places, by_row, s.dim, wide, s.dim, s.rows, s.kv, s.dim, s.room, s.threads);
@@ -123,4 +132,5 @@ extern "C" void weft_decode(const Block *blocks, const Step *given) {
     apply(gated.data(), b->down, more.data(), s.hidden, s.hidden, s.inner);
     add(s.states, more.data(), s.rows * s.hidden);
   }
+  weft_rms_norm(s.states, s.norm, s.states, inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
 }

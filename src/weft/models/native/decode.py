@@ -1,4 +1,5 @@
-"""A decode step through all blocks in one call: the same kernels as block by block, in the same order, and so the same bits.
+"""A decode step in one call, from tokens to the states that the head reads: the same kernels as block by block, in the same
+order, and so the same bits.
 
 For networks of Llama's form: RMS norms before attention and MLP, a gated MLP with SiLU, no experts, no adapters.
 """
@@ -6,21 +7,21 @@ For networks of Llama's form: RMS norms before attention and MLP, a gated MLP wi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.models import rope
 from weft.models.config import TransformerConfig
 from weft.models.native import attention, library
 from weft.models.native.product import MOST_ROWS
-from weft.models.packed import Cached
+from weft.models.packed import Cached, Packed
 
 if TYPE_CHECKING:
     from weft.models.kv_cache import KVCache
-    from weft.models.transformer import Block
+    from weft.models.transformer import Block, Norm, Transformer
 
 NORMS = ("norm1", "norm2", "q_norm", "k_norm")
 LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
@@ -48,7 +49,8 @@ class _Prefix(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("states", "cos", "sin", "segments", "places")),
+        *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "segments", "places")),
         *((name, ctypes.c_long) for name in ("rows", "count", "blocks", "hidden", "heads", "kv", "dim")),
         *((name, ctypes.c_long) for name in ("inner", "half", "room", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
@@ -58,24 +60,40 @@ class _Step(ctypes.Structure):
 
 
 def fits(config: TransformerConfig) -> bool:
-    """Whether the kernel computes blocks like these."""
+    """Whether the kernel computes networks like this one."""
+    ends = (
+        config.embed_scale is None
+        and config.embed_dim is None
+        and config.learned_positions is None
+        and config.final_norm
+    )
     plain = config.placement == "pre" and not config.parallel_residual and config.experts is None
     normed = config.norm != "layer" and config.norm_weight and not config.norm_bias and config.qk_norm in (None, "head")
     gated = config.gated and config.activation == "silu"
-    return plain and normed and gated and config.attention_softcap is None and config.head_dim <= attention.MOST_DIM
+    return (
+        ends
+        and plain
+        and normed
+        and gated
+        and config.attention_softcap is None
+        and config.head_dim <= attention.MOST_DIM
+    )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
-    """Blocks as the kernel reads them over one cache, and where their parameters lie."""
+    """A network as the kernel reads it over one cache: its blocks, where its parameters lie, and the rotations of the positions
+    that were asked for so far."""
 
     blocks: ctypes.Array[_Block]
     parameters: list[Tensor]
     addresses: list[int]
+    rotations: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, blocks: Sequence[Block], cache: KVCache) -> Prepared:
-        made, found = (_Block * len(blocks))(), []
+    def of(cls, network: Transformer, cache: KVCache) -> Prepared:
+        blocks: Any = network.blocks
+        made, found = (_Block * len(blocks))(), [network.embed.weight, _weight(network.norm)]
         for at, block in enumerate(blocks):
             parameters, scores = _parameters(block), block.attention.scores
             stored = cache.keys[block.layer], cache.values[block.layer]
@@ -88,35 +106,53 @@ class Prepared:
         """Whether the parameters lie where they lay."""
         return [x.data_ptr() for x in self.parameters] == self.addresses
 
+    def rotation(self, network: Transformer, x: Packed, context: Cached) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(cos, sin, each [P, 1, half], the row of them that each token takes, int64 [T]); None without a rotation."""
+        settings = network.config.rope
+        if settings is None:
+            return None
+        if settings.scaling in rope.CHANGING:
+            cos, sin = rope.rotation(settings, x.positions, context.token_lengths, network.embed.weight.dtype)
+            return cos.contiguous(), sin.contiguous(), torch.arange(len(x.positions))
+        end = int((context.before + context.used + context.new).max())
+        if self.rotations is None or len(self.rotations[0]) < end:
+            positions = torch.arange(2 * end)
+            self.rotations = rope.rotation(settings, positions, positions, network.embed.weight.dtype)
+        return *self.rotations, x.positions
 
-def prepared(blocks: Sequence[Block], config: TransformerConfig, states: Tensor, context: Cached) -> Prepared | None:
-    """The blocks, where the kernel takes this pass: few new tokens of cached sequences, without gradients. They are prepared
-    once for a cache, and again where parameters have moved, or the cache has, which then forgets them."""
-    cache = context.cache
-    few = len(states) <= MOST_ROWS and not torch.is_grad_enabled() and library.serves(states)
-    if not few or cache.dtype != states.dtype:
+
+def prepared(network: Transformer, x: Packed, context: Cached) -> Prepared | None:
+    """The network, where the kernel takes this pass: few new tokens of cached sequences, without gradients. It is prepared once
+    for a cache, and again where parameters have moved, or the cache has, which then forgets it."""
+    cache, weight = context.cache, network.embed.weight
+    few = len(x.tokens) <= MOST_ROWS and not torch.is_grad_enabled() and library.serves(weight)
+    if not few or cache.dtype != weight.dtype:
         return None
     if cache.prepared is None or not cache.prepared.holds:
-        plain = fits(config) and all(_plain(layer) for block in blocks for layer in _linear(block))
-        cache.prepared = Prepared.of(blocks, cache) if plain else None
+        blocks: Any = network.blocks
+        layers = (layer for block in blocks for layer in _linear(block))
+        plain = fits(network.config) and weight.is_contiguous() and all(map(_plain, layers))
+        cache.prepared = Prepared.of(network, cache) if plain else None
     return cache.prepared
 
 
-def run(
-    blocks: Prepared, config: TransformerConfig, states: Tensor, context: Cached, rotation: tuple[Tensor, Tensor] | None
-) -> None:
-    """Take `states` [T, hidden] through the blocks, in their place."""
+def run(network: Transformer, at: Prepared, x: Packed, context: Cached) -> Tensor:
+    """Hidden states [T, hidden] after the last norm."""
+    config, rotation = network.config, at.rotation(network, x, context)
+    cos, sin, positions = (None, None, None) if rotation is None else rotation
     prefixes = [_prefix(prefix, rows) for prefix, rows in context.continued]
-    cos, sin = (None, None) if rotation is None else (angle.contiguous() for angle in rotation)
+    states, tokens = network.embed.weight.new_empty(len(x.tokens), config.hidden_size), x.tokens.contiguous()
     step = _Step(
-        states=states.data_ptr(), cos=_at(cos), sin=_at(sin), segments=_at(context.segments), places=_at(context.places),
-        rows=len(states), count=len(context.segments), blocks=len(blocks.blocks), hidden=config.hidden_size,
+        states=_at(states), embedding=_at(network.embed.weight), norm=_at(_weight(network.norm)), cos=_at(cos), sin=_at(sin),
+        tokens=_at(tokens), positions=_at(positions), segments=_at(context.segments), places=_at(context.places),
+        rows=len(states), count=len(context.segments), blocks=len(at.blocks), hidden=config.hidden_size,
         heads=config.num_heads, kv=config.num_kv_heads, dim=config.head_dim, inner=config.intermediate_size,
         half=0 if cos is None else cos.shape[-1], room=context.cache.capacity, threads=torch.get_num_threads(),
         eps=config.norm_eps, offset=0.0 if config.norm == "rms" else 1.0,
         prefixes=(_Prefix * len(prefixes))(*prefixes), shared=len(prefixes),
     )  # fmt: skip
-    library.call("weft_decode", blocks.blocks, step)
+    library.call("weft_decode", at.blocks, step)
+    return states
 
 
 def _linear(block: Block) -> list[Any]:
@@ -132,7 +168,12 @@ def _parameters(block: Block) -> list[Tensor | None]:
     """Weights of the norms, then weight and bias of each layer."""
     norms = [getattr(block if name in block._modules else block.attention, name, None) for name in NORMS]
     layers = [x for layer in _linear(block) for x in (layer.weight, layer.bias)]
-    return [None if norm is None else norm.weight for norm in norms] + layers
+    return [None if norm is None else _weight(norm) for norm in norms] + layers
+
+
+def _weight(norm: Norm) -> Tensor:
+    assert norm.weight is not None
+    return norm.weight
 
 
 def _prefix(prefix: KVCache, rows: Tensor) -> _Prefix:
