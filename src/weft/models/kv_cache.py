@@ -27,7 +27,7 @@ from weft.models.config import TransformerConfig
 from weft.models.native import library
 from weft.models.native import rows as native
 from weft.models.native.decode import Prepared
-from weft.models.packed import Cached, Packed, Sharers, in_vectors
+from weft.models.packed import Cached, Counts, Packed, Sharers, in_vectors
 from weft.models.rope import CHANGING
 
 
@@ -143,7 +143,7 @@ class KVCache:
         self.link(new, self._prefixes[slot])
         return new
 
-    def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
+    def extend(self, slots: Sequence[int] | Counts, tokens: Sequence[Tensor] | Tensor) -> Packed:
         """The pack that appends `tokens` (int64 [R], one a slot; or R tensors, each int64 [n >= 1]) to `slots`.
 
         Its `rows` are the last new token of each slot, its `labels` those tokens: `hidden[rows]` predicts what comes next.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from weft.engine.generation.generate import Decoder
 
 LEAST_SPARED = 256  # keys that a joined prefix must spare a CPU in a step to pay for its join; others are copied
-LEAST_ROWS = {"cpu": 4}  # a CPU adds fewer rows up by other kernels, whose sums differ in the last digit
+LEAST_ROWS = {"cpu": 4}  # torch adds fewer rows up by other kernels on a CPU, whose sums differ in the last digit
 
 
 class Cache(Protocol):
@@ -98,7 +98,7 @@ class SlotCaches:
         least_spared, unit = LEAST_SPARED if joins else None, in_vectors(1, device)
         self._kernels = isinstance(network, Transformer) and network.reads_only_written
         self.blocks = Slots(budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._kernels)
-        self.least_rows = LEAST_ROWS.get(device.type, 1)
+        self.least_rows = 1 if self._kernels else LEAST_ROWS.get(device.type, 1)
 
     def new(self, room: int | None = None) -> KVCache:
         slots, room = self._size() if room is None else (1, in_vectors(room, self._device))
@@ -113,14 +113,15 @@ class SlotCaches:
         return max(self.blocks.num_held, self.least_rows), self.blocks.capacity
 
     def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:
-        count = len(tokens)
-        fillers = cache.allocate(max(0, self.least_rows - count))
-        tokens = np.concatenate([tokens, np.zeros(len(fillers), np.int64)])
-        packed = cache.extend(range(len(tokens)), torch.from_numpy(tokens).to(self._device))
-        states = self._network.hidden(packed)[:count]
+        count, fillers = len(tokens), list[int]()
+        if count < self.least_rows:
+            fillers = cache.allocate(self.least_rows - count)
+            tokens = np.concatenate([tokens, np.zeros(len(fillers), np.int64)])
+        packed = cache.extend(np.arange(len(tokens)), torch.from_numpy(tokens).to(self._device))
+        states = self._network.hidden(packed)
         for slot in reversed(fillers):
             cache.release(slot)
-        return states
+        return states[:count] if fillers else states
 
     def moved(self) -> None:
         """Nothing here holds an address."""

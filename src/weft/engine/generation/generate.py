@@ -169,7 +169,7 @@ class BatchGenerator:
         states = [self._decode()] if len(self._rows) else []
         states += self._prefill(plan.chunks)
         self._let_go_unused()
-        events = self._draw(torch.cat(states)) if states else []
+        events = self._draw(states[0] if len(states) == 1 else torch.cat(states)) if states else []
         self._let_go_unused()
         return events
 
@@ -278,7 +278,9 @@ class BatchGenerator:
                 f"at token {done[finite.argmin()]} (weight version {self._version}); the weights have diverged"
             )
         rows.book(tokens, logprobs, self._version, supports)
-        stopped = self._settings.is_stop[settings, tokens] | self._stopped_by_text(tokens)
+        stopped = self._settings.is_stop[settings, tokens]
+        if self._stops:
+            stopped |= self._stopped_by_text(tokens)
         finish = np.where(stopped, 1, np.where(done + 1 >= rows.limit[:count], 2, 0))
         events = [
             TokenEvent(live.id, live.k, token, logprob, self._version, FINISH[end], support)
@@ -319,6 +321,8 @@ class BatchGenerator:
 
     def _let_go_unused(self, chunks: Iterable[Chunk] = ()) -> None:
         """Give back what neither the scheduler nor the `chunks` still to be computed need."""
+        if not self._held:
+            return
         in_use = {*self._scheduler.prefixes.values(), *self._scheduler.filling, *(chunk.fill for chunk in chunks)}
         self._let_go([holder for holder in self._held if holder not in in_use])
 

@@ -80,6 +80,8 @@ class Rows:
         return [self.__dict__[name] for name in COLUMNS]
 
     def _fit(self, rows: int, tokens: int) -> None:
+        if rows <= self._tokens.shape[0] and tokens <= self._tokens.shape[1]:
+            return
         for name in COLUMNS:
             old = self.__dict__[name]
             shape = [_doubled(old.shape[0], rows), *old.shape[1:]]

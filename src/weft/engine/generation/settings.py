@@ -83,7 +83,7 @@ class SettingsTable:
             if drawn.kept is not None:
                 kept = sampling.supports(drawn.kept, spec.max_support)
             supports = [tuple(ids) for ids in kept]
-        return drawn.tokens.cpu().numpy(), drawn.logprobs.double().cpu().numpy(), supports
+        return drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy().astype(np.float64), supports
 
     def _banned(self, kind: int, done: npt.NDArray[np.int64], device: torch.device) -> sampling.Ban | None:
         """The ends that rows with too few tokens may not come to."""
