@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from weft.data.sample import SequenceSample
 from weft.engine.spec import OptimizerSpec
 from weft.models import heads
 
-GROUPS = [(4, [5, 3]), (2, [7]), (6, [1, 4])]
+GROUPS = [(4, [5, 3]), (2, [7]), (200, [1, 4, 6])]  # the last prompt is computed once
 ROWS = sum(sum(lengths) for _, lengths in GROUPS)
 SGD = OptimizerSpec(type="sgd", lr=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0)
 LOSSES: dict[str, Loss] = {
@@ -43,14 +45,14 @@ def batch() -> SequenceSample:
 
 
 def trained(path: Path, loss: Loss, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], int]:
-    """Parameters after a step on two micro-batches, and how often logits were computed, two rows at a time."""
+    """Parameters after a step, and how often logits were computed, two rows at a time."""
     calls: list[int] = []
     project = heads._project
     with monkeypatch.context() as patch:
         patch.setattr(heads, "_project", lambda *given: calls.append(1) or project(*given))
         patch.setattr(heads, "chunk_rows", lambda *_: 2)
         engine = engine_of(path, optimizer=SGD)
-        engine.max_tokens_per_microbatch = 24
+        engine.max_tokens_per_microbatch = 300
         engine.train([batch()], loss)
     return {name: value.clone() for name, value in engine._network.state_dict().items()}, len(calls)
 
@@ -65,6 +67,36 @@ def test_the_step_is_that_of_a_second_pass(name: str, path: Path, monkeypatch: p
     assert twice == 2 * once
     for key, value in at_once.items():
         assert torch.equal(value, later[key]), key
+
+
+@dataclass(frozen=True)
+class Certain(Nll):
+    """Mean entropy of trained tokens: by row, and no function of the log-probs."""
+
+    outputs: ClassVar = frozenset({"logprobs", "entropy"})
+    by_row = True
+
+    def __call__(self, out: Any, batch: Any, total: Any) -> Any:
+        return (out["entropy"] * batch.mask).sum() / total["tokens"], {}
+
+
+@dataclass(frozen=True)
+class Nothing(Certain):
+    def __call__(self, out: Any, batch: Any, total: Any) -> Any:
+        return (out["entropy"].detach() * batch.mask).sum() / total["tokens"], {}
+
+
+def test_a_loss_of_the_entropy_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, _ = trained(path, Certain(), monkeypatch)
+    monkeypatch.setattr(Certain, "by_row", False)
+    later, _ = trained(path, Certain(), monkeypatch)
+    assert all(torch.equal(value, later[key]) for key, value in at_once.items())
+
+
+def test_a_loss_without_a_gradient(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = engine_of(path)._network.state_dict()
+    after, _ = trained(path, Nothing(), monkeypatch)
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
 def test_others_compute_their_logits_again() -> None:

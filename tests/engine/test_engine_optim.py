@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.models.common import tiny_config
 from weft.engine import device
+from weft.engine.backends.torch import _cost
 from weft.engine.flops import Cost
 from weft.engine.optim import FUSED, Optimizer, decayed, learning_rate
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.errors import CheckpointError, ConfigError
+from weft.models.transformer import Transformer
 
 
 def rates(spec: OptimizerSpec, schedule: Schedule) -> list[float]:
@@ -164,6 +167,22 @@ def test_cost_of_training_by_hand() -> None:
     assert Cost(10, 2).training(lengths) == 3 * (2 * 10 * 4 + 4 * 2 * (6 + 1))
     assert Cost(10, 2, backward=1).per_token == 2 * 2 * 10
     assert Cost(10, 2, late=4).training(lengths, rows=1, across=5) == 3 * (2 * (10 * 4 - 4 * 3) + 4 * 2 * (6 + 1 + 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "late"),
+    [
+        ("llama", "lm", 131 * 32 + 32 * 32 + 3 * 32 * 56),
+        ("llama", "value", 32 + 32 * 32 + 3 * 32 * 56),
+        ("mixtral", "lm", 131 * 32 + 32 * 32 + 4 * 32 + 2 * 3 * 32 * 56),
+    ],
+)
+def test_what_the_last_layer_does_for_wanted_rows_alone(name: str, head: Any, late: int) -> None:
+    """The output matrix, attention's output, and the MLP: with experts the router and the two a token is routed to."""
+    network = Transformer(tiny_config(name), head)
+    assert _cost(network, frozen=False).late == late
+    if head == "value":
+        assert _cost(Transformer(tiny_config(name), "score", "mean"), frozen=False).late == 32, "all tokens are read"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a child begins at its parent's peak on Linux alone")

@@ -257,6 +257,11 @@ def test_prompts_that_cannot_go_on_are_refused() -> None:
             generator.submit([Request("long", 0, [9] * 20)])
         with pytest.raises(DataError, match=r"'none': the prompt is empty.*tokenizer\.add_bos_token"):
             generator.submit([Request("none", 0, [])])
+        for unknown in (-1, 61, 1 << 40):
+            with pytest.raises(
+                DataError, match=rf"'odd': the prompt holds token {unknown}, and the model knows 0 to 60"
+            ):
+                generator.submit([Request("odd", 0, [5, unknown, 7])])
         assert generator.idle
 
 

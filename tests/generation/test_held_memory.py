@@ -76,14 +76,30 @@ def test_slots_held_are_enough_and_within_the_limits(most: int, tokens: int, tod
 
 def test_slots_are_as_large_as_they_will_be_where_that_is_half_the_limit() -> None:
     slots = Slots(8, 2000, unit=16, ahead=True)
-    slots.expect(5, 150)
-    assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (5, 160)
+    slots.expect(5, 110)
+    assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (5, 112)
     slots.expect(20, 100)
-    assert all(slots.admit(key, 10) for key in "bcdef") and (slots.num_held, slots.capacity) == (8, 160)
-    for wide, ahead in (((7, 150), True), ((5, 150), False)):
+    assert all(slots.admit(key, 10) for key in "bcdef") and (slots.num_held, slots.capacity) == (8, 112)
+    for longest, ahead in ((150, True), (110, False)):
         slots = Slots(8, 2000, unit=16, ahead=ahead)
-        slots.expect(*wide)
+        slots.expect(5, longest)
         assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (8, 64), "they grow by doubling"
+
+
+@pytest.mark.parametrize("longest", [100, 1900])
+def test_those_that_come_later_find_room(longest: int) -> None:
+    """One long sequence, then one more a step: as many run together as without looking ahead, and few copies are made."""
+    sizes = {}
+    for ahead in (True, False):
+        slots, held = Slots(32, 8000, unit=16, ahead=ahead), set()
+        for key in range(32):
+            slots.expect(key + 1, longest)
+            assert slots.admit(key, 5)
+            slots.start(key)
+            assert slots.advance()
+            held.add((slots.num_held, slots.capacity))
+        sizes[ahead] = len(held)
+    assert sizes[True] <= sizes[False] + 3
 
 
 def test_a_batch_that_fits_is_never_moved(monkeypatch: pytest.MonkeyPatch) -> None:

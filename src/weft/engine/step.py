@@ -199,8 +199,11 @@ class Step:
                 known = {key: value.detach().requires_grad_() for key, value in out.items()}
                 zeros = torch.zeros(rows.num_rows, dtype=floats, device=self.device)
                 value, _ = loss({key: known.get(key, zeros) for key in loss.outputs}, rows, total)
+                if not value.requires_grad:
+                    return {"logprobs": torch.zeros_like(out["logprobs"])}
                 made = torch.autograd.grad(value * self.optimizer.loss_scale, list(known.values()), allow_unused=True)
-            return {key: by for key, by in zip(known, made, strict=True) if by is not None}
+            found = {key: by for key, by in zip(known, made, strict=True) if by is not None}
+            return {"logprobs": torch.zeros_like(out["logprobs"]), **found}
 
         return of_outputs
 

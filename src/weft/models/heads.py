@@ -21,7 +21,7 @@ from weft.models.packed import AttentionContext
 from weft.models.products import add_weight_gradient, linear, product
 
 # The gradients of log-probs and entropy as a function of them, all [N], where a row's depend on its own outputs alone; those of
-# rows not computed yet are 0.
+# rows not computed yet are 0, and that of the log-probs is always there.
 Gradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
 # Logits held at once. On a CPU 32 MB in float32, with which its products run at full speed; an accelerator needs more rows.
@@ -69,8 +69,9 @@ def token_outputs(
     handled at once; by default as many as keep the logits small. `gradient` says what log-probs and entropy will get, where
     each row's depends on its own outputs alone: the backward pass then need not compute the logits again.
     """
+    known = gradient if torch.is_grad_enabled() else None
     rows = chunk or chunk_rows(projection.weight.shape[0], hidden.device)
-    settings = _Settings(projection.softcap, temperature, rows, "entropy" in want, "top1" in want, support, gradient)
+    settings = _Settings(projection.softcap, temperature, rows, "entropy" in want, "top1" in want, support, known)
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
     names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
     return {name: value for name, value in zip(names, values, strict=True) if name in want}

@@ -58,9 +58,8 @@ class KVCache:
         # Slots of the last decode step, and the prefixes they come after.
         self._sharers: tuple[bytes, tuple[Sharers, ...]] = (b"", ())
         self._rope = config.rope
-        self.prepared: Prepared | None = (
-            None  # the network's blocks over this cache, as a decode step's kernel reads them
-        )
+        # The network over this cache, as a decode step's kernel reads it.
+        self.prepared: Prepared | None = None
 
     @property
     def num_slots(self) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from tests.models.common import last_states, sequences, tiny
+from weft.engine.spec import LoRASpec
+from weft.models import lora
 from weft.models.kv_cache import KVCache
 from weft.models.native import decode
 from weft.models.transformer import Transformer
@@ -40,6 +44,63 @@ def test_the_bits_are_those_of_the_blocks(name: str, shared: bool, monkeypatch: 
     assert len(calls) >= 5
     monkeypatch.setattr(decode, "prepared", lambda *given: None)
     assert all(torch.equal(one, other) for one, other in zip(at_once, steps(network, shared), strict=True))
+
+
+def replace_parameter(network: Transformer) -> None:
+    query = network.blocks[0].attention.q
+    query.weight = torch.nn.Parameter(query.weight * 2)
+
+
+def move_parameter(network: Transformer) -> None:
+    weight = network.blocks[1].mlp.down.weight
+    weight.data = weight.data * 2
+
+
+def read_others(network: Transformer) -> None:
+    network.load_state_dict({key: value * 1.1 for key, value in network.state_dict().items()}, assign=True)
+
+
+def adapt(network: Transformer) -> None:
+    lora.attach(network, LoRASpec(r=2))
+    for name, parameter in network.named_parameters():
+        if "lora_b" in name:
+            torch.nn.init.ones_(parameter)
+
+
+@pytest.mark.parametrize("change", [replace_parameter, move_parameter, read_others, adapt])
+@torch.no_grad()
+def test_a_network_that_changed_is_prepared_again(change: Callable[[Transformer], None]) -> None:
+    network, (first, second) = tiny("llama"), sequences([9, 1])
+    cache = KVCache(network.config, "cpu", torch.float32)
+    network.hidden(cache.extend(cache.allocate(), [first]))
+    before = network.hidden(cache.extend([0], second))
+    cache.truncate(0, 9)
+    change(network)
+    kept = network.hidden(cache.extend([0], second))
+    cache.truncate(0, 9)
+    cache.prepared = None
+    assert torch.equal(kept, network.hidden(cache.extend([0], second))) and not torch.equal(kept, before)
+
+
+@torch.no_grad()
+def test_another_network_over_the_same_cache() -> None:
+    networks, (first, second) = (tiny("llama"), tiny("llama", seed=1)), sequences([9, 1])
+    cache = KVCache(networks[0].config, "cpu", torch.float32)
+    networks[0].hidden(cache.extend(cache.allocate(), [first]))
+    made = []
+    for network in networks:
+        made.append(network.hidden(cache.extend([0], second)))
+        cache.truncate(0, 9)
+    assert not torch.equal(*made)
+
+
+@pytest.mark.parametrize("token", [131, -1, 1 << 40])
+@torch.no_grad()
+def test_tokens_outside_the_vocabulary(token: int) -> None:
+    network = tiny("llama")
+    cache = KVCache(network.config, "cpu", torch.float32)
+    with pytest.raises(IndexError):
+        network.hidden(cache.extend(cache.allocate(), [torch.tensor([5, token, 6])]))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral", "gpt_neox", "olmo2"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.engine.backends import common
 from weft.engine.device import resolve_device
@@ -18,6 +18,7 @@ from weft.engine.spec import ModelSpec
 from weft.engine.torch_engine import DTYPES, Built, TorchEngine
 from weft.models import hf_io, lora, peft_io
 from weft.models.balance import balance_weight
+from weft.models.config import TransformerConfig
 from weft.models.transformer import MLP, Block, Head, Pooling, Transformer
 from weft.registry import register_backend
 from weft.topology import Layout
@@ -135,15 +136,17 @@ def _sizes(network: Transformer) -> dict[str, int]:
 
 
 def _cost(network: Transformer, *, frozen: bool) -> Cost:
-    """A token meets `top_k` of `num` experts, and every other matrix; frozen matrices get no gradient."""
-    config = network.config
-    experts = sum(p.numel() for name, p in network.named_parameters() if ".experts." in name)
-    idle = 0 if config.experts is None else experts - experts * config.experts.top_k // config.experts.num
-    matrices = common.products(network, network.embed, tied=config.tied and network.kind == "lm") - idle
-    head = network.projection.weight.numel() if network.kind == "lm" else network.score.weight.numel()
-    attention, last = config.num_layers * config.num_heads * config.head_dim, cast(Block, network.blocks[-1])
-    after = (last.attention.o,) if config.has_experts(config.num_layers - 1) else (last.attention.o, last.mlp)
-    late: int = head + sum(p.numel() for module in after for p in module.parameters() if p.dim() >= 2)
+    """A token meets `top_k` of `num` experts, and every other matrix; frozen matrices get no gradient. With a
+    balance of experts all tokens go through the last layer, more than is counted."""
+    config, last = network.config, cast(Block, network.blocks[-1])
+    matrices = common.products(network, network.embed, tied=config.tied and network.kind == "lm") - _idle(
+        network, config
+    )
+    late: int = network.projection.weight.numel() if network.kind == "lm" else network.score.weight.numel()
+    if network.pooling == "last":  # else all tokens are read
+        mlp = sum(p.numel() for p in last.mlp.parameters() if p.dim() >= 2) - _idle(last, config)
+        late += cast(int, cast(Any, last.attention.o.weight).numel()) + mlp
+    attention = config.num_layers * config.num_heads * config.head_dim
     return Cost(matrices, attention, backward=1 if frozen else 2, late=late)
 
 
@@ -161,3 +164,11 @@ def _save(
         )
         tensors = lora.merge(tensors, scales)
     hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling, family=family)
+
+
+def _idle(module: nn.Module, config: TransformerConfig) -> int:
+    """Parameters of the experts that a token is not routed to."""
+    if config.experts is None:
+        return 0
+    held = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
+    return held - held * config.experts.top_k // config.experts.num

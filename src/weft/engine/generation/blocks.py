@@ -49,8 +49,8 @@ class Slots:
 
     `num_held` slots are there: those in use and, as far as the limits allow, some for sequences to come, since each change of
     their number copies all of them. They are taken back where something else needs the room. Where memory that nobody wrote to
-    is not taken (`ahead`), they are as large as the longest sequence will need from the start, if all then take no more than
-    half the limit.
+    is not taken (`ahead`), they are as large as the longest sequence will need from the start, if `max_slots` of them take no
+    more than half the limit.
 
     No step looks at the sequences one by one: a started sequence's length is kept as its distance from a clock.
     """
@@ -80,8 +80,9 @@ class Slots:
         return len(self) * self.capacity + sum(self._prefixes.values())
 
     def expect(self, count: int, longest: int) -> None:
-        count, longest = min(count, self.max_slots), -(-longest // self.unit) * self.unit
-        self._expected = (count, longest) if self.ahead and 2 * count * longest <= self.max_tokens else (0, 0)
+        longest = -(-longest // self.unit) * self.unit
+        fits = self.ahead and 2 * self.max_slots * longest <= self.max_tokens
+        self._expected = (min(count, self.max_slots), longest) if fits else (0, 0)
 
     def admit(self, key: Key, length: int) -> bool:
         if len(self) == self.max_slots or not self._fit(len(self) + 1, length):
@@ -126,7 +127,7 @@ class Slots:
     def _hold(self, count: int = 0) -> None:
         """Have `count` slots or more: twice as many where they are too few, none beyond the limits."""
         if count > self.num_held:
-            self.num_held = max(count, self._expected[0] or max(2 * self.num_held, self.FEWEST))
+            self.num_held = max(count, 2 * self.num_held, self._expected[0] or self.FEWEST)
         if self.num_held:
             room = self.max_tokens - sum(self._prefixes.values())
             self.num_held = min(self.num_held, self.max_slots, room // self.capacity)

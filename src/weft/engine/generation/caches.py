@@ -98,7 +98,8 @@ class SlotCaches:
         least_spared, unit = LEAST_SPARED if joins else None, in_vectors(1, device)
         self._kernels = isinstance(network, Transformer) and network.reads_only_written
         self.blocks = Slots(budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._kernels)
-        self.least_rows = 1 if self._kernels else LEAST_ROWS.get(device.type, 1)
+        alone = self._kernels and network.config.experts is None  # experts' activations are torch's
+        self.least_rows = 1 if alone else LEAST_ROWS.get(device.type, 1)
 
     def new(self, room: int | None = None) -> KVCache:
         slots, room = self._size() if room is None else (1, in_vectors(room, self._device))

@@ -135,9 +135,9 @@ class BatchGenerator:
         self._caches.close()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `DataError` for a prompt that is empty or leaves no room and for `generated` that is another
-        completion's or leaves nothing to sample, `RunError` for one given twice, `ConfigError` for settings of its own that
-        cannot be."""
+        """Queue requests. Raises `DataError` for a prompt that is empty, leaves no room or has unknown ids and for `generated`
+        that is another completion's or leaves nothing to sample, `RunError` for one given twice, `ConfigError` for settings of
+        its own that cannot be."""
         for request in requests:
             settings = self._settings.index(request.sampling)
             spec = self._settings.specs[settings]
@@ -347,6 +347,11 @@ class BatchGenerator:
 
 def _limit(config: TransformerConfig, request: Request, most: int) -> int:
     """Most tokens of this completion. A table of learned positions has an end, and so has the completion there."""
+    if (worst := max(request.prompt, default=0)) >= config.vocab_size or (worst := min(request.prompt, default=0)) < 0:
+        raise DataError(
+            f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to {config.vocab_size - 1}; "
+            "use the model's own tokenizer"
+        )
     wanted = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
     if len(request.prompt) == 0:
         raise DataError(

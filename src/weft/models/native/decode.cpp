@@ -31,7 +31,7 @@ struct Step {
   const long *tokens, *positions; // [rows]
   const Segment *segments; // [count]: rows and the keys they see, their own included
   const long *places;     // [rows]: where keys and values go
-  long rows, count, blocks, hidden, heads, kv, dim, inner, half, room, threads;
+  long rows, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room, threads;
   double eps, offset; // of the norms
   const Prefix *prefixes;
   long shared;            // how many prefixes
@@ -75,8 +75,11 @@ void attend_prefix(const Prefix &p, long block, const Arguments &own, const Step
 
 } // namespace
 
-extern "C" void weft_decode(const Block *blocks, const Step *given) {
+// 0, or 1 where a token is outside the vocabulary: nothing is computed then.
+extern "C" long weft_decode(const Block *blocks, const Step *given) {
   const Step s = *given;
+  for (long r = 0; r < s.rows; r++)
+    if (s.tokens[r] < 0 || s.tokens[r] >= s.vocabulary) return 1;
   const long inner = s.heads * s.dim, shared = s.kv * s.dim, wide = inner + 2 * shared, turned_wide = inner + shared;
   std::vector<float> normed(s.rows * s.hidden), inverse(s.rows), heads(s.rows * wide), turned(s.rows * turned_wide);
   std::vector<float> mixed(s.rows * inner), lse(s.rows * s.heads), more(s.rows * s.hidden);
@@ -133,4 +136,5 @@ extern "C" void weft_decode(const Block *blocks, const Step *given) {
     add(s.states, more.data(), s.rows * s.hidden);
   }
   weft_rms_norm(s.states, s.norm, s.states, inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
+  return 0;
 }

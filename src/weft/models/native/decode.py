@@ -7,6 +7,7 @@ For networks of Llama's form: RMS norms before attention and MLP, a gated MLP wi
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("tokens", "positions", "segments", "places")),
-        *((name, ctypes.c_long) for name in ("rows", "count", "blocks", "hidden", "heads", "kv", "dim")),
+        *((name, ctypes.c_long) for name in ("rows", "count", "blocks", "vocabulary", "hidden", "heads", "kv", "dim")),
         *((name, ctypes.c_long) for name in ("inner", "half", "room", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
         ("prefixes", ctypes.POINTER(_Prefix)),
@@ -82,29 +83,31 @@ def fits(config: TransformerConfig) -> bool:
 
 @dataclass
 class Prepared:
-    """A network as the kernel reads it over one cache: its blocks, where its parameters lie, and the rotations of the positions
-    that were asked for so far."""
+    """A network as the kernel reads it over one cache: its blocks, the modules and parameters that they were, and the rotations
+    of the positions that were asked for so far."""
 
+    network: Transformer
     blocks: ctypes.Array[_Block]
-    parameters: list[Tensor]
+    modules: list[tuple[dict[str, Any], str, nn.Module]]  # where each is found, under which name
     addresses: list[int]
     rotations: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, network: Transformer, cache: KVCache) -> Prepared:
         blocks: Any = network.blocks
-        made, found = (_Block * len(blocks))(), [network.embed.weight, _weight(network.norm)]
+        made, modules = (_Block * len(blocks))(), _found(network._modules, ("embed", "norm"))
         for at, block in enumerate(blocks):
-            parameters, scores = _parameters(block), block.attention.scores
-            stored = cache.keys[block.layer], cache.values[block.layer]
-            made[at] = _Block(_Pointers(*map(_at, parameters)), *map(_at, stored), scores.scale, scores.window or 0)
-            found += [x for x in parameters if x is not None]
-        return cls(made, found, [x.data_ptr() for x in found])
+            scores, stored = block.attention.scores, (cache.keys[block.layer], cache.values[block.layer])
+            pointers = _Pointers(*map(_at, _parameters(block)))
+            made[at] = _Block(pointers, *map(_at, stored), scores.scale, scores.window or 0)
+            modules += _found(block._modules, NORMS) + _found(block.attention._modules, (*NORMS, *"qkvo"))
+            modules += _found(block.mlp._modules, LINEAR)
+        return cls(network, made, modules, _addresses(modules))
 
-    @property
-    def holds(self) -> bool:
-        """Whether the parameters lie where they lay."""
-        return [x.data_ptr() for x in self.parameters] == self.addresses
+    def holds(self, network: Transformer) -> bool:
+        """Whether it is this network, with the same modules, and their parameters lie where they lay."""
+        same = network is self.network and all(found.get(name) is module for found, name, module in self.modules)
+        return same and _addresses(self.modules) == self.addresses
 
     def rotation(self, network: Transformer, x: Packed, context: Cached) -> tuple[Tensor, Tensor, Tensor] | None:
         """(cos, sin, each [P, 1, half], the row of them that each token takes, int64 [T]); None without a rotation."""
@@ -123,12 +126,12 @@ class Prepared:
 
 def prepared(network: Transformer, x: Packed, context: Cached) -> Prepared | None:
     """The network, where the kernel takes this pass: few new tokens of cached sequences, without gradients. It is prepared once
-    for a cache, and again where parameters have moved, or the cache has, which then forgets it."""
+    for a cache, and again where modules or parameters are others or have moved, or the cache has, which then forgets it."""
     cache, weight = context.cache, network.embed.weight
     few = len(x.tokens) <= MOST_ROWS and not torch.is_grad_enabled() and library.serves(weight)
     if not few or cache.dtype != weight.dtype:
         return None
-    if cache.prepared is None or not cache.prepared.holds:
+    if cache.prepared is None or not cache.prepared.holds(network):
         blocks: Any = network.blocks
         layers = (layer for block in blocks for layer in _linear(block))
         plain = fits(network.config) and weight.is_contiguous() and all(map(_plain, layers))
@@ -137,7 +140,7 @@ def prepared(network: Transformer, x: Packed, context: Cached) -> Prepared | Non
 
 
 def run(network: Transformer, at: Prepared, x: Packed, context: Cached) -> Tensor:
-    """Hidden states [T, hidden] after the last norm."""
+    """Hidden states [T, hidden] after the last norm. Raises `IndexError` for a token outside the vocabulary."""
     config, rotation = network.config, at.rotation(network, x, context)
     cos, sin, positions = (None, None, None) if rotation is None else rotation
     prefixes = [_prefix(prefix, rows) for prefix, rows in context.continued]
@@ -145,14 +148,23 @@ def run(network: Transformer, at: Prepared, x: Packed, context: Cached) -> Tenso
     step = _Step(
         states=_at(states), embedding=_at(network.embed.weight), norm=_at(_weight(network.norm)), cos=_at(cos), sin=_at(sin),
         tokens=_at(tokens), positions=_at(positions), segments=_at(context.segments), places=_at(context.places),
-        rows=len(states), count=len(context.segments), blocks=len(at.blocks), hidden=config.hidden_size,
-        heads=config.num_heads, kv=config.num_kv_heads, dim=config.head_dim, inner=config.intermediate_size,
-        half=0 if cos is None else cos.shape[-1], room=context.cache.capacity, threads=torch.get_num_threads(),
-        eps=config.norm_eps, offset=0.0 if config.norm == "rms" else 1.0,
+        rows=len(states), count=len(context.segments), blocks=len(at.blocks), vocabulary=len(network.embed.weight),
+        hidden=config.hidden_size, heads=config.num_heads, kv=config.num_kv_heads, dim=config.head_dim,
+        inner=config.intermediate_size, half=0 if cos is None else cos.shape[-1], room=context.cache.capacity,
+        threads=torch.get_num_threads(), eps=config.norm_eps, offset=0.0 if config.norm == "rms" else 1.0,
         prefixes=(_Prefix * len(prefixes))(*prefixes), shared=len(prefixes),
     )  # fmt: skip
-    library.call("weft_decode", at.blocks, step)
+    if library.call("weft_decode", at.blocks, step):
+        raise IndexError(f"a token of {x.tokens.tolist()} is outside the vocabulary of {len(network.embed.weight)}")
     return states
+
+
+def _found(modules: dict[str, Any], names: Iterable[str]) -> list[tuple[dict[str, Any], str, nn.Module]]:
+    return [(modules, name, modules[name]) for name in names if modules.get(name) is not None]
+
+
+def _addresses(modules: list[tuple[dict[str, Any], str, nn.Module]]) -> list[int]:
+    return [x.data_ptr() for _, _, module in modules for x in module._parameters.values() if x is not None]
 
 
 def _linear(block: Block) -> list[Any]:

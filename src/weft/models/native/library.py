@@ -51,15 +51,14 @@ def serves(x: Tensor) -> bool:
     return x.is_cpu and x.dtype == torch.float32 and library() is not None
 
 
-def call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: Any) -> int:
     """A kernel on structures, or on contiguous tensors and numbers; None is a null pointer. The last argument of those on
-    tensors, the number of threads, is added here."""
+    tensors, the number of threads, is added here. What comes back means nothing but where the kernel says so."""
     kernels = library()
     assert kernels is not None
     if isinstance(arguments[-1], ctypes.Structure):
-        getattr(kernels, name)(*(ctypes.byref(one) for one in arguments))
-    else:
-        getattr(kernels, name)(*map(_as_c, arguments), ctypes.c_long(torch.get_num_threads()))
+        return int(getattr(kernels, name)(*(ctypes.byref(one) for one in arguments)))
+    return int(getattr(kernels, name)(*map(_as_c, arguments), ctypes.c_long(torch.get_num_threads())))
 
 
 def _as_c(argument: Any) -> Any:
