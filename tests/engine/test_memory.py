@@ -32,7 +32,8 @@ def test_activations_by_hand() -> None:
     layer = 4 * 8 + 2 * 8 + 2 * 4 + 2 * 16
     ends, working = 2 * 100 * 8 + 60 * 8, 100 * (3 * 8 + 4 * 16)
     assert SHAPE.kept_per_token() == layer and working > 3 * 50 * 10
-    assert estimate(SHAPE, TRAINED, [TRAIN]).activations == 4 * (ends + 4 * 100 * layer + working)
+    last = 100 * (2 * 8 + 2 * 8 + 2 * 4) + 60 * (2 * 8 + 2 * 16 + 8)
+    assert estimate(SHAPE, TRAINED, [TRAIN]).activations == 4 * (ends + 3 * 100 * layer + last + working)
     every_second = estimate(SHAPE, replace(TRAINED, recompute=2), [TRAIN])
     assert every_second.activations == 4 * (ends + 2 * 100 * layer + 2 * 100 * 8 + working + 100 * layer)
 

@@ -44,8 +44,19 @@ class NetworkShape:
         """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
         norms' results, q, k, v, attention's result, what the MLP's first matrices give, and, where it is not fused, as many
         again: the activation and the product."""
-        inner = (2 if self.gated else 1) * (1 if self.fused else 2) * self.inner
-        return 4 * self.hidden + 2 * self.query + 2 * self.key + inner + self.adapters
+        return 4 * self.hidden + 2 * self.query + 2 * self.key + self._opened + self.adapters
+
+    def last_layer(self, tokens: int, rows: int) -> int:
+        """Elements that the last layer keeps, which computes what follows attention for `rows` of its tokens alone: of those
+        attention's result once more, of the others neither the stream before the MLP nor what comes of it."""
+        return tokens * (self.kept_per_token() - 2 * self.hidden - self._opened) + rows * (
+            2 * self.hidden + self._opened + self.query
+        )
+
+    @property
+    def _opened(self) -> int:
+        """What the MLP's first matrices give of a token, as far as it is kept."""
+        return (2 if self.gated else 1) * (1 if self.fused else 2) * self.inner
 
     def working_per_token(self) -> int:
         """Elements of a token alive at once within one layer, at the widest place of its backward pass."""
@@ -139,6 +150,8 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     again = shape.layers // settings.recompute if settings.recompute else 0
     layer = work.tokens * shape.kept_per_token() * width
     kept = (shape.layers - again) * layer + again * work.tokens * shape.hidden * width
+    if not again or shape.layers % settings.recompute:
+        kept += shape.last_layer(work.tokens, work.rows) * width - layer
     chunks = TRAINING_CHUNKS - settings.in_place
     chunks += ENTROPY_CHUNKS if work.entropy and not settings.in_place else 0
     working = work.tokens * shape.working_per_token() * width + (layer if again else 0)
