@@ -120,7 +120,6 @@ def test_what_a_network_keeps_with_adapters_is_what_autograd_keeps(tmp_path: Pat
     shape = NetworkShape(facts["num_parameters"], facts["num_trainable"], **facts["sizes"])
     found = sum(value.untyped_storage().nbytes() for value in kept.values()) / 4
     expected = (shape.layers - 1) * 1000 * shape.kept_per_token() + shape.last_layer(1000, 400)
-    print(found, expected, found / expected)
     assert found == pytest.approx(expected, rel=0.03)
 
 

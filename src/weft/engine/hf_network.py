@@ -72,18 +72,20 @@ class HFNetwork(nn.Module):
             lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
         with _seeded(x.noise):
-            states = self.hidden(x)
+            mean = self.kind == "score" and self.pooling == "mean"
+            states = self.hidden(x, None if mean else x.attention.last if self.kind == "score" else x.rows)
         layer = self._head[0].layer
         if self.kind == "lm":
-            rows = states[x.rows] * self._head[0].scale
+            rows = states * self._head[0].scale
             projection = self._head[0].projection
             return heads.token_outputs(
                 rows, x.labels, projection, want, temperature=temperature, support=support, gradient=x.gradient
             )
         bias = 0.0 if layer.bias is None else layer.bias.float()
-        if self.kind == "value":
-            return {"values": heads.row_values(states[x.rows], layer.weight) + bias}
-        return {"scores": heads.sequence_scores(states, layer.weight, x.attention, self.pooling) + bias}
+        if mean:
+            return {"scores": heads.mean_scores(states, layer.weight, x.attention) + bias}
+        name: Output = "scores" if self.kind == "score" else "values"
+        return {name: heads.row_values(states, layer.weight) + bias}
 
     def shares_prefixes(self, longest: int) -> bool:
         """No: a module is tried out with whole sequences alone."""

@@ -294,13 +294,11 @@ def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     return _wide(linear(hidden, weight)[:, 0])
 
 
-def sequence_scores(hidden: Tensor, weight: Tensor, context: AttentionContext, pooling: str) -> Tensor:
-    """[T, H] -> [S] float32: one score a sequence, from its last token's state or the mean over its tokens.
+def mean_scores(hidden: Tensor, weight: Tensor, context: AttentionContext) -> Tensor:
+    """[T, H] -> [S] float32: one score a sequence, from the mean over its tokens.
 
     The head is linear, so the mean of the tokens' scores is the score of their mean.
     """
-    if pooling == "last":
-        return row_values(hidden[context.last], weight)
     lengths = context.dense.lengths
     sequence = torch.arange(len(lengths), device=hidden.device).repeat_interleave(lengths)
     per_token = row_values(hidden, weight)

@@ -328,7 +328,7 @@ class Transformer(nn.Module):
             lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
         if self.kind == "score" and self.pooling == "mean":
-            return {"scores": heads.sequence_scores(self.hidden(x), self.score.weight, x.attention, self.pooling)}
+            return {"scores": heads.mean_scores(self.hidden(x), self.score.weight, x.attention)}
         states = self.hidden(x, x.attention.last if self.kind == "score" else x.rows)
         if self.kind != "lm":
             name: Output = "scores" if self.kind == "score" else "values"
