@@ -12,7 +12,7 @@ from tests.models.common import sequences, tiny
 from weft.models import rope
 from weft.models.activations import activate
 from weft.models.config import Activation, Rope
-from weft.models.fused import activated_linear, rms_norm
+from weft.models.fused import activated, activated_linear, rms_norm
 from weft.models.packed import pack
 
 ACTIVATIONS: list[Activation] = ["silu", "gelu", "gelu_tanh", "relu"]
@@ -53,11 +53,13 @@ def test_rms_norm_in_bfloat16_has_float32_statistics() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_activated_linear_is_its_formula_and_its_gradient(activation: Activation, gated: bool, bias: bool) -> None:
     down = nn.Linear(6, 4, bias=bias, dtype=torch.float64)
-    opened, factor = rows(5, 6), rows(5, 6, seed=1) if gated else None
-    inner = activate(opened, activation) if factor is None else activate(opened, activation) * factor
-    torch.testing.assert_close(activated_linear(opened, factor, down, activation), down(inner))
-    inputs = [t for t in (opened, factor, *down.parameters()) if t is not None]
-    assert torch.autograd.gradcheck(lambda *_: activated_linear(opened, factor, down, activation), inputs)
+    joined = rows(5, 12 if gated else 6)
+    inner = activate(joined[:, :6], activation) * (joined[:, 6:] if gated else 1.0)
+    torch.testing.assert_close(activated(joined, gated, activation), inner)
+    torch.testing.assert_close(activated_linear(joined, gated, down, activation), down(inner))
+    assert torch.autograd.gradcheck(lambda x: activated(x, gated, activation), (joined,))
+    inputs = (joined, *down.parameters())
+    assert torch.autograd.gradcheck(lambda *_: activated_linear(joined, gated, down, activation), inputs)
 
 
 @pytest.mark.parametrize("dim", [8, 4])

@@ -16,7 +16,7 @@ from weft.models.activations import activate, activation_gradient
 from weft.models.config import Activation
 from weft.models.native import library
 from weft.models.native import rows as native
-from weft.models.products import product, weight_gradient
+from weft.models.products import product
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -65,6 +65,12 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum of dy n."""
         x, weight, inverse = ctx.saved_tensors
+        if library.serves(x) and weight.dtype == x.dtype:
+            to_x, to_weight = ctx.needs_input_grad[:2]
+            made = native.rms_norm_gradients(
+                x, weight, inverse, gradients[0], ctx.offset, to_x=to_x, to_weight=to_weight
+            )
+            return *made, None, None
         wide, by_y = x.to(inverse.dtype), gradients[0].to(inverse.dtype)
         scale = weight.to(wide.dtype) + ctx.offset if ctx.offset else weight.to(wide.dtype)
         products = by_y * wide
@@ -80,80 +86,73 @@ class _RMSNorm(torch.autograd.Function):
         return by_x.to(x.dtype), by_weight, None, None
 
 
-def activated(opened: Tensor, factor: Tensor | None, activation: Activation) -> Tensor:
-    """activation(opened) * factor, [T, inner]; without `factor` activation(opened)."""
+def activated(joined: Tensor, gated: bool, activation: Activation) -> Tensor:
+    """activation(joined), [T, n]; where it is `gated`, that of its first half, times its second."""
     if not torch.is_grad_enabled():
-        return _activated(opened, factor, activation)
-    return _Activated.apply(opened, factor, activation)
+        return _activated(joined, gated, activation)
+    return _Activated.apply(joined, gated, activation)
 
 
-def activated_linear(opened: Tensor, factor: Tensor | None, down: nn.Linear, activation: Activation) -> Tensor:
-    """down(activation(opened) * factor), [T, inner] -> [T, hidden]; without `factor` down(activation(opened))."""
+def activated_linear(joined: Tensor, gated: bool, down: nn.Linear, activation: Activation) -> Tensor:
+    """down(activated(joined)), [T, n] -> [T, hidden]."""
     if not torch.is_grad_enabled():
-        return _activated_product(opened, factor, down.weight, down.bias, activation)
-    return _ActivatedLinear.apply(opened, factor, down.weight, down.bias, activation)
+        return product(_activated(joined, gated, activation), down.weight, down.bias)
+    return _ActivatedLinear.apply(joined, gated, down.weight, down.bias, activation)
 
 
-def _activated_product(
-    opened: Tensor, factor: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation
-) -> Tensor:
-    return product(_activated(opened, factor, activation), weight, bias)
+def _activated(joined: Tensor, gated: bool, activation: Activation) -> Tensor:
+    if activation == "silu" and library.serves(joined):
+        return native.silu(joined, gated)
+    if not gated:
+        return activate(joined, activation)
+    opened, factor = joined.chunk(2, dim=1)
+    return activate(opened, activation).mul_(factor)
 
 
-def _activated(opened: Tensor, factor: Tensor | None, activation: Activation) -> Tensor:
-    if activation == "silu" and library.serves(opened) and opened.dim() == 2:
-        return native.silu(opened, factor)
-    inner = activate(opened, activation)
-    return inner if factor is None else inner.mul_(factor)
-
-
-def _by_activated(
-    by_inner: Tensor, opened: Tensor, factor: Tensor | None, activation: Activation, value: Tensor | None = None
+def _by_joined(
+    by_out: Tensor, joined: Tensor, gated: bool, activation: Activation, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of `activated` by `opened` and `factor`, given the one by its result, which is used up; and so is `value`,
-    activation(opened), where it is at hand."""
-    by_factor = None
-    if factor is not None:
-        by_factor = (activate(opened, activation) if value is None else value).mul_(by_inner)
-        by_inner = by_inner.mul_(factor)
-    return activation_gradient(by_inner, opened, activation), by_factor
+    """(the gradient of `activated` by `joined`, given the one by its result; that result, where it is wanted `again`)."""
+    if activation == "silu" and library.serves(joined):
+        return native.silu_gradients(joined, gated, by_out, again=again)
+    if not gated:
+        return activation_gradient(by_out, joined, activation), activate(joined, activation) if again else None
+    opened, factor = joined.chunk(2, dim=1)
+    by_joined, value = torch.empty_like(joined), activate(opened, activation)
+    by_opened, by_factor = by_joined.chunk(2, dim=1)
+    torch.mul(by_out, value, out=by_factor)
+    by_opened.copy_(activation_gradient(by_out * factor, opened, activation))
+    return by_joined, value.mul_(factor) if again else None
 
 
 class _Activated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, opened: Tensor, factor: Tensor | None, activation: Activation) -> Tensor:
-        ctx.save_for_backward(opened, factor)
-        ctx.activation = activation
-        return _activated(opened, factor, activation)
+    def forward(ctx: Any, joined: Tensor, gated: bool, activation: Activation) -> Tensor:
+        ctx.save_for_backward(joined)
+        ctx.gated, ctx.activation = gated, activation
+        return _activated(joined, gated, activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        opened, factor = ctx.saved_tensors
-        return *_by_activated(gradients[0].clone(), opened, factor, ctx.activation), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (joined,) = ctx.saved_tensors
+        return _by_joined(gradients[0], joined, ctx.gated, ctx.activation, again=False)[0], None, None
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, opened: Tensor, factor: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation
+        ctx: Any, joined: Tensor, gated: bool, weight: Tensor, bias: Tensor | None, activation: Activation
     ) -> Tensor:
-        ctx.save_for_backward(opened, factor, weight)
-        ctx.activation = activation
-        return _activated_product(opened, factor, weight, bias, activation)
+        ctx.save_for_backward(joined, weight)
+        ctx.gated, ctx.activation = gated, activation
+        return product(_activated(joined, gated, activation), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
-        (opened, factor, weight), by_y = ctx.saved_tensors, gradients[0]
-        value = activate(opened, ctx.activation)
-        by_weight = None
-        if ctx.needs_input_grad[2]:
-            inner = value if factor is None else value * factor
-            by_weight = weight_gradient(by_y, inner)
-            del inner
-        by_bias = by_y.sum(0) if ctx.needs_input_grad[3] else None
-        by_opened, by_factor = _by_activated(product(by_y, weight.T), opened, factor, ctx.activation, value)
-        return by_opened, by_factor, by_weight, by_bias, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
+        (joined, weight), by_y, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
+        by_inner = product(by_y, weight.T)
+        by_joined, inner = _by_joined(by_inner, joined, ctx.gated, ctx.activation, again=needed[2])
+        by_weight = None if inner is None else product(by_y.T, inner.T)
+        return by_joined, None, by_weight, by_y.sum(0) if needed[3] else None, None

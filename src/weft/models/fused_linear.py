@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from weft.models.products import product, weight_gradient
+from weft.models.products import product
 
 
 def fused_linear(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
@@ -61,7 +61,7 @@ class _FusedLinear(torch.autograd.Function):
         layers = len(ctx.rows)
         to_x = product(by_out, weight.T) if needed[0] else None
         none = (None,) * layers
-        to_weights = weight_gradient(by_out, x).split(ctx.rows) if any(needed[3 : 3 + layers]) else none
+        to_weights = product(by_out.T, x.T).split(ctx.rows) if any(needed[3 : 3 + layers]) else none
         if len(needed) == 3 + layers:
             return to_x, None, None, *to_weights
         return to_x, None, None, *to_weights, *(by_out.sum(0).split(ctx.rows) if any(needed[3 + layers :]) else none)

@@ -18,7 +18,7 @@ from weft.algorithms.base import Output
 from weft.models.native import library
 from weft.models.native import logits as native
 from weft.models.packed import AttentionContext
-from weft.models.products import add_weight_gradient, linear, product
+from weft.models.products import add_product, linear, product
 
 # The gradients of log-probs and entropy as a function of them, all [N], where a row's depend on its own outputs alone; those of
 # rows not computed yet are 0, and that of the log-probs is always there.
@@ -97,11 +97,11 @@ class _Gradients:
     """The gradients of a projection's inputs, added up over chunks of rows."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
-        kept = torch.promote_types(weight.dtype, torch.float32)
-        self._inputs = hidden, weight, bias
+        self._kept = torch.promote_types(weight.dtype, torch.float32)
+        self._inputs, self._needed = (hidden, weight, bias), needed
         self._to_hidden = torch.empty_like(hidden) if needed[0] else None
-        self._to_weight = torch.zeros_like(weight, dtype=kept) if needed[1] else None
-        self._to_bias = torch.zeros_like(bias, dtype=kept) if bias is not None and needed[2] else None
+        self._to_weight: Tensor | None = None
+        self._to_bias = torch.zeros_like(bias, dtype=self._kept) if bias is not None and needed[2] else None
 
     def add(self, rows: slice, by_logit: Tensor, scale: Tensor) -> None:
         """The gradient by the logits of `rows` is scale * by_logit; the scale goes to the short side of each product."""
@@ -109,18 +109,30 @@ class _Gradients:
         by_raw = by_logit.to(weight.dtype)
         if self._to_hidden is not None:
             self._to_hidden[rows] = (product(by_raw, weight.T) * scale[:, None]).to(hidden.dtype)
-        if self._to_weight is not None:
-            add_weight_gradient(self._to_weight, by_raw, (hidden[rows] * scale[:, None]).to(weight.dtype))
+        if self._needed[1]:
+            self._add_to_weight(by_raw, (hidden[rows] * scale[:, None]).to(weight.dtype))
         if self._to_bias is not None:
             self._to_bias += scale @ by_logit
+
+    def _add_to_weight(self, by_logit: Tensor, hidden: Tensor) -> None:
+        if self._to_weight is None and hidden.dtype == self._kept:
+            self._to_weight = product(
+                by_logit.T, hidden.T
+            )  # there is nothing yet that would have to be filled and read
+        else:
+            add_product(self._weight_so_far(), by_logit.T, hidden.T)
+
+    def _weight_so_far(self) -> Tensor:
+        if self._to_weight is None:
+            self._to_weight = torch.zeros_like(self._inputs[1], dtype=self._kept)
+        return self._to_weight
 
     def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         """In the dtypes of the inputs."""
         _, weight, bias = self._inputs
-        to_weight = None if self._to_weight is None else self._to_weight.to(weight.dtype)
         return (
             self._to_hidden,
-            to_weight,
+            self._weight_so_far().to(weight.dtype) if self._needed[1] else None,
             None if self._to_bias is None or bias is None else self._to_bias.to(bias.dtype),
             None,
             None,

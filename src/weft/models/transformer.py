@@ -124,16 +124,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, at: Surroundings) -> Tensor:
         heads = apply_all((self.q, self.k, self.v), x, at.noise).unflatten(-1, (-1, self.head_dim))
-        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if v.requires_grad:
             v = v.contiguous()  # it is kept for the backward pass, and a view would keep all heads
         if self.qk_norm is not None:
-            qk = torch.cat(
-                [self._norm(self.q_norm, qk[:, : self.num_heads]), self._norm(self.k_norm, qk[:, self.num_heads :])], 1
-            )
+            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+            qk = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k)], 1)
         if at.rotation is not None:
             qk = rope.rotate(qk, *at.rotation)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
         mixed = attend(q, k, v, at.context, self.scores, self.layer, at.noise).flatten(1)
         return apply(self.o, at.wanted(mixed), at.late_noise)
 
@@ -154,13 +153,11 @@ class MLP(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor, noise: TokenNoise | None) -> Tensor:
-        if self.gate is None:
-            opened, factor = apply(self.up, x, noise), None
-        else:
-            opened, factor = apply_all((self.gate, self.up), x, noise).chunk(2, dim=-1)
+        gated = self.gate is not None
+        joined = apply(self.up, x, noise) if self.gate is None else apply_all((self.gate, self.up), x, noise)
         if isinstance(self.down, nn.Linear):
-            return activated_linear(opened, factor, self.down, self.activation)
-        return apply(self.down, activated(opened, factor, self.activation), noise)
+            return activated_linear(joined, gated, self.down, self.activation)
+        return apply(self.down, activated(joined, gated, self.activation), noise)
 
 
 class Block(nn.Module):

@@ -16,51 +16,61 @@ from weft.models.activations import activate
 from weft.models.native import library, logits, product, random, rows
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 128), st.integers(1, 70), st.integers(1, 1100), st.booleans(), st.integers(0, 9))
-def test_products(count: int, size: int, terms: int, biased: bool, seed: int) -> None:
+def laid(x: Tensor, transposed: bool, gap: int) -> Tensor:
+    """The same matrix, within a larger one; where it is transposed, column after column."""
+    around = F.pad(x.T if transposed else x, (1, gap)).contiguous()[:, 1 : -gap or None]
+    return around.T if transposed else around
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 300), st.integers(1, 330), st.integers(1, 1100), st.tuples(*[st.booleans()] * 2),
+    st.tuples(*[st.integers(0, 3)] * 2), st.booleans(), st.integers(0, 9),
+)  # fmt: skip
+def test_products(
+    count: int, size: int, terms: int, transposed: tuple[bool, bool], gaps: tuple[int, int], biased: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
     x, weight, bias = torch.randn(count, terms), torch.randn(size, terms), torch.randn(size) if biased else None
-    assert product.serves(x, weight)
-    made = product.product(x, weight, bias)
+    left, right = map(laid, (x, weight), transposed, gaps)
+    assert product.serves(left, right)
+    made = product.product(left, right, bias)
     wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert_close(made.double(), wide, atol=1e-5 * terms**0.5, rtol=0)
     row = seed % count
-    assert torch.equal(product.product(x[row : row + 1], weight, bias), made[row : row + 1])
+    assert torch.equal(
+        product.product(x[row : row + 1], weight, bias), made[row : row + 1]
+    )  # by the kernel for few rows
+    total = torch.randn(count, size)
+    whole = total.double() + x.double() @ weight.double().T
+    product.add_product(total, left, right)
+    assert_close(total.double(), whole, atol=1e-5 * terms**0.5, rtol=0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 150), st.integers(1, 700), st.integers(1, 330), st.booleans(), st.integers(0, 9))
-def test_gradients_of_weights(outputs: int, terms: int, inputs: int, adds: bool, seed: int) -> None:
-    torch.manual_seed(seed)
-    wide_by_out, wide_x = torch.randn(terms, outputs + 3), torch.randn(terms, inputs + 2)
-    by_out, x = wide_by_out[:, 1 : outputs + 1], wide_x[:, 2:]
-    total = torch.randn(outputs, inputs) if adds else None
-    expected = by_out.double().T @ x.double() + (0 if total is None else total.double())
-    made = product.weight_gradient(by_out, x, total)
-    assert total is None or made is total
-    assert_close(made.double(), expected, atol=1e-5 * terms**0.5, rtol=0)
-
-
-def test_gradients_do_not_depend_on_the_threads() -> None:
-    by_out, x = torch.randn(400, 500), torch.randn(400, 300)
+def test_products_do_not_depend_on_the_threads() -> None:
+    left, right = torch.randn(400, 500), torch.randn(300, 500)
+    turned = left.T.contiguous().T
     threads = torch.get_num_threads()
     try:
         made = []
         for count in (1, 2, 3, 7, 40):
             torch.set_num_threads(count)
-            made.append(product.weight_gradient(by_out, x))
+            made += [
+                product.product(left, right),
+                product.product(turned, right),
+                product.product(left[:, :270], right[:, :270]),
+            ]
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(one, made[0]) for one in made)
+    assert all(torch.equal(one, made[at % 3]) for at, one in enumerate(made))
+    assert torch.equal(made[0], made[1])
 
 
 @pytest.mark.parametrize(
-    "x", [torch.ones(129, 8), torch.ones(4, 8, dtype=torch.float64), torch.ones(0, 8), torch.ones(8)]
+    "x", [torch.ones(4, 8, dtype=torch.float64), torch.ones(0, 8), torch.ones(7), torch.tensor(1.0)]
 )
 def test_products_that_are_left_to_torch(x: Tensor) -> None:
     assert not product.serves(x, torch.ones(3, 8, dtype=x.dtype))
-    assert not product.serves(torch.ones(4, 3), torch.ones(3, 8).T)
     assert not product.serves(torch.ones(4, 3), torch.ones(8, 4))
 
 
@@ -69,15 +79,24 @@ def test_a_bias_of_another_dtype_is_cast() -> None:
     assert_close(product.product(x, weight, bias), x @ weight.T + bias.float())
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (2, 7, 37), (3, 256)])
+@pytest.mark.parametrize("shape", [(5, 3), (2, 7, 37), (3, 256), (150, 40)])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm(shape: tuple[int, ...], offset: float) -> None:
     x, weight = torch.randn(shape) * 3, torch.randn(shape[-1])
     made, inverse = rows.rms_norm(x, weight, 1e-5, offset)
-    wide = x.double()
+    wide, scale = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     assert_close(inverse.double(), expected, atol=0, rtol=1e-6)
-    assert_close(made.double(), wide * expected * (weight.double() + offset), atol=1e-6, rtol=1e-6)
+    normed = wide * expected * (scale + offset)
+    assert_close(made.double(), normed, atol=1e-6, rtol=1e-6)
+    by_y = torch.randn(shape)
+    wanted = torch.autograd.grad(normed, (wide, scale), by_y.double())
+    for to_x, to_weight in [(True, True), (True, False), (False, True)]:
+        found = rows.rms_norm_gradients(x, weight, inverse, by_y, offset, to_x=to_x, to_weight=to_weight)
+        for one, other, there in zip(found, wanted, (to_x, to_weight), strict=True):
+            assert (one is not None) == there
+            if one is not None:
+                assert_close(one.double(), other, atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize("half", [2, 5, 16])
@@ -93,12 +112,19 @@ def test_rotations_go_there_and_back(half: int) -> None:
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_silu(gated: bool) -> None:
-    both = torch.cat([torch.linspace(-120, 120, 2 * 37).view(2, 37), torch.randn(2, 37)], dim=1)
-    both[0, :2] = torch.tensor([-1e20, torch.nan])
-    opened, factor = both.chunk(2, dim=1)
-    made = rows.silu(opened, factor if gated else None)
-    expected = activate(opened.double(), "silu") * (factor.double() if gated else 1.0)
+    joined = torch.cat([torch.linspace(-120, 120, 2 * 37).view(2, 37), torch.randn(2, 37)], dim=1)
+    joined[0, :2] = torch.tensor([-1e20, torch.nan])
+    wide = joined.double().requires_grad_()
+    opened, factor = wide.chunk(2, dim=1) if gated else (wide, 1.0)
+    expected = activate(opened, "silu") * factor
+    made = rows.silu(joined, gated)
     assert_close(made.double(), expected, atol=1e-30, rtol=1e-6, equal_nan=True)
+    by_out = torch.randn(made.shape)
+    (wanted,) = torch.autograd.grad(expected, wide, by_out.double())
+    for again in (True, False):
+        by_joined, once_more = rows.silu_gradients(joined, gated, by_out, again=again)
+        assert_close(by_joined.double(), wanted, atol=1e-6, rtol=1e-5, equal_nan=True)
+        assert once_more is None if not again else torch.equal(once_more.nan_to_num(7), made.nan_to_num(7))
 
 
 def test_keys_and_values_come_to_their_places() -> None:

@@ -2,8 +2,6 @@
 #include "kernels.h"
 #include "simd.h"
 
-#include <vector>
-
 struct Linear {
   const float *weight, *bias; // [out, in], and [out] or null
 };
@@ -51,26 +49,26 @@ void add(float *x, const float *y, long count) {
 
 // Each head of x [rows, heads, dim], rows `by_row` apart, normed in its place.
 void norm_heads(float *x, const float *weight, long by_row, long heads, const Step &s) {
-  std::vector<float> normed(heads * s.dim), inverse(heads);
+  const Buffer normed(heads * s.dim), inverse(heads);
   for (long r = 0; r < s.rows; r++) {
-    weft_rms_norm(x + r * by_row, weight, normed.data(), inverse.data(), heads, s.dim, s.eps, s.offset, 1);
-    memcpy(x + r * by_row, normed.data(), 4 * heads * s.dim);
+    weft_rms_norm(x + r * by_row, weight, normed, inverse, heads, s.dim, s.eps, s.offset, 1);
+    memcpy(x + r * by_row, normed, 4 * heads * s.dim);
   }
 }
 
 // What the rows of prefix `p` see of it, joined into `a.out`; q is that of all rows.
 void attend_prefix(const Prefix &p, long block, const Arguments &own, const Step &s) {
   const long inner = s.heads * s.dim;
-  std::vector<float> asked(p.count * inner), seen(p.count * inner), lse(p.count * s.heads);
+  const Buffer asked(p.count * inner), seen(p.count * inner), lse(p.count * s.heads);
   for (long i = 0; i < p.count; i++) memcpy(&asked[i * inner], own.q.at + p.rows[i] * own.q.by_row, 4 * inner);
   const Segment all = {0, p.count, 0, p.keys};
   Arguments a = own;
-  a.q = {asked.data(), inner, s.dim}, a.out = {seen.data(), inner, s.dim};
+  a.q = {asked, inner, s.dim}, a.out = {seen, inner, s.dim};
   a.k = {(float *)p.stored[2 * block], s.dim, p.room * s.dim};
   a.v = {(float *)p.stored[2 * block + 1], s.dim, p.room * s.dim};
-  a.lse = lse.data(), a.segments = &all, a.count = 1, a.causal = 0, a.window = 0;
+  a.lse = lse, a.segments = &all, a.count = 1, a.causal = 0, a.window = 0;
   weft_attend(&a);
-  weft_join(own.out.at, own.lse, seen.data(), lse.data(), p.rows, p.count, s.heads, s.dim, own.out.by_row, s.threads);
+  weft_join(own.out.at, own.lse, seen, lse, p.rows, p.count, s.heads, s.dim, own.out.by_row, s.threads);
 }
 
 } // namespace
@@ -81,13 +79,13 @@ extern "C" long weft_decode(const Block *blocks, const Step *given) {
   for (long r = 0; r < s.rows; r++)
     if (s.tokens[r] < 0 || s.tokens[r] >= s.vocabulary) return 1;
   const long inner = s.heads * s.dim, shared = s.kv * s.dim, wide = inner + 2 * shared, turned_wide = inner + shared;
-  std::vector<float> normed(s.rows * s.hidden), inverse(s.rows), heads(s.rows * wide), turned(s.rows * turned_wide);
-  std::vector<float> mixed(s.rows * inner), lse(s.rows * s.heads), more(s.rows * s.hidden);
-  std::vector<float> opened(s.rows * 2 * s.inner), gated(s.rows * s.inner);
+  const Buffer normed(s.rows * s.hidden), inverse(s.rows), heads(s.rows * wide), turned(s.rows * turned_wide);
+  const Buffer mixed(s.rows * inner), lse(s.rows * s.heads), more(s.rows * s.hidden);
+  const Buffer opened(s.rows * 2 * s.inner), gated(s.rows * s.inner);
   const auto apply = [&](const float *x, Linear layer, float *out, long by_row, long size, long terms) {
     weft_product(x, layer.weight, layer.bias, out, by_row, s.rows, size, terms, s.threads);
   };
-  std::vector<float> cos(s.cos ? s.rows * s.half : 0), sin(cos.size());
+  const Buffer cos(s.cos ? s.rows * s.half : 0), sin(s.cos ? s.rows * s.half : 0);
   for (long r = 0; r < s.rows; r++) {
     memcpy(s.states + r * s.hidden, s.embedding + s.tokens[r] * s.hidden, 4 * s.hidden);
     if (!s.cos) continue;
@@ -95,46 +93,46 @@ extern "C" long weft_decode(const Block *blocks, const Step *given) {
     memcpy(&sin[r * s.half], s.sin + s.positions[r] * s.half, 4 * s.half);
   }
   for (const Block *b = blocks; b < blocks + s.blocks; b++) {
-    weft_rms_norm(s.states, b->norm1, normed.data(), inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
-    float *q = heads.data(), *k = q + inner, *v = k + shared;
+    weft_rms_norm(s.states, b->norm1, normed, inverse, s.rows, s.hidden, s.eps, s.offset, s.threads);
+    float *q = heads, *k = q + inner, *v = k + shared;
     if (adjoin(b->q, b->k, inner, s.hidden) && adjoin(b->k, b->v, shared, s.hidden)) {
-      apply(normed.data(), b->q, q, wide, wide, s.hidden);
+      apply(normed, b->q, q, wide, wide, s.hidden);
     } else {
-      apply(normed.data(), b->q, q, wide, inner, s.hidden);
-      apply(normed.data(), b->k, k, wide, shared, s.hidden);
-      apply(normed.data(), b->v, v, wide, shared, s.hidden);
+      apply(normed, b->q, q, wide, inner, s.hidden);
+      apply(normed, b->k, k, wide, shared, s.hidden);
+      apply(normed, b->v, v, wide, shared, s.hidden);
     }
     if (b->q_norm) norm_heads(q, b->q_norm, wide, s.heads, s);
     if (b->k_norm) norm_heads(k, b->k_norm, wide, s.kv, s);
     long by_row = wide;
     if (s.cos) {
-      weft_rotate(q, cos.data(), sin.data(), turned.data(), wide, s.dim, s.rows, s.heads + s.kv, s.dim, s.half, 1.0, s.threads);
-      q = turned.data(), k = q + inner, by_row = turned_wide;
+      weft_rotate(q, cos, sin, turned, wide, s.dim, s.rows, s.heads + s.kv, s.dim, s.half, 1.0, s.threads);
+      q = turned, k = q + inner, by_row = turned_wide;
     }
     weft_store(k, v, b->keys, b->values, s.places, by_row, s.dim, wide, s.dim, s.rows, s.kv, s.dim, s.room, s.threads);
     Arguments a = {};
     a.q = {q, by_row, s.dim};
     a.k = {b->keys, s.dim, s.room * s.dim};
     a.v = {b->values, s.dim, s.room * s.dim};
-    a.out = {mixed.data(), inner, s.dim};
-    a.lse = lse.data(), a.segments = s.segments, a.count = s.count;
+    a.out = {mixed, inner, s.dim};
+    a.lse = lse, a.segments = s.segments, a.count = s.count;
     a.heads = s.heads, a.kv = s.kv, a.dim = s.dim, a.causal = 1, a.window = b->window, a.threads = s.threads;
     a.scale = b->scale;
     weft_attend(&a);
     for (long p = 0; p < s.shared; p++) attend_prefix(s.prefixes[p], b - blocks, a, s);
-    apply(mixed.data(), b->o, more.data(), s.hidden, s.hidden, inner);
-    add(s.states, more.data(), s.rows * s.hidden);
-    weft_rms_norm(s.states, b->norm2, normed.data(), inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
+    apply(mixed, b->o, more, s.hidden, s.hidden, inner);
+    add(s.states, more, s.rows * s.hidden);
+    weft_rms_norm(s.states, b->norm2, normed, inverse, s.rows, s.hidden, s.eps, s.offset, s.threads);
     if (adjoin(b->gate, b->up, s.inner, s.hidden)) {
-      apply(normed.data(), b->gate, opened.data(), 2 * s.inner, 2 * s.inner, s.hidden);
+      apply(normed, b->gate, opened, 2 * s.inner, 2 * s.inner, s.hidden);
     } else {
-      apply(normed.data(), b->gate, opened.data(), 2 * s.inner, s.inner, s.hidden);
-      apply(normed.data(), b->up, opened.data() + s.inner, 2 * s.inner, s.inner, s.hidden);
+      apply(normed, b->gate, opened, 2 * s.inner, s.inner, s.hidden);
+      apply(normed, b->up, opened + s.inner, 2 * s.inner, s.inner, s.hidden);
     }
-    weft_silu(opened.data(), opened.data() + s.inner, gated.data(), 2 * s.inner, s.rows, s.inner, s.threads);
-    apply(gated.data(), b->down, more.data(), s.hidden, s.hidden, s.inner);
-    add(s.states, more.data(), s.rows * s.hidden);
+    weft_silu(opened, opened + s.inner, gated, 2 * s.inner, s.rows, s.inner, s.threads);
+    apply(gated, b->down, more, s.hidden, s.hidden, s.inner);
+    add(s.states, more, s.rows * s.hidden);
   }
-  weft_rms_norm(s.states, s.norm, s.states, inverse.data(), s.rows, s.hidden, s.eps, s.offset, s.threads);
+  weft_rms_norm(s.states, s.norm, s.states, inverse, s.rows, s.hidden, s.eps, s.offset, s.threads);
   return 0;
 }

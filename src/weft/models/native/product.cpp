@@ -1,31 +1,25 @@
 // Products of a few float32 rows with a matrix that is read once, as it lies: what a decode step consists of.
 //
-// A vector holds one column of LANES rows, so that each weight is multiplied with all of them at once. oneDNN copies the matrix
-// into blocks first, at every call, which for few rows takes longer than the product.
+// A vector holds one column of LANES rows, so that each weight is multiplied with all of them at once. To copy the matrix first,
+// as `weft_matmul` does, would take longer than the product.
 #include "kernels.h"
 #include "simd.h"
-
-#include <vector>
 
 namespace {
 
 // Sums kept in registers at once: half of those that there are, or more.
 constexpr long SUMS = LANES == 16 ? 24 : 12;
 
-// The order in which oneDNN adds up: a chunk of terms after the other, each from zero. With the same order a decode step gives
-// the bits that training gives.
-INLINE long chunk_of(long terms) { return terms <= 1024 ? 512 : 1024; }
-
 // out[r][j] = x[r] . weight[j] + bias[j] for L vectors of rows, of which `rows` are there, and N columns. x[k * L * LANES + r].
 template <long L, long N> INLINE void tile(
     const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row) {
   vec total[L][N] = {};
-  const long chunk = chunk_of(terms);
-  for (long first = 0; first < terms; first += chunk) {
+  const long piece = piece_of(terms);
+  for (long first = 0; first < terms; first += piece) {
     vec part[L][N] = {};
-    const long end = first + chunk < terms ? first + chunk : terms;
+    const long end = first + piece < terms ? first + piece : terms;
     for (long k = first; k < end; k++) {
-      if (k % 16 == 0) for (long j = 0; j < N; j++) __builtin_prefetch(weight + (N + j) * terms + k);
+      if (k % 16 == 0) for (long j = 0; j < N; j++) __builtin_prefetch(weight + (N + j) * terms + k, 0, 2);
       vec column[L];
       for (long l = 0; l < L; l++) column[l] = load(x + (k * L + l) * LANES);
       for (long j = 0; j < N; j++)
@@ -63,8 +57,7 @@ extern "C" void weft_product(
     long threads) {
   constexpr long MOST = LANES == 16 ? 4 : 2; // vectors of rows at once
   const long vectors = (rows + LANES - 1) / LANES;
-  std::vector<float> turned(vectors * LANES * terms + 16);
-  float *packed = (float *)(((size_t)turned.data() + 63) / 64 * 64);
+  const Buffer packed(vectors * LANES * terms);
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
   // Columns that a thread takes at a time: whole tiles, some parts for each thread, and no more than a core's cache holds.
   constexpr long UNIT = 24, WIDEST_PART = 192;

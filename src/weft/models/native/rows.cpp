@@ -26,6 +26,43 @@ extern "C" void weft_rms_norm(
   }
 }
 
+// The gradients of `weft_rms_norm`: with n = x inverse and g = by_y (offset + weight), by_x = inverse (g - n mean(g n)) and
+// by_weight [size] = sum over rows of by_y n; either may be null. Rows are summed in blocks, then these in order.
+extern "C" void weft_rms_norm_backward(
+    const float *x, const float *weight, const float *inverse, const float *by_y, float *by_x, float *by_weight, long rows,
+    long size, double offset, long threads) {
+  constexpr long BLOCK = 64;
+  const int team = rows * size > LARGE ? (int)threads : 1;
+  const float add = (float)offset;
+  const long blocks = (rows + BLOCK - 1) / BLOCK, wide = padded(size);
+  const Buffer parts(by_weight ? blocks * wide : 0);
+#pragma omp parallel for num_threads(team)
+  for (long b = 0; b < blocks; b++) {
+    if (by_weight) memset(parts + b * wide, 0, 4 * wide);
+    for (long r = b * BLOCK; r < rows && r < (b + 1) * BLOCK; r++) {
+      const float *row = x + r * size, *by = by_y + r * size, scale = inverse[r];
+      vec along = {};
+      for (long d = 0; d < size; d += LANES) {
+        const vec product = load_up_to(row + d, size - d) * load_up_to(by + d, size - d);
+        along += product * (load_up_to(weight + d, size - d) + add);
+        if (!by_weight) continue;
+        float *part = parts + b * wide + d;
+        store(part, load(part) + product * scale);
+      }
+      if (!by_x) continue;
+      const float share = sum(along) * scale * scale * scale / size;
+      for (long d = 0; d < size; d += LANES) {
+        const vec g = load_up_to(by + d, size - d) * (load_up_to(weight + d, size - d) + add);
+        store_up_to(by_x + r * size + d, g * scale - load_up_to(row + d, size - d) * share, size - d);
+      }
+    }
+  }
+  for (long d = 0; by_weight && d < size; d++) {
+    by_weight[d] = 0.f;
+    for (long b = 0; b < blocks; b++) by_weight[d] += parts[b * wide + d];
+  }
+}
+
 // x [tokens, heads, dim] with dimension i < half and i + half turned by the angles of cos and sin [tokens, half], the others
 // copied, to out, contiguous. `direction` -1 turns back.
 extern "C" void weft_rotate(
@@ -44,6 +81,13 @@ extern "C" void weft_rotate(
     }
 }
 
+// 1 / (1 + exp(-x)), 0 where x is so low that x times it vanishes.
+INLINE vec sigmoid(vec x) {
+  const vec low = splat(-87.f), bound = x > low ? x : low;
+  const ivec vanishes = x < low; // not so for what is no number
+  return vanishes ? vec{} : 1.f / (1.f + exponential(-bound));
+}
+
 // out [rows, size] = silu(opened) * factor, or silu(opened) where `factor` is null; silu(x) = x / (1 + exp(-x)). Both inputs
 // have rows `by_row` apart.
 extern "C" void weft_silu(const float *opened, const float *factor, float *out, long by_row, long rows, long size, long threads) {
@@ -51,17 +95,31 @@ extern "C" void weft_silu(const float *opened, const float *factor, float *out, 
 #pragma omp parallel for num_threads(team)
   for (long r = 0; r < rows; r++) {
     const float *x = opened + r * by_row, *f = factor ? factor + r * by_row : nullptr;
-    float *to = out + r * size;
     for (long d = 0; d < size; d += LANES) {
-      const long some = size - d < LANES ? size - d : LANES;
-      const vec open = some < LANES ? load_some(x + d, some) : load(x + d);
-      const vec low = splat(-87.f), bound = open > low ? open : low;
-      const ivec vanishes = open < low; // not so for what is no number
-      vec y = vanishes ? vec{} : open / (1.f + exponential(-bound));
-      if (f) y *= some < LANES ? load_some(f + d, some) : load(f + d);
-      some < LANES ? store_some(to + d, y, some) : store(to + d, y);
+      const vec open = load_up_to(x + d, size - d);
+      vec y = open * sigmoid(open);
+      if (f) y *= load_up_to(f + d, size - d);
+      store_up_to(out + r * size + d, y, size - d);
     }
   }
+}
+
+// What `weft_silu` made, `out` [rows, size], once more, and its gradients given the one by it, contiguous: by_opened and
+// by_factor, which have rows `by_row` apart as the inputs do. `out` may be null, and both of factor and by_factor.
+extern "C" void weft_silu_backward(
+    const float *opened, const float *factor, const float *by_out, float *out, float *by_opened, float *by_factor, long by_row,
+    long rows, long size, long threads) {
+  const int team = rows * size > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long r = 0; r < rows; r++)
+    for (long d = 0; d < size; d += LANES) {
+      const long at = r * by_row + d, to = r * size + d, left = size - d;
+      const vec x = load_up_to(opened + at, left), share = sigmoid(x), value = x * share, by = load_up_to(by_out + to, left);
+      const vec f = factor ? load_up_to(factor + at, left) : splat(1.f);
+      store_up_to(by_opened + at, by * f * (share + value * (1.f - share)), left);
+      if (factor) store_up_to(by_factor + at, by * value, left);
+      if (out) store_up_to(out + to, value * f, left);
+    }
 }
 
 // Keys k and values v [tokens, heads, dim] (strides of a token and a head) into a cache [slots, heads, room, dim]: token t is

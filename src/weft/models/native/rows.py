@@ -1,7 +1,8 @@
-"""What a block does between its products, by weft's own kernels: one pass over memory each. No gradients."""
+"""What a block does between its products, by weft's own kernels: one pass over memory each."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from weft.models.native import library
@@ -16,6 +17,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tens
     return out, inverse
 
 
+def rms_norm_gradients(
+    x: Tensor, weight: Tensor, inverse: Tensor, by_y: Tensor, offset: float, *, to_x: bool, to_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those by x and by weight, where they are wanted, given the one by the result of `rms_norm` and its second result."""
+    x, by_y = x.contiguous(), by_y.contiguous()
+    by_x, by_weight = torch.empty_like(x) if to_x else None, torch.empty_like(weight) if to_weight else None
+    sizes = inverse.numel(), x.shape[-1]
+    library.call("weft_rms_norm_backward", x, weight, inverse, by_y, by_x, by_weight, *sizes, float(offset))
+    return by_x, by_weight
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     """x [T, heads, dim] with dimensions i and i + half turned by the angles of cos and sin [T, 1, half], contiguous."""
     x = x if x.stride(2) == 1 else x.contiguous()
@@ -24,13 +36,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     return out
 
 
-def silu(opened: Tensor, factor: Tensor | None) -> Tensor:
-    """silu(opened) * factor, [T, n], or silu(opened) where there is no factor; the two may be views of one tensor."""
-    if opened.stride(1) != 1 or (factor is not None and factor.stride() != opened.stride()):
-        opened, factor = opened.contiguous(), None if factor is None else factor.contiguous()
-    out = opened.new_empty(opened.shape)
-    library.call("weft_silu", opened, factor, out, opened.stride(0), *opened.shape)
+def silu(joined: Tensor, gated: bool) -> Tensor:
+    """silu of joined [T, n]; where it is `gated`, of its first half, times its second."""
+    joined = joined.contiguous()
+    opened, factor, (rows, by_row) = *_halves(joined, gated), joined.shape
+    out = joined.new_empty(opened.shape)
+    library.call("weft_silu", opened, factor, out, by_row, rows, opened.shape[1])
     return out
+
+
+def silu_gradients(joined: Tensor, gated: bool, by_out: Tensor, *, again: bool) -> tuple[Tensor, Tensor | None]:
+    """(the gradient by `joined`, given the one by what `silu` made of it; that once more, where it is wanted `again`)."""
+    joined, by_out = joined.contiguous(), by_out.contiguous()
+    by_joined, out = torch.empty_like(joined), torch.empty_like(by_out) if again else None
+    (opened, factor), (by_opened, by_factor) = _halves(joined, gated), _halves(by_joined, gated)
+    sizes = joined.shape[1], *opened.shape
+    library.call("weft_silu_backward", opened, factor, by_out, out, by_opened, by_factor, *sizes)
+    return by_joined, out
+
+
+def _halves(joined: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
+    if not gated:
+        return joined, None
+    opened, factor = joined.chunk(2, dim=1)
+    return opened, factor
 
 
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:

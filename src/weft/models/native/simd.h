@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <new>
 
 #if defined(__AVX512F__)
 constexpr long LANES = 16;
@@ -37,6 +38,22 @@ INLINE vec load_some(const float *from, long count) {
   return x;
 }
 INLINE void store_some(float *to, vec x, long count) { memcpy(to, &x, 4 * count); }
+
+// The same for as many as there are, which may fill the vector.
+INLINE vec load_up_to(const float *from, long count) { return count < LANES ? load_some(from, count) : load(from); }
+INLINE void store_up_to(float *to, vec x, long count) { count < LANES ? store_some(to, x, count) : store(to, x); }
+
+// Memory for floats, on a vector's boundary, with whatever stands there.
+class Buffer {
+public:
+  explicit Buffer(long count) : at(new (std::align_val_t(64)) float[count]) {}
+  Buffer(const Buffer &) = delete;
+  ~Buffer() { operator delete[](at, std::align_val_t(64)); }
+  operator float *() const { return at; }
+
+private:
+  float *at;
+};
 
 // Sums of all lanes, halves first: always in the same order.
 INLINE float sum(vec x) {
@@ -118,16 +135,24 @@ INLINE void exchange(vec *rows) {
   }
 }
 
-// LANES rows (`count` of them there, the others zeros) as columns: to[d * LANES + row].
-INLINE void transpose(const float *rows, long stride, long count, long dim, float *to) {
+// LANES rows (`count` of them there, the others zeros) as columns: to[d * by + row].
+INLINE void transpose(const float *rows, long stride, long count, long dim, float *to, long by = LANES) {
   long d = 0;
   if (count == LANES)
     for (; d + LANES <= dim; d += LANES) {
       vec block[LANES];
       for (long j = 0; j < LANES; j++) block[j] = load(rows + j * stride + d);
       exchange(block);
-      for (long i = 0; i < LANES; i++) store(to + (d + i) * LANES, block[i]);
+      for (long i = 0; i < LANES; i++) store(to + (d + i) * by, block[i]);
     }
   for (; d < dim; d++)
-    for (long j = 0; j < LANES; j++) to[d * LANES + j] = j < count ? rows[j * stride + d] : 0.f;
+    for (long j = 0; j < LANES; j++) to[d * by + j] = j < count ? rows[j * stride + d] : 0.f;
+}
+
+// Terms of a product that are summed from zero before the sum joins the others: the same for all kernels, so that they give the
+// same bits.
+constexpr long PIECE = 320;
+INLINE long piece_of(long terms) {
+  const long pieces = (terms + PIECE - 1) / PIECE, even = (terms + pieces - 1) / pieces;
+  return (even + 15) / 16 * 16;
 }
