@@ -130,11 +130,11 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
     const long lead = t.from > chunk ? (t.from - chunk) / LANES * LANES : 0;
     for (long j = lead; j < end; j++) values[j] = head(v, s.key + chunk + j, kv_head);
     for (long j = lead; j < end; j += LANES) {
-      if (t.count < TILE) // memory is what few rows wait for
+      if (t.count < TILE) // memory is what few rows wait for: into the second cache
         for (long l = j; l < j + LANES; l++)
           for (long d = 0; d < dim; d += 16) {
-            __builtin_prefetch(head(k, s.key + chunk + l + 2 * LANES, kv_head) + d);
-            __builtin_prefetch(head(v, s.key + chunk + l, kv_head) + d);
+            __builtin_prefetch(head(k, s.key + chunk + l + 2 * LANES, kv_head) + d, 0, 2);
+            __builtin_prefetch(head(v, s.key + chunk + l, kv_head) + d, 0, 2);
             __builtin_prefetch(head(k, s.key + chunk + l, kv_head + 1) + d, 0, 2); // the next task's
           }
       transpose(head(k, s.key + chunk + j, kv_head), k.by_row, end - j < LANES ? end - j : LANES, dim, columns);

@@ -10,42 +10,49 @@ namespace {
 // Sums kept in registers at once: half of those that there are, or more.
 constexpr long SUMS = LANES == 16 ? 24 : 12;
 
-// out[r][j] = x[r] . weight[j] + bias[j] for L vectors of rows, of which `rows` are there, and N columns. x[k * L * LANES + r].
-template <long L, long N> INLINE void tile(
-    const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row) {
-  vec total[L][N] = {};
+// sums[l][j] = x[l] . weight[j] + bias[j] for L vectors of rows and N columns. x[k * L + l] is what vector l has of term k.
+template <long L, long N> INLINE void tile(const float *x, const float *weight, const float *bias, long terms, vec (*sums)[LANES]) {
   const long piece = piece_of(terms);
   for (long first = 0; first < terms; first += piece) {
     vec part[L][N] = {};
     const long end = first + piece < terms ? first + piece : terms;
-    for (long k = first; k < end; k++) {
-      if (k % 16 == 0) for (long j = 0; j < N; j++) __builtin_prefetch(weight + (N + j) * terms + k, 0, 2);
-      vec column[L];
-      for (long l = 0; l < L; l++) column[l] = load(x + (k * L + l) * LANES);
-      for (long j = 0; j < N; j++)
-        for (long l = 0; l < L; l++) part[l][j] += column[l] * weight[j * terms + k];
+    for (long k = first; k < end;) {
+      for (long j = 0; j < N; j++) __builtin_prefetch(weight + (N + j) * terms + k, 0, 2); // into the second cache
+      for (const long stop = k + 16 < end ? k + 16 : end; k < stop; k++) {
+        vec column[L];
+        for (long l = 0; l < L; l++) column[l] = load(x + (k * L + l) * LANES);
+        for (long j = 0; j < N; j++)
+          for (long l = 0; l < L; l++) part[l][j] += column[l] * weight[j * terms + k];
+      }
     }
-    for (long j = 0; j < N; j++)
-      for (long l = 0; l < L; l++) total[l][j] += part[l][j];
+    for (long l = 0; l < L; l++)
+      for (long j = 0; j < N; j++) sums[l][j] = first ? sums[l][j] + part[l][j] : part[l][j];
   }
+  for (long j = 0; bias && j < N; j++)
+    for (long l = 0; l < L; l++) sums[l][j] += bias[j];
+}
+
+// G times N columns, as many as fit a vector, to the first of their rows in `out`.
+template <long L, long N, long G> INLINE void tiles(
+    const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row) {
+  vec sums[L][LANES]; // those past the last are never looked at
+  for (long g = 0; g < G; g++)
+    tile<L, N>(x, weight + g * N * terms, bias ? bias + g * N : nullptr, terms, (vec(*)[LANES])&sums[0][g * N]);
   for (long l = 0; l < L; l++) {
-    vec turned[N > LANES ? N : LANES] = {};
-    for (long j = 0; j < N; j++) turned[j] = bias ? total[l][j] + bias[j] : total[l][j];
-    for (long j = 0; j < N; j += LANES) {
-      const long wide = N - j < LANES ? N - j : LANES;
-      exchange(turned + j);
-      for (long r = 0; r < LANES && l * LANES + r < rows; r++) store_some(out + (l * LANES + r) * by_row + j, turned[j + r], wide);
-    }
+    exchange(sums[l]);
+    for (long r = 0; r < LANES && l * LANES + r < rows; r++) store_some(out + (l * LANES + r) * by_row, sums[l][r], G * N);
   }
 }
 
 // Columns `from` to `to` for L vectors of rows.
 template <long L> INLINE void columns(
     const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row, long from, long to) {
-  constexpr long N = SUMS / L < LANES ? SUMS / L : LANES - LANES / 4;
+  constexpr long N = SUMS / L < LANES ? SUMS / L : LANES - LANES / 4, G = LANES / N, WIDE = G * N;
   long j = from;
-  for (; j + N <= to; j += N) tile<L, N>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
-  for (; j < to; j++) tile<L, 1>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
+  for (; j + WIDE <= to; j += WIDE)
+    tiles<L, N, G>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
+  for (; j + N <= to; j += N) tiles<L, N, 1>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
+  for (; j < to; j++) tiles<L, 1, 1>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
 }
 
 } // namespace
