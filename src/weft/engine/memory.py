@@ -48,10 +48,9 @@ class NetworkShape:
 
     def last_layer(self, tokens: int, rows: int) -> int:
         """Elements that the last layer keeps, which computes what follows attention for `rows` of its tokens alone: of those
-        attention's result once more, of the others neither the stream before the MLP nor what comes of it."""
-        return tokens * (self.kept_per_token() - 2 * self.hidden - self._opened) + rows * (
-            2 * self.hidden + self._opened + self.query
-        )
+        attention's result once more, of the others neither the stream before the MLP nor what comes of it, adapters' too."""
+        late = 2 * self.hidden + self._opened + self.adapters
+        return tokens * (self.kept_per_token() - late) + rows * (late + self.query)
 
     @property
     def _opened(self) -> int:
@@ -145,15 +144,14 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     ends = 2 * work.tokens * shape.hidden * width + work.rows * shape.hidden * width
     if not work.backward:
         working = work.tokens * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner)) * width
-        most = ends + max(working, (SCORING_CHUNKS - settings.in_place) * head + packed)
+        most = ends + max(working, (1 if settings.in_place else SCORING_CHUNKS) * head + packed)
         return most, 0, most
     again = shape.layers // settings.recompute if settings.recompute else 0
     layer = work.tokens * shape.kept_per_token() * width
     kept = (shape.layers - again) * layer + again * work.tokens * shape.hidden * width
     if not again or shape.layers % settings.recompute:
         kept += shape.last_layer(work.tokens, work.rows) * width - layer
-    chunks = TRAINING_CHUNKS - settings.in_place
-    chunks += ENTROPY_CHUNKS if work.entropy and not settings.in_place else 0
+    chunks = 1 if settings.in_place else TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
     working = work.tokens * shape.working_per_token() * width + (layer if again else 0)
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = trainable * WIDE

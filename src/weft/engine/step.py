@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -57,6 +57,14 @@ class Shares(Protocol):
         ...
 
 
+def sharing(places: Places, keys: Container[str]) -> Places:
+    """The same sequences, with prompts shared that are worth it, of a batch with these keys.
+
+    What was sampled is joined where the generator joined it: its log-probs then come out with the same rounding.
+    """
+    return places.sharing(least=STRIDE + 1, spared=LEAST_SPARED) if "logprobs" in keys else places.sharing()
+
+
 def counting_rows(part: SequenceSample, places: Places, how: Pass) -> npt.NDArray[np.bool_]:
     """[N]: rows whose output is read: those that exist, and of a trained pass those that the loss mask has."""
     counts = places.rows(how.extra)[1]
@@ -74,9 +82,7 @@ def compute(
     """
     places = Places.of(part)
     if how.noise is None and how.balance is None and cast(Shares, network).shares_prefixes(int(places.lengths.max())):
-        # What was sampled is joined where the generator joined it: its log-probs then come out with the same rounding.
-        sampled = "logprobs" in part.data
-        places = places.sharing(least=STRIDE + 1, spared=LEAST_SPARED) if sampled else places.sharing()
+        places = sharing(places, part.data)
     packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance, gradient=how.gradient)
     if how.noise is not None:
         packed = replace(packed, noise=Noise.of(*how.noise, microbatches.sequence_keys(part), device))

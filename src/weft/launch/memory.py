@@ -19,6 +19,7 @@ from weft.engine.generation.generate import DEFAULT_SEQUENCES, SEQUENCES
 from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
 from weft.engine.rows import Places
 from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.engine.step import sharing
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.models.heads import CHUNK_CELLS, DEFAULT_CHUNK_CELLS
@@ -26,8 +27,8 @@ from weft.models.native import library
 
 GIB, MIB = 2.0**30, 2.0**20
 # On a CPU the allocator keeps what is free, with holes between tensors of many sizes; the room of a cache serves little else
-# once it is free, and torch's kernels bring buffers and pages of code. As measured.
-HOLES, KERNELS = 1.4, 40 * 2**20
+# once it is free, and kernels bring buffers and pages of code. As measured; fewer holes where no matrix gets a gradient.
+HOLES, FEWER_HOLES, KERNELS = 1.4, 1.28, 40 * 2**20
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
 
 
@@ -46,7 +47,8 @@ class Forecast:
         if self.device.type != "cpu":
             return whole
         caches = sum(role.cache for role in self.roles.values())
-        return held + HOLES * (whole - held) + caches + KERNELS
+        matrices = any(2 * role.gradients > role.parameters for role in self.roles.values())
+        return held + (HOLES if matrices else FEWER_HOLES) * (whole - held) + caches + KERNELS
 
     def lines(self) -> Iterator[str]:
         """For people, before the run."""
@@ -121,7 +123,7 @@ def _settings(spec: ModelSpec, device: torch.device) -> Settings:
         recompute=spec.recomputed_layers,
         offload_optimizer=spec.optimizer.offload and device.type != "cpu",
         chunk_cells=CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS),
-        packs=plain,
+        packs=plain and library.library() is None,
         in_place=plain and library.library() is not None,
     )
 
@@ -168,7 +170,8 @@ def _works(
         cuts = microbatches.cut(part, limit, "sequence")
         for cut in cuts:
             at = Places.of(cut)
-            at = at.sharing() if shares and int(at.lengths.max()) <= shared["longest"] else at
+            if shares and int(at.lengths.max()) <= shared["longest"]:
+                at = sharing(at, (*call.input_keys, *call.optional_keys))
             rows = (
                 int(cut.data["loss_mask"].count_nonzero())
                 if trains and "loss_mask" in cut.data

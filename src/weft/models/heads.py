@@ -210,6 +210,7 @@ class _TokenOutputs(torch.autograd.Function):
                 for name, value in settings.gradient(outputs).items():
                     given.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
                 total.add(rows, *_Softmax(logits, capped, found, logp).by_logit(at, *_of(given, rows), settings))
+            del capped, logits, logp  # before the next rows' are made
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropies)
         ctx.settings, ctx.made = settings, None if total is None else (total, given)
         ctx.mark_non_differentiable(top1)
@@ -243,6 +244,7 @@ class _TokenOutputs(torch.autograd.Function):
                 logp = torch.log_softmax(logits, dim=-1)
             softmax = _Softmax(logits, capped, found, logp)
             total.add(rows, *softmax.by_logit(labels[rows], *_of(known, rows), settings))
+            del capped, logits, logp, softmax  # before the next rows' are made
         return total.cast()
 
 

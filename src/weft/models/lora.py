@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from weft import randomness
 from weft.engine.spec import LoRASpec
 from weft.errors import ConfigError, nearest
 from weft.models.dropout import ADAPTERS, TokenNoise, site
-from weft.models.products import linear
+from weft.models.products import add_product, linear, product
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linear layers of a block, by their canonical names
 A, B = "lora_a", "lora_b"
@@ -47,12 +49,46 @@ class Adapted(nn.Module):
         dropped = x if noise is None or not self.active else noise.drop(x, self.rate, self.site)
         if sizes is None:
             return self._one(x, dropped, self.weight, self.lora_a, self.lora_b)
-        parts = zip(x.split(sizes), dropped.split(sizes), self.weight, self.lora_a, self.lora_b, strict=True)
+        inputs = x.split(sizes)
+        others = inputs if dropped is x else dropped.split(sizes)
+        parts = zip(inputs, others, self.weight, self.lora_a, self.lora_b, strict=True)
         return torch.cat([self._one(*part) for part in parts if len(part[0])])
 
     def _one(self, x: Tensor, dropped: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        y = linear(x, weight, self.bias)
-        return torch.add(y, linear(linear(dropped, a), b), alpha=self.scale) if self.active else y
+        if not self.active:
+            return linear(x, weight, self.bias)
+        own = None if dropped is x else dropped
+        y: Tensor = _AdaptedLinear.apply(x, own, weight, self.bias, a, b, self.scale)
+        return y
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """W x + bias + scale B A y for x and y [T, in] (y None: it is x); keeps x or y, and [T, r]. W and bias are frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        source = x if y is None else y
+        low = product(source, a).mul_(scale)
+        out = product(x, weight, bias)
+        add_product(out, low, b)
+        ctx.save_for_backward(source, weight, a, b, low)
+        ctx.scale, ctx.apart = scale, y is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (source, weight, a, b, low), by_out, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
+        by_low = product(by_out, b.T).mul_(ctx.scale)
+        to_x = product(by_out, weight.T) if needed[0] else None
+        to_y = product(by_low, a.T) if needed[1] else None
+        if to_x is not None and not ctx.apart:
+            add_product(to_x, by_low, a.T)
+        to_a = product(by_low.T, source.T) if needed[4] else None
+        to_b = product(by_out.T, low.T) if needed[5] else None
+        return to_x, to_y, None, None, to_a, to_b, None
 
 
 def attach(network: nn.Module, spec: LoRASpec, *, seed: int = 0) -> None:
