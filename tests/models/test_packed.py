@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from weft.models.config import Rope
+from weft.models.heads import token_outputs
 from weft.models.packed import Dense, pack
 from weft.models.rope import rotation
 from weft.registry import families
@@ -72,6 +73,20 @@ def test_changing_one_sequence_changes_no_other(name: str) -> None:
     gradient = network.embed.weight.grad
     assert gradient is not None and others
     assert not gradient[sorted(others)].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_tied_matrix_gets_the_gradients_of_head_and_look_up(dtype: torch.dtype) -> None:
+    network, x = tiny(dtype=dtype, tie_word_embeddings=True), pack(sequences([9, 30, 17]))
+    weight = network.embed.weight
+    (made,) = torch.autograd.grad(network(x, frozenset({"logprobs"}))["logprobs"].sum(), weight)
+    states = network.hidden(x, x.rows)
+    alone = states.detach().requires_grad_()
+    outputs = token_outputs(alone, x.labels, network.projection, frozenset({"logprobs"}))
+    by_states, by_head = torch.autograd.grad(outputs["logprobs"].sum(), (alone, weight))
+    (by_look_up,) = torch.autograd.grad(states, weight, by_states)
+    assert by_look_up.abs().sum() > 0 and made.layout == torch.strided
+    assert_close(made, by_head + by_look_up, atol=1e-5, rtol=1.3e-6 if dtype != torch.bfloat16 else 1.6e-2)
 
 
 def test_nobody_looks_ahead() -> None:

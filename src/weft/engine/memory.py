@@ -65,8 +65,9 @@ class NetworkShape:
 @dataclass(frozen=True)
 class Settings:
     """What a role's spec says, and the device: `chunk_cells` logits are held at once; every `recompute`-th layer is computed
-    again (0: none); `packs`: products copy their right side into a form of their own (CPUs, float32); `in_place`: logits
-    become their statistics and gradients without a copy (weft's own kernels)."""
+    again (0: none); `packs`: products copy their right side into a form of their own; `in_place`: logits become their
+    statistics and gradients without a copy (weft's own kernels); `adds_rows`: a tied embedding's look-up adds its rows to the
+    head's gradient. The last three are for float32 on CPUs."""
 
     dtype: str
     trained: bool
@@ -76,6 +77,7 @@ class Settings:
     chunk_cells: int
     packs: bool = False
     in_place: bool = False
+    adds_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     gradients = trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
     # Early in a backward pass all activations are there and of the gradients that of a tied matrix (or all, where another
-    # micro-batch came before); at its end the gradients, and the look-up's share of a tied one beside the head's.
+    # micro-batch came before); at its end the gradients, and the look-up's, of a tied one their sum too.
     early = activations + (gradients + embedding if work.parts > 1 else embedding * shape.tied)
-    late = gradients + embedding * (1 + shape.tied) + ends
+    apart = 0 if shape.tied and settings.adds_rows else 1 + shape.tied
+    late = gradients + embedding * apart + ends
     return activations, 0, max(early, late)

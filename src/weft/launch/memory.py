@@ -125,6 +125,7 @@ def _settings(spec: ModelSpec, device: torch.device) -> Settings:
         chunk_cells=CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS),
         packs=plain and library.library() is None,
         in_place=plain and library.library() is not None,
+        adds_rows=plain,
     )
 
 

@@ -234,12 +234,18 @@ class Transformer(nn.Module):
             network = cls(config, head, pooling)
         return network.to(dtype).to_empty(device=device)
 
-    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`, int64 [N], alone."""
+    def hidden(self, x: Packed, rows: Tensor | None = None, *, headed: bool = False) -> Tensor:
+        """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`, int64 [N], alone.
+
+        `headed` promises that an lm head goes on from them. A tied matrix then gets the look-up's gradient for the rows looked
+        up alone: of its whole size it would be two more matrices to fill and to add to the head's.
+        """
         if isinstance(x.attention, Cached) and (few := decode.prepared(self, x, x.attention)):
             return _at(decode.run(self, few, x, x.attention), rows)
         config = self.config
-        states = self.embed(x.tokens)
+        weight = self.embed.weight
+        added = headed and config.tied and weight.is_cpu and weight.dtype in (torch.float32, torch.float64)
+        states = nn.functional.embedding(x.tokens, weight, sparse=added)
         if config.embed_scale is not None:
             states = states * torch.full((), config.embed_scale, dtype=states.dtype, device=states.device)
         width = config.embed_dim or config.hidden_size
@@ -326,7 +332,7 @@ class Transformer(nn.Module):
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
         if self.kind == "score" and self.pooling == "mean":
             return {"scores": heads.mean_scores(self.hidden(x), self.score.weight, x.attention)}
-        states = self.hidden(x, x.attention.last if self.kind == "score" else x.rows)
+        states = self.hidden(x, x.attention.last if self.kind == "score" else x.rows, headed=self.kind == "lm")
         if self.kind != "lm":
             name: Output = "scores" if self.kind == "score" else "values"
             return {name: heads.row_values(states, self.score.weight)}
