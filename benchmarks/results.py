@@ -154,10 +154,11 @@ def _git(root: Path, *words: str) -> str:
 
 
 def _cpu() -> str:
-    """The model name that the kernel knows."""
+    """What the kernel knows of the first processor: its name, and the family and model that tell generations apart."""
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.is_file() else []
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in known:
+        return platform.processor() or platform.machine()
+    told = [f"{what} {known[key]}" for what, key in (("family", "cpu family"), ("model", "model")) if key in known]
+    return ", ".join([known["model name"], *told])
