@@ -257,7 +257,7 @@ def test_prompts_that_cannot_go_on_are_refused() -> None:
             generator.submit([Request("long", 0, [9] * 20)])
         with pytest.raises(DataError, match=r"'none': the prompt is empty.*tokenizer\.add_bos_token"):
             generator.submit([Request("none", 0, [])])
-        with pytest.raises(DataError, match=r"'nothing': max_new_tokens=0, and a completion has at least 1 token"):
+        with pytest.raises(DataError, match=r"'nothing': max_new_tokens=0; a completion has at least 1 token"):
             generator.submit([Request("nothing", 0, [9], max_new_tokens=0)])
         for unknown in (-1, 61, 1 << 40):
             with pytest.raises(

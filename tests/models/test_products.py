@@ -62,5 +62,12 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype, s
     torch.manual_seed(0)
     weight, rows = torch.randn(shape, dtype=dtype), torch.randn(300, shape[1], dtype=dtype)
     whole = product(rows, weight)
+    low, wide = torch.randn(shape[0], 8, dtype=dtype), torch.randn(300, 8, dtype=dtype)  # an adapter's
+    added = whole.clone()
+    add_product(added, wide, low)
     for count in (1, 2, 3, 4, 5, 7, 11, 16, 33, 150):
-        assert torch.equal(product(rows[9 : 9 + count].clone(), weight), whole[9 : 9 + count])
+        part = slice(9, 9 + count)
+        found = product(rows[part].clone(), weight)
+        assert torch.equal(found, whole[part])
+        add_product(found, wide[part].clone(), low)
+        assert torch.equal(found, added[part])

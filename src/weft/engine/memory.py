@@ -16,6 +16,7 @@ WIDE = 4  # bytes of masters, gradients, logits
 TRAINING_CHUNKS, SCORING_CHUNKS = 3, 2  # the head's chunks of logits and what is made of them, alive at once
 SAMPLING_CHUNKS = 3  # the logits of a decode step, their softmax and log-softmax
 PACKED = 0.75  # of the largest matrix that a packing product holds in its own form at once, as measured
+CAPPED_CHUNKS = 2  # more of them where logits have a soft cap
 ENTROPY_CHUNKS = 2  # more of them where the entropy has a gradient
 
 
@@ -24,7 +25,8 @@ class NetworkShape:
     """Sizes of a packed decoder. `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, of all
     experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value or score head;
     `embedding`: elements of the embedding's matrix; `adapters`: elements that a layer's adapters keep of a token; `fused`: the
-    MLP computes the activation and its product with the gated part again in place of keeping them."""
+    MLP computes the activation and its product with the gated part again in place of keeping them; `capped`: logits have a
+    soft cap."""
 
     parameters: int
     trainable: int
@@ -39,6 +41,7 @@ class NetworkShape:
     tied: bool = False
     adapters: int = 0
     fused: bool = True
+    capped: bool = False
 
     def kept_per_token(self) -> int:
         """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
@@ -153,14 +156,14 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     kept = (shape.layers - again) * layer + again * work.tokens * shape.hidden * width
     if not again or shape.layers % settings.recompute:
         kept += shape.last_layer(work.tokens, work.rows) * width - layer
-    chunks = 1 if settings.in_place else TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
+    chunks = 1 + CAPPED_CHUNKS * shape.capped if settings.in_place else TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
     working = work.tokens * shape.working_per_token() * width + (layer if again else 0)
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
     # Early in a backward pass all activations are there and of the gradients that of a tied matrix (or all, where another
-    # micro-batch came before); at its end the gradients, and the look-up's, of a tied one their sum too.
+    # micro-batch came before); at its end the gradients, and the look-up's, or of a tied one what it is added to.
     early = activations + (gradients + embedding if work.parts > 1 else embedding * shape.tied)
-    apart = 0 if shape.tied and settings.adds_rows else 1 + shape.tied
+    apart = 1 if settings.adds_rows else 1 + shape.tied
     late = gradients + embedding * apart + ends
     return activations, 0, max(early, late)

@@ -255,7 +255,9 @@ def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor
 
 
 def _through_cap(by_logit: Tensor, capped: Tensor, settings: _Settings) -> Tensor:
-    return by_logit if settings.softcap is None else by_logit.mul_(1 - (capped / settings.softcap) ** 2)
+    if settings.softcap is None:
+        return by_logit
+    return by_logit.mul_((capped / settings.softcap).square_().neg_().add_(1))
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -288,8 +290,8 @@ def _finite(logp: Tensor, settings: _Settings) -> Tensor:
 
 def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) -> Tensor:
     """Logits over the temperature; ids outside a row's support at minus infinity."""
-    if settings.temperature != 1.0:
-        logits = logits / settings.temperature
+    if settings.temperature != 1.0:  # in place where nobody asks for those before it
+        logits = logits.div_(settings.temperature) if settings.softcap is None else logits / settings.temperature
     if settings.support is None:
         return logits
     counts = settings.support.counts

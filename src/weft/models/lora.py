@@ -81,6 +81,7 @@ class _AdaptedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (source, weight, a, b, low), by_out, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
+        assert not needed[2] and not needed[3], "the base is frozen"
         by_low = product(by_out, b.T).mul_(ctx.scale)
         to_x = product(by_out, weight.T) if needed[0] else None
         to_y = product(by_low, a.T) if needed[1] else None

@@ -20,7 +20,7 @@ from weft.models.native import product as native
 _KERNELS: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 ONEDNN: Any = None if _KERNELS is None else _KERNELS.default
 LEAST_ROWS = 4  # of a product by torch's kernels on a CPU
-CELLS = 1 << 24  # of a product that is added to a sum in another dtype
+CELLS = 1 << 24  # of a product that stands by itself before it is added to a sum
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,14 +47,14 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [rows, m], contiguous, += left [rows, n] times right [m, n] transposed, summed in the dtype of `total`."""
-    if total.dtype != left.dtype:
+    if total.dtype == left.dtype and native.serves(left, right):
+        native.add_product(total, left, right)
+    elif total.dtype == left.dtype and not _by_onednn(left, right):
+        total.addmm_(left, right.T)
+    else:
         size = max(LEAST_ROWS, CELLS // total.shape[1])
         for part, rows in zip(total.split(size), left.split(size), strict=True):
             part += product(rows, right)
-    elif native.serves(left, right):
-        native.add_product(total, left, right)
-    else:
-        total.addmm_(left, right.T)
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:

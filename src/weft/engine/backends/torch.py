@@ -94,10 +94,10 @@ def _longest_shared(network: Transformer) -> int:
 
 def _adapters_keep(network: Transformer) -> int:
     """Elements of a token that the adapters of one layer keep for the backward pass, a mean over layers: each its low-rank
-    product, where it has dropout its input after it and which entries went, a byte each; and what an MLP's last matrix reads,
-    which is computed again where it has none."""
+    product, where it has dropout its input after it, in the place of the one before, and which entries went, a byte each; and
+    what an MLP's last matrix reads, which is computed again where it has none."""
     experts, kept = network.config.experts, 0
-    kept += sum(_reads(block) for block in network.blocks)
+    kept += sum(_reads(block) - _dropped(block) for block in network.blocks)
     for layer in (module for module in network.modules() if isinstance(module, lora.Adapted)):
         rank, inputs = layer.lora_a.shape[-2:]
         copies = experts.top_k if experts is not None and layer.lora_a.dim() > 2 else 1
@@ -111,9 +111,19 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 
 def _reads(block: torch.nn.Module) -> int:
-    """Elements of a token that an adapter on the MLP's last matrix reads."""
+    """Elements of a token that an adapter on the MLP's last matrix reads, where it keeps them as they are."""
     down = block.mlp.down if isinstance(block, Block) and isinstance(block.mlp, MLP) else None
-    return int(down.lora_a.shape[-1]) if isinstance(down, lora.Adapted) else 0
+    return int(down.lora_a.shape[-1]) if isinstance(down, lora.Adapted) and not down.rate else 0
+
+
+def _dropped(block: torch.nn.Module) -> int:
+    """Elements of a token that norms give to adapters alone, each of which keeps them after its own dropout."""
+    if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
+        return 0
+    attention, mlp = block.attention, block.mlp
+    readers = [(attention.q, attention.k, attention.v), (mlp.up,) if mlp.gate is None else (mlp.gate, mlp.up)]
+    apart = [layers for layers in readers if all(isinstance(x, lora.Adapted) and x.rate for x in layers)]
+    return sum(int(layers[0].weight.shape[1]) for layers in apart)
 
 
 def _sizes(network: Transformer) -> dict[str, int]:
@@ -132,6 +142,7 @@ def _sizes(network: Transformer) -> dict[str, int]:
         "tied": config.tied and lm,
         "adapters": _adapters_keep(network),
         "fused": all(_is_fused(block) for block in network.blocks),
+        "capped": lm and config.final_softcap is not None,
     }
 
 

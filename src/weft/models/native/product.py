@@ -17,6 +17,7 @@ def serves(left: Tensor, right: Tensor) -> bool:
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m]. A row does not depend on the others."""
+    assert bias is None or bias.shape == right.shape[:1], "one number a column"
     x = left.reshape(-1, left.shape[-1])
     whole = None if bias is None else bias.to(right.dtype).contiguous()
     out = x.new_empty(len(x), len(right))
@@ -25,7 +26,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         library.call("weft_product", x.contiguous(), right, whole, out, *sizes)
     else:
         _matmul(x, right, whole, out, adds=False)
-    return out.view(*left.shape[:-1], len(right))
+    return out if left.dim() == 2 else out.view(*left.shape[:-1], len(right))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -34,6 +35,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _matmul(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool) -> None:
+    assert left.dim() == 2 and out.shape == (len(left), len(right)) and out.is_contiguous()
     left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
     strides = (*left.stride(), *reversed(right.stride()))
     library.call("weft_matmul", left, right, bias, out, *strides, len(left), left.shape[1], len(right), int(adds))
