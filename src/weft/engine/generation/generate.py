@@ -354,9 +354,7 @@ def _limit(config: TransformerConfig, request: Request, most: int) -> int:
         )
     wanted = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
     if wanted < 1:
-        raise DataError(
-            f"id {request.id!r}: max_new_tokens={request.max_new_tokens}; a completion has at least 1 token"
-        )
+        raise DataError(f"id {request.id!r}: max_new_tokens={wanted}; a completion has at least 1 token")
     if len(request.prompt) == 0:
         raise DataError(
             f"id {request.id!r}: the prompt is empty, and a model needs a token to go on from; "
