@@ -62,6 +62,22 @@ def test_logits_that_become_their_gradients_take_one_chunk() -> None:
         assert copied - in_place == less * 50_000 * 4
 
 
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_soft_cap_takes_two_more_chunks(backward: bool) -> None:
+    wide, work = replace(SHAPE, vocab=50_000), replace(TRAIN, backward=backward)
+    plain, capped = (
+        estimate(replace(wide, capped=way), replace(TRAINED, in_place=True), [work]).activations
+        for way in (False, True)
+    )
+    assert capped - plain == 2 * 50_000 * 4  # one row a chunk
+
+
+def test_a_look_up_that_adds_its_rows_takes_one_matrix_less() -> None:
+    tied = replace(SHAPE, tied=True, embedding=1_000_000, parameters=9_000_000, trainable=9_000_000)
+    whole, rows = (estimate(tied, replace(TRAINED, adds_rows=way), [TRAIN]).call for way in (False, True))
+    assert whole - rows == 1_000_000 * 4
+
+
 def test_a_cache_by_hand() -> None:
     role = estimate(SHAPE, TRAINED, [Work(cache_tokens=64, sequences=2)])
     assert role.cache == 2 * 4 * 4 * 64 * 4 and role.activations == 3 * 2 * 50 * 4

@@ -101,11 +101,12 @@ def sizes_of(path: Path, **changes: object) -> Mapping[str, Any]:
     return engine_of(path, **changes).description
 
 
-def test_what_a_network_keeps_with_adapters_is_what_autograd_keeps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_a_network_keeps_with_adapters_is_what_autograd_keeps(tmp_path: Path, dropout: float) -> None:
     """Elements that are saved for the backward pass, counted once each storage."""
     make_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    made = engine_of(tmp_path, lora=LoRASpec(r=8), init_from_scratch=True)
+    made = engine_of(tmp_path, lora=LoRASpec(r=8, dropout=dropout), init_from_scratch=True)
     weights = {p.untyped_storage().data_ptr() for p in made._network.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

@@ -146,17 +146,19 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width
         logits = (1 if settings.in_place else SAMPLING_CHUNKS) * work.sequences * shape.vocab * WIDE
         return logits, cache, logits + cache
+    alone = 1 + CAPPED_CHUNKS * shape.capped
     ends = 2 * work.tokens * shape.hidden * width + work.rows * shape.hidden * width
     if not work.backward:
         working = work.tokens * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner)) * width
-        most = ends + max(working, (1 if settings.in_place else SCORING_CHUNKS) * head + packed)
+        chunks = alone if settings.in_place else SCORING_CHUNKS
+        most = ends + max(working, chunks * head + packed)
         return most, 0, most
     again = shape.layers // settings.recompute if settings.recompute else 0
     layer = work.tokens * shape.kept_per_token() * width
     kept = (shape.layers - again) * layer + again * work.tokens * shape.hidden * width
     if not again or shape.layers % settings.recompute:
         kept += shape.last_layer(work.tokens, work.rows) * width - layer
-    chunks = 1 + CAPPED_CHUNKS * shape.capped if settings.in_place else TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
+    chunks = alone if settings.in_place else TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
     working = work.tokens * shape.working_per_token() * width + (layer if again else 0)
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = trainable * WIDE

@@ -74,6 +74,17 @@ def test_products_that_are_left_to_torch(x: Tensor) -> None:
     assert not product.serves(torch.ones(4, 3), torch.ones(8, 4))
 
 
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    left, right = torch.ones(200, 8), torch.ones(3, 8)
+    with pytest.raises(AssertionError, match="one number a column"):
+        product.product(left, right, torch.ones(2))
+    for total in (torch.ones(200, 2), torch.ones(3, 200).T):
+        with pytest.raises(AssertionError):
+            product.add_product(total, left, right)
+    with pytest.raises(AssertionError):
+        product.add_product(torch.ones(2, 100, 3), left.view(2, 100, 8), right)
+
+
 def test_a_bias_of_another_dtype_is_cast() -> None:
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5).bfloat16()
     assert_close(product.product(x, weight, bias), x @ weight.T + bias.float())
