@@ -11,7 +11,8 @@ A prefix that many sequences begin with is a cache of its own with one slot: `ca
 these slots hold, and it is stored once. `cache.take(prompt)` copies what such a cache holds into a new slot instead.
 
 `extend` makes room and counts the new tokens as used; the network's pass then fills them. All under `torch.no_grad()`.
-Slots that are consecutive are read without a copy, so generators keep theirs dense: `release` says which one moved.
+Slots that are consecutive are read without a copy, so generators keep theirs dense: `release` says which one moved. The network
+is the same from pass to pass, with its parameters where they were, or the cache is told: `cache.moved()`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from weft.models.native import rows as native
 from weft.models.native.decode import Prepared
 from weft.models.packed import Cached, Counts, Packed, Sharers, in_vectors
 from weft.models.rope import CHANGING
+from weft.models.transfer import put
 
 
 class KVCache:
@@ -124,6 +126,10 @@ class KVCache:
         self.link([last], None)
         return last
 
+    def moved(self) -> None:
+        """Weights of the network may be others now, or lie elsewhere."""
+        self.prepared = None
+
     def close(self) -> None:
         """Give all memory back; the cache is of no use afterwards."""
         self.keys, self.values, self.prepared = [], [], None
@@ -147,12 +153,12 @@ class KVCache:
 
         Its `rows` are the last new token of each slot, its `labels` those tokens: `hidden[rows]` predicts what comes next.
         """
-        where = np.asarray(slots, dtype=np.int64)
-        new = np.ones(len(where), np.int64) if isinstance(tokens, Tensor) else np.array([len(t) for t in tokens])
+        where, one = np.asarray(slots, dtype=np.int64), isinstance(tokens, Tensor)
         used, before = self.used[where], self.before[where]
-        after = used + new
-        self._check_rotation(before + used, before + after)
-        most, longest = int(after.max()), int(new.max())
+        new = np.ones_like(used) if one else np.array([len(t) for t in tokens])
+        after, positions = used + new, before + used
+        self._check_rotation(positions, new)
+        most, longest = int(after.max()), 1 if one else int(new.max())
         if most > self.capacity:
             self._reshape(self.num_slots, in_vectors(max(most, 2 * self.capacity), self.device))
         self.used[where] = after
@@ -162,10 +168,10 @@ class KVCache:
             sharers=self._shared_by(where) if longest == 1 else (), max_len=longest, max_used=most,
         )  # fmt: skip
         if isinstance(tokens, Tensor):
-            flat = tokens.to(self.device)
-            return Packed(flat, self._put(before + used), context, torch.arange(len(flat), device=self.device), flat)
+            flat, rows = tokens.to(self.device), torch.arange(len(where), device=self.device)
+            return Packed(flat, self._put(positions), context, rows, flat)
         flat, ends = torch.cat([t.to(self.device) for t in tokens]), np.cumsum(new)
-        positions = np.arange(ends[-1]) + np.repeat(before + used - (ends - new), new)
+        positions = np.arange(ends[-1]) + np.repeat(positions - (ends - new), new)
         rows = self._put(ends - 1)
         return Packed(flat, self._put(positions), context, rows, flat[rows])
 
@@ -183,11 +189,11 @@ class KVCache:
             self._sharers = (slots.tobytes(), sharers)
         return self._sharers[1]
 
-    def _check_rotation(self, used: np.ndarray, after: np.ndarray) -> None:
+    def _check_rotation(self, used: np.ndarray, new: np.ndarray) -> None:
         """Raises `ConfigError` where cached keys would need other rotary frequencies than they were stored with."""
         if self._rope is None or self._rope.scaling not in CHANGING:
             return
-        original = self._rope.values["original"]
+        original, after = self._rope.values["original"], used + new
         past = after > original if self._rope.scaling == "dynamic" else (after > original) & (used <= original)
         if bool((past & (used > 0)).any()):
             raise ConfigError(
@@ -220,7 +226,7 @@ class KVCache:
         return self.keys[layer][which, :, :stop], self.values[layer][which, :, :stop]
 
     def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return put(array, self.device)
 
     def _reshape(self, slots: int, room: int) -> None:
         self.prepared = None

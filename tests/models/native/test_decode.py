@@ -76,6 +76,7 @@ def test_a_network_that_changed_is_prepared_again(change: Callable[[Transformer]
     before = network.hidden(cache.extend([0], second))
     cache.truncate(0, 9)
     change(network)
+    cache.moved()
     kept = network.hidden(cache.extend([0], second))
     cache.truncate(0, 9)
     cache.prepared = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from weft import randomness
 from weft.models.activations import activate
-from weft.models.native import library, logits, product, random, rows
+from weft.models.native import library, logits, product, rows
 
 
 def laid(x: Tensor, transposed: bool, gap: int) -> Tensor:
@@ -201,13 +199,6 @@ def test_draws_are_the_inverse_of_the_running_sum(size: int, seed: int, uniform:
         assert before - 1e-6 <= uniforms[row] <= float(sums[row, id]) + 1e-6
     alone, _ = logits.draw(x[1:2], uniforms[1:2])
     assert alone[0] == ids[1]
-
-
-def test_uniform_numbers_are_those_of_the_hash() -> None:
-    generator = np.random.default_rng(0)
-    keys = generator.integers(0, 1 << 32, (50, 2), dtype=np.uint32)
-    places = np.concatenate([[0, 1, 2**31], generator.integers(0, 1 << 20, 47)])
-    assert np.array_equal(random.uniforms(keys, places), randomness.uniforms(keys, places))
 
 
 def test_only_float32_of_a_cpu_is_served() -> None:

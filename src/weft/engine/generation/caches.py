@@ -65,8 +65,8 @@ class Caches(Protocol):
         """Hidden states [R, hidden] of one more token each in the rows 0 .. R - 1 of `cache`; read before the next call."""
         ...
 
-    def moved(self) -> None:
-        """Weights may lie elsewhere from now on."""
+    def moved(self, caches: Iterable[Any]) -> None:
+        """Weights may be others from now on, or lie elsewhere; `caches` are in use."""
         ...
 
     def close(self) -> None:
@@ -124,8 +124,9 @@ class SlotCaches:
             cache.release(slot)
         return states[:count] if fillers else states
 
-    def moved(self) -> None:
-        """Nothing here holds an address."""
+    def moved(self, caches: Iterable[KVCache]) -> None:
+        for cache in caches:
+            cache.moved()
 
     def close(self) -> None:
         """Each cache holds its own memory."""
@@ -152,11 +153,11 @@ class PageCaches:
         step = cache.step(range(len(tokens)), tokens)
         return self.graphs(step, form=(step.shape[1], len(self._pool.pages)))
 
-    def moved(self) -> None:
+    def moved(self, caches: Iterable[PagedCache]) -> None:
         self.graphs.drop()
 
     def close(self) -> None:
-        self.moved()
+        self.graphs.drop()
         self._pool.keys, self._pool.values = [], []
 
     def _run(self, step: Tensor) -> Tensor:

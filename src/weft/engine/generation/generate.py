@@ -11,9 +11,11 @@ A completion depends on its prompt, its (id, k), the step and the seed, never on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from typing import Literal, Protocol
 
 import numpy as np
@@ -35,7 +37,6 @@ from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError, RunError
 from weft.models.config import TransformerConfig
-from weft.models.native import random as native
 from weft.models.packed import Packed
 from weft.models.rope import CHANGING
 from weft.models.transfer import put
@@ -66,9 +67,6 @@ class Decoder(Protocol):
     def next_token_logits(self, hidden_rows: Tensor) -> Tensor: ...
     def parameters(self) -> Iterator[Tensor]: ...
     def train(self, mode: bool = True) -> object: ...
-
-
-FINISH: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
 
 
 @contextmanager
@@ -187,7 +185,7 @@ class BatchGenerator:
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
         """Tokens from now on carry `version`. Keys and values of the old weights are computed again, or kept as they are."""
         self._version = version
-        self._caches.moved()
+        self._caches.moved(self._held.values() if self._cache is None else (self._cache, *self._held.values()))
         if not keep_kv:
             while len(self._rows):
                 self._take_out(len(self._rows) - 1)
@@ -262,38 +260,31 @@ class BatchGenerator:
     def _draw(self, states: Tensor) -> list[TokenEvent]:
         """Sample one token for every row from its hidden state and book it."""
         rows, count = self._rows, len(self._rows)
-        assert count == len(states)
         if count < self._least_rows:
-            states = torch.nn.functional.pad(states, (0, 0, 0, self._least_rows - count))
-        logits = self._network.next_token_logits(states)[:count]
+            filled = torch.nn.functional.pad(states, (0, 0, 0, self._least_rows - count))
+            logits = self._network.next_token_logits(filled)[:count]
+        else:
+            logits = self._network.next_token_logits(states)
         settings, done = rows.settings[:count], rows.count[:count].copy()
-        hashed = native.uniforms if self._device.type == "cpu" else randomness.uniforms
-        uniforms = put(hashed(rows.keys[:count], done), self._device)
+        uniforms = put(rows.uniforms(), self._device)
         tokens, logprobs, supports = self._settings.draw(logits, uniforms, settings, done)
-        finite = np.isfinite(logprobs)
-        if not finite.all():
-            live = rows.sequences[int(finite.argmin())]
+        if not math.isfinite(logprobs.sum()):
+            row = int(np.isfinite(logprobs).argmin())
             raise RunError(
-                f"the network's logits are not finite for completion {live.k} of {live.id!r} "
-                f"at token {done[finite.argmin()]} (weight version {self._version}); the weights have diverged"
+                f"the network's logits are not finite for completion {rows.ks[row]} of {rows.ids[row]!r} "
+                f"at token {done[row]} (weight version {self._version}); the weights have diverged"
             )
         rows.book(tokens, logprobs, self._version, supports)
         stopped = self._settings.is_stop[settings, tokens]
         if self._stops:
             stopped |= self._stopped_by_text(tokens)
-        finish = np.where(stopped, 1, np.where(done + 1 >= rows.limit[:count], 2, 0))
-        events = [
-            TokenEvent(live.id, live.k, token, logprob, self._version, FINISH[end], support)
-            for live, token, logprob, end, support in zip(
-                rows.sequences,
-                tokens.tolist(),
-                logprobs.tolist(),
-                finish.tolist(),
-                supports or [()] * count,
-                strict=True,
-            )
-        ]
-        for row in np.flatnonzero(finish)[::-1].tolist():
+        finished = (stopped | (rows.count[:count] >= rows.limit[:count])).nonzero()[0].tolist()
+        ends: list[Literal["stop", "length"] | None] = [None] * count
+        for row in finished:
+            ends[row] = "stop" if stopped[row] else "length"
+        said = tokens.tolist(), logprobs.tolist(), repeat(self._version), ends, supports or repeat(())
+        events = list(map(TokenEvent, rows.ids, rows.ks, *said))
+        for row in reversed(finished):
             live = self._take_out(row)
             self._scheduler.finish(live)
             self._forget(live)

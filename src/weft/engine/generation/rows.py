@@ -6,13 +6,16 @@ What a step reads and writes for each sequence lies in arrays, so a step costs a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from weft import randomness
 from weft.engine.generation.scheduler import Sequence as Live
 
 FIRST = 64  # rows, and tokens a row, that there is room for at first
+AHEAD = 64  # tokens whose random numbers are made at once: numpy takes as long for one as for hundreds
 
 
 class Rows:
@@ -20,6 +23,8 @@ class Rows:
 
     def __init__(self) -> None:
         self.sequences: list[Live] = []
+        self.ids: list[str] = []
+        self.ks: list[int] = []
         self.places: dict[tuple[str, int], int] = {}
         self.count = np.zeros(FIRST, np.int64)
         self.limit = np.zeros(FIRST, np.int64)
@@ -31,6 +36,9 @@ class Rows:
         self._logprobs = np.zeros((FIRST, FIRST), np.float64)
         self._versions = np.zeros((FIRST, FIRST), np.int64)
         self._supports: list[list[tuple[int, ...]]] = []
+        self._uniforms = np.zeros((FIRST, AHEAD))  # of tokens `_block` * AHEAD and on
+        self._block = np.zeros(FIRST, np.int64)
+        self._steps_ahead = 0  # that all rows have numbers for
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -39,12 +47,28 @@ class Rows:
         row, done = len(self), len(live.tokens)
         self._fit(row + 1, done + 1)
         self.sequences.append(live)
+        self.ids.append(live.id)
+        self.ks.append(live.k)
         self.places[live.key] = row
         self.count[row], self.limit[row], self.settings[row] = done, live.limit, settings
         self.keys[row], self.watched[row] = keys, watched
         self._tokens[row, :done], self._logprobs[row, :done] = live.tokens, live.logprobs
         self._versions[row, :done] = live.versions
         self._supports.append(list(live.supports))
+        self._block[row], self._steps_ahead = -1, 0
+
+    def uniforms(self) -> npt.NDArray[np.float64]:
+        """[n] in [0, 1): each row's number for its next token, that of `weft.randomness` for its key and `count`."""
+        count = self.count[: len(self)]
+        if not self._steps_ahead:
+            block = count // AHEAD
+            stale = (block != self._block[: len(self)]).nonzero()[0]
+            positions = block[stale, None] * AHEAD + np.arange(AHEAD)
+            made = randomness.uniforms(self.keys[stale].repeat(AHEAD, 0), positions.ravel())
+            self._uniforms[stale], self._block[stale] = made.reshape(-1, AHEAD), block[stale]
+            self._steps_ahead = AHEAD - int((count % AHEAD).max())
+        self._steps_ahead -= 1
+        return self._uniforms[np.arange(len(count)), count % AHEAD]
 
     def book(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], version: int,
@@ -52,14 +76,16 @@ class Rows:
     ) -> None:  # fmt: skip
         """One token more for every row; `supports` are the kept ids where they are recorded."""
         rows, count = np.arange(len(self)), self.count[: len(self)]
-        self._fit(len(self), int(count.max()) + 1)
+        if (most := int(count.max())) == self._tokens.shape[1]:
+            self._fit(len(self), most + 1)
         self._tokens[rows, count] = tokens
         self._logprobs[rows, count] = logprobs
         self._versions[rows, count] = version
-        self.last[: len(self)] = tokens
-        self.count[: len(self)] += 1
-        for kept, support in zip(self._supports, supports or (), strict=supports is not None):
-            kept.append(support)
+        self.last[: len(tokens)] = tokens
+        count += 1
+        if supports is not None:
+            for kept, support in zip(self._supports, supports, strict=True):
+                kept.append(support)
 
     def remove(self, row: int) -> Live:
         """Take a row out and give its sequence what was booked; the last row moves into its place."""
@@ -69,10 +95,12 @@ class Rows:
         live.supports = self._supports[row] or [()] * int(done)
         for column in self._columns():
             column[row] = column[last]
-        self.sequences[row], self._supports[row] = self.sequences[last], self._supports[last]
-        self.places[self.sequences[row].key] = row
-        self.sequences.pop()
-        self._supports.pop()
+        lists: tuple[list[Any], ...] = (self.sequences, self.ids, self.ks, self._supports)
+        for one in lists:
+            one[row] = one[last]
+            one.pop()
+        if row < last:
+            self.places[self.sequences[row].key] = row
         del self.places[live.key]
         return live
 
@@ -94,7 +122,7 @@ class Rows:
 
 
 HISTORIES = ("_tokens", "_logprobs", "_versions")
-COLUMNS = ("count", "limit", "settings", "keys", "last", "watched", *HISTORIES)
+COLUMNS = ("count", "limit", "settings", "keys", "last", "watched", "_uniforms", "_block", *HISTORIES)
 
 
 def _doubled(size: int, least: int) -> int:

@@ -64,11 +64,11 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
     Probabilities are float32 (float64 for float64 logits) and added up in float64, row by row, so a row's token does not depend
     on the other rows (Apple's MPS has no float64: there the rows are drawn on the CPU). Log-probs are float32.
     """
-    if logits.device.type == "mps":
+    if logits.is_mps:
         logits, uniforms = logits.cpu(), uniforms.cpu()
         banned = None if banned is None else Ban(banned.rows.cpu(), banned.ids.cpu())
     copies = banned is not None or limits(spec, logits.shape[-1]) or not library.serves(logits)
-    if logits.device.type != "cpu" or not copies:
+    if not logits.is_cpu or not copies:
         return _draw(logits, uniforms, spec, banned)
     size, parts = max(1, CELLS // logits.shape[-1]), []
     for first in range(0, len(logits), size):
@@ -84,7 +84,7 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
 
 def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None) -> Draw:
     temperature = 1.0 if spec.greedy else spec.temperature
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     if temperature != 1.0:
         scores = scores / temperature
     allowed = scores if banned is None else banned.applied(scores)

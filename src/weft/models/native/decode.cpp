@@ -2,6 +2,8 @@
 #include "kernels.h"
 #include "simd.h"
 
+#include <memory>
+
 struct Linear {
   const float *weight, *bias; // [out, in], and [out] or null
 };
@@ -27,8 +29,7 @@ struct Step {
   const float *embedding, *norm;  // [vocabulary, hidden]; weight of the last norm
   const float *cos, *sin;         // [positions, half]; null without rotation
   const long *tokens, *positions; // [rows]
-  const Segment *segments; // [count]: rows and the keys they see, their own included
-  const long *places;     // [rows]: where keys and values go
+  const long *slots, *news, *used; // [count]: of each sequence its slot, and its new tokens; [slots]: all tokens of each slot
   long rows, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room, threads;
   double eps, offset; // of the norms
   const Prefix *prefixes;
@@ -92,6 +93,13 @@ extern "C" long weft_decode(const Block *blocks, const Step *given) {
     memcpy(&cos[r * s.half], s.cos + s.positions[r] * s.half, 4 * s.half);
     memcpy(&sin[r * s.half], s.sin + s.positions[r] * s.half, 4 * s.half);
   }
+  const std::unique_ptr<Segment[]> segments(new Segment[s.count]); // each sequence's rows and the keys they see, their own included
+  const std::unique_ptr<long[]> places(new long[s.rows]);          // where each row's keys and values go
+  for (long i = 0, row = 0; i < s.count; row += s.news[i++]) {
+    const long first = s.slots[i] * s.kv * s.room, keys = s.used[s.slots[i]], before = keys - s.news[i];
+    segments[i] = {row, s.news[i], first, keys};
+    for (long r = 0; r < s.news[i]; r++) places[row + r] = first + before + r;
+  }
   for (const Block *b = blocks; b < blocks + s.blocks; b++) {
     weft_rms_norm(s.states, b->norm1, normed, inverse, s.rows, s.hidden, s.eps, s.offset, s.threads);
     float *q = heads, *k = q + inner, *v = k + shared;
@@ -109,13 +117,13 @@ extern "C" long weft_decode(const Block *blocks, const Step *given) {
       weft_rotate(q, cos, sin, turned, wide, s.dim, s.rows, s.heads + s.kv, s.dim, s.half, 1.0, s.threads);
       q = turned, k = q + inner, by_row = turned_wide;
     }
-    weft_store(k, v, b->keys, b->values, s.places, by_row, s.dim, wide, s.dim, s.rows, s.kv, s.dim, s.room, s.threads);
+    weft_store(k, v, b->keys, b->values, places.get(), by_row, s.dim, wide, s.dim, s.rows, s.kv, s.dim, s.room, s.threads);
     Arguments a = {};
     a.q = {q, by_row, s.dim};
     a.k = {b->keys, s.dim, s.room * s.dim};
     a.v = {b->values, s.dim, s.room * s.dim};
     a.out = {mixed, inner, s.dim};
-    a.lse = lse, a.segments = s.segments, a.count = s.count;
+    a.lse = lse, a.segments = segments.get(), a.count = s.count;
     a.heads = s.heads, a.kv = s.kv, a.dim = s.dim, a.causal = 1, a.window = b->window, a.threads = s.threads;
     a.scale = b->scale;
     weft_attend(&a);

@@ -7,9 +7,8 @@ For networks of Llama's form: RMS norms before attention and MLP, a gated MLP wi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from weft.models import rope
 from weft.models.config import TransformerConfig
 from weft.models.native import attention, library
 from weft.models.native.product import MOST_ROWS
-from weft.models.packed import Cached, Packed
+from weft.models.packed import Cached, Packed, Sharers
 
 if TYPE_CHECKING:
     from weft.models.kv_cache import KVCache
@@ -51,7 +50,7 @@ class _Prefix(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "segments", "places")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "news", "used")),
         *((name, ctypes.c_long) for name in ("rows", "count", "blocks", "vocabulary", "hidden", "heads", "kv", "dim")),
         *((name, ctypes.c_long) for name in ("inner", "half", "room", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
@@ -83,31 +82,32 @@ def fits(config: TransformerConfig) -> bool:
 
 @dataclass
 class Prepared:
-    """A network as the kernel reads it over one cache: its blocks, the modules and parameters that they were, and the rotations
-    of the positions that were asked for so far."""
+    """A network as the kernel reads it over one cache. `step` holds what all steps have in common, and what the last one had."""
 
     network: Transformer
     blocks: ctypes.Array[_Block]
-    modules: list[tuple[dict[str, Any], str, nn.Module]]  # where each is found, under which name
-    addresses: list[int]
-    rotations: tuple[Tensor, Tensor] | None = None
+    step: _Step
+    held: list[torch.UntypedStorage]  # its parameters' memory
+    rotations: tuple[Tensor, Tensor] | None = None  # of the positions that were asked for so far
+    sharers: tuple[Sharers, ...] | None = None  # of the decode step whose prefixes `step` holds
+    prefixes: list[_Prefix] = field(default_factory=list)
 
     @classmethod
     def of(cls, network: Transformer, cache: KVCache) -> Prepared:
         blocks: Any = network.blocks
-        made, modules = (_Block * len(blocks))(), _found(network._modules, ("embed", "norm"))
+        made = (_Block * len(blocks))()
         for at, block in enumerate(blocks):
             scores, stored = block.attention.scores, (cache.keys[block.layer], cache.values[block.layer])
             pointers = _Pointers(*map(_at, _parameters(block)))
             made[at] = _Block(pointers, *map(_at, stored), scores.scale, scores.window or 0)
-            modules += _found(block._modules, NORMS) + _found(block.attention._modules, (*NORMS, *"qkvo"))
-            modules += _found(block.mlp._modules, LINEAR)
-        return cls(network, made, modules, _addresses(modules))
-
-    def holds(self, network: Transformer) -> bool:
-        """Whether it is this network, with the same modules, and their parameters lie where they lay."""
-        same = network is self.network and all(found.get(name) is module for found, name, module in self.modules)
-        return same and _addresses(self.modules) == self.addresses
+        config, (vocabulary, hidden) = network.config, network.embed.weight.shape
+        step = _Step(
+            embedding=_at(network.embed.weight), norm=_at(_weight(network.norm)), blocks=len(made), vocabulary=vocabulary,
+            hidden=hidden, heads=config.num_heads, kv=config.num_kv_heads, dim=config.head_dim,
+            inner=config.intermediate_size, used=cache.used.ctypes.data, room=cache.capacity, eps=config.norm_eps,
+            offset=0.0 if config.norm == "rms" else 1.0,
+        )  # fmt: skip
+        return cls(network, made, step, [parameter.untyped_storage() for parameter in network.parameters()])
 
     def rotation(self, network: Transformer, x: Packed, context: Cached) -> tuple[Tensor, Tensor, Tensor] | None:
         """(cos, sin, each [P, 1, half], the row of them that each token takes, int64 [T]); None without a rotation."""
@@ -117,54 +117,51 @@ class Prepared:
         if settings.scaling in rope.CHANGING:
             cos, sin = rope.rotation(settings, x.positions, context.token_lengths, network.embed.weight.dtype)
             return cos.contiguous(), sin.contiguous(), torch.arange(len(x.positions))
-        end = int((context.before + context.used + context.new).max())
-        if self.rotations is None or len(self.rotations[0]) < end:
+        end = context.max_used + int(context.before.max())
+        if self.rotations is None or self.rotations[0].shape[0] < end:
             positions = torch.arange(2 * end)
             self.rotations = rope.rotation(settings, positions, positions, network.embed.weight.dtype)
         return *self.rotations, x.positions
 
+    def share(self, context: Cached) -> None:
+        """Have `step` hold the prefixes that rows go on from; those of a decode step are mostly those of the one before."""
+        sharers = context.sharers if context.max_len == 1 else None
+        if sharers is None or sharers is not self.sharers:
+            self.prefixes = [_prefix(prefix, rows) for prefix, rows in context.continued]
+            self.step.prefixes, self.step.shared = (_Prefix * len(self.prefixes))(*self.prefixes), len(self.prefixes)
+            self.sharers = sharers
+
 
 def prepared(network: Transformer, x: Packed, context: Cached) -> Prepared | None:
     """The network, where the kernel takes this pass: few new tokens of cached sequences, without gradients. It is prepared once
-    for a cache, and again where modules or parameters are others or have moved, or the cache has, which then forgets it."""
-    cache, weight = context.cache, network.embed.weight
-    few = len(x.tokens) <= MOST_ROWS and not torch.is_grad_enabled() and library.serves(weight)
-    if not few or cache.dtype != weight.dtype:
+    for a cache, which forgets it where it changes its size, and where it is told that weights may have `moved`."""
+    cache = context.cache
+    if x.tokens.shape[0] > MOST_ROWS or torch.is_grad_enabled():
         return None
-    if cache.prepared is None or not cache.prepared.holds(network):
-        blocks: Any = network.blocks
+    if cache.prepared is None or cache.prepared.network is not network:
+        blocks, weight = cast(Any, network.blocks), network.embed.weight
         layers = (layer for block in blocks for layer in _linear(block))
-        plain = fits(network.config) and weight.is_contiguous() and all(map(_plain, layers))
+        served = library.serves(weight) and weight.is_contiguous() and cache.dtype == weight.dtype
+        plain = served and fits(network.config) and all(map(_plain, layers))
         cache.prepared = Prepared.of(network, cache) if plain else None
     return cache.prepared
 
 
 def run(network: Transformer, at: Prepared, x: Packed, context: Cached) -> Tensor:
     """Hidden states [T, hidden] after the last norm. Raises `IndexError` for a token outside the vocabulary."""
-    config, rotation = network.config, at.rotation(network, x, context)
-    cos, sin, positions = (None, None, None) if rotation is None else rotation
-    prefixes = [_prefix(prefix, rows) for prefix, rows in context.continued]
-    states, tokens = network.embed.weight.new_empty(len(x.tokens), config.hidden_size), x.tokens.contiguous()
-    step = _Step(
-        states=_at(states), embedding=_at(network.embed.weight), norm=_at(_weight(network.norm)), cos=_at(cos), sin=_at(sin),
-        tokens=_at(tokens), positions=_at(positions), segments=_at(context.segments), places=_at(context.places),
-        rows=len(states), count=len(context.segments), blocks=len(at.blocks), vocabulary=len(network.embed.weight),
-        hidden=config.hidden_size, heads=config.num_heads, kv=config.num_kv_heads, dim=config.head_dim,
-        inner=config.intermediate_size, half=0 if cos is None else cos.shape[-1], room=context.cache.capacity,
-        threads=torch.get_num_threads(), eps=config.norm_eps, offset=0.0 if config.norm == "rms" else 1.0,
-        prefixes=(_Prefix * len(prefixes))(*prefixes), shared=len(prefixes),
-    )  # fmt: skip
+    step, rotation = at.step, at.rotation(network, x, context)
+    tokens, rows = x.tokens.contiguous(), x.tokens.shape[0]
+    states = torch.empty(rows, step.hidden)
+    if rotation is not None:
+        cos, sin, positions = rotation
+        step.cos, step.sin, step.half, step.positions = _at(cos), _at(sin), cos.shape[-1], _at(positions)
+    at.share(context)
+    step.states, step.tokens, step.rows, step.threads = _at(states), _at(tokens), rows, torch.get_num_threads()
+    slots, news = torch.from_numpy(context.slots), torch.from_numpy(context.new)
+    step.slots, step.news, step.count = _at(slots), _at(news), len(context.slots)
     if library.call("weft_decode", at.blocks, step):
-        raise IndexError(f"a token of {x.tokens.tolist()} is outside the vocabulary of {len(network.embed.weight)}")
+        raise IndexError(f"a token of {x.tokens.tolist()} is outside the vocabulary of {step.vocabulary}")
     return states
-
-
-def _found(modules: dict[str, Any], names: Iterable[str]) -> list[tuple[dict[str, Any], str, nn.Module]]:
-    return [(modules, name, modules[name]) for name in names if modules.get(name) is not None]
-
-
-def _addresses(modules: list[tuple[dict[str, Any], str, nn.Module]]) -> list[int]:
-    return [x.data_ptr() for _, _, module in modules for x in module._parameters.values() if x is not None]
 
 
 def _linear(block: Block) -> list[Any]:

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+# Sums are fused multiply-adds wherever they can be: for some processors GCC takes others in some loops, and so other bits.
+FUSED = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
+FLAGS = ("-std=c++17", "-O3", "-march=native", *FUSED, "-fopenmp", "-shared", "-fPIC")
 PATIENCE = 120  # seconds for the compiler, which takes three
 
 
@@ -56,17 +58,19 @@ def call(name: str, *arguments: Any) -> int:
     tensors, the number of threads, is added here. What comes back means nothing but where the kernel says so."""
     kernels = library()
     assert kernels is not None
+    kernel = getattr(kernels, name)
     if isinstance(arguments[-1], ctypes.Structure):
-        return int(getattr(kernels, name)(*(ctypes.byref(one) for one in arguments)))
-    return int(getattr(kernels, name)(*map(_as_c, arguments), ctypes.c_long(torch.get_num_threads())))
+        return int(kernel(*map(ctypes.byref, arguments)))
+    if kernel.argtypes is None:
+        kernel.argtypes = [*map(_type_of, arguments), ctypes.c_long]
+    given = (argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments)
+    return int(kernel(*given, torch.get_num_threads()))
 
 
-def _as_c(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, int):
-        return ctypes.c_long(argument)
-    return ctypes.c_void_p(None) if argument is None else ctypes.c_double(argument)
+def _type_of(argument: Any) -> Any:
+    if argument is None or isinstance(argument, Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_long if isinstance(argument, int) else ctypes.c_double
 
 
 def _compilers() -> list[list[str]]:

@@ -32,9 +32,9 @@ def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """(ids int64 [R], their log-probs float32 [R]) of float32 logits [R, V]: each row's first id, in vocabulary order, whose
     cumulative probability exceeds the row's number of `uniforms` [R]; sums over blocks of ids are float64."""
-    x = logits.contiguous()
-    ids, logprobs = x.new_empty(len(x), dtype=torch.int64), x.new_empty(len(x))
-    library.call("weft_draw", x, uniforms.double().contiguous(), ids, logprobs, *x.shape)
+    x, (rows, size) = logits.contiguous(), logits.shape
+    ids, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    library.call("weft_draw", x, uniforms.double().contiguous(), ids, logprobs, rows, size)
     return ids, logprobs
 
 

@@ -5,55 +5,81 @@
 #include "kernels.h"
 #include "simd.h"
 
+#pragma GCC optimize("no-ivopts") // a pointer for each column of a tile is more than there are registers
+
 namespace {
 
 // Sums kept in registers at once: half of those that there are, or more.
 constexpr long SUMS = LANES == 16 ? 24 : 12;
 
-// sums[l][j] = x[l] . weight[j] + bias[j] for L vectors of rows and N columns. x[k * L + l] is what vector l has of term k.
-template <long L, long N> INLINE void tile(const float *x, const float *weight, const float *bias, long terms, vec (*sums)[LANES]) {
+// Rows that leave half a vector of 16 empty are multiplied as a vector of 8, which many processors do in half the time.
+constexpr long UNIT = LANES == 16 ? 8 : LANES, UNITS = LANES / UNIT;
+constexpr long MOST = LANES == 16 ? 64 : 16; // rows at once
+typedef float unit __attribute__((vector_size(4 * UNIT)));
+typedef float loose_unit __attribute__((vector_size(4 * UNIT), aligned(4), may_alias));
+
+// sums[l][j] = x[l] . weight[j] + bias[j] for L vectors of rows, then one of a unit where H is 1, and N columns. What all rows
+// have of term k stands at x + k * (L * LANES + H * UNIT).
+template <long L, long H, long N> INLINE void tile(
+    const float *x, const float *weight, const float *bias, long terms, vec (*sums)[LANES]) {
   const long piece = piece_of(terms);
+  const auto low = [&](long j) -> loose_unit & { return *(loose_unit *)&sums[L][j]; };
   for (long first = 0; first < terms; first += piece) {
-    vec part[L][N] = {};
+    vec part[L + 1][N] = {};
+    unit rest[N] = {};
     const long end = first + piece < terms ? first + piece : terms;
     for (long k = first; k < end;) {
       for (long j = 0; j < N; j++) __builtin_prefetch(weight + (N + j) * terms + k, 0, 2); // into the second cache
-      for (const long stop = k + 16 < end ? k + 16 : end; k < stop; k++) {
-        vec column[L];
-        for (long l = 0; l < L; l++) column[l] = load(x + (k * L + l) * LANES);
-        for (long j = 0; j < N; j++)
-          for (long l = 0; l < L; l++) part[l][j] += column[l] * weight[j * terms + k];
+      const float *at = x + k * (L * LANES + H * UNIT), *w = weight + k;
+      for (const long stop = k + 16 < end ? k + 16 : end; k < stop; k++, at += L * LANES + H * UNIT, w++) {
+        vec column[L + 1];
+        for (long l = 0; l < L; l++) column[l] = load(at + l * LANES);
+        const unit last = H ? *(const loose_unit *)(at + L * LANES) : unit{};
+        for (long j = 0; j < N; j++) {
+          for (long l = 0; l < L; l++) part[l][j] += column[l] * w[j * terms];
+          if (H) rest[j] += last * w[j * terms];
+        }
       }
     }
     for (long l = 0; l < L; l++)
       for (long j = 0; j < N; j++) sums[l][j] = first ? sums[l][j] + part[l][j] : part[l][j];
+    for (long j = 0; H && j < N; j++) low(j) = first ? low(j) + rest[j] : rest[j];
   }
-  for (long j = 0; bias && j < N; j++)
+  for (long j = 0; bias && j < N; j++) {
     for (long l = 0; l < L; l++) sums[l][j] += bias[j];
+    if (H) low(j) += bias[j];
+  }
 }
 
 // G times N columns, as many as fit a vector, to the first of their rows in `out`.
-template <long L, long N, long G> INLINE void tiles(
+template <long L, long H, long N, long G> INLINE void tiles(
     const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row) {
-  vec sums[L][LANES]; // those past the last are never looked at
+  vec sums[L + H][LANES]; // those past the last are never looked at
   for (long g = 0; g < G; g++)
-    tile<L, N>(x, weight + g * N * terms, bias ? bias + g * N : nullptr, terms, (vec(*)[LANES])&sums[0][g * N]);
-  for (long l = 0; l < L; l++) {
+    tile<L, H, N>(x, weight + g * N * terms, bias ? bias + g * N : nullptr, terms, (vec(*)[LANES])&sums[0][g * N]);
+  for (long l = 0; l < L + H; l++) {
     exchange(sums[l]);
     for (long r = 0; r < LANES && l * LANES + r < rows; r++) store_some(out + (l * LANES + r) * by_row, sums[l][r], G * N);
   }
 }
 
-// Columns `from` to `to` for L vectors of rows.
-template <long L> INLINE void columns(
-    const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row, long from, long to) {
-  constexpr long N = SUMS / L < LANES ? SUMS / L : LANES - LANES / 4, G = LANES / N, WIDE = G * N;
+// Columns `from` to `to` for `units` of rows, of which there are U at most.
+template <long U> void columns(
+    long units, const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row, long from,
+    long to) {
+  if constexpr (U > 1)
+    if (units < U) return columns<U - 1>(units, x, weight, bias, terms, rows, out, by_row, from, to);
+  constexpr long L = U / UNITS, H = U % UNITS, V = L + H;
+  constexpr long N = SUMS / V < LANES ? SUMS / V : LANES - LANES / 4, G = LANES / N, WIDE = G * N;
+  const auto bias_at = [&](long j) { return bias ? bias + j : nullptr; };
   long j = from;
-  for (; j + WIDE <= to; j += WIDE)
-    tiles<L, N, G>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
-  for (; j + N <= to; j += N) tiles<L, N, 1>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
-  for (; j < to; j++) tiles<L, 1, 1>(x, weight + j * terms, bias ? bias + j : nullptr, terms, rows, out + j, by_row);
+  for (; j + WIDE <= to; j += WIDE) tiles<L, H, N, G>(x, weight + j * terms, bias_at(j), terms, rows, out + j, by_row);
+  for (; j + N <= to; j += N) tiles<L, H, N, 1>(x, weight + j * terms, bias_at(j), terms, rows, out + j, by_row);
+  for (; j + 4 <= to; j += 4) tiles<L, H, 4, 1>(x, weight + j * terms, bias_at(j), terms, rows, out + j, by_row);
+  for (; j < to; j++) tiles<L, H, 1, 1>(x, weight + j * terms, bias_at(j), terms, rows, out + j, by_row);
 }
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
 
 } // namespace
 
@@ -62,42 +88,35 @@ template <long L> INLINE void columns(
 extern "C" void weft_product(
     const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
     long threads) {
-  constexpr long MOST = LANES == 16 ? 4 : 2; // vectors of rows at once
-  const long vectors = (rows + LANES - 1) / LANES;
-  const Buffer packed(vectors * LANES * terms);
+  const auto units_of = [](long count) { return (count + UNIT - 1) / UNIT; };
+  const Buffer packed(units_of(rows) * UNIT * terms);
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
-  // Columns that a thread takes at a time: whole tiles, some parts for each thread, and no more than a core's cache holds.
-  constexpr long UNIT = 24, WIDEST_PART = 192;
-  const long even = (size / (4 * team) + UNIT - 1) / UNIT * UNIT;
-  const long wide_part = even < UNIT ? UNIT : even > WIDEST_PART ? WIDEST_PART : even;
+  // Columns that a thread takes at a time: some parts for each thread, tiles of them, and no more than a core's cache holds.
+  constexpr long TILES = 24, WIDEST = 192;
+  const long even = (size / (4 * team) + TILES - 1) / TILES * TILES, wide = even < TILES ? TILES : least(even, WIDEST);
 #pragma omp parallel num_threads(team)
   {
 #pragma omp for
-    for (long v = 0; v < vectors; v++) {
-      const long first = v / MOST * MOST, wide = vectors - first < MOST ? vectors - first : MOST;
-      float *to = packed + first * LANES * terms + (v - first) * LANES;
-      const long there = rows - v * LANES < LANES ? rows - v * LANES : LANES;
+    for (long row = 0; row < rows; row += LANES) {
+      const long first = row / MOST * MOST, all = least(units_of(rows - first) * UNIT, MOST);
+      float *to = packed + first * terms + (row - first);
       float column[LANES * LANES];
       for (long k = 0; k < terms; k += LANES) {
-        const long some = terms - k < LANES ? terms - k : LANES;
-        transpose(x + v * LANES * terms + k, terms, there, some, column);
-        for (long d = 0; d < some; d++) store(to + (k + d) * wide * LANES, load(column + d * LANES));
+        const long some = least(terms - k, LANES);
+        transpose(x + row * terms + k, terms, least(rows - row, LANES), some, column);
+        const bool whole = row - first + LANES <= all; // else a unit
+        for (long d = 0; d < some; d++)
+          if (whole) store(to + (k + d) * all, load(column + d * LANES));
+          else *(loose_unit *)(to + (k + d) * all) = *(loose_unit *)(column + d * LANES);
       }
     }
 #pragma omp for schedule(dynamic)
-    for (long part = 0; part < (size + wide_part - 1) / wide_part; part++) {
-      const long from = part * wide_part, to = from + wide_part < size ? from + wide_part : size;
-      for (long v = 0; v < vectors; v += MOST) {
-        const float *mine = packed + v * LANES * terms;
-        float *there = out + v * LANES * by_row;
-        const long left = rows - v * LANES;
-        switch (vectors - v) {
-        case 1: columns<1>(mine, weight, bias, terms, left, there, by_row, from, to); break;
-        case 2: columns<2>(mine, weight, bias, terms, left, there, by_row, from, to); break;
-        case 3: columns<MOST < 3 ? MOST : 3>(mine, weight, bias, terms, left, there, by_row, from, to); break;
-        default: columns<MOST>(mine, weight, bias, terms, left, there, by_row, from, to);
-        }
+    for (long from = 0; from < size; from += wide)
+      for (long row = 0; row < rows; row += MOST) {
+        const long left = least(rows - row, MOST);
+        columns<MOST / UNIT>(
+            units_of(left), packed + row * terms, weight, bias, terms, left, out + row * by_row, by_row, from,
+            least(from + wide, size));
       }
-    }
   }
 }

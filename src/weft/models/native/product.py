@@ -11,22 +11,24 @@ MOST_ROWS = 128  # of what counts as few
 
 def serves(left: Tensor, right: Tensor) -> bool:
     """Whether the kernels take left [..., n] times right [m, n] transposed."""
-    fit = left.dim() > 0 and right.dim() == 2 and left.shape[-1] == right.shape[1]
-    return fit and right.dtype == left.dtype and left.numel() > 0 and right.numel() > 0 and library.serves(left)
+    of_left, of_right = left.shape, right.shape
+    fit = len(of_left) > 0 and len(of_right) == 2 and of_left[-1] == of_right[1]
+    return fit and right.dtype == left.dtype and 0 not in of_left and 0 not in of_right and library.serves(left)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m]. A row does not depend on the others."""
     assert bias is None or bias.shape == right.shape[:1], "one number a column"
-    x = left.reshape(-1, left.shape[-1])
+    flat = left.dim() == 2
+    x = left if flat else left.reshape(-1, left.shape[-1])
     whole = None if bias is None else bias.to(right.dtype).contiguous()
-    out = x.new_empty(len(x), len(right))
-    if len(x) <= MOST_ROWS and right.is_contiguous():
-        sizes = len(right), len(x), len(right), x.shape[1]
-        library.call("weft_product", x.contiguous(), right, whole, out, *sizes)
+    (rows, terms), size = x.shape, right.shape[0]
+    out = x.new_empty(rows, size)
+    if rows <= MOST_ROWS and right.is_contiguous():
+        library.call("weft_product", x.contiguous(), right, whole, out, size, rows, size, terms)
     else:
         _matmul(x, right, whole, out, adds=False)
-    return out if left.dim() == 2 else out.view(*left.shape[:-1], len(right))
+    return out if flat else out.view(*left.shape[:-1], size)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -138,13 +138,13 @@ INLINE void exchange(vec *rows) {
 // LANES rows (`count` of them there, the others zeros) as columns: to[d * by + row].
 INLINE void transpose(const float *rows, long stride, long count, long dim, float *to, long by = LANES) {
   long d = 0;
-  if (count == LANES)
-    for (; d + LANES <= dim; d += LANES) {
-      vec block[LANES];
-      for (long j = 0; j < LANES; j++) block[j] = load(rows + j * stride + d);
-      exchange(block);
-      for (long i = 0; i < LANES; i++) store(to + (d + i) * by, block[i]);
-    }
+  for (; d + LANES <= dim; d += LANES) {
+    vec block[LANES] = {};
+    for (long j = 0; j < LANES; j++)
+      if (j < count) block[j] = load(rows + j * stride + d);
+    exchange(block);
+    for (long i = 0; i < LANES; i++) store(to + (d + i) * by, block[i]);
+  }
   for (; d < dim; d++)
     for (long j = 0; j < LANES; j++) to[d * by + j] = j < count ? rows[j * stride + d] : 0.f;
 }
