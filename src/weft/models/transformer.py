@@ -240,8 +240,9 @@ class Transformer(nn.Module):
         `headed` promises that an lm head goes on from them. A tied matrix then gets the look-up's gradient for the rows looked
         up alone: of its whole size it would be two more matrices to fill and to add to the head's.
         """
-        if isinstance(x.attention, Cached) and (few := decode.prepared(self, x, x.attention)):
-            return _at(decode.run(self, few, x, x.attention), rows)
+        context = x.attention
+        if isinstance(context, Cached) and (few := decode.prepared(self, context.cache, x.tokens.shape[0])):
+            return _at(decode.run(few, x, context), rows)
         config = self.config
         weight = self.embed.weight
         added = headed and config.tied and weight.is_cpu and weight.dtype in (torch.float32, torch.float64)

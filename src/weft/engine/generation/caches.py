@@ -13,10 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from weft.engine.generation.ahead import Ahead
 from weft.engine.generation.blocks import Blocks, Slots
 from weft.engine.generation.graphs import COARSE, SIZES, DecodeGraphs, cuda_capture
 from weft.engine.generation.page_blocks import PageBlocks
+from weft.engine.generation.rows import Rows
 from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.settings import SettingsTable
 from weft.models import flash, flex
 from weft.models.config import TransformerConfig
 from weft.models.kv_cache import KVCache
@@ -63,6 +66,10 @@ class Caches(Protocol):
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:
         """Hidden states [R, hidden] of one more token each in the rows 0 .. R - 1 of `cache`; read before the next call."""
+        ...
+
+    def ahead(self, rows: Rows, settings: SettingsTable) -> Ahead | None:
+        """What computes steps ahead; None where they are computed one at a time."""
         ...
 
     def moved(self, caches: Iterable[Any]) -> None:
@@ -124,6 +131,9 @@ class SlotCaches:
             cache.release(slot)
         return states[:count] if fillers else states
 
+    def ahead(self, rows: Rows, settings: SettingsTable) -> Ahead | None:
+        return Ahead.over(self._network, rows, settings)
+
     def moved(self, caches: Iterable[KVCache]) -> None:
         for cache in caches:
             cache.moved()
@@ -152,6 +162,9 @@ class PageCaches:
     def decode(self, cache: PagedCache, tokens: npt.NDArray[np.int64]) -> Tensor:
         step = cache.step(range(len(tokens)), tokens)
         return self.graphs(step, form=(step.shape[1], len(self._pool.pages)))
+
+    def ahead(self, rows: Rows, settings: SettingsTable) -> None:
+        """A GPU's steps are captured as graphs; the host waits for each one's tokens."""
 
     def moved(self, caches: Iterable[PagedCache]) -> None:
         self.graphs.drop()

@@ -27,15 +27,17 @@ from weft import randomness
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.device import memory_bytes
+from weft.engine.generation.ahead import Drawn
 from weft.engine.generation.caches import Cache, caches_for
 from weft.engine.generation.prefixes import Prefix
+from weft.engine.generation.requests import check_partial, limit_of
 from weft.engine.generation.rows import Rows
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.generation.settings import SettingsTable
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
-from weft.errors import ConfigError, DataError, RunError
+from weft.errors import ConfigError, RunError
 from weft.models.config import TransformerConfig
 from weft.models.packed import Packed
 from weft.models.rope import CHANGING
@@ -115,6 +117,7 @@ class BatchGenerator:
         self._least_rows = self._caches.least_rows
         self._settings = SettingsTable(replace(spec, tokenizer=tokenizer), stop_ids, network.config.vocab_size)
         self._rows = Rows()
+        self._ahead = self._caches.ahead(self._rows, self._settings)
         self._cache: Cache | None = None
         self._held: dict[Prefix | Fill, Cache] = {}  # prefixes, and prompts that take several steps
         self._draws: dict[tuple[str, int], tuple[int, randomness.Key]] = {}  # settings and key
@@ -139,11 +142,11 @@ class BatchGenerator:
         for request in requests:
             settings = self._settings.index(request.sampling)
             spec = self._settings.specs[settings]
-            limit = _limit(self._network.config, request, spec.max_new_tokens)
+            limit = limit_of(self._network.config, request, spec.max_new_tokens)
             live = Live(request.id, request.k, tuple(map(int, request.prompt)), limit)
             if request.generated is not None:
                 done = request.generated
-                _check_partial(done, live)
+                check_partial(done, live)
                 live.tokens, live.logprobs = list(done.tokens), list(done.logprobs)
                 live.versions, live.supports = list(done.versions), [tuple(s) for s in done.supports]
             self._scheduler.submit(live)
@@ -164,10 +167,13 @@ class BatchGenerator:
         self._let_go_unused(plan.chunks)
         if self._cache is not None:
             self._caches.fit(self._cache)
-        states = [self._decode()] if len(self._rows) else []
-        states += self._prefill(plan.chunks)
-        self._let_go_unused()
-        events = self._draw(states[0] if len(states) == 1 else torch.cat(states)) if states else []
+        if drawn := self._drawn_ahead(plan.chunks):
+            events = self._book(*drawn)
+        else:
+            states = [self._decode()] if len(self._rows) else []
+            states += self._prefill(plan.chunks)
+            self._let_go_unused()
+            events = self._draw(states[0] if len(states) == 1 else torch.cat(states)) if states else []
         self._let_go_unused()
         return events
 
@@ -193,6 +199,14 @@ class BatchGenerator:
             self._let_go(list(self._held))
 
     # -- one step
+
+    def _drawn_ahead(self, chunks: list[Chunk]) -> Drawn | None:
+        """What the next step of all rows draws, where steps are computed ahead."""
+        if self._ahead is None:
+            return None
+        if chunks:  # other rows from now on
+            self._ahead.drop()
+        return self._ahead.take(self._kv()) if len(self._rows) and not chunks else None
 
     def _decode(self) -> Tensor:
         """Hidden states [n, hidden] of the last tokens of all rows."""
@@ -265,17 +279,26 @@ class BatchGenerator:
             logits = self._network.next_token_logits(filled)[:count]
         else:
             logits = self._network.next_token_logits(states)
-        settings, done = rows.settings[:count], rows.count[:count].copy()
-        uniforms = put(rows.uniforms(), self._device)
-        tokens, logprobs, supports = self._settings.draw(logits, uniforms, settings, done)
+        settings, done = rows.settings[:count], rows.count[:count]
+        uniforms = put(rows.uniforms(1)[0], self._device)
+        return self._book(*self._settings.draw(logits, uniforms, settings, done))
+
+    def _book(
+        self,
+        tokens: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float64],
+        supports: list[tuple[int, ...]] | None = None,
+    ) -> list[TokenEvent]:
+        """One token more for every row; rows that end go."""
+        rows, count = self._rows, len(self._rows)
         if not math.isfinite(logprobs.sum()):
             row = int(np.isfinite(logprobs).argmin())
             raise RunError(
                 f"the network's logits are not finite for completion {rows.ks[row]} of {rows.ids[row]!r} "
-                f"at token {done[row]} (weight version {self._version}); the weights have diverged"
+                f"at token {rows.count[row]} (weight version {self._version}); the weights have diverged"
             )
         rows.book(tokens, logprobs, self._version, supports)
-        stopped = self._settings.is_stop[settings, tokens]
+        stopped = self._settings.is_stop[rows.settings[:count], tokens]
         if self._stops:
             stopped |= self._stopped_by_text(tokens)
         finished = (stopped | (rows.count[:count] >= rows.limit[:count])).nonzero()[0].tolist()
@@ -325,6 +348,8 @@ class BatchGenerator:
     def _take_out(self, row: int) -> Live:
         """Give a row's slot back; the last row moves into its place."""
         assert self._cache is not None
+        if self._ahead is not None:
+            self._ahead.drop()
         self._cache.release(row)
         live = self._rows.remove(row)
         if not len(self._rows):
@@ -334,50 +359,6 @@ class BatchGenerator:
     def _forget(self, live: Live) -> None:
         del self._draws[live.key]
         self._stops.pop(live.key, None)
-
-
-def _limit(config: TransformerConfig, request: Request, most: int) -> int:
-    """Most tokens of this completion. A table of learned positions has an end, and so has the completion there."""
-    if (worst := max(request.prompt, default=0)) >= config.vocab_size or (worst := min(request.prompt, default=0)) < 0:
-        raise DataError(
-            f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to {config.vocab_size - 1}; "
-            "use the model's own tokenizer"
-        )
-    wanted = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
-    if wanted < 1:
-        raise DataError(f"id {request.id!r}: max_new_tokens={wanted}; a completion has at least 1 token")
-    if len(request.prompt) == 0:
-        raise DataError(
-            f"id {request.id!r}: the prompt is empty, and a model needs a token to go on from; "
-            "set tokenizer.add_bos_token=true or leave the row out"
-        )
-    if config.learned_positions is None:
-        return wanted
-    room = config.learned_positions - config.position_offset - len(request.prompt)
-    if room < 1:
-        raise DataError(
-            f"id {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room in the "
-            f"{config.learned_positions - config.position_offset} positions of this model; lower dataset.max_prompt_len"
-        )
-    return min(wanted, room)
-
-
-def _check_partial(done: Partial, live: Live) -> None:
-    if (done.id, done.k) != live.key:
-        raise DataError(
-            f"completion {live.k} of {live.id!r}: generated is a part of completion {done.k} of {done.id!r}; "
-            "give each request its own"
-        )
-    if not len(done.tokens) == len(done.logprobs) == len(done.versions):
-        raise DataError(
-            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens, {len(done.logprobs)} log-probs and "
-            f"{len(done.versions)} versions; give one of each for every token"
-        )
-    if len(done.tokens) >= live.limit:
-        raise DataError(
-            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens and at most {live.limit} are to be "
-            "sampled, so nothing is left; leave it out or raise max_new_tokens"
-        )
 
 
 def default_budget(config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> Budget:

@@ -15,7 +15,7 @@ from weft import randomness
 from weft.engine.generation.scheduler import Sequence as Live
 
 FIRST = 64  # rows, and tokens a row, that there is room for at first
-AHEAD = 64  # tokens whose random numbers are made at once: numpy takes as long for one as for hundreds
+NUMBERS = 64  # tokens of a row whose random numbers are made at once: numpy takes as long for one as for hundreds
 
 
 class Rows:
@@ -36,9 +36,9 @@ class Rows:
         self._logprobs = np.zeros((FIRST, FIRST), np.float64)
         self._versions = np.zeros((FIRST, FIRST), np.int64)
         self._supports: list[list[tuple[int, ...]]] = []
-        self._uniforms = np.zeros((FIRST, AHEAD))  # of tokens `_block` * AHEAD and on
+        self._uniforms = np.zeros((FIRST, NUMBERS))  # of tokens `_block` * NUMBERS and on
         self._block = np.zeros(FIRST, np.int64)
-        self._steps_ahead = 0  # that all rows have numbers for
+        self._steps_ahead = 0  # that all rows have numbers for; 0 where that is to be found out
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -57,18 +57,24 @@ class Rows:
         self._supports.append(list(live.supports))
         self._block[row], self._steps_ahead = -1, 0
 
-    def uniforms(self) -> npt.NDArray[np.float64]:
-        """[n] in [0, 1): each row's number for its next token, that of `weft.randomness` for its key and `count`."""
+    @property
+    def fewest_left(self) -> int:
+        """Tokens that the row next to its limit may still have."""
+        return int((self.limit[: len(self)] - self.count[: len(self)]).min())
+
+    def uniforms(self, most: int) -> npt.NDArray[np.float64]:
+        """[m, n] in [0, 1): each row's numbers for its next m tokens, 1 <= m <= `most`, as many as are at hand. They are those
+        of `weft.randomness` for its key and `count`, `count` + 1, ..."""
         count = self.count[: len(self)]
         if not self._steps_ahead:
-            block = count // AHEAD
+            block = count // NUMBERS
             stale = (block != self._block[: len(self)]).nonzero()[0]
-            positions = block[stale, None] * AHEAD + np.arange(AHEAD)
-            made = randomness.uniforms(self.keys[stale].repeat(AHEAD, 0), positions.ravel())
-            self._uniforms[stale], self._block[stale] = made.reshape(-1, AHEAD), block[stale]
-            self._steps_ahead = AHEAD - int((count % AHEAD).max())
-        self._steps_ahead -= 1
-        return self._uniforms[np.arange(len(count)), count % AHEAD]
+            positions = block[stale, None] * NUMBERS + np.arange(NUMBERS)
+            made = randomness.uniforms(self.keys[stale].repeat(NUMBERS, 0), positions.ravel())
+            self._uniforms[stale], self._block[stale] = made.reshape(-1, NUMBERS), block[stale]
+            self._steps_ahead = NUMBERS - int((count % NUMBERS).max())
+        steps = np.arange(min(most, self._steps_ahead))[:, None]
+        return self._uniforms[np.arange(len(count)), count % NUMBERS + steps]
 
     def book(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], version: int,
@@ -83,6 +89,7 @@ class Rows:
         self._versions[rows, count] = version
         self.last[: len(tokens)] = tokens
         count += 1
+        self._steps_ahead -= 1
         if supports is not None:
             for kept, support in zip(self._supports, supports, strict=True):
                 kept.append(support)

@@ -36,6 +36,17 @@ struct Step {
   long shared;            // how many prefixes
 };
 
+// How the tokens of some steps are drawn from the states of each.
+struct Draws {
+  const float *head, *bias;     // [vocabulary, hidden], and [vocabulary] or null
+  const double *uniforms;       // [steps, rows]
+  const unsigned char *is_stop; // [vocabulary]: tokens that end a completion
+  long *ids;                    // [steps, rows] and
+  float *logprobs;              // [steps, rows], to be filled
+  double temperature;
+  long steps;
+};
+
 namespace {
 
 // Whether `next` lies behind a layer of `size` x `terms`, as `weft.models.fused_linear` lays them: one product is then both.
@@ -143,4 +154,35 @@ extern "C" long weft_decode(const Block *blocks, const Step *given) {
   }
   weft_rms_norm(s.states, s.norm, s.states, inverse, s.rows, s.hidden, s.eps, s.offset, s.threads);
   return 0;
+}
+
+// Some steps of slots 0 .. rows - 1, each from the tokens that the one before drew, until one draws an end or a log-prob that is
+// not finite: how many steps that were. 0 where a token is outside the vocabulary.
+extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const Step *given) {
+  const Draws d = *draws;
+  Step s = *given;
+  const Buffer logits(s.rows * s.vocabulary);
+  const std::unique_ptr<long[]> positions(new long[s.rows]), used(new long[s.rows]);
+  for (long r = 0; r < s.rows; r++) positions[r] = s.positions[r], used[r] = s.used[r];
+  s.positions = positions.get(), s.used = used.get();
+  for (long step = 0; step < d.steps; step++) {
+    long *ids = d.ids + step * s.rows;
+    float *logprobs = d.logprobs + step * s.rows;
+    if (weft_decode(blocks, &s)) return 0;
+    weft_product(s.states, d.head, d.bias, logits, s.vocabulary, s.rows, s.vocabulary, s.hidden, s.threads);
+    const float temperature = (float)d.temperature;
+    if (temperature != 1.f) {
+#pragma omp parallel for num_threads((int)s.threads)
+      for (long i = 0; i < s.rows * s.vocabulary; i++) logits[i] = logits[i] / temperature;
+    }
+    weft_draw(logits, d.uniforms + step * s.rows, ids, logprobs, s.rows, s.vocabulary, s.threads);
+    bool last = false;
+    for (long r = 0; r < s.rows; r++) {
+      last |= d.is_stop[ids[r]] || !std::isfinite(logprobs[r]);
+      positions[r]++, used[r]++;
+    }
+    if (last) return step + 1;
+    s.tokens = ids;
+  }
+  return d.steps;
 }

@@ -59,6 +59,14 @@ class _Step(ctypes.Structure):
     )
 
 
+class _Draws(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("head", "bias", "uniforms", "is_stop", "ids", "logprobs")),
+        ("temperature", ctypes.c_double),
+        ("steps", ctypes.c_long),
+    )
+
+
 def fits(config: TransformerConfig) -> bool:
     """Whether the kernel computes networks like this one."""
     ends = (
@@ -82,7 +90,7 @@ def fits(config: TransformerConfig) -> bool:
 
 @dataclass
 class Prepared:
-    """A network as the kernel reads it over one cache. `step` holds what all steps have in common, and what the last one had."""
+    """A network as the kernel reads it over one cache. `step` holds what all steps have in common, and what the last had."""
 
     network: Transformer
     blocks: ctypes.Array[_Block]
@@ -109,19 +117,34 @@ class Prepared:
         )  # fmt: skip
         return cls(network, made, step, [parameter.untyped_storage() for parameter in network.parameters()])
 
-    def rotation(self, network: Transformer, x: Packed, context: Cached) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(cos, sin, each [P, 1, half], the row of them that each token takes, int64 [T]); None without a rotation."""
+    def rotation(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(cos, sin, each [P, 1, half], the row of them that each token of the first step takes, int64 [T]); None without a
+        rotation."""
+        network = self.network
         settings = network.config.rope
         if settings is None:
             return None
         if settings.scaling in rope.CHANGING:
             cos, sin = rope.rotation(settings, x.positions, context.token_lengths, network.embed.weight.dtype)
             return cos.contiguous(), sin.contiguous(), torch.arange(len(x.positions))
-        end = context.max_used + int(context.before.max())
+        end = context.max_used + int(context.before.max()) + steps
         if self.rotations is None or self.rotations[0].shape[0] < end:
             positions = torch.arange(2 * end)
             self.rotations = rope.rotation(settings, positions, positions, network.embed.weight.dtype)
         return *self.rotations, x.positions
+
+    def begin(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, ...]:
+        """Have `step` hold this pass, with rotations for `steps` of them; its states, to be filled, and what it points to."""
+        tokens, slots, news = x.tokens.contiguous(), torch.from_numpy(context.slots), torch.from_numpy(context.new)
+        step, rows, rotation = self.step, tokens.shape[0], self.rotation(x, context, steps)
+        states = torch.empty(rows, step.hidden)
+        step.states, step.tokens, step.slots, step.news = map(_at, (states, tokens, slots, news))
+        step.rows, step.count, step.threads = rows, len(context.slots), torch.get_num_threads()
+        if rotation is not None:
+            step.cos, step.sin, step.positions = map(_at, rotation)
+            step.half = rotation[0].shape[-1]
+        self.share(context)
+        return states, tokens, slots, news, *(rotation or ())
 
     def share(self, context: Cached) -> None:
         """Have `step` hold the prefixes that rows go on from; those of a decode step are mostly those of the one before."""
@@ -132,11 +155,10 @@ class Prepared:
             self.sharers = sharers
 
 
-def prepared(network: Transformer, x: Packed, context: Cached) -> Prepared | None:
-    """The network, where the kernel takes this pass: few new tokens of cached sequences, without gradients. It is prepared once
-    for a cache, which forgets it where it changes its size, and where it is told that weights may have `moved`."""
-    cache = context.cache
-    if x.tokens.shape[0] > MOST_ROWS or torch.is_grad_enabled():
+def prepared(network: Transformer, cache: KVCache, tokens: int) -> Prepared | None:
+    """The network, where the kernel takes a pass of so many new tokens of cached sequences: few, without gradients. It is
+    prepared once for a cache, which forgets it where its size changes, and where it is told that weights may have `moved`."""
+    if tokens > MOST_ROWS or torch.is_grad_enabled():
         return None
     if cache.prepared is None or cache.prepared.network is not network:
         blocks, weight = cast(Any, network.blocks), network.embed.weight
@@ -147,21 +169,35 @@ def prepared(network: Transformer, x: Packed, context: Cached) -> Prepared | Non
     return cache.prepared
 
 
-def run(network: Transformer, at: Prepared, x: Packed, context: Cached) -> Tensor:
+def run(at: Prepared, x: Packed, context: Cached) -> Tensor:
     """Hidden states [T, hidden] after the last norm. Raises `IndexError` for a token outside the vocabulary."""
-    step, rotation = at.step, at.rotation(network, x, context)
-    tokens, rows = x.tokens.contiguous(), x.tokens.shape[0]
-    states = torch.empty(rows, step.hidden)
-    if rotation is not None:
-        cos, sin, positions = rotation
-        step.cos, step.sin, step.half, step.positions = _at(cos), _at(sin), cos.shape[-1], _at(positions)
-    at.share(context)
-    step.states, step.tokens, step.rows, step.threads = _at(states), _at(tokens), rows, torch.get_num_threads()
-    slots, news = torch.from_numpy(context.slots), torch.from_numpy(context.new)
-    step.slots, step.news, step.count = _at(slots), _at(news), len(context.slots)
-    if library.call("weft_decode", at.blocks, step):
-        raise IndexError(f"a token of {x.tokens.tolist()} is outside the vocabulary of {step.vocabulary}")
+    states, *_kept = at.begin(x, context, 1)
+    if library.call("weft_decode", at.blocks, at.step):
+        raise _outside(x, at.step)
     return states
+
+
+def run_ahead(at: Prepared, x: Packed, uniforms: Tensor, is_stop: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens int64 and log-probs float32, each [n, R]: of the decode step `x` of slots 0 .. R - 1, and of those that follow it,
+    each on the tokens that the one before drew. They are drawn as `weft.models.native.logits.draw` does, from logits /
+    `temperature`, by `uniforms` [steps, R], float64. n is `steps`, or fewer: a step that draws one of `is_stop`, bool [V], or
+    has a log-prob that is not finite is the last. The cache has room for all, and counts the tokens of the first.
+
+    Raises `IndexError` for a token outside the vocabulary.
+    """
+    projection, (steps, rows) = at.network.projection, uniforms.shape
+    ids, logprobs = torch.empty(steps, rows, dtype=torch.int64), torch.empty(steps, rows)
+    given = projection.weight, projection.bias, uniforms, is_stop, ids, logprobs
+    assert isinstance(x.attention, Cached)
+    _kept = at.begin(x, x.attention, steps)
+    count = library.call("weft_decode_ahead", at.blocks, _Draws(*map(_at, given), temperature, steps), at.step)
+    if not count:
+        raise _outside(x, at.step)
+    return ids[:count], logprobs[:count]
+
+
+def _outside(x: Packed, step: _Step) -> IndexError:
+    return IndexError(f"a token of {x.tokens.tolist()} is outside the vocabulary of {step.vocabulary}")
 
 
 def _linear(block: Block) -> list[Any]:

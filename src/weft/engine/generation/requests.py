@@ -1,0 +1,54 @@
+"""What a request must be before it is queued."""
+
+from __future__ import annotations
+
+from weft.engine.base import Partial, Request
+from weft.engine.generation.scheduler import Sequence
+from weft.errors import DataError
+from weft.models.config import TransformerConfig
+
+
+def limit_of(config: TransformerConfig, request: Request, most: int) -> int:
+    """Most tokens of this completion: `most`, or what it wants. A table of learned positions has an end, and so has the
+    completion there. Raises `DataError` for a prompt that is empty, leaves no room or has ids that the model does not know."""
+    if (worst := max(request.prompt, default=0)) >= config.vocab_size or (worst := min(request.prompt, default=0)) < 0:
+        raise DataError(
+            f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to {config.vocab_size - 1}; "
+            "use the model's own tokenizer"
+        )
+    wanted = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
+    if wanted < 1:
+        raise DataError(f"id {request.id!r}: max_new_tokens={wanted}; a completion has at least 1 token")
+    if len(request.prompt) == 0:
+        raise DataError(
+            f"id {request.id!r}: the prompt is empty, and a model needs a token to go on from; "
+            "set tokenizer.add_bos_token=true or leave the row out"
+        )
+    if config.learned_positions is None:
+        return wanted
+    room = config.learned_positions - config.position_offset - len(request.prompt)
+    if room < 1:
+        raise DataError(
+            f"id {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room in the "
+            f"{config.learned_positions - config.position_offset} positions of this model; lower dataset.max_prompt_len"
+        )
+    return min(wanted, room)
+
+
+def check_partial(done: Partial, live: Sequence) -> None:
+    """Raises `DataError` where what was generated before is not a part of this completion, or leaves nothing to sample."""
+    if (done.id, done.k) != live.key:
+        raise DataError(
+            f"completion {live.k} of {live.id!r}: generated is a part of completion {done.k} of {done.id!r}; "
+            "give each request its own"
+        )
+    if not len(done.tokens) == len(done.logprobs) == len(done.versions):
+        raise DataError(
+            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens, {len(done.logprobs)} log-probs and "
+            f"{len(done.versions)} versions; give one of each for every token"
+        )
+    if len(done.tokens) >= live.limit:
+        raise DataError(
+            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens and at most {live.limit} are to be "
+            "sampled, so nothing is left; leave it out or raise max_new_tokens"
+        )
