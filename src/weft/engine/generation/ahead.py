@@ -49,8 +49,8 @@ class Ahead:
             self._drawn, self._reach = [], 1
 
     def take(self, cache: Any) -> Drawn | None:
-        """The tokens [n] and log-probs [n] of the next step of all rows, slots 0 .. n - 1 of `cache` (a `KVCache`), which counts
-        the step's keys and values from now on; None where that step is to be computed by itself."""
+        """The tokens [n] and log-probs [n] of the next step of all rows, slots 0 .. n - 1 of the `KVCache`, which counts the
+        step's keys and values from now on; None where that step is to be computed by itself."""
         if cache.prepared is None:  # its memory is another, or the weights are
             self.drop()
         if self._drawn:

@@ -1,0 +1,252 @@
+"""Steps that are computed ahead: what a generator says is the same as one step at a time, whatever comes in between."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.generation.common import CPU, LLAMA, Key, build, drain, generate, opened, recomputed, tokens
+from weft import randomness
+from weft.engine.base import Request, TokenEvent
+from weft.engine.generation import ahead, rows
+from weft.engine.generation.ahead import Ahead
+from weft.engine.generation.generate import BatchGenerator
+from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.scheduler import Sequence as Live
+from weft.engine.spec import GenerationSpec
+from weft.models.kv_cache import KVCache
+from weft.models.native import decode, library
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="no compiler: nothing is computed ahead")
+SPEC = GenerationSpec(max_new_tokens=150, seed=3)
+FAR = 1e9  # seconds: as many steps as there can be
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, steps go ahead."""
+    monkeypatch.setattr(ahead, "SECONDS", FAR)
+
+
+def requests(count: int = 5, samples: int = 2) -> list[Request]:
+    return [Request(f"p{i}", k, [7 + i] * (1 + 9 * i)) for i in range(count) for k in range(samples)]
+
+
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ahead, "take", lambda *given: None)
+
+
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, temperature=0.7), replace(SPEC, stop_ids=[9, 11])])
+def test_completions_are_the_same_to_the_bit(spec: GenerationSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, counts = build(dtype=torch.float32), list[int]()
+    run = decode.run_ahead
+
+    def counted(*given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        made = run(*given)  # type: ignore[arg-type]
+        counts.append(len(made[0]))
+        return made
+
+    monkeypatch.setattr(decode, "run_ahead", counted)
+    found = generate(network, spec, requests())
+    assert max(counts) > 8, "steps were computed ahead"
+    one_at_a_time(monkeypatch)
+    assert found == generate(network, spec, requests())
+    row = found["p2", 0]
+    gap = recomputed(network, requests()[4], row, spec) - torch.tensor([event.logprob for event in row])
+    assert gap.abs().max() < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 9), min_size=4, max_size=30), st.booleans())
+def test_the_same_whatever_comes_in_between(seed: int, choices: list[int], cramped: bool) -> None:
+    """Requests that come and are aborted, weights that change, memory that is short, all between steps."""
+    said = []
+    for take in (Ahead.take, lambda *given: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ahead, "take", take)
+            said.append(disturbed(seed, choices, cramped))
+    assert said[0] == said[1]
+
+
+def disturbed(seed: int, choices: list[int], cramped: bool) -> list[object]:
+    draw, network, said = random.Random(seed), build(dtype=torch.float32), list[object]()
+    other = build(dtype=torch.float32, seed=1).state_dict()
+    budget = Budget(max_sequences=6, max_tokens=400, max_prefill_tokens=64) if cramped else None
+    with opened(network, replace(SPEC, seed=seed), budget) as generator:
+        for number, choice in enumerate(choices):
+            if choice < 3 or generator.idle:
+                new = [
+                    Request(f"n{number}", k, [draw.randrange(61)] * draw.randint(1, 40))
+                    for k in range(draw.randint(1, 3))
+                ]
+                generator.submit([replace(request, max_new_tokens=draw.randint(1, 90)) for request in new])
+            elif choice == 3:
+                said += generator.abort([f"n{draw.randrange(number)}"])
+            elif choice == 4:
+                network.load_state_dict(other)
+                generator.weights_changed(number, keep_kv=draw.random() < 0.5)
+            for _ in range(draw.choice([1, 2, 5, 20])):
+                said.append(generator.step())
+        said.append(drain(generator))
+    return said
+
+
+def test_a_step_says_one_token_of_each_completion() -> None:
+    with opened(build(dtype=torch.float32), SPEC, eos=()) as generator:
+        generator.submit(requests(3, 1))
+        for _ in range(60):
+            assert [event.id for event in generator.step()] == ["p0", "p1", "p2"]
+
+
+def test_what_was_forgotten_is_computed_again_with_the_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = build(dtype=torch.float32, seed=1)
+
+    def changed() -> dict[Key, list[TokenEvent]]:
+        network = build(dtype=torch.float32)
+        with opened(network, SPEC, eos=()) as generator:
+            generator.submit(requests())
+            for _ in range(10):
+                generator.step()
+            network.load_state_dict(after.state_dict())
+            generator.weights_changed(8, keep_kv=True)
+            rest = drain(generator)
+        assert {event.version for row in rest.values() for event in row} == {8}
+        return rest
+
+    found = changed()
+    one_at_a_time(monkeypatch)
+    assert found == changed()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        replace(SPEC, greedy=True), replace(SPEC, top_k=4), replace(SPEC, top_p=0.5), replace(SPEC, min_p=0.1),
+        replace(SPEC, min_new_tokens=9), replace(SPEC, record_support=True),
+    ],
+)  # fmt: skip
+def test_draws_that_need_more_are_made_one_at_a_time(spec: GenerationSpec) -> None:
+    assert not reaches(spec)
+    assert reaches(SPEC)
+
+
+def reaches(spec: GenerationSpec) -> bool:
+    with opened(build(dtype=torch.float32), spec, eos=()) as generator:
+        generator.submit(requests(2, 1))
+        for _ in range(10):
+            generator.step()
+        return bool(pending(generator))
+
+
+def pending(generator: BatchGenerator) -> int:
+    """Steps that are computed and not taken."""
+    assert generator._ahead is not None
+    return len(generator._ahead._drawn)
+
+
+def test_requests_with_settings_of_their_own_are_drawn_one_at_a_time() -> None:
+    with opened(build(dtype=torch.float32), SPEC, eos=()) as generator:
+        generator.submit([*requests(2, 1), Request("own", 0, [8], sampling=replace(SPEC, top_k=3))])
+        for _ in range(20):
+            generator.step()
+            assert not pending(generator)
+
+
+@pytest.mark.parametrize("config", [replace(LLAMA, final_softcap=30.0), replace(LLAMA, activation="gelu")])
+def test_networks_that_the_kernel_does_not_draw_from(config: object) -> None:
+    assert Ahead.over(build(config, torch.float32), rows.Rows(), None) is None  # type: ignore[arg-type]
+
+
+def test_fewer_steps_at_once_where_they_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are not to be seen later than `SECONDS`: a step that takes half of it goes two at a time, a slower one alone."""
+
+    def steps_at_once(seconds: float) -> set[int]:
+        monkeypatch.setattr(ahead, "SECONDS", 1.0)
+        with opened(build(dtype=torch.float32), SPEC, eos=()) as generator:
+            generator.submit(requests(2, 1))
+            made = set()
+            for _ in range(40):
+                generator.step()
+                assert generator._ahead is not None
+                generator._ahead._seconds = seconds
+                made.add(pending(generator) + 1)
+            return made
+
+    assert steps_at_once(0.5) == {1, 2}
+    assert steps_at_once(0.7) == {1}
+    assert max(steps_at_once(0.01)) > 16
+
+
+def test_a_log_prob_that_is_not_finite_is_the_last() -> None:
+    network = build(dtype=torch.float32)
+    with torch.no_grad():
+        cache = KVCache(network.config, CPU, torch.float32, slots=2, room=64)
+        network.hidden(cache.extend(cache.allocate(2), [torch.tensor([7, 8]), torch.tensor([9])]))
+        packed = cache.extend(np.arange(2), torch.tensor([3, 4]))
+        at = decode.prepared(network, cache, 2)
+        assert at is not None
+        network.projection.weight[60] = float("nan")
+        uniforms, never = torch.full((5, 2), 0.5, dtype=torch.float64), torch.zeros(61, dtype=torch.bool)
+        found, logprobs = decode.run_ahead(at, packed, uniforms, never, 1.0)
+    assert found.shape == logprobs.shape == (1, 2) and logprobs.isnan().all()
+
+
+def test_tokens_outside_the_vocabulary() -> None:
+    network = build(dtype=torch.float32)
+    with torch.no_grad():
+        cache = KVCache(network.config, CPU, torch.float32, slots=1, room=64)
+        network.hidden(cache.extend(cache.allocate(), [torch.tensor([7, 8])]))
+        packed, at = cache.extend([0], torch.tensor([61])), decode.prepared(network, cache, 1)
+        assert at is not None
+        with pytest.raises(IndexError, match=r"\[61\] is outside the vocabulary of 61"):
+            decode.run_ahead(at, packed, torch.zeros(2, 1, dtype=torch.float64), torch.zeros(61, dtype=torch.bool), 1.0)
+
+
+@pytest.mark.parametrize("most", [1, 5, 200])
+def test_the_numbers_of_rows_are_those_of_the_hash(most: int) -> None:
+    """Rows that begin at other tokens, and one that comes later and takes another's place."""
+    table, done = rows.Rows(), {"a": 0, "b": 63, "c": 130}
+    keys = {id: randomness.key(1, "sample", 2, id, 0) for id in "abcd"}
+
+    def add(id: str) -> None:
+        table.add(
+            Live(id, 0, (1,), 1000, tokens=[0] * done[id], logprobs=[0.0] * done[id], versions=[0] * done[id]),
+            0,
+            keys[id],
+            False,
+        )
+
+    for id in "abc":
+        add(id)
+    for step in range(150):
+        if step == 70:
+            table.remove(0)
+            done["d"] = 5
+            add("d")
+        made = table.uniforms(most)
+        assert 1 <= len(made) <= most
+        for row, id in enumerate(table.ids):
+            expected = randomness.uniforms(keys[id], done[id] + np.arange(len(made)))
+            assert np.array_equal(made[:, row], expected)
+        table.book(np.zeros(3, np.int64), np.zeros(3), 0, None)
+        for id in table.ids:
+            done[id] += 1
+
+
+def test_completions_end_at_their_limits() -> None:
+    limits = [3, 20, 21, 90]
+    wanted = [Request(f"p{i}", 0, [9 + i], max_new_tokens=limit) for i, limit in enumerate(limits)]
+    with opened(build(dtype=torch.float32), SPEC, eos=()) as generator:
+        generator.submit(wanted)
+        found = drain(generator)
+    assert [len(found[request.id, 0]) for request in wanted] == limits
+    assert all(row[-1].finish == "length" for row in found.values())
+    assert all(event.finish is None for row in found.values() for event, _ in pairwise(row))
+    assert tokens(found)
