@@ -164,7 +164,9 @@ def decode(run: Run) -> None:
         produced = 0
         while produced < WARM * batch:  # the prompts, then steps after which this size is captured
             produced += len(generator.step())
-        seconds = where.seconds(generator.step, timed)
+        turn = min(8, timed)
+        taken = where.seconds(lambda: [generator.step() for _ in range(turn)], timed // turn)
+        seconds = [turn_seconds / turn for turn_seconds in taken]
         run.profiled("decode", lambda: [generator.step() for _ in range(8)])
         graphs = gpu_sides.graphs_of(generator)
         note = "none" if graphs is None else graphs.note or f"{len(graphs)} sizes"
