@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from tests.generation.common import CPU, LLAMA, Key, build, drain, generate, opened, recomputed, tokens
 from weft import randomness
 from weft.engine.base import Request, TokenEvent
-from weft.engine.generation import ahead, rows
+from weft.engine.generation import ahead
 from weft.engine.generation.ahead import Ahead
 from weft.engine.generation.generate import BatchGenerator
+from weft.engine.generation.rows import Rows
 from weft.engine.generation.scheduler import Budget
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.spec import GenerationSpec
@@ -48,8 +50,8 @@ def test_completions_are_the_same_to_the_bit(spec: GenerationSpec, monkeypatch: 
     network, counts = build(dtype=torch.float32), list[int]()
     run = decode.run_ahead
 
-    def counted(*given: object) -> tuple[torch.Tensor, torch.Tensor]:
-        made = run(*given)  # type: ignore[arg-type]
+    def counted(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        made = run(*given)
         counts.append(len(made[0]))
         return made
 
@@ -140,9 +142,7 @@ def test_draws_that_need_more_are_made_one_at_a_time(spec: GenerationSpec) -> No
 def reaches(spec: GenerationSpec) -> bool:
     with opened(build(dtype=torch.float32), spec, eos=()) as generator:
         generator.submit(requests(2, 1))
-        for _ in range(10):
-            generator.step()
-        return bool(pending(generator))
+        return max(steps_at_once(generator, 12)) > 1
 
 
 def pending(generator: BatchGenerator) -> int:
@@ -159,29 +159,87 @@ def test_requests_with_settings_of_their_own_are_drawn_one_at_a_time() -> None:
             assert not pending(generator)
 
 
-@pytest.mark.parametrize("config", [replace(LLAMA, final_softcap=30.0), replace(LLAMA, activation="gelu")])
-def test_networks_that_the_kernel_does_not_draw_from(config: object) -> None:
-    assert Ahead.over(build(config, torch.float32), rows.Rows(), None) is None  # type: ignore[arg-type]
+def test_rows_with_other_settings_that_are_gone_are_forgotten() -> None:
+    own = Request("own", 0, [8], sampling=replace(SPEC, top_k=3), max_new_tokens=5)
+    with opened(build(dtype=torch.float32), SPEC, eos=()) as generator:
+        generator.submit([*requests(2, 1), own])
+        assert max(steps_at_once(generator, 30)) > 8
 
 
-def test_fewer_steps_at_once_where_they_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are not to be seen later than `SECONDS`: a step that takes half of it goes two at a time, a slower one alone."""
-
-    def steps_at_once(seconds: float) -> set[int]:
-        monkeypatch.setattr(ahead, "SECONDS", 1.0)
-        with opened(build(dtype=torch.float32), SPEC, eos=()) as generator:
+def test_networks_that_the_kernel_does_not_draw_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Ahead.over(build(replace(LLAMA, activation="gelu"), torch.float32), Rows(), None) is None  # type: ignore[arg-type]
+    turned, capped = build(dtype=torch.float32), build(replace(LLAMA, final_softcap=3.0), torch.float32)
+    turned.head.weight = torch.nn.Parameter(turned.head.weight.data.T.contiguous().T)
+    found = []
+    for network in (turned, capped):
+        with opened(network, SPEC, eos=()) as generator:
             generator.submit(requests(2, 1))
-            made = set()
-            for _ in range(40):
-                generator.step()
-                assert generator._ahead is not None
-                generator._ahead._seconds = seconds
-                made.add(pending(generator) + 1)
+            assert steps_at_once(generator, 20) == {1}
+        found.append(generate(network, SPEC, requests()))
+    one_at_a_time(monkeypatch)
+    assert found == [generate(network, SPEC, requests()) for network in (turned, capped)]
+
+
+def steps_at_once(generator: BatchGenerator, count: int) -> set[int]:
+    """How many were computed in each of `count` steps that are not taken from those before."""
+    found = set()
+    for _ in range(count):
+        before = pending(generator)
+        generator.step()
+        if not before:
+            found.add(pending(generator) + 1)
+    return found
+
+
+class Clock:
+    """Each step takes `seconds`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+        run, decoded = decode.run_ahead, BatchGenerator._decode
+
+        def run_ahead(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            made = run(*given)
+            self.now += self.seconds * len(made[0])
             return made
 
-    assert steps_at_once(0.5) == {1, 2}
-    assert steps_at_once(0.7) == {1}
-    assert max(steps_at_once(0.01)) > 16
+        def one(generator: BatchGenerator) -> torch.Tensor:
+            self.now += self.seconds
+            return decoded(generator)
+
+        monkeypatch.setattr(ahead, "SECONDS", 1.0)
+        monkeypatch.setattr(ahead.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(decode, "run_ahead", run_ahead)
+        monkeypatch.setattr(BatchGenerator, "_decode", one)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.45, 2), (0.7, 1), (0.09, 11)])
+def test_as_many_steps_at_once_as_the_time_allows(seconds: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are not to be seen later than `SECONDS`."""
+    clock = Clock(monkeypatch, seconds)
+    with opened(build(dtype=torch.float32), SPEC, eos=()) as generator:
+        generator.submit(requests(2, 1))
+        assert max(steps_at_once(generator, 40)) == most
+        clock.seconds = 3.0  # another process takes the machine for a while
+        assert max(steps_at_once(generator, 20)) <= most
+        clock.seconds = seconds
+        assert max(steps_at_once(generator, 40)) == most
+
+
+@pytest.mark.parametrize("every", [3, 5, 10])
+def test_little_is_computed_in_vain(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where requests come steadily, an eighth of the steps beside those that it takes to find out."""
+    computed = []
+    run = decode.run_ahead
+    monkeypatch.setattr(decode, "run_ahead", lambda *given: (made := run(*given), computed.append(len(made[0])))[0])
+    spec = replace(SPEC, max_new_tokens=700)
+    with opened(build(dtype=torch.float32), spec, eos=()) as generator:
+        generator.submit(requests(1, 1))
+        for step in range(600):
+            if step % every == 0:
+                generator.submit([Request(f"short{step}", 0, [9], max_new_tokens=1)])
+            generator.step()
+    assert sum(computed) <= 600 * 1.125 + 64
 
 
 def test_a_log_prob_that_is_not_finite_is_the_last() -> None:
@@ -212,7 +270,7 @@ def test_tokens_outside_the_vocabulary() -> None:
 @pytest.mark.parametrize("most", [1, 5, 200])
 def test_the_numbers_of_rows_are_those_of_the_hash(most: int) -> None:
     """Rows that begin at other tokens, and one that comes later and takes another's place."""
-    table, done = rows.Rows(), {"a": 0, "b": 63, "c": 130}
+    table, done = Rows(), {"a": 0, "b": 63, "c": 130}
     keys = {id: randomness.key(1, "sample", 2, id, 0) for id in "abcd"}
 
     def add(id: str) -> None:

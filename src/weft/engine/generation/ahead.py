@@ -12,32 +12,32 @@ import time
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from weft.engine.generation import sampling
 from weft.engine.generation.rows import Rows
-from weft.engine.generation.settings import SettingsTable
+from weft.engine.generation.settings import Drawn, SettingsTable
 from weft.models.kv_cache import KVCache
 from weft.models.native import decode
 from weft.models.rope import CHANGING
 from weft.models.transformer import Transformer
 
 SECONDS = 0.04  # that steps ahead may take: tokens are seen that much later
-Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+CREDIT, SHARE = 64.0, 0.125  # steps that may be computed in vain at first, and as a share of all
 
 
 class Ahead:
     def __init__(self, network: Transformer, rows: Rows, settings: SettingsTable) -> None:
         self._network, self._rows, self._settings = network, rows, settings
         self._drawn: list[Drawn] = []  # of the steps that are not taken yet, the next one last
-        self._reach = 1  # steps at once, at most: fewer after some were forgotten
-        self._seconds = 0.0  # of a step
+        self._credit = CREDIT
+        self._seconds = SECONDS  # of a step
+        self._alone: float | None = None  # when the step began that is computed by itself
 
     @classmethod
     def over(cls, network: object, rows: Rows, settings: SettingsTable) -> Ahead | None:
         """None where the kernel does not draw this network's tokens."""
-        if not isinstance(network, Transformer) or network.config.final_softcap is not None:
+        if not isinstance(network, Transformer):
             return None
         rope = network.config.rope
         fits = decode.fits(network.config) and (rope is None or rope.scaling not in CHANGING)
@@ -45,43 +45,50 @@ class Ahead:
 
     def drop(self) -> None:
         """Forget what was not taken."""
-        if self._drawn:
-            self._drawn, self._reach = [], 1
+        self._credit -= len(self._drawn)
+        self._drawn, self._alone = [], None
 
     def take(self, cache: Any) -> Drawn | None:
         """The tokens [n] and log-probs [n] of the next step of all rows, slots 0 .. n - 1 of the `KVCache`, which counts the
         step's keys and values from now on; None where that step is to be computed by itself."""
         if cache.prepared is None:  # its memory is another, or the weights are
             self.drop()
+        self._credit = min(CREDIT, self._credit + SHARE)
         if self._drawn:
             cache.used[: len(self._rows)] += 1
             return self._drawn.pop()
-        if not self._draws_plainly():
-            return None
-        rows, count = self._rows, len(self._rows)
-        most = min(self._reach, rows.fewest_left, cache.capacity - int(cache.used[:count].max()))
-        if self._seconds:
-            most = min(most, int(SECONDS / self._seconds))
-        at = decode.prepared(self._network, cache, count) if most > 1 else None
-        if at is None:
-            self._reach = max(self._reach, 2)
+        now = time.perf_counter()
+        if self._alone is not None:
+            self._seconds = now - self._alone
+        at = decode.prepared(self._network, cache, len(self._rows)) if (most := self._reach(cache)) > 1 else None
+        self._alone = now if at is None else None
+        if at is None or not at.draws:
             return None
         self._compute(at, cache, most)
         return self._drawn.pop()
 
-    def _draws_plainly(self) -> bool:
-        """Whether all rows are drawn from the whole vocabulary, and end by their tokens or their number."""
-        [spec, *others] = self._settings.specs
-        if others or spec.greedy or spec.stop or spec.min_new_tokens or spec.record_support:
-            return False
-        return not sampling.limits(spec, self._network.config.vocab_size)
+    def _reach(self, cache: KVCache) -> int:
+        """Steps that may be computed in one call."""
+        rows, count = self._rows, len(self._rows)
+        kinds = rows.settings[:count]
+        if not self._draws_plainly(int(kinds[0])) or (kinds != kinds[0]).any():
+            return 0
+        room = cache.capacity - int(cache.used[:count].max())
+        return min(int(SECONDS / self._seconds), int(self._credit), rows.fewest_left, room)
+
+    def _draws_plainly(self, kind: int) -> bool:
+        """Whether such rows are drawn from the whole vocabulary, and end by their tokens or their number."""
+        spec = self._settings.specs[kind]
+        needs_more = spec.greedy or spec.stop or spec.min_new_tokens or spec.record_support
+        return not needs_more and not sampling.limits(spec, self._network.config.vocab_size)
 
     def _compute(self, at: decode.Prepared, cache: KVCache, most: int) -> None:
-        rows, count, spec = self._rows, len(self._rows), self._settings.specs[0]
-        uniforms = torch.from_numpy(rows.uniforms(most))
+        rows, count = self._rows, len(self._rows)
+        kind, uniforms = int(rows.settings[0]), torch.from_numpy(np.ascontiguousarray(rows.uniforms(most)))
         packed = cache.extend(np.arange(count), torch.from_numpy(rows.last[:count]))
-        is_stop = torch.from_numpy(self._settings.is_stop[0])
+        is_stop, temperature = torch.from_numpy(self._settings.is_stop[kind]), self._settings.specs[kind].temperature
         started = time.perf_counter()
-        tokens, logprobs = decode.run_ahead(at, packed, uniforms, is_stop, spec.temperature)
-        self._seconds, self._reach = (time.perf_counter() - started) / len(tokens), 2 * self._reach
-        self._drawn = list(zip(tokens.numpy(), logprobs.numpy().astype(np.float64), strict=True))[::-1]
+        tokens, logprobs = decode.run_ahead(at, packed, uniforms, is_stop, temperature)
+        self._seconds = (time.perf_counter() - started) / len(tokens)
+        for token, logprob in zip(tokens.numpy()[::-1], logprobs.numpy().astype(np.float64)[::-1], strict=True):
+            self._drawn.append((token, logprob, None))

@@ -27,14 +27,13 @@ from weft import randomness
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.device import memory_bytes
-from weft.engine.generation.ahead import Drawn
 from weft.engine.generation.caches import Cache, caches_for
 from weft.engine.generation.prefixes import Prefix
 from weft.engine.generation.requests import check_partial, limit_of
 from weft.engine.generation.rows import Rows
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
-from weft.engine.generation.settings import SettingsTable
+from weft.engine.generation.settings import Drawn, SettingsTable
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError
@@ -287,7 +286,7 @@ class BatchGenerator:
         self,
         tokens: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float64],
-        supports: list[tuple[int, ...]] | None = None,
+        supports: list[tuple[int, ...]] | None,
     ) -> list[TokenEvent]:
         """One token more for every row; rows that end go."""
         rows, count = self._rows, len(self._rows)

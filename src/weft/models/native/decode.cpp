@@ -29,7 +29,7 @@ struct Step {
   const float *embedding, *norm;  // [vocabulary, hidden]; weight of the last norm
   const float *cos, *sin;         // [positions, half]; null without rotation
   const long *tokens, *positions; // [rows]
-  const long *slots, *news, *used; // [count]: of each sequence its slot, and its new tokens; [slots]: all tokens of each slot
+  const long *slots, *news, *lengths; // [count]: of each sequence its slot, its new tokens, and all it has there with them
   long rows, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room, threads;
   double eps, offset; // of the norms
   const Prefix *prefixes;
@@ -104,12 +104,12 @@ extern "C" long weft_decode(const Block *blocks, const Step *given) {
     memcpy(&cos[r * s.half], s.cos + s.positions[r] * s.half, 4 * s.half);
     memcpy(&sin[r * s.half], s.sin + s.positions[r] * s.half, 4 * s.half);
   }
-  const std::unique_ptr<Segment[]> segments(new Segment[s.count]); // each sequence's rows and the keys they see, their own included
+  const std::unique_ptr<Segment[]> segments(new Segment[s.count]); // each sequence's rows and the keys that they see
   const std::unique_ptr<long[]> places(new long[s.rows]);          // where each row's keys and values go
   for (long i = 0, row = 0; i < s.count; row += s.news[i++]) {
-    const long first = s.slots[i] * s.kv * s.room, keys = s.used[s.slots[i]], before = keys - s.news[i];
-    segments[i] = {row, s.news[i], first, keys};
-    for (long r = 0; r < s.news[i]; r++) places[row + r] = first + before + r;
+    const long first = s.slots[i] * s.kv * s.room;
+    segments[i] = {row, s.news[i], first, s.lengths[i]};
+    for (long r = 0; r < s.news[i]; r++) places[row + r] = first + s.lengths[i] - s.news[i] + r;
   }
   for (const Block *b = blocks; b < blocks + s.blocks; b++) {
     weft_rms_norm(s.states, b->norm1, normed, inverse, s.rows, s.hidden, s.eps, s.offset, s.threads);
@@ -156,15 +156,15 @@ extern "C" long weft_decode(const Block *blocks, const Step *given) {
   return 0;
 }
 
-// Some steps of slots 0 .. rows - 1, each from the tokens that the one before drew, until one draws an end or a log-prob that is
+// Some steps of rows with one new token each, every one from the tokens that the one before drew, until one draws an end or a log-prob that is
 // not finite: how many steps that were. 0 where a token is outside the vocabulary.
 extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const Step *given) {
   const Draws d = *draws;
   Step s = *given;
   const Buffer logits(s.rows * s.vocabulary);
-  const std::unique_ptr<long[]> positions(new long[s.rows]), used(new long[s.rows]);
-  for (long r = 0; r < s.rows; r++) positions[r] = s.positions[r], used[r] = s.used[r];
-  s.positions = positions.get(), s.used = used.get();
+  const std::unique_ptr<long[]> positions(new long[s.rows]), lengths(new long[s.rows]);
+  for (long r = 0; r < s.rows; r++) positions[r] = s.positions ? s.positions[r] : 0, lengths[r] = s.lengths[r];
+  s.positions = positions.get(), s.lengths = lengths.get();
   for (long step = 0; step < d.steps; step++) {
     long *ids = d.ids + step * s.rows;
     float *logprobs = d.logprobs + step * s.rows;
@@ -179,7 +179,7 @@ extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const
     bool last = false;
     for (long r = 0; r < s.rows; r++) {
       last |= d.is_stop[ids[r]] || !std::isfinite(logprobs[r]);
-      positions[r]++, used[r]++;
+      positions[r]++, lengths[r]++;
     }
     if (last) return step + 1;
     s.tokens = ids;

@@ -20,6 +20,7 @@ from weft.models.native.product import MOST_ROWS
 from weft.models.packed import Cached, Packed, Sharers
 
 if TYPE_CHECKING:
+    from weft.models.heads import Projection
     from weft.models.kv_cache import KVCache
     from weft.models.transformer import Block, Norm, Transformer
 
@@ -50,7 +51,7 @@ class _Prefix(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "news", "used")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "news", "lengths")),
         *((name, ctypes.c_long) for name in ("rows", "count", "blocks", "vocabulary", "hidden", "heads", "kv", "dim")),
         *((name, ctypes.c_long) for name in ("inner", "half", "room", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
@@ -96,6 +97,7 @@ class Prepared:
     blocks: ctypes.Array[_Block]
     step: _Step
     held: list[torch.UntypedStorage]  # its parameters' memory
+    draws: bool  # whether the kernel reads the output matrix too
     rotations: tuple[Tensor, Tensor] | None = None  # of the positions that were asked for so far
     sharers: tuple[Sharers, ...] | None = None  # of the decode step whose prefixes `step` holds
     prefixes: list[_Prefix] = field(default_factory=list)
@@ -112,10 +114,11 @@ class Prepared:
         step = _Step(
             embedding=_at(network.embed.weight), norm=_at(_weight(network.norm)), blocks=len(made), vocabulary=vocabulary,
             hidden=hidden, heads=config.num_heads, kv=config.num_kv_heads, dim=config.head_dim,
-            inner=config.intermediate_size, used=cache.used.ctypes.data, room=cache.capacity, eps=config.norm_eps,
+            inner=config.intermediate_size, room=cache.capacity, eps=config.norm_eps,
             offset=0.0 if config.norm == "rms" else 1.0,
         )  # fmt: skip
-        return cls(network, made, step, [parameter.untyped_storage() for parameter in network.parameters()])
+        held = [parameter.untyped_storage() for parameter in network.parameters()]
+        return cls(network, made, step, held, _draws(network.projection, network.embed.weight.shape))
 
     def rotation(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """(cos, sin, each [P, 1, half], the row of them that each token of the first step takes, int64 [T]); None without a
@@ -135,16 +138,18 @@ class Prepared:
 
     def begin(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, ...]:
         """Have `step` hold this pass, with rotations for `steps` of them; its states, to be filled, and what it points to."""
-        tokens, slots, news = x.tokens.contiguous(), torch.from_numpy(context.slots), torch.from_numpy(context.new)
+        tokens, given = x.tokens.contiguous(), (context.slots, context.new, context.used + context.new)
+        slots, news, lengths = map(torch.from_numpy, given)
         step, rows, rotation = self.step, tokens.shape[0], self.rotation(x, context, steps)
         states = torch.empty(rows, step.hidden)
-        step.states, step.tokens, step.slots, step.news = map(_at, (states, tokens, slots, news))
+        step.states, step.tokens = _at(states), _at(tokens)
+        step.slots, step.news, step.lengths = map(_at, (slots, news, lengths))
         step.rows, step.count, step.threads = rows, len(context.slots), torch.get_num_threads()
         if rotation is not None:
             step.cos, step.sin, step.positions = map(_at, rotation)
             step.half = rotation[0].shape[-1]
         self.share(context)
-        return states, tokens, slots, news, *(rotation or ())
+        return states, tokens, slots, news, lengths, *(rotation or ())
 
     def share(self, context: Cached) -> None:
         """Have `step` hold the prefixes that rows go on from; those of a decode step are mostly those of the one before."""
@@ -203,6 +208,12 @@ def _outside(x: Packed, step: _Step) -> IndexError:
 def _linear(block: Block) -> list[Any]:
     """The layers that `LINEAR` names."""
     return [getattr(block.attention if name in "qkvo" else block.mlp, name) for name in LINEAR]
+
+
+def _draws(projection: Projection, shape: torch.Size) -> bool:
+    read = [projection.weight, *([] if projection.bias is None else [projection.bias])]
+    lie = all(x.is_cpu and x.is_contiguous() and x.dtype == torch.float32 for x in read)
+    return lie and projection.weight.shape == shape and projection.softcap is None
 
 
 def _plain(layer: Any) -> bool:

@@ -65,8 +65,8 @@ template <long L, long H, long N, long G> INLINE void tiles(
 
 // Columns `from` to `to` for `units` of rows, of which there are U at most.
 template <long U> void columns(
-    long units, const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row, long from,
-    long to) {
+    long units, const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row,
+    long from, long to) {
   if constexpr (U > 1)
     if (units < U) return columns<U - 1>(units, x, weight, bias, terms, rows, out, by_row, from, to);
   constexpr long L = U / UNITS, H = U % UNITS, V = L + H;
