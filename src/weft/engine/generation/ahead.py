@@ -74,7 +74,7 @@ class Ahead:
         if not self._draws_plainly(int(kinds[0])) or (kinds != kinds[0]).any():
             return 0
         room = cache.capacity - int(cache.used[:count].max())
-        return min(int(SECONDS / self._seconds), int(self._credit), rows.fewest_left, room)
+        return min(int(SECONDS / max(self._seconds, 1e-6)), int(self._credit), rows.fewest_left, room)
 
     def _draws_plainly(self, kind: int) -> bool:
         """Whether such rows are drawn from the whole vocabulary, and end by their tokens or their number."""
