@@ -42,7 +42,7 @@ def requests(count: int = 5, samples: int = 2) -> list[Request]:
 
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ahead, "take", lambda *given: None)
+    monkeypatch.setattr(Ahead, "take", lambda *given, **named: None)
 
 
 @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, temperature=0.7), replace(SPEC, stop_ids=[9, 11])])
@@ -70,7 +70,7 @@ def test_completions_are_the_same_to_the_bit(spec: GenerationSpec, monkeypatch: 
 def test_the_same_whatever_comes_in_between(seed: int, choices: list[int], cramped: bool) -> None:
     """Requests that come and are aborted, weights that change, memory that is short, all between steps."""
     said = []
-    for take in (Ahead.take, lambda *given: None):
+    for take in (Ahead.take, lambda *given, **named: None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Ahead, "take", take)
             said.append(disturbed(seed, choices, cramped))

@@ -48,10 +48,11 @@ class Ahead:
         self._credit -= len(self._drawn)
         self._drawn, self._alone = [], None
 
-    def take(self, cache: Any) -> Drawn | None:
+    def take(self, cache: Any, joined: bool) -> Drawn | None:
         """The tokens [n] and log-probs [n] of the next step of all rows, slots 0 .. n - 1 of the `KVCache`, which counts the
-        step's keys and values from now on; None where that step is to be computed by itself."""
-        if cache.prepared is None:  # its memory is another, or the weights are
+        step's keys and values from now on; None where that step is to be computed by itself, as where it is `joined` by other
+        rows."""
+        if joined or cache.prepared is None:  # the cache's memory is another, or the weights are
             self.drop()
         self._credit = min(CREDIT, self._credit + SHARE)
         if self._drawn:
@@ -60,8 +61,9 @@ class Ahead:
         now = time.perf_counter()
         if self._alone is not None:
             self._seconds = now - self._alone
-        at = decode.prepared(self._network, cache, len(self._rows)) if (most := self._reach(cache)) > 1 else None
-        self._alone = now if at is None else None
+        most = 0 if joined else self._reach(cache)
+        at = decode.prepared(self._network, cache, len(self._rows)) if most > 1 else None
+        self._alone = None if joined or at else now
         if at is None or not at.draws:
             return None
         self._compute(at, cache, most)

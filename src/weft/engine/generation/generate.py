@@ -33,7 +33,7 @@ from weft.engine.generation.requests import check_partial, limit_of
 from weft.engine.generation.rows import Rows
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
-from weft.engine.generation.settings import Drawn, SettingsTable
+from weft.engine.generation.settings import SettingsTable
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError
@@ -166,7 +166,7 @@ class BatchGenerator:
         self._let_go_unused(plan.chunks)
         if self._cache is not None:
             self._caches.fit(self._cache)
-        if drawn := self._drawn_ahead(plan.chunks):
+        if self._ahead and len(self._rows) and (drawn := self._ahead.take(self._kv(), joined=bool(plan.chunks))):
             events = self._book(*drawn)
         else:
             states = [self._decode()] if len(self._rows) else []
@@ -198,14 +198,6 @@ class BatchGenerator:
             self._let_go(list(self._held))
 
     # -- one step
-
-    def _drawn_ahead(self, chunks: list[Chunk]) -> Drawn | None:
-        """What the next step of all rows draws, where steps are computed ahead."""
-        if self._ahead is None:
-            return None
-        if chunks:  # other rows from now on
-            self._ahead.drop()
-        return self._ahead.take(self._kv()) if len(self._rows) and not chunks else None
 
     def _decode(self) -> Tensor:
         """Hidden states [n, hidden] of the last tokens of all rows."""
@@ -273,21 +265,16 @@ class BatchGenerator:
     def _draw(self, states: Tensor) -> list[TokenEvent]:
         """Sample one token for every row from its hidden state and book it."""
         rows, count = self._rows, len(self._rows)
-        if count < self._least_rows:
-            filled = torch.nn.functional.pad(states, (0, 0, 0, self._least_rows - count))
-            logits = self._network.next_token_logits(filled)[:count]
-        else:
-            logits = self._network.next_token_logits(states)
+        missing = max(0, self._least_rows - count)
+        filled = torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
+        logits = self._network.next_token_logits(filled)[:count]
         settings, done = rows.settings[:count], rows.count[:count]
         uniforms = put(rows.uniforms(1)[0], self._device)
         return self._book(*self._settings.draw(logits, uniforms, settings, done))
 
     def _book(
-        self,
-        tokens: npt.NDArray[np.int64],
-        logprobs: npt.NDArray[np.float64],
-        supports: list[tuple[int, ...]] | None,
-    ) -> list[TokenEvent]:
+        self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], supports: list[tuple[int, ...]] | None
+    ) -> list[TokenEvent]:  # fmt: skip
         """One token more for every row; rows that end go."""
         rows, count = self._rows, len(self._rows)
         if not math.isfinite(logprobs.sum()):

@@ -66,7 +66,7 @@ class Rows:
         """[m, n] in [0, 1): each row's numbers for its next m tokens, 1 <= m <= `most`, as many as are at hand. They are those
         of `weft.randomness` for its key and `count`, `count` + 1, ..."""
         count = self.count[: len(self)]
-        if not self._steps_ahead:
+        if self._steps_ahead < 1:
             block = count // NUMBERS
             stale = (block != self._block[: len(self)]).nonzero()[0]
             positions = block[stale, None] * NUMBERS + np.arange(NUMBERS)
