@@ -276,7 +276,7 @@ def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _cap(logits: Tensor, softcap: float | None) -> Tensor:

@@ -13,9 +13,6 @@ def put(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor on the device. From ordinary memory a copy would wait until the device has done all it was given,
     so a GPU's is made from pinned memory; on a CPU the tensor shares the array's memory."""
     tensor = torch.from_numpy(array)
-    match device.type:
-        case "cpu":
-            return tensor
-        case "cuda":
-            return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

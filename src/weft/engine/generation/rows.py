@@ -82,8 +82,7 @@ class Rows:
     ) -> None:  # fmt: skip
         """One token more for every row; `supports` are the kept ids where they are recorded."""
         rows, count = np.arange(len(self)), self.count[: len(self)]
-        if (most := int(count.max())) == self._tokens.shape[1]:
-            self._fit(len(self), most + 1)
+        self._fit(len(self), int(count.max()) + 1)
         self._tokens[rows, count] = tokens
         self._logprobs[rows, count] = logprobs
         self._versions[rows, count] = version

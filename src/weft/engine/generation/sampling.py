@@ -84,7 +84,7 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
 
 def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None) -> Draw:
     temperature = 1.0 if spec.greedy else spec.temperature
-    scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         scores = scores / temperature
     allowed = scores if banned is None else banned.applied(scores)

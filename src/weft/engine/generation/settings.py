@@ -62,7 +62,7 @@ class SettingsTable:
     ) -> Drawn:
         """Tokens, log-probs and, where they are recorded, kept ids of rows of `logits` [R, V], each under its `settings` [R]
         after `done` [R] tokens."""
-        if len(self.specs) == 1 or (settings == settings[0]).all():
+        if (settings == settings[0]).all():
             return self._draw(logits, uniforms, int(settings[0]), done)
         tokens, logprobs = np.zeros(len(settings), np.int64), np.zeros(len(settings))
         supports: list[tuple[int, ...]] = [()] * len(settings)
@@ -87,8 +87,6 @@ class SettingsTable:
 
     def _banned(self, kind: int, done: npt.NDArray[np.int64], device: torch.device) -> sampling.Ban | None:
         """The ends that rows with too few tokens may not come to."""
-        if not self.specs[kind].min_new_tokens:
-            return None
         early = done < self.least[kind]
         if not early.any():
             return None

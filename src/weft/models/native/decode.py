@@ -1,5 +1,5 @@
-"""A decode step in one call, from tokens to the states that the head reads: the same kernels as block by block, in the same
-order, and so the same bits.
+"""A decode step in one call, from tokens to the states that the head reads, or several with their draws: the same kernels as
+block by block, in the same order, and so the same bits.
 
 For networks of Llama's form: RMS norms before attention and MLP, a gated MLP with SiLU, no experts, no adapters.
 """
@@ -118,7 +118,7 @@ class Prepared:
             offset=0.0 if config.norm == "rms" else 1.0,
         )  # fmt: skip
         held = [parameter.untyped_storage() for parameter in network.parameters()]
-        return cls(network, made, step, held, _draws(network.projection, network.embed.weight.shape))
+        return cls(network, made, step, held, _reads(network.projection, network.embed.weight.shape))
 
     def rotation(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """(cos, sin, each [P, 1, half], the row of them that each token of the first step takes, int64 [T]); None without a
@@ -210,7 +210,8 @@ def _linear(block: Block) -> list[Any]:
     return [getattr(block.attention if name in "qkvo" else block.mlp, name) for name in LINEAR]
 
 
-def _draws(projection: Projection, shape: torch.Size) -> bool:
+def _reads(projection: Projection, shape: torch.Size) -> bool:
+    """Whether the kernel takes this output matrix, of the embedding's shape."""
     read = [projection.weight, *([] if projection.bias is None else [projection.bias])]
     lie = all(x.is_cpu and x.is_contiguous() and x.dtype == torch.float32 for x in read)
     return lie and projection.weight.shape == shape and projection.softcap is None
