@@ -45,7 +45,10 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ahead, "take", lambda *given, **named: None)
 
 
-@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, temperature=0.7), replace(SPEC, stop_ids=[9, 11])])
+LATE = replace(SPEC, stop_ids=list(range(5, 40)), min_new_tokens=30)  # ends that are likely, and may not come before
+
+
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, temperature=0.7), replace(SPEC, stop_ids=[9, 11]), LATE])
 def test_completions_are_the_same_to_the_bit(spec: GenerationSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     network, counts = build(dtype=torch.float32), list[int]()
     run = decode.run_ahead
@@ -81,7 +84,7 @@ def disturbed(seed: int, choices: list[int], cramped: bool) -> list[object]:
     draw, network, said = random.Random(seed), build(dtype=torch.float32), list[object]()
     other = build(dtype=torch.float32, seed=1).state_dict()
     budget = Budget(max_sequences=6, max_tokens=400, max_prefill_tokens=64) if cramped else None
-    with opened(network, replace(SPEC, seed=seed), budget) as generator:
+    with opened(network, replace(LATE if seed % 2 else SPEC, seed=seed), budget) as generator:
         for number, choice in enumerate(choices):
             if choice < 3 or generator.idle:
                 new = [
@@ -98,6 +101,20 @@ def disturbed(seed: int, choices: list[int], cramped: bool) -> list[object]:
                 said.append(generator.step())
         said.append(drain(generator))
     return said
+
+
+def test_ends_that_may_not_come_yet() -> None:
+    """Not before `min_new_tokens`, which rows reach at different steps of one call; then they come."""
+    short = [Request(f"s{i}", 0, [7], max_new_tokens=150) for i in range(3)]
+    with opened(build(dtype=torch.float32), LATE, eos=()) as generator:
+        said = list[str]()
+        for request in short:
+            generator.submit([request])
+            said += [event.id for _ in range(4) for event in generator.step()]
+        while not generator.idle:
+            said += [event.id for event in generator.step()]
+    lengths = {id: said.count(id) for id in said}
+    assert len(lengths) == 3 and all(30 < length < 60 for length in lengths.values())
 
 
 def test_a_step_says_one_token_of_each_completion() -> None:
@@ -131,7 +148,7 @@ def test_what_was_forgotten_is_computed_again_with_the_new_weights(monkeypatch: 
     "spec",
     [
         replace(SPEC, greedy=True), replace(SPEC, top_k=4), replace(SPEC, top_p=0.5), replace(SPEC, min_p=0.1),
-        replace(SPEC, min_new_tokens=9), replace(SPEC, record_support=True),
+        replace(SPEC, record_support=True),
     ],
 )  # fmt: skip
 def test_draws_that_need_more_are_made_one_at_a_time(spec: GenerationSpec) -> None:
@@ -243,6 +260,11 @@ def test_little_is_computed_in_vain(every: int, monkeypatch: pytest.MonkeyPatch)
     assert sum(computed) <= 600 * 1.125 + 64
 
 
+def never(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """No token ends any row."""
+    return torch.zeros(61, dtype=torch.bool), torch.zeros(rows, dtype=torch.int64)
+
+
 def test_a_log_prob_that_is_not_finite_is_the_last() -> None:
     network = build(dtype=torch.float32)
     with torch.no_grad():
@@ -252,8 +274,7 @@ def test_a_log_prob_that_is_not_finite_is_the_last() -> None:
         at = decode.prepared(network, cache, 2)
         assert at is not None
         network.projection.weight[60] = float("nan")
-        uniforms, never = torch.full((5, 2), 0.5, dtype=torch.float64), torch.zeros(61, dtype=torch.bool)
-        found, logprobs = decode.run_ahead(at, packed, uniforms, never, 1.0)
+        found, logprobs = decode.run_ahead(at, packed, torch.full((5, 2), 0.5, dtype=torch.float64), *never(2), 1.0)
     assert found.shape == logprobs.shape == (1, 2) and logprobs.isnan().all()
 
 
@@ -265,7 +286,7 @@ def test_tokens_outside_the_vocabulary() -> None:
         packed, at = cache.extend([0], torch.tensor([61])), decode.prepared(network, cache, 1)
         assert at is not None
         with pytest.raises(IndexError, match=r"\[61\] is outside the vocabulary of 61"):
-            decode.run_ahead(at, packed, torch.zeros(2, 1, dtype=torch.float64), torch.zeros(61, dtype=torch.bool), 1.0)
+            decode.run_ahead(at, packed, torch.zeros(2, 1, dtype=torch.float64), *never(1), 1.0)
 
 
 @pytest.mark.parametrize("most", [1, 5, 200])

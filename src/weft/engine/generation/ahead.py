@@ -81,16 +81,17 @@ class Ahead:
     def _draws_plainly(self, kind: int) -> bool:
         """Whether such rows are drawn from the whole vocabulary, and end by their tokens or their number."""
         spec = self._settings.specs[kind]
-        needs_more = spec.greedy or spec.stop or spec.min_new_tokens or spec.record_support
+        needs_more = spec.greedy or spec.stop or spec.record_support
         return not needs_more and not sampling.limits(spec, self._network.config.vocab_size)
 
     def _compute(self, at: decode.Prepared, cache: KVCache, most: int) -> None:
         rows, count = self._rows, len(self._rows)
         kind, uniforms = int(rows.settings[0]), torch.from_numpy(np.ascontiguousarray(rows.uniforms(most)))
         packed = cache.extend(np.arange(count), torch.from_numpy(rows.last[:count]))
-        is_stop, temperature = torch.from_numpy(self._settings.is_stop[kind]), self._settings.specs[kind].temperature
+        settings, temperature = self._settings, self._settings.specs[kind].temperature
+        ends = settings.is_stop[kind], settings.least[kind] - rows.count[:count]  # and how long none may come
         started = time.perf_counter()
-        tokens, logprobs = decode.run_ahead(at, packed, uniforms, is_stop, temperature)
+        tokens, logprobs = decode.run_ahead(at, packed, uniforms, *map(torch.from_numpy, ends), temperature)
         self._seconds = (time.perf_counter() - started) / len(tokens)
         for token, logprob in zip(tokens.numpy()[::-1], logprobs.numpy().astype(np.float64)[::-1], strict=True):
             self._drawn.append((token, logprob, None))

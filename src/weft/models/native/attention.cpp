@@ -63,6 +63,19 @@ INLINE void dot(const float *const *rows, long count, const float *columns, long
   for (; i < count; i++) dot_some<1>(rows + i, columns, dim, to + i * CHUNK);
 }
 
+// row . keys[lane], for `count` keys that are `stride` apart: what `dot` gives for their columns.
+INLINE vec dot_alone(const float *row, const float *keys, long stride, long count, long dim) {
+  vec total = {};
+  long d = 0;
+  for (; d + LANES <= dim; d += LANES) {
+    vec columns[LANES];
+    columns_of(keys + d, stride, count, columns);
+    for (long i = 0; i < LANES; i++) total += columns[i] * row[d + i];
+  }
+  for (; d < dim; d++) total += column_of(keys + d, stride, count) * row[d];
+  return total;
+}
+
 // Weights that `mix` multiplies: that of sum i and term j is at[i * by_sum + j * by_term].
 struct Weights {
   const float *at;
@@ -137,8 +150,14 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
             __builtin_prefetch(head(v, s.key + chunk + l, kv_head) + d, 0, 2);
             __builtin_prefetch(head(k, s.key + chunk + l, kv_head + 1) + d, 0, 2); // the next task's
           }
-      transpose(head(k, s.key + chunk + j, kv_head), k.by_row, end - j < LANES ? end - j : LANES, dim, columns);
-      dot(rows, t.count, columns, dim, scores + j);
+      const float *keys = head(k, s.key + chunk + j, kv_head);
+      const long there = end - j < LANES ? end - j : LANES;
+      if (t.count == 1) {
+        store(scores + j, dot_alone(rows[0], keys, k.by_row, there, dim));
+      } else {
+        transpose(keys, k.by_row, there, dim, columns);
+        dot(rows, t.count, columns, dim, scores + j);
+      }
     }
     for (long i = 0; i < t.count; i++) {
       float *row = scores + i * CHUNK;

@@ -3,6 +3,7 @@
 #include "simd.h"
 
 #include <memory>
+#include <vector>
 
 struct Linear {
   const float *weight, *bias; // [out, in], and [out] or null
@@ -41,6 +42,7 @@ struct Draws {
   const float *head, *bias;     // [vocabulary, hidden], and [vocabulary] or null
   const double *uniforms;       // [steps, rows]
   const unsigned char *is_stop; // [vocabulary]: tokens that end a completion
+  const long *early;            // [rows]: steps in which a row may not draw them
   long *ids;                    // [steps, rows] and
   float *logprobs;              // [steps, rows], to be filled
   double temperature;
@@ -81,6 +83,22 @@ void attend_prefix(const Prefix &p, long block, const Arguments &own, const Step
   a.lse = lse, a.segments = &all, a.count = 1, a.causal = 0, a.window = 0;
   weft_attend(&a);
   weft_join(own.out.at, own.lse, seen, lse, p.rows, p.count, s.heads, s.dim, own.out.by_row, s.threads);
+}
+
+// The tokens of a step from its logits, of which those that rows may not draw become minus infinity. They count for the log-probs.
+void draw(float *logits, const Draws &d, const std::vector<long> &ends, long step, const Step &s) {
+  long *ids = d.ids + step * s.rows;
+  float *logprobs = d.logprobs + step * s.rows;
+  const auto early = [&](long row) { return step < d.early[row] && !ends.empty(); };
+  bool any = false;
+  for (long r = 0; r < s.rows; r++) any |= early(r);
+  const Buffer lse(any ? s.rows : 0);
+  if (any) weft_statistics(logits, lse, nullptr, nullptr, s.rows, s.vocabulary, s.threads);
+  for (long r = 0; any && r < s.rows; r++)
+    for (long id : ends)
+      if (early(r)) logits[r * s.vocabulary + id] = -INFINITY;
+  weft_draw(logits, d.uniforms + step * s.rows, ids, logprobs, s.rows, s.vocabulary, s.threads);
+  for (long r = 0; any && r < s.rows; r++) logprobs[r] = logits[r * s.vocabulary + ids[r]] - lse[r];
 }
 
 } // namespace
@@ -165,6 +183,9 @@ extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const
   const std::unique_ptr<long[]> positions(new long[s.rows]), lengths(new long[s.rows]);
   for (long r = 0; r < s.rows; r++) positions[r] = s.positions ? s.positions[r] : 0, lengths[r] = s.lengths[r];
   s.positions = positions.get(), s.lengths = lengths.get();
+  std::vector<long> ends;
+  for (long id = 0; id < s.vocabulary; id++)
+    if (d.is_stop[id]) ends.push_back(id);
   for (long step = 0; step < d.steps; step++) {
     long *ids = d.ids + step * s.rows;
     float *logprobs = d.logprobs + step * s.rows;
@@ -175,7 +196,7 @@ extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const
 #pragma omp parallel for num_threads((int)s.threads)
       for (long i = 0; i < s.rows * s.vocabulary; i++) logits[i] = logits[i] / temperature;
     }
-    weft_draw(logits, d.uniforms + step * s.rows, ids, logprobs, s.rows, s.vocabulary, s.threads);
+    draw(logits, d, ends, step, s);
     bool last = false;
     for (long r = 0; r < s.rows; r++) {
       last |= d.is_stop[ids[r]] || !std::isfinite(logprobs[r]);

@@ -62,7 +62,7 @@ class _Step(ctypes.Structure):
 
 class _Draws(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("head", "bias", "uniforms", "is_stop", "ids", "logprobs")),
+        *((name, ctypes.c_void_p) for name in ("head", "bias", "uniforms", "is_stop", "early", "ids", "logprobs")),
         ("temperature", ctypes.c_double),
         ("steps", ctypes.c_long),
     )
@@ -182,17 +182,20 @@ def run(at: Prepared, x: Packed, context: Cached) -> Tensor:
     return states
 
 
-def run_ahead(at: Prepared, x: Packed, uniforms: Tensor, is_stop: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def run_ahead(
+    at: Prepared, x: Packed, uniforms: Tensor, is_stop: Tensor, early: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Tokens int64 and log-probs float32, each [n, R]: of the decode step `x` of slots 0 .. R - 1, and of those that follow it,
     each on the tokens that the one before drew. They are drawn as `weft.models.native.logits.draw` does, from logits /
     `temperature`, by `uniforms` [steps, R], float64. n is `steps`, or fewer: a step that draws one of `is_stop`, bool [V], or
-    has a log-prob that is not finite is the last. The cache has room for all, and counts the tokens of the first.
+    has a log-prob that is not finite is the last. In its first `early` steps, int64 [R], a row draws none of `is_stop`, which
+    count for its log-probs all the same. The cache has room for all, and counts the tokens of the first.
 
     Raises `IndexError` for a token outside the vocabulary.
     """
     projection, (steps, rows) = at.network.projection, uniforms.shape
     ids, logprobs = torch.empty(steps, rows, dtype=torch.int64), torch.empty(steps, rows)
-    given = projection.weight, projection.bias, uniforms, is_stop, ids, logprobs
+    given = projection.weight, projection.bias, uniforms, is_stop, early, ids, logprobs
     assert isinstance(x.attention, Cached)
     _kept = at.begin(x, x.attention, steps)
     count = library.call("weft_decode_ahead", at.blocks, _Draws(*map(_at, given), temperature, steps), at.step)

@@ -18,6 +18,8 @@ void weft_silu(const float *opened, const float *factor, float *out, long by_row
 void weft_store(
     const float *k, const float *v, float *keys, float *values, const long *places, long k_token, long k_head, long v_token,
     long v_head, long tokens, long heads, long dim, long room, long threads);
+void weft_statistics(
+    const float *x, float *lse, float *entropy, long *best, long rows, long size, long threads);
 void weft_draw(
     const float *x, const double *uniforms, long *ids, float *logprobs, long rows, long size, long threads);
 void weft_product(

@@ -29,7 +29,8 @@ template <long L, long H, long N> INLINE void tile(
     unit rest[N] = {};
     const long end = first + piece < terms ? first + piece : terms;
     for (long k = first; k < end;) {
-      for (long j = 0; j < N; j++) __builtin_prefetch(weight + (N + j) * terms + k, 0, 2); // into the second cache
+      for (long j = 0; j < N; j++) // the columns after these, as they lie, into the second cache
+        __builtin_prefetch(weight + N * (terms + k) + j * 16, 0, 2);
       const float *at = x + k * (L * LANES + H * UNIT), *w = weight + k;
       for (const long stop = k + 16 < end ? k + 16 : end; k < stop; k++, at += L * LANES + H * UNIT, w++) {
         vec column[L + 1];

@@ -135,18 +135,30 @@ INLINE void exchange(vec *rows) {
   }
 }
 
+// The columns of a block of LANES rows, of which `count` are there; the others are zeros.
+INLINE void columns_of(const float *rows, long stride, long count, vec *columns) {
+  if (count == LANES)
+    for (long j = 0; j < LANES; j++) columns[j] = load(rows + j * stride);
+  else
+    for (long j = 0; j < LANES; j++) columns[j] = j < count ? load(rows + j * stride) : vec{};
+  exchange(columns);
+}
+INLINE vec column_of(const float *rows, long stride, long count) {
+  vec column = {};
+  for (long j = 0; j < LANES; j++)
+    if (j < count) column[j] = rows[j * stride];
+  return column;
+}
+
 // LANES rows (`count` of them there, the others zeros) as columns: to[d * by + row].
 INLINE void transpose(const float *rows, long stride, long count, long dim, float *to, long by = LANES) {
   long d = 0;
   for (; d + LANES <= dim; d += LANES) {
-    vec block[LANES] = {};
-    for (long j = 0; j < LANES; j++)
-      if (j < count) block[j] = load(rows + j * stride + d);
-    exchange(block);
+    vec block[LANES];
+    columns_of(rows + d, stride, count, block);
     for (long i = 0; i < LANES; i++) store(to + (d + i) * by, block[i]);
   }
-  for (; d < dim; d++)
-    for (long j = 0; j < LANES; j++) to[d * by + j] = j < count ? rows[j * stride + d] : 0.f;
+  for (; d < dim; d++) store(to + d * by, column_of(rows + d, stride, count));
 }
 
 // Terms of a product that are summed from zero before the sum joins the others: the same for all kernels, so that they give the
