@@ -89,9 +89,10 @@ class Ahead:
         kind, uniforms = int(rows.settings[0]), torch.from_numpy(np.ascontiguousarray(rows.uniforms(most)))
         packed = cache.extend(np.arange(count), torch.from_numpy(rows.last[:count]))
         settings, temperature = self._settings, self._settings.specs[kind].temperature
-        ends = settings.is_stop[kind], settings.least[kind] - rows.count[:count]  # and how long none may come
+        is_stop = torch.from_numpy(settings.is_stop[kind])
+        early = torch.from_numpy(settings.least[kind] - rows.count[:count])
         started = time.perf_counter()
-        tokens, logprobs = decode.run_ahead(at, packed, uniforms, *map(torch.from_numpy, ends), temperature)
+        tokens, logprobs = decode.run_ahead(at, packed, uniforms, is_stop, early, temperature)
         self._seconds = (time.perf_counter() - started) / len(tokens)
         for token, logprob in zip(tokens.numpy()[::-1], logprobs.numpy().astype(np.float64)[::-1], strict=True):
             self._drawn.append((token, logprob, None))

@@ -67,7 +67,9 @@ struct Place {
 template <long step> INLINE void tile(const float *const *a, const float *b, long count, const Place &out) {
   for (long i = 0; i < out.rows; i++)
     for (long c = 0; c < out.columns && c < COLUMNS; c += LANES) __builtin_prefetch(out.at + i * out.by + c, 1);
-  vec sums[ROWS][WIDE] = {};
+  vec sums[ROWS][WIDE];
+  for (long i = 0; i < ROWS; i++)
+    for (long v = 0; v < WIDE; v++) sums[i][v] = vec{};
   for (long t = 0; t < count; t++) {
     vec terms[WIDE];
     for (long v = 0; v < WIDE; v++) terms[v] = load(b + t * COLUMNS + v * LANES);
