@@ -67,6 +67,20 @@ def test_values_and_gradients(
         assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
 
 
+def test_it_does_not_depend_on_the_threads() -> None:
+    """More of them than there are parts, too."""
+    lengths, made = [90, 1, 30, 17], []
+    q, k, v = tensors(sum(lengths), 4, 2, 32)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 40, 100):
+            torch.set_num_threads(count)
+            made.append(attention.attend(q, k, v, packed(lengths), None, 0.2))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(made[0], other) for other in made[1:])
+
+
 @pytest.mark.parametrize("length", [300, 700])
 @pytest.mark.parametrize("window", [None, 100])
 def test_more_keys_than_are_held_at_once(length: int, window: int | None) -> None:

@@ -57,11 +57,13 @@ def test_products_do_not_depend_on_the_threads() -> None:
                 product.product(left, right),
                 product.product(turned, right),
                 product.product(left[:, :270], right[:, :270]),
+                product.product(left[:70], right),
             ]
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(one, made[at % 3]) for at, one in enumerate(made))
+    assert all(torch.equal(one, made[at % 4]) for at, one in enumerate(made))
     assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0][:70], made[3])
 
 
 @pytest.mark.parametrize(

@@ -264,12 +264,13 @@ extern "C" void weft_attend(const Arguments *given) {
     work += a.segments[s].rows * a.segments[s].keys;
   }
   const int threads = work * a.heads * a.dim > LARGE ? (int)a.threads : 1;
-#pragma omp parallel for collapse(3) schedule(dynamic, 4) num_threads(threads)
-  for (long s = 0; s < a.count; s++)
-    for (long h = 0; h < a.kv; h++)
-      for (long tile = 0; tile < tiles; tile++)
-        if (tile < tiles_of(a.segments[s], rule))
-          forward(a.segments[s], rule, tile_of(a.segments[s], rule, h, tile * TILE), h, a.q, a.k, a.v, a.out, a.lse);
+  const Shares shares(a.count * a.kv * tiles, threads);
+#pragma omp parallel num_threads(threads)
+  shares.take([&](long part) {
+    const Segment &s = a.segments[part / (a.kv * tiles)];
+    const long h = part / tiles % a.kv, tile = part % tiles;
+    if (tile < tiles_of(s, rule)) forward(s, rule, tile_of(s, rule, h, tile * TILE), h, a.q, a.k, a.v, a.out, a.lse);
+  });
 }
 
 // Adds to by_q, by_k and by_v what `by_out` gives, for `out` and `lse` of the whole rows: those that segments over other keys

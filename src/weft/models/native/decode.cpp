@@ -85,7 +85,8 @@ void attend_prefix(const Prefix &p, long block, const Arguments &own, const Step
   weft_join(own.out.at, own.lse, seen, lse, p.rows, p.count, s.heads, s.dim, own.out.by_row, s.threads);
 }
 
-// The tokens of a step from its logits, of which those that rows may not draw become minus infinity. They count for the log-probs.
+// The tokens of a step from its logits, of which those that rows may not draw become minus infinity. They count for the log-probs
+// all the same.
 void draw(float *logits, const Draws &d, const std::vector<long> &ends, long step, const Step &s) {
   long *ids = d.ids + step * s.rows;
   float *logprobs = d.logprobs + step * s.rows;
@@ -174,8 +175,8 @@ extern "C" long weft_decode(const Block *blocks, const Step *given) {
   return 0;
 }
 
-// Some steps of rows with one new token each, every one from the tokens that the one before drew, until one draws an end or a log-prob that is
-// not finite: how many steps that were. 0 where a token is outside the vocabulary.
+// Some steps of rows with one new token each, every one from the tokens that the one before drew, until one draws an end or a
+// log-prob that is not finite: how many steps that were. 0 where a token is outside the vocabulary.
 extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const Step *given) {
   const Draws d = *draws;
   Step s = *given;

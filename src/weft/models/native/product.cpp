@@ -90,14 +90,14 @@ extern "C" void weft_product(
     const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
     long threads) {
   const auto units_of = [](long count) { return (count + UNIT - 1) / UNIT; };
-  const Buffer packed(units_of(rows) * UNIT * terms);
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
   // Columns that a thread takes at a time: some parts for each thread, tiles of them, and no more than a core's cache holds.
   constexpr long TILES = 24, WIDEST = 192;
   const long even = (size / (4 * team) + TILES - 1) / TILES * TILES, wide = even < TILES ? TILES : least(even, WIDEST);
+  const Shares shares((size + wide - 1) / wide, team);
 #pragma omp parallel num_threads(team)
   {
-#pragma omp for
+    const Buffer packed(units_of(rows) * UNIT * terms); // by each thread for itself, since to wait for another takes longer
     for (long row = 0; row < rows; row += LANES) {
       const long first = row / MOST * MOST, all = least(units_of(rows - first) * UNIT, MOST);
       float *to = packed + first * terms + (row - first);
@@ -111,13 +111,13 @@ extern "C" void weft_product(
           else *(loose_unit *)(to + (k + d) * all) = *(loose_unit *)(column + d * LANES);
       }
     }
-#pragma omp for schedule(dynamic)
-    for (long from = 0; from < size; from += wide)
-      for (long row = 0; row < rows; row += MOST) {
+    shares.take([&](long part) {
+      for (long row = 0, from = part * wide; row < rows; row += MOST) {
         const long left = least(rows - row, MOST);
         columns<MOST / UNIT>(
             units_of(left), packed + row * terms, weight, bias, terms, left, out + row * by_row, by_row, from,
             least(from + wide, size));
       }
+    });
   }
 }

@@ -5,9 +5,13 @@
 #error "these kernels are written in GCC's vector extensions"
 #endif
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <new>
+
+#include <omp.h>
 
 #if defined(__AVX512F__)
 constexpr long LANES = 16;
@@ -53,6 +57,30 @@ public:
 
 private:
   float *at;
+};
+
+// Parts of some work, of which each thread of a team takes its own share in order, since it has fetched the beginning of the
+// next one; then it helps others.
+class Shares {
+public:
+  Shares(long parts, long team) : team(team), shares(new Share[team]) {
+    for (long i = 0; i < team; i++) shares[i].next = parts * i / team, shares[i].end = parts * (i + 1) / team;
+  }
+  // What the thread that asks does: `work(part)` for one part after another.
+  template <typename Work> void take(const Work &work) const {
+    for (long turn = 0, own = omp_get_thread_num(); turn < team; turn++) {
+      Share &share = shares[(own + turn) % team];
+      for (long part; (part = share.next++) < share.end;) work(part);
+    }
+  }
+
+private:
+  struct alignas(64) Share {
+    std::atomic<long> next;
+    long end;
+  };
+  const long team;
+  const std::unique_ptr<Share[]> shares;
 };
 
 // Sums of all lanes, halves first: always in the same order.
