@@ -104,17 +104,19 @@ def disturbed(seed: int, choices: list[int], cramped: bool) -> list[object]:
 
 
 def test_ends_that_may_not_come_yet() -> None:
-    """Not before `min_new_tokens`, which rows reach at different steps of one call; then they come."""
-    short = [Request(f"s{i}", 0, [7], max_new_tokens=150) for i in range(3)]
-    with opened(build(dtype=torch.float32), LATE, eos=()) as generator:
-        said = list[str]()
-        for request in short:
-            generator.submit([request])
-            said += [event.id for _ in range(4) for event in generator.step()]
-        while not generator.idle:
-            said += [event.id for event in generator.step()]
-    lengths = {id: said.count(id) for id in said}
-    assert len(lengths) == 3 and all(30 < length < 60 for length in lengths.values())
+    """Each row's come after its own number of steps, and go on to count for the log-probs before."""
+    network, ends = build(dtype=torch.float32), torch.arange(61) < 60
+    with torch.no_grad():
+        cache = KVCache(network.config, CPU, torch.float32, slots=3, room=64)
+        network.hidden(cache.extend(cache.allocate(3), [torch.tensor([7, 8]), torch.tensor([9]), torch.tensor([7])]))
+        packed, at = cache.extend(np.arange(3), torch.tensor([3, 4, 5])), decode.prepared(network, cache, 3)
+        assert at is not None
+        uniforms = torch.rand(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.9
+        found, logprobs = decode.run_ahead(at, packed, uniforms, ends, torch.tensor([30, 7, -2]), 1.0)
+        assert found.shape == (1, 3) and found[0, 0] == found[0, 1] == 60 != found[0, 2]
+        found, logprobs = decode.run_ahead(at, packed, uniforms, ends, torch.tensor([30, 7, 12]), 1.0)
+    assert (found[:7] == 60).all() and found[7, 1] != 60 and found[7, 0] == found[7, 2] == 60 and len(found) == 8
+    assert (logprobs < -1).all(), "one of 61 tokens, though no other may come"
 
 
 def test_a_step_says_one_token_of_each_completion() -> None:

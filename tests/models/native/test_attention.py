@@ -69,7 +69,7 @@ def test_values_and_gradients(
 
 def test_it_does_not_depend_on_the_threads() -> None:
     """More of them than there are parts, too."""
-    lengths, made = [90, 1, 30, 17], []
+    lengths, made = [90, 1, 30, 17], list[Tensor]()
     q, k, v = tensors(sum(lengths), 4, 2, 32)
     threads = torch.get_num_threads()
     try:
@@ -99,10 +99,11 @@ def test_more_keys_than_are_held_at_once(length: int, window: int | None) -> Non
         assert_close(one.double(), other, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dim", [6, 32, 80])
+@pytest.mark.parametrize("kv", [2, 4])
+@pytest.mark.parametrize("dim", [6, 20, 32, 80])
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_row_has_the_same_bits_alone_and_in_a_pass(dim: int, window: int | None) -> None:
-    q, k, v = tensors(570, 4, 2, dim)
+def test_a_row_has_the_same_bits_alone_and_in_a_pass(kv: int, dim: int, window: int | None) -> None:
+    q, k, v = tensors(570, 4, kv, dim)
     whole = attention.attend_to(q, k, v, packed([570]), 0.3, causal=True, window=window)
     for row in (0, 1, 15, 16, 255, 256, 300, 569):
         segment = torch.tensor([(0, 1, 0, row + 1)])
@@ -110,8 +111,9 @@ def test_a_row_has_the_same_bits_alone_and_in_a_pass(dim: int, window: int | Non
         assert torch.equal(alone.out[0], whole.out[row]) and torch.equal(alone.lse[0], whole.lse[row])
 
 
-def test_a_cache_is_read_where_it_lies() -> None:
-    slots, kv, room, dim = 3, 2, 50, 16
+@pytest.mark.parametrize("kv", [2, 4])
+def test_a_cache_is_read_where_it_lies(kv: int) -> None:
+    slots, room, dim = 3, 50, 16
     keys, values, q = torch.randn(slots, kv, room, dim), torch.randn(slots, kv, room, dim), torch.randn(3, 4, dim)
     keys[:, :, 40:] = torch.nan  # what no row sees is never read
     values[:, :, 40:] = torch.nan

@@ -79,7 +79,8 @@ class Ahead:
         return min(int(SECONDS / max(self._seconds, 1e-6)), int(self._credit), rows.fewest_left, room)
 
     def _draws_plainly(self, kind: int) -> bool:
-        """Whether such rows are drawn from the whole vocabulary, and end by their tokens or their number."""
+        """Whether such rows are drawn from the whole vocabulary, but for ends that may not come yet, and end by their tokens or
+        their number."""
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support
         return not needs_more and not sampling.limits(spec, self._network.config.vocab_size)

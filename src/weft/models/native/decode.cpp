@@ -85,8 +85,8 @@ void attend_prefix(const Prefix &p, long block, const Arguments &own, const Step
   weft_join(own.out.at, own.lse, seen, lse, p.rows, p.count, s.heads, s.dim, own.out.by_row, s.threads);
 }
 
-// The tokens of a step from its logits, of which those that rows may not draw become minus infinity. They count for the log-probs
-// all the same.
+// The tokens of a step from its logits, of which those that rows may not draw become minus infinity. They count for the
+// log-probs all the same.
 void draw(float *logits, const Draws &d, const std::vector<long> &ends, long step, const Step &s) {
   long *ids = d.ids + step * s.rows;
   float *logprobs = d.logprobs + step * s.rows;

@@ -15,6 +15,7 @@ constexpr long SUMS = LANES == 16 ? 24 : 12;
 // Rows that leave half a vector of 16 empty are multiplied as a vector of 8, which many processors do in half the time.
 constexpr long UNIT = LANES == 16 ? 8 : LANES, UNITS = LANES / UNIT;
 constexpr long MOST = LANES == 16 ? 64 : 16; // rows at once
+constexpr long FEW = 4; // threads that pack all rows each for itself, sooner than they would have waited for each other
 typedef float unit __attribute__((vector_size(4 * UNIT)));
 typedef float loose_unit __attribute__((vector_size(4 * UNIT), aligned(4), may_alias));
 
@@ -81,6 +82,21 @@ template <long U> void columns(
 }
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long units_of(long rows) { return (rows + UNIT - 1) / UNIT; }
+
+// A vector of rows, or a unit where that holds the last of them, from `row` on: their term k stands together among the packed.
+INLINE void pack(const float *x, long row, long rows, long terms, float *packed) {
+  const long first = row / MOST * MOST, all = least(units_of(rows - first) * UNIT, MOST);
+  const bool whole = row - first + LANES <= all;
+  float *to = packed + first * terms + (row - first), column[LANES * LANES];
+  for (long k = 0; k < terms; k += LANES) {
+    const long some = least(terms - k, LANES);
+    transpose(x + row * terms + k, terms, least(rows - row, LANES), some, column);
+    for (long d = 0; d < some; d++)
+      if (whole) store(to + (k + d) * all, load(column + d * LANES));
+      else *(loose_unit *)(to + (k + d) * all) = *(loose_unit *)(column + d * LANES);
+  }
+}
 
 } // namespace
 
@@ -89,27 +105,23 @@ INLINE long least(long a, long b) { return a < b ? a : b; }
 extern "C" void weft_product(
     const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
     long threads) {
-  const auto units_of = [](long count) { return (count + UNIT - 1) / UNIT; };
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
   // Columns that a thread takes at a time: some parts for each thread, tiles of them, and no more than a core's cache holds.
   constexpr long TILES = 24, WIDEST = 192;
   const long even = (size / (4 * team) + TILES - 1) / TILES * TILES, wide = even < TILES ? TILES : least(even, WIDEST);
   const Shares shares((size + wide - 1) / wide, team);
+  const bool alone = team <= FEW;
+  const long room = units_of(rows) * UNIT * terms;
+  const Buffer common(alone ? 0 : room);
 #pragma omp parallel num_threads(team)
   {
-    const Buffer packed(units_of(rows) * UNIT * terms); // by each thread for itself, since to wait for another takes longer
-    for (long row = 0; row < rows; row += LANES) {
-      const long first = row / MOST * MOST, all = least(units_of(rows - first) * UNIT, MOST);
-      float *to = packed + first * terms + (row - first);
-      float column[LANES * LANES];
-      for (long k = 0; k < terms; k += LANES) {
-        const long some = least(terms - k, LANES);
-        transpose(x + row * terms + k, terms, least(rows - row, LANES), some, column);
-        const bool whole = row - first + LANES <= all; // else a unit
-        for (long d = 0; d < some; d++)
-          if (whole) store(to + (k + d) * all, load(column + d * LANES));
-          else *(loose_unit *)(to + (k + d) * all) = *(loose_unit *)(column + d * LANES);
-      }
+    const Buffer own(alone ? room : 0);
+    float *const packed = alone ? own : common;
+    if (alone) {
+      for (long row = 0; row < rows; row += LANES) pack(x, row, rows, terms, packed);
+    } else {
+#pragma omp for
+      for (long row = 0; row < rows; row += LANES) pack(x, row, rows, terms, packed);
     }
     shares.take([&](long part) {
       for (long row = 0, from = part * wide; row < rows; row += MOST) {

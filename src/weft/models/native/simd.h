@@ -1,4 +1,4 @@
-// Vectors of floats in GCC's vector extensions, as wide as the processor's, and the functions that the kernels share.
+// Vectors of floats in GCC's vector extensions, as wide as the processor's, and what else the kernels share.
 #pragma once
 
 #if !defined(__GNUC__) || defined(__clang__)
@@ -171,6 +171,7 @@ INLINE void columns_of(const float *rows, long stride, long count, vec *columns)
     for (long j = 0; j < LANES; j++) columns[j] = j < count ? load(rows + j * stride) : vec{};
   exchange(columns);
 }
+// One of them.
 INLINE vec column_of(const float *rows, long stride, long count) {
   vec column = {};
   for (long j = 0; j < LANES; j++)
