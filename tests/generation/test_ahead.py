@@ -28,6 +28,7 @@ from weft.models.native import decode, library
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="no compiler: nothing is computed ahead")
 SPEC = GenerationSpec(max_new_tokens=150, seed=3)
+LATE = replace(SPEC, stop_ids=list(range(5, 40)), min_new_tokens=30)  # ends that are likely, and may not come before
 FAR = 1e9  # seconds: as many steps as there can be
 
 
@@ -43,9 +44,6 @@ def requests(count: int = 5, samples: int = 2) -> list[Request]:
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ahead, "take", lambda *given, **named: None)
-
-
-LATE = replace(SPEC, stop_ids=list(range(5, 40)), min_new_tokens=30)  # ends that are likely, and may not come before
 
 
 @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, temperature=0.7), replace(SPEC, stop_ids=[9, 11]), LATE])
