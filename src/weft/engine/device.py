@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weft.errors import ConfigError
+from weft.models.native.library import library
 from weft.models.products import product
 from weft.observe import memory as observe_memory
 
@@ -93,7 +94,8 @@ def cgroup_limits(mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/
 
 
 def set_up_heap() -> None:
-    """Have this process keep memory that is freed, in one heap for all threads, where the C library is glibc.
+    """Have this process keep memory that is freed, in one heap for all threads, where the C library is glibc; tensors come
+    from it in blocks that leave no holes of their own, where the kernels are compiled (`heap.cpp`).
 
     Given back and asked for again, each of its pages costs a fault: a tenth to a fifth of a training step of a 13M-parameter
     model. And a heap a thread keeps holes of its own: from one heap the same training takes an eighth less.
@@ -102,6 +104,9 @@ def set_up_heap() -> None:
         with contextlib.suppress(AttributeError):  # another C library
             for option, value in HEAP.items():
                 ctypes.CDLL(None).mallopt(option, value)
+    kernels = library()
+    if kernels is not None:
+        kernels.weft_heap()
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -26,9 +26,9 @@ from weft.models.heads import CHUNK_CELLS, DEFAULT_CHUNK_CELLS
 from weft.models.native import library
 
 GIB, MIB = 2.0**30, 2.0**20
-# On a CPU the allocator keeps what is free, with holes between tensors of many sizes; the room of a cache serves little else
-# once it is free, and kernels bring buffers and pages of code. As measured; fewer holes where no matrix gets a gradient.
-HOLES, FEWER_HOLES, KERNELS = 1.4, 1.28, 40 * 2**20
+# On a CPU the heap keeps what is free, with holes between tensors of many sizes, and more of them where torch cuts its blocks;
+# the room of a cache serves little else once it is free, and kernels bring buffers and pages of code. As measured.
+HOLES, HOLES_OF_TORCH, KERNELS = 1.22, 1.4, 40 * 2**20
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
 
 
@@ -47,8 +47,8 @@ class Forecast:
         if self.device.type != "cpu":
             return whole
         caches = sum(role.cache for role in self.roles.values())
-        matrices = any(2 * role.gradients > role.parameters for role in self.roles.values())
-        return held + (HOLES if matrices else FEWER_HOLES) * (whole - held) + caches + KERNELS
+        holes = HOLES_OF_TORCH if library.library() is None else HOLES
+        return held + holes * (whole - held) + caches + KERNELS
 
     def lines(self) -> Iterator[str]:
         """For people, before the run."""

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 # Sums are fused multiply-adds wherever they can be: for some processors GCC takes others in some loops, and so other bits.
 FUSED = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
-FLAGS = ("-std=c++17", "-O3", "-march=native", *FUSED, "-fopenmp", "-shared", "-fPIC")
-PATIENCE = 120  # seconds for the compiler, which takes three
+FLAGS = ("-std=c++17", "-O3", "-march=native", *FUSED, "-fopenmp", "-fPIC")
+TORCH = Path(torch.__file__).parent
+PATIENCE = 120  # seconds for a run of the compiler, which takes a few
 
 
 @functools.cache
@@ -94,13 +96,26 @@ def _load(compiler: list[str], version: str, cache: Path | None) -> ctypes.CDLL:
             with contextlib.suppress(OSError):  # no library: compiled again
                 return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(prefix="weft-", dir=cache) as folder:
-        built = Path(folder) / "kernels.so"
-        sources = [str(path) for path in sorted(FOLDER.glob("*.cpp"))]
-        _run([*compiler, *FLAGS, *sources, "-o", str(built)])
+        built = _compile(compiler, Path(folder))
         built.chmod(0o700)
         if cache is not None:
             built = built.rename(kept)  # in one step: another process may do the same
         return ctypes.CDLL(str(built))
+
+
+def _compile(compiler: list[str], folder: Path) -> Path:
+    """Each source on its own, at once."""
+    sources = sorted(FOLDER.glob("*.cpp"))
+    parts = [str(folder / f"{source.stem}.o") for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        commands = [
+            [*compiler, *FLAGS, f"-I{TORCH / 'include'}", "-c", str(source), "-o", part]
+            for source, part in zip(sources, parts, strict=True)
+        ]
+        list(pool.map(_run, commands))
+    built = folder / "kernels.so"
+    _run([*compiler, *FLAGS, "-shared", *parts, f"-L{TORCH / 'lib'}", "-lc10", "-o", str(built)])
+    return built
 
 
 def _run(command: list[str]) -> str:
@@ -111,7 +126,7 @@ def _run(command: list[str]) -> str:
 
 
 def _fingerprint(version: str) -> str:
-    parts = [" ".join(FLAGS), version, *_processor()]
+    parts = [" ".join(FLAGS), version, torch.__version__, *_processor()]
     parts += [path.read_text() for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
