@@ -14,7 +14,7 @@ from tests.generation.test_generate import CPU, build, letters
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine, Generator
-from weft.engine.generation.generate import open_generator
+from weft.engine.generation.generate import BatchGenerator, open_generator
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.interfaces.base import Model
@@ -54,6 +54,24 @@ def batch(texts: tuple[str, ...] = ("once", "a fox", "no", "z")) -> SequenceSamp
 def ended(tokenizer: Tokenizer, token: str) -> Tokenizer:
     tokenizer.hf.add_special_tokens({"eos_token": token})
     return tokenizer
+
+
+def test_announces_each_id_once_as_soon_as_all_its_completions_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four prompts by three, ended by a letter: what is announced is what comes out, the first before the last token."""
+    told: list[tuple[int, SequenceSample]] = []
+    steps: list[int] = []
+    step = BatchGenerator.step
+    monkeypatch.setattr(BatchGenerator, "step", lambda self: steps.append(1) or step(self))
+    generate = Generate(samples_per_prompt=3, max_new_tokens=60, stop=["q", "e"])
+    made = generate.generate(model(announce=lambda sample: told.append((len(steps), sample))), batch()).outputs
+    assert made is not None
+    assert sorted(id for _, sample in told for id in sample.ids) == list(made.ids)
+    assert told[0][0] < len(steps) == told[-1][0]
+    for when, sample in told:
+        same = made.select(ids=sample.ids)
+        assert when == max(same.lengths["completion"].tolist()), "a token a step"
+        for key in made.keys:
+            assert torch.equal(sample.data[key], same.data[key])
 
 
 def test_is_registered_under_its_name() -> None:

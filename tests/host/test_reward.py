@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,6 +75,11 @@ def hangs_with_child(prompts, completions, mark, **columns):
     while True:
         pass
 
+def written(prompts, completions, mark, **columns):
+    with open(mark[0], "a") as file:
+        file.write(" ".join(completions) + "\\n")
+    return [len(c) for c in completions]
+
 def process(prompts, completions, **columns):
     return [os.getpid()] * len(completions)
 
@@ -117,6 +123,10 @@ def batch(groups: Sequence[Sequence[str]], **columns: Sequence[Any]) -> Sequence
         "completion": torch.tensor([token for each in tokens for token in each]),
     }
     return SequenceSample.from_groups(ids, lengths, data, columns)
+
+
+def replace_ids(sample: SequenceSample, ids: Sequence[str]) -> SequenceSample:
+    return replace(sample, ids=tuple(ids))
 
 
 def context() -> HostContext:
@@ -207,6 +217,46 @@ def test_the_whole_batch_is_shared_out(make: Make) -> None:
     function = make("count", num_workers=2, chunk_size=1)
     groups = [["a" * (n % 5 + 1)] * 2 for n in range(11)]
     assert rewards(function(batch(groups), context())) == [len(text) for group in groups for text in group]
+
+
+def test_what_was_begun_with_is_not_computed_again(make: Make, tmp_path: Path) -> None:
+    """One prompt as it is, one that comes with other completions, one that never comes, one that was not begun with."""
+    mark = tmp_path / "mark"
+    function = make("written", "ones")
+    for groups, ids in ([["a", "bb"]], ["p0"]), ([["e"], ["f"]], ["p1", "p9"]):
+        function.begin(replace_ids(batch(groups, mark=[str(mark)] * len(groups)), ids), context())
+    told = context()
+    whole = batch([["a", "bb"], ["ccc"], ["d", "gg"]], mark=[str(mark)] * 3)
+    assert rewards(function(whole, told)) == [2.0, 3.0, 4.0, 2.0, 3.0]
+    assert told.metrics["reward/written"] == pytest.approx(9 / 5)
+    assert sorted(mark.read_text().splitlines()) == ["a bb", "ccc", "d gg", "e", "f"]
+    assert rewards(function(whole, context())) == [2.0, 3.0, 4.0, 2.0, 3.0]
+    assert mark.read_text().count("a bb") == 2, "a head start serves one batch"
+
+
+def test_calls_of_a_chosen_size_are_not_begun_with(make: Make, tmp_path: Path) -> None:
+    function = make("written", chunk_size=2)
+    whole = batch([["a"], ["b"]], mark=[str(tmp_path / "mark")] * 2)
+    function.begin(whole.select(ids=["p1"]), context())
+    function(whole, context())
+    assert (tmp_path / "mark").read_text() == "a b\n"
+
+
+@pytest.mark.parametrize("name", ["raises", "dies"])
+def test_what_goes_wrong_in_a_head_start_is_told_with_the_batch(make: Make, name: str) -> None:
+    function, whole = make(name, num_workers=2), batch([["a"], ["x"]])
+    function.begin(whole.select(ids=["p1"]), context())
+    with pytest.raises(UserError, match=rf"'{name}' failed on p"):
+        function(whole, context())
+
+
+def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
+    function, told = make("hangs", timeout_s=0.7, on_timeout=-5.0, num_workers=2), context()
+    whole = batch([["a"], ["x"]])
+    function.begin(whole.select(ids=["p1"]), context())
+    assert rewards(function(whole, told)) == [1.0, -5.0]
+    assert told.metrics["timeouts"] == 1
+    assert rewards(function(batch([["a"]]), context())) == [1.0], "another worker stands in for the killed one"
 
 
 @pytest.mark.parametrize(

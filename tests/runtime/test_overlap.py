@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests.runtime.test_runs import lines
-from tests.runtime.toy import Toy, ToyInfer, ToyLoader, ToyTrain, one_each
-from weft import register_function
+from tests.runtime.toy import Toy, ToyGenerate, ToyInfer, ToyLoader, ToyTrain, one_each
+from weft import register_function, register_interface
 from weft.errors import DataError
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction
+from weft.host.base import Stateless
 from weft.runtime.prefetch import Prefetched
 
 SECONDS = 20.0  # until a thread that waits for another one gives up, and the test with it
@@ -76,6 +77,68 @@ def test_the_next_batch_is_made_while_the_device_works(tmp_path, monkeypatch):
     toy = Toy(tmp_path, control={"max_steps": 4})
     toy.run()
     assert len(lines(toy.path)) == 4
+
+
+class ToyReward(Stateless):
+    """Remembers what it was told before the whole batch came."""
+
+    begins_with = ("answer",)
+
+    def __init__(self) -> None:
+        self.begun: dict[str, float] = {}
+
+    def begin(self, batch, context) -> None:
+        self.begun |= {id: float(c.sum()) for id, c in zip(batch.ids, batch.sequences("answer"), strict=True)}
+        if BROKEN:
+            raise DataError("no reward begins")
+        BEGUN.set()
+
+    def __call__(self, batch, context):
+        known = [self.begun.pop(id) for id in batch.ids[:1]]
+        assert known == [float(batch.sequences("answer")[0].sum())] and not self.begun
+        return one_each(batch.ids, "ref", [0.0] * batch.num_ids)
+
+
+BEGUN, BROKEN = threading.Event(), list[str]()
+
+
+class ToyAnnounce(ToyGenerate):
+    """Ends once a host function has begun with its first id."""
+
+    def generate(self, model, batch):
+        result = super().generate(model, batch)
+        BEGUN.clear()
+        model.announce(result.outputs.select(ids=batch.ids[:1]))
+        assert BROKEN or BEGUN.wait(SECONDS), "nobody begins"
+        return result
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_host_function_begins_with_ids_of_a_call_that_goes_on(tmp_path, monkeypatch, broken):
+    """Under the names that the nodes have for their keys; what goes wrong in it is told by the node."""
+    register_function(f"toy_reward_{broken}")(ToyReward)
+    register_interface(f"toy_announce_{broken}")(ToyAnnounce)
+    monkeypatch.setattr("tests.runtime.test_overlap.BROKEN", ["yes"] * broken)
+    experiment = Toy.experiment
+
+    def changed(self):
+        made = experiment(self)
+        nodes = [node for node in made.graph.nodes if node.name not in ("filter", "ref_inf")]
+        nodes[0] = replace(nodes[0], interface=f"toy_announce_{broken}")
+        reward = HostFunction(
+            "reward", f"toy_reward_{broken}", self.size, ["answer"], ["ref"], input_key_remap={"answer": "completion"}
+        )
+        return replace(made, graph=DataflowGraph([*nodes, reward], ["prompt"], []))
+
+    monkeypatch.setattr(Toy, "experiment", changed)
+    toy = Toy(tmp_path, ema=None, control={"max_steps": 3})
+    if broken:
+        with pytest.raises(DataError, match="no reward begins") as error:
+            toy.run()
+        assert "node 'reward'" in error.value.__notes__[0]
+    else:
+        toy.run()
+        assert len(lines(toy.path)) == 3
 
 
 def read(loader: Any, count: int) -> list[tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,6 +43,21 @@ class HostCallable(Protocol):
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample | None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Beginner(HostCallable, Protocol):
+    """A host function that can begin with some ids while others are still sampled.
+
+    `begin` is called with the keys `begins_with` (the function's own names) of ids for which a running call has made them, each
+    id once, in threads; the call with the whole batch comes when these are over, and raises what they raised. It is a head
+    start and no more: the ids may never come, may come with other values, and the result is the same without it.
+    `context.step` is not known yet (0), and what is recorded is not logged.
+    """
+
+    begins_with: Sequence[str]
+
+    def begin(self, batch: SequenceSample, context: HostContext) -> None: ...
 
 
 class Stateless:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +39,12 @@ class RewardFunction(Stateless):
     `[NAME, WEIGHT]` and of `{name, weight, args}`. A function
     `fn(prompts, completions, *, completion_ids, **columns)` gets lists with one entry a completion (all completions of a
     prompt in one call) and returns a number or None (it does not apply) for each; it may be async. It is called on parts of
-    the batch (`chunk_size` prompts at a time) in `num_workers` processes that live as long as the run.
+    the batch (`chunk_size` prompts at a time) in `num_workers` processes that live as long as the run. Without a `chunk_size`
+    it is called on a prompt as soon as all completions of it are there, while others are still sampled.
 
-    `timeout_s` is for the whole batch. Completions whose call has not come back by then stop the run, or get `on_timeout` for
-    that part where it is set, counted as the metric `timeouts`. The process is killed, with all that it started.
+    `timeout_s` is for the whole batch, from when all its completions are there. Completions whose call has not come back by
+    then stop the run, or get `on_timeout` for that part where it is set, counted as the metric `timeouts`. The process is
+    killed, with all that it started.
 
     Metrics: `reward`; `reward_std`, the mean over prompts of the standard deviation among a prompt's completions (of the whole
     batch, where prompts have one each); `frac_reward_zero_std`, the share of prompts whose completions all have one reward;
@@ -57,6 +61,7 @@ class RewardFunction(Stateless):
     chunk_size: int | None = None
     scores_weight: float = 1.0
     pool: Pool = field(init=False, repr=False)
+    begins_with: ClassVar[Sequence[str]] = ("prompt", "completion")
 
     def __post_init__(self) -> None:
         self.parts = parse_reward(self.reward)
@@ -68,17 +73,27 @@ class RewardFunction(Stateless):
         self.labels = _distinct([target.label for target in targets])
         self.pool = Pool(targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1))
         self.pool.start()
+        self._begun: dict[str, Call] = {}  # by id, until the batch that holds it
+
+    def begin(self, batch: SequenceSample, context: HostContext) -> None:
+        """Have the rewards of these ids computed."""
+        if self.chunk_size is not None:
+            return
+        texts = Texts.of(batch, context.require_tokenizer("reward"))
+        for index, id in enumerate(batch.ids):
+            self._begun[id] = self._submit(texts, np.flatnonzero(texts.group == index).tolist())
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         texts = Texts.of(batch, context.require_tokenizer("reward"))
-        chunks = self._chunks(texts.group, batch.num_ids)
-        tasks = [(index, *texts.task(chunk)) for index in range(len(self.parts)) for chunk in chunks]
-        replies = self.pool.run(tasks, self.timeout_s)
+        self.pool.start()
+        calls = self._calls(texts, batch.ids)
+        replies = iter(self.pool.collect([reply for call in calls for reply in call.replies], self.timeout_s))
         columns = np.full((len(self.parts), len(texts.names)), np.nan)
         timeouts = 0
-        for (index, *_), chunk, reply in zip(tasks, chunks * len(self.parts), replies, strict=True):
-            columns[index, chunk] = self._values(reply, self.labels[index], [texts.names[place] for place in chunk])
-            timeouts += len(chunk) if reply.status == "timeout" else 0
+        for call in calls:
+            for column, label, reply in zip(columns, self.labels, replies, strict=False):
+                column[call.places] = self._values(reply, label, [texts.names[place] for place in call.places])
+                timeouts += len(call.places) if reply.status == "timeout" else 0
         rewards = self._sum(columns, texts.names, batch, context)
         if self.on_timeout is not None:
             context.record("timeouts", timeouts)
@@ -87,10 +102,26 @@ class RewardFunction(Stateless):
         data = {"rewards": torch.from_numpy(rewards.astype(np.float32))}
         return SequenceSample.from_groups(batch.ids, {"rewards": [[1] * int(n) for n in counts]}, data)
 
-    def _chunks(self, group: npt.NDArray[np.int64], num_ids: int) -> list[list[int]]:
-        """Completions of consecutive prompts, `chunk_size` prompts together."""
-        size = self.chunk_size or -(-num_ids // (self.pool.size * CALLS_PER_WORKER))
-        return [np.flatnonzero(group // size == n).tolist() for n in range(-(-num_ids // size))]
+    def _calls(self, texts: Texts, ids: Sequence[str]) -> list[Call]:
+        """All completions, those of consecutive prompts together, `chunk_size` prompts at a time; a prompt whose completions
+        were begun with is a call of its own."""
+        calls, rest = [], []
+        for index, id in enumerate(ids):
+            places = np.flatnonzero(texts.group == index).tolist()
+            begun = self._begun.pop(id, None)
+            if begun is not None and begun.completion_ids == [texts.completion_ids[n] for n in places]:
+                calls.append(replace(begun, places=places))
+            else:
+                rest.append(places)
+        size = self.chunk_size or max(1, -(-len(rest) // (self.pool.size * CALLS_PER_WORKER)))
+        return calls + [
+            self._submit(texts, list(chain.from_iterable(rest[n : n + size]))) for n in range(0, len(rest), size)
+        ]
+
+    def _submit(self, texts: Texts, places: list[int]) -> Call:
+        task = texts.task(places)
+        replies = [self.pool.submit((index, *task)) for index in range(len(self.parts))]
+        return Call(places, [texts.completion_ids[n] for n in places], replies)
 
     def _values(self, reply: Reply, label: str, names: Sequence[str]) -> list[float]:
         """The rewards of one call, NaN where the part does not apply."""
@@ -139,40 +170,48 @@ class RewardFunction(Stateless):
 
 
 @dataclass(frozen=True)
+class Call:
+    """The completions at some places of a batch, and what each part will say of them."""
+
+    places: list[int]
+    completion_ids: list[list[int]]
+    replies: list[Future[Reply]]
+
+
+@dataclass(frozen=True)
 class Texts:
-    """What reward functions are told: one entry a completion."""
+    """What reward functions are told: one entry a completion. Texts are made for the calls that need them."""
 
     names: list[str]  # id[k]
     group: npt.NDArray[np.int64]
-    prompts: list[str]
-    completions: list[str]
+    prompt_ids: list[list[int]]  # one a prompt
     completion_ids: list[list[int]]
-    columns: Mapping[str, list[Any]]
+    columns: Mapping[str, list[Any]]  # of the dataset (the batch's metadata)
+    tokenizer: Tokenizer
 
     @classmethod
     def of(cls, batch: SequenceSample, tokenizer: Tokenizer) -> Texts:
-        """Texts without special tokens, and the dataset's columns (the batch's metadata)."""
         group = batch.group_of("completion")
-        ids = [sequence.tolist() for sequence in batch.sequences("completion")]
-        prompt_ids = [sequence.tolist() for sequence in batch.sequences("prompt")]
-        prompts = [tokenizer.decode(each, skip_special=True) for each in prompt_ids]
         starts = batch.offsets["completion"][group]
-        columns = {
-            name: [values[g] for g in group] for name, values in batch.metadata.items() if name not in (*RESERVED, PART)
-        }
         return cls(
             names=[f"{batch.ids[g]}[{n - start}]" for n, (g, start) in enumerate(zip(group, starts, strict=True))],
             group=group,
-            prompts=[prompts[g] for g in group],
-            completions=[tokenizer.decode_after(prompt_ids[g], each, True) for g, each in zip(group, ids, strict=True)],
-            completion_ids=ids,
-            columns=columns,
+            prompt_ids=[sequence.tolist() for sequence in batch.sequences("prompt")],
+            completion_ids=[sequence.tolist() for sequence in batch.sequences("completion")],
+            columns={name: list(values) for name, values in batch.metadata.items() if name not in (*RESERVED, PART)},
+            tokenizer=tokenizer,
         )
 
     def task(self, chunk: Sequence[int]) -> Task:
-        columns = {name: [values[n] for n in chunk] for name, values in self.columns.items()}
-        lists = ([values[n] for n in chunk] for values in (self.prompts, self.completions, self.completion_ids))
-        return (*lists, columns)
+        """Texts without special tokens, ids and columns of some completions."""
+        groups = self.group[list(chunk)].tolist()
+        texts = {g: self.tokenizer.decode(self.prompt_ids[g], skip_special=True) for g in dict.fromkeys(groups)}
+        ids = [self.completion_ids[n] for n in chunk]
+        completions = [
+            self.tokenizer.decode_after(self.prompt_ids[g], each, True) for g, each in zip(groups, ids, strict=True)
+        ]
+        columns = {name: [values[g] for g in groups] for name, values in self.columns.items()}
+        return [texts[g] for g in groups], completions, ids, columns
 
 
 RESERVED = ("prompts", "completions", "completion_ids")

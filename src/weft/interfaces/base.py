@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,9 @@ class Model:
     step: int = 0  # the firing's index, counted from 0; seeds generation
     seed: int = 0
     schedule: Schedule | None = None  # of a trained role, in optimizer steps of the real run
+    # Takes the outputs of ids that are complete before the call ends, so that host functions can begin with them; the call
+    # returns them all the same. None where nobody can.
+    announce: Callable[[SequenceSample], None] | None = None
 
     @property
     def version(self) -> int:

@@ -44,7 +44,9 @@ class Generate:
         One value a token, the end token included: `completion` int64, `logprobs` float32, `versions` int64. One a completion:
         `finished` float32 (1 ended by itself, 0 cut by length). With `record_support` also `support` int64 (the ids that a
         limit kept, all tokens of a completion together) and `support_counts` int64 (how many at each token; 0 where nothing
-        was left out). Raises `ConfigError` where the role reads other token ids than the batch holds.
+        was left out). Announces ids as soon as their completions have all ended.
+
+        Raises `ConfigError` where the role reads other token ids than the batch holds.
         """
         if not same_tokens(model.tokenizer, model.data_tokenizer):
             raise ConfigError(
@@ -59,12 +61,21 @@ class Generate:
             for k in range(self.samples_per_prompt)
         ]
         rows: dict[tuple[str, int], list[TokenEvent]] = {(request.id, request.k): [] for request in requests}
+        missing = dict.fromkeys(batch.ids, self.samples_per_prompt)
         started = time.perf_counter()
         with model.engine.generating(spec) as generator:
             generator.submit(requests)
             while not generator.idle:
+                complete = []
                 for event in generator.step():
                     rows[event.id, event.k].append(event)
+                    if event.finish is not None:
+                        missing[event.id] -= 1
+                        if not missing[event.id]:
+                            complete.append(event.id)
+                if complete and model.announce is not None:
+                    made = [rows[id, k] for id in complete for k in range(self.samples_per_prompt)]
+                    model.announce(self._outputs(complete, made))
         seconds = time.perf_counter() - started
         completions = list(rows.values())
         return MFCResult(self._outputs(batch.ids, completions), _metrics(completions, seconds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.data.sample import SequenceSample
@@ -14,7 +14,7 @@ from weft.errors import RunError
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef
 from weft.graph.ready import Firing
-from weft.host.base import HostCallable, HostContext, make_host_function
+from weft.host.base import Beginner, HostCallable, HostContext, make_host_function
 from weft.interfaces.base import MFCResult
 from weft.runtime import waiting
 from weft.runtime.edges import on_edges, read_inputs
@@ -52,6 +52,32 @@ class Fires:
             for node in graph.nodes
             if isinstance(node, HostFunction)
         }
+        self._begun: dict[str, list[Future[None]]] = {}  # host functions that have begun with ids of a running call
+        for node in graph.nodes:
+            if isinstance(node, HostFunction):
+                self._let_begin(node)
+
+    def _let_begin(self, node: HostFunction) -> None:
+        """Have a function that can begin early hear of the call that makes what it begins with, where it is one call."""
+        function = self.functions[node.name]
+        if not isinstance(function, Beginner):
+            return
+        part = replace(node, input_keys=function.begins_with, optional_keys=())
+        makers = {maker.name for maker in self._graph.nodes if set(maker.outputs) & set(part.inputs)}
+        if len(makers) != 1 or not isinstance(self._graph.node(*makers), MFCDef):
+            return
+
+        def hear(meta: SampleMeta) -> None:
+            def begin() -> None:
+                function.begin(read_inputs(self._group, part, meta.ids), self._context(node))
+
+            self._begun.setdefault(node.name, []).append(waiting.begin(begin, f"host function {node.function!r}"))
+
+        self._group.listen(self._prefix + makers.pop(), hear)
+
+    def _context(self, node: HostFunction, step: int = 0) -> HostContext:
+        tokenizer = self._tokenizers[node.tokenizer_role or self._data_role]
+        return HostContext(step, self._seed, tokenizer, node.deadline_s)
 
     def start(self, firing: Firing, meta: SampleMeta) -> Callable[[], Outcome]:
         """Begin; what is returned waits for the end. A host function runs in a thread of its own, so that it and the calls
@@ -72,14 +98,11 @@ class Fires:
         started, clock = time.time(), time.perf_counter()
         what = told(firing, f"host function {node.function!r}")
         batch = read_inputs(self._group, node, firing.ids)
-        context = HostContext(
-            step=firing.step,
-            seed=self._seed,
-            tokenizer=self._tokenizers[node.tokenizer_role or self._data_role],
-            deadline_s=node.deadline_s,
-        )
+        context = self._context(node, firing.step)
 
         def work() -> tuple[SequenceSample | None, float]:
+            for begun in self._begun.pop(node.name, ()):
+                begun.result()
             return self.functions[node.name](batch, context), time.perf_counter() - clock
 
         future = waiting.begin(work, what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,11 @@ class WorkerGroup(Protocol):
 
     def put(self, sample: SequenceSample) -> SampleMeta:
         """Take in tensors made outside (rows of the loader, keys of a host function)."""
+        ...
+
+    def listen(self, mfc: str, hear: Callable[[SampleMeta], None]) -> None:
+        """Have `hear` told of outputs that a call has made before its end (`Model.announce`); they can be fetched then. It is
+        called where the call is made, and returns at once."""
         ...
 
     def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:

@@ -68,6 +68,9 @@ class LocalGroup:
     def put(self, sample: SequenceSample) -> SampleMeta:
         return self._worker.store.put(sample)
 
+    def listen(self, mfc: str, hear: Callable[[SampleMeta], None]) -> None:
+        self._worker.listeners[mfc] = hear
+
     def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
         return self._worker.store.fetch(ids, keys, optional)
 

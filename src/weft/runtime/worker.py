@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from weft.data.sample import SequenceSample
@@ -43,6 +44,7 @@ class Worker:
         self._interfaces = {name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()}
         self._caches: dict[str, OutputCache] = {}
         self.roles = Roles(experiment, specs)
+        self.listeners: dict[str, Callable[[SampleMeta], None]] = {}  # by call: who hears what it announces
 
     def call(self, name: str, step: int, metas: Sequence[SampleMeta]) -> MFCResult:
         """Run the call `name` on the ids of `metas`, in their order. The result's outputs are descriptions.
@@ -69,7 +71,7 @@ class Worker:
         self, node: MFCDef, name: str, step: int, ids: Sequence[str]
     ) -> tuple[SequenceSample | None, Mapping[str, float]]:
         batch = read_inputs(self.store, node, ids)
-        model = self.model(node.role, step)
+        model = replace(self.model(node.role, step), announce=self._announce(node, name))
         model.engine.max_tokens_per_microbatch = (
             node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
         )
@@ -80,6 +82,18 @@ class Worker:
             result = getattr(self._interfaces[name], node.method)(model, batch)
         self._hooks(node.post_hooks, model, before=False)
         return on_edges(node, result.outputs, ids), result.metrics
+
+    def _announce(self, node: MFCDef, name: str) -> Callable[[SequenceSample], None] | None:
+        hear = self.listeners.get(name)
+        if hear is None:
+            return None
+
+        def announce(made: SequenceSample) -> None:
+            outputs = on_edges(node, made, made.ids)
+            assert outputs is not None
+            hear(self.store.put(outputs))
+
+        return announce
 
     def model(self, role: str, step: int) -> Model:
         """The handle that an interface gets."""
