@@ -76,6 +76,20 @@ def test_the_store_joins_batches_and_forgets_ids():
         store.fetch(["a"], [])
 
 
+def test_a_batch_whose_keys_were_all_replaced_is_let_go():
+    """As where a call announces ids and then returns them all."""
+    store, whole = TensorStore(), SequenceSample.from_default(["a", "b"], [1, 1], {"x": [1, 2]})
+    store.put(whole.select(ids=["a"]))
+    store.put(whole)
+    assert len(list(store._batches)) == 1
+    assert store.fetch(["a", "b"], ["x"]).data["x"].tolist() == [1, 2]
+    store.put(SequenceSample.from_default(["a"], [1], {"y": [3]}))
+    store.put(SequenceSample.from_default(["b"], [1], {"x": [4]}))
+    assert store.fetch(["b", "a"], ["x"]).data["x"].tolist() == [4, 1] and len(store._batches) == 3
+    store.discard(["a", "b"])
+    assert not store._batches
+
+
 def test_a_step_of_several_firings_is_one_line():
     ledger = Ledger()
     ledger.add("gen", Measured({"reward": 1.0, "num_tokens": 10, "ratio_max": 2.0, "learning_rate": 0.1}, 3, 1.5))

@@ -105,7 +105,7 @@ def set_up_heap() -> None:
             for option, value in HEAP.items():
                 ctypes.CDLL(None).mallopt(option, value)
     kernels = library()
-    if kernels is not None:
+    if kernels is not None and hasattr(kernels, "weft_heap"):
         kernels.weft_heap()
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -88,65 +88,69 @@ class Lane:
     """One worker and the thread that talks to it. `lock` guards what both that thread and others touch."""
 
     worker: Worker | None = None
-    job: Future[Reply] | None = None  # what the worker computes
-    lost: bool = False  # killed while it computed
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    job: Future[Reply] | None = None  # what the thread has taken
+    late: bool = False  # nobody wants the job any more
+    lock: threading.RLock = field(default_factory=threading.RLock)  # a finalizer may run inside
+    starting: threading.Lock = field(default_factory=threading.Lock)
 
-    def serve(self, jobs: Jobs, targets: Sequence[Target], starting: threading.Lock) -> None:
+    def start(self, targets: Sequence[Target]) -> None:
+        """Have a worker. Raises `UserError` where a function cannot be imported."""
+        with self.starting:
+            if self.worker is None:
+                worker = Worker.start(targets)
+                try:
+                    _await_import(worker, targets)
+                except BaseException:
+                    worker.kill()
+                    raise
+                with self.lock:
+                    self.worker = worker
+
+    def serve(self, jobs: Jobs, targets: Sequence[Target]) -> None:
         """Compute what comes, until None does."""
-        while (job := jobs.get()) is not None:
-            task, reply = job
-            if not reply.set_running_or_notify_cancel():
-                continue
-            try:
-                start([self], targets, starting)
-                reply.set_result(self._compute(task, reply))
-            except BaseException as error:  # whoever waits for the reply is told
-                reply.set_exception(error)
+        while (taken := jobs.get()) is not None:
+            task, job = taken
+            with self.lock:
+                self.job = job
+            if job.set_running_or_notify_cancel():
+                try:
+                    job.set_result(self._compute(task, targets))
+                except BaseException as error:  # whoever waits for the reply is told
+                    job.set_exception(error)
+            with self.lock:
+                self.job, self.late = None, False
 
-    def _compute(self, task: Task, job: Future[Reply]) -> Reply:
+    def _compute(self, task: Task, targets: Sequence[Target]) -> Reply:
+        reply = Reply("timeout")
+        try:
+            self.start(targets)
+            worker = None if self.late else self.worker
+            reply = Reply("timeout") if worker is None else worker.answer(task)
+            return reply
+        finally:
+            if self.late or reply.status != "ok":
+                self._let_go()
+
+    def _let_go(self) -> None:
         with self.lock:
-            worker, self.job = self.worker, job
-        if worker is None:  # closed meanwhile
-            return Reply("died", -signal.SIGKILL)
-        reply = worker.answer(task)
-        with self.lock:
-            self.job = None
-            if self.lost or reply.status == "died":
-                worker.kill()
-                self.worker, self.lost = None, False
-        return reply
+            if self.worker is not None:
+                self.worker.kill()
+                self.worker = None
 
     def end(self, job: Future[Reply] | None = None) -> None:
         """Kill the worker; where a job is named, only if it computes that."""
         with self.lock:
-            if self.worker is None or (job is not None and self.job is not job):
+            if job is not None and self.job is not job:
                 return
             if self.job is None:
-                self.worker.kill()
-                self.worker = None
-            else:  # the thread that reads from it clears up
-                self.worker.signal()
-                self.lost = True
+                self._let_go()
+                return
+            self.late = True
+            if self.worker is not None:
+                self.worker.signal()  # the thread that reads from it clears up
 
 
 Jobs = queue.SimpleQueue[tuple[Task, Future[Reply]] | None]
-
-
-def start(lanes: Iterable[Lane], targets: Sequence[Target], starting: threading.Lock) -> None:
-    """Give every lane that has none a worker. Raises `UserError` where a function cannot be imported."""
-    with starting:
-        fresh = {id(lane): (lane, Worker.start(targets)) for lane in lanes if lane.worker is None}
-        try:
-            for _, worker in fresh.values():
-                _await_import(worker, targets)
-        except BaseException:
-            for _, worker in fresh.values():
-                worker.kill()
-            raise
-        for lane, worker in fresh.values():
-            with lane.lock:
-                lane.worker = worker
 
 
 def _await_import(worker: Worker, targets: Sequence[Target]) -> None:
@@ -173,28 +177,32 @@ class Pool:
     size: int
     _lanes: list[Lane] = field(default_factory=list, init=False)
     _jobs: Jobs = field(default_factory=queue.SimpleQueue, init=False)
-    _starting: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         self._lanes.extend(Lane() for _ in range(self.size))
-        given = self._jobs, self.targets, self._starting
         for lane in self._lanes:
+            given = self._jobs, self.targets  # not the pool, which ends when nobody else holds it
             threading.Thread(target=lane.serve, args=given, name="weft-reward", daemon=True).start()
         weakref.finalize(self, _end, self._lanes, self._jobs)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers."""
-        return [lane.worker.process.pid for lane in self._lanes if lane.worker is not None]
+        workers = [lane.worker for lane in self._lanes]
+        return [worker.process.pid for worker in workers if worker is not None]
 
     def close(self) -> None:
-        """End all workers; what comes next starts others."""
+        """End all workers and forget what waits for them; what comes next starts others."""
+        _forget(self._jobs)
         for lane in self._lanes:
             lane.end()
 
     def start(self) -> None:
         """Bring the pool to its size. Raises `UserError` where a function cannot be imported."""
-        start(self._lanes, self.targets, self._starting)
+        absent = [lane for lane in self._lanes if lane.worker is None]
+        if absent:
+            with ThreadPoolExecutor(len(absent)) as starts:
+                list(starts.map(lambda lane: lane.start(self.targets), absent))
 
     def submit(self, task: Task) -> Future[Reply]:
         """Have a worker compute the task as soon as one is free."""
@@ -202,14 +210,17 @@ class Pool:
         self._jobs.put((task, reply))
         return reply
 
+    def drop(self, replies: Iterable[Future[Reply]]) -> None:
+        """Nobody wants these any more: workers that compute one are killed."""
+        for reply in replies:
+            if not reply.cancel():
+                for lane in self._lanes:
+                    lane.end(reply)
+
     def collect(self, replies: Sequence[Future[Reply]], seconds: float) -> list[Reply]:
-        """What the replies are after `seconds` at most. Workers that still compute one then are killed."""
+        """What the replies are after `seconds` at most; those that are not there then are dropped."""
         late = wait(replies, seconds).not_done
-        begun = [reply for reply in late if not reply.cancel()]
-        for reply in begun:
-            for lane in self._lanes:
-                lane.end(reply)
-        wait(begun)
+        self.drop(late)
         return [Reply("timeout") if reply in late else reply.result() for reply in replies]
 
     def run(self, tasks: Sequence[Task], seconds: float) -> list[Reply]:
@@ -218,7 +229,14 @@ class Pool:
         return self.collect([self.submit(task) for task in tasks], seconds)
 
 
+def _forget(jobs: Jobs) -> None:
+    with contextlib.suppress(queue.Empty):
+        while (waiting := jobs.get_nowait()) is not None:
+            waiting[1].cancel()
+
+
 def _end(lanes: list[Lane], jobs: Jobs) -> None:
+    _forget(jobs)
     for lane in lanes:
         jobs.put(None)
         lane.end()

@@ -41,7 +41,10 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_die_with_parent, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what rewards print must not mix with the run's own output
-    sys.path[:], targets = connection.recv()
+    try:
+        sys.path[:], targets = connection.recv()
+    except EOFError:  # let go of again
+        return
     functions: list[Callable[..., Any]] = []
     for target in targets:
         status, value, _ = _answer(load, target)

@@ -49,10 +49,11 @@ class HostCallable(Protocol):
 class Beginner(HostCallable, Protocol):
     """A host function that can begin with some ids while others are still sampled.
 
-    `begin` is called with the keys `begins_with` (the function's own names) of ids for which a running call has made them, each
-    id once, in threads; the call with the whole batch comes when these are over, and raises what they raised. It is a head
-    start and no more: the ids may never come, may come with other values, and the result is the same without it.
-    `context.step` is not known yet (0), and what is recorded is not logged.
+    `begin` is called with the keys `begins_with` (the function's own names) of ids for which a running call has made them, in
+    threads, also beside each other and beside a call with another batch; never where two nodes, or a host function, make
+    these keys. The call with these ids comes when it is over, and raises what it raised. It is a head start and no more:
+    the ids may never come, may come with other values, and the result is the same without it. `context.step` is not known
+    yet (0), and what is recorded is not logged.
     """
 
     begins_with: Sequence[str]

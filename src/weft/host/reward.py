@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from weft.registry import register_function
 Vector = npt.NDArray[np.float64]
 MOST_WORKERS = 8
 CALLS_PER_WORKER = 4  # a hung call then loses a small part of the batch
+KEPT = 1  # batches that a head start outlives, for ids that come later than others
 SHOWN = 5  # ids in a message
 
 
@@ -74,6 +75,7 @@ class RewardFunction(Stateless):
         self.pool = Pool(targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1))
         self.pool.start()
         self._begun: dict[str, Call] = {}  # by id, until the batch that holds it
+        self._batches = 0  # that were computed
 
     def begin(self, batch: SequenceSample, context: HostContext) -> None:
         """Have the rewards of these ids computed."""
@@ -81,6 +83,7 @@ class RewardFunction(Stateless):
             return
         texts = Texts.of(batch, context.require_tokenizer("reward"))
         for index, id in enumerate(batch.ids):
+            self._drop([id])
             self._begun[id] = self._submit(texts, np.flatnonzero(texts.group == index).tolist())
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
@@ -91,7 +94,7 @@ class RewardFunction(Stateless):
         columns = np.full((len(self.parts), len(texts.names)), np.nan)
         timeouts = 0
         for call in calls:
-            for column, label, reply in zip(columns, self.labels, replies, strict=False):
+            for column, label, reply in zip(columns, self.labels, islice(replies, len(self.parts)), strict=True):
                 column[call.places] = self._values(reply, label, [texts.names[place] for place in call.places])
                 timeouts += len(call.places) if reply.status == "timeout" else 0
         rewards = self._sum(columns, texts.names, batch, context)
@@ -108,11 +111,13 @@ class RewardFunction(Stateless):
         calls, rest = [], []
         for index, id in enumerate(ids):
             places = np.flatnonzero(texts.group == index).tolist()
-            begun = self._begun.pop(id, None)
-            if begun is not None and begun.completion_ids == [texts.completion_ids[n] for n in places]:
-                calls.append(replace(begun, places=places))
+            begun = self._begun.get(id)
+            if begun is not None and begun.told == texts.told(places):
+                calls.append(replace(self._begun.pop(id), places=places))
             else:
                 rest.append(places)
+        self._batches += 1
+        self._drop([*ids, *(id for id, call in list(self._begun.items()) if call.batches < self._batches - KEPT)])
         size = self.chunk_size or max(1, -(-len(rest) // (self.pool.size * CALLS_PER_WORKER)))
         return calls + [
             self._submit(texts, list(chain.from_iterable(rest[n : n + size]))) for n in range(0, len(rest), size)
@@ -121,7 +126,13 @@ class RewardFunction(Stateless):
     def _submit(self, texts: Texts, places: list[int]) -> Call:
         task = texts.task(places)
         replies = [self.pool.submit((index, *task)) for index in range(len(self.parts))]
-        return Call(places, [texts.completion_ids[n] for n in places], replies)
+        return Call(places, texts.told(places), replies, self._batches)
+
+    def _drop(self, ids: Iterable[str]) -> None:
+        """Head starts that nobody wants, as far as there are any."""
+        for id in ids:
+            if (call := self._begun.pop(id, None)) is not None:
+                self.pool.drop(call.replies)
 
     def _values(self, reply: Reply, label: str, names: Sequence[str]) -> list[float]:
         """The rewards of one call, NaN where the part does not apply."""
@@ -174,8 +185,9 @@ class Call:
     """The completions at some places of a batch, and what each part will say of them."""
 
     places: list[int]
-    completion_ids: list[list[int]]
+    told: Any  # what the functions are told, as ids and columns
     replies: list[Future[Reply]]
+    batches: int  # that were computed when it was begun
 
 
 @dataclass(frozen=True)
@@ -202,15 +214,20 @@ class Texts:
             tokenizer=tokenizer,
         )
 
+    def told(self, chunk: Sequence[int]) -> tuple[Any, ...]:
+        """Prompt ids, completion ids and columns of some completions."""
+        groups = self.group[list(chunk)].tolist()
+        columns = {name: [values[g] for g in groups] for name, values in self.columns.items()}
+        return [self.prompt_ids[g] for g in groups], [self.completion_ids[n] for n in chunk], columns
+
     def task(self, chunk: Sequence[int]) -> Task:
         """Texts without special tokens, ids and columns of some completions."""
         groups = self.group[list(chunk)].tolist()
+        prompts, ids, columns = self.told(chunk)
         texts = {g: self.tokenizer.decode(self.prompt_ids[g], skip_special=True) for g in dict.fromkeys(groups)}
-        ids = [self.completion_ids[n] for n in chunk]
         completions = [
-            self.tokenizer.decode_after(self.prompt_ids[g], each, True) for g, each in zip(groups, ids, strict=True)
+            self.tokenizer.decode_after(prompt, each, True) for prompt, each in zip(prompts, ids, strict=True)
         ]
-        columns = {name: [values[g] for g in groups] for name, values in self.columns.items()}
         return [texts[g] for g in groups], completions, ids, columns
 
 

@@ -52,7 +52,7 @@ class Fires:
             for node in graph.nodes
             if isinstance(node, HostFunction)
         }
-        self._begun: dict[str, list[Future[None]]] = {}  # host functions that have begun with ids of a running call
+        self._begun: dict[tuple[str, str], Future[None]] = {}  # host function and id that it has begun with
         for node in graph.nodes:
             if isinstance(node, HostFunction):
                 self._let_begin(node)
@@ -68,10 +68,9 @@ class Fires:
             return
 
         def hear(meta: SampleMeta) -> None:
-            def begin() -> None:
-                function.begin(read_inputs(self._group, part, meta.ids), self._context(node))
-
-            self._begun.setdefault(node.name, []).append(waiting.begin(begin, f"host function {node.function!r}"))
+            batch, context = read_inputs(self._group, part, meta.ids), self._context(node)
+            begun = waiting.begin(lambda: function.begin(batch, context), f"host function {node.function!r}")
+            self._begun.update(((node.name, id), begun) for id in meta.ids)
 
         self._group.listen(self._prefix + makers.pop(), hear)
 
@@ -101,8 +100,9 @@ class Fires:
         context = self._context(node, firing.step)
 
         def work() -> tuple[SequenceSample | None, float]:
-            for begun in self._begun.pop(node.name, ()):
-                begun.result()
+            for begun in [self._begun.pop((node.name, id), None) for id in firing.ids]:
+                if begun is not None:
+                    begun.result()
             return self.functions[node.name](batch, context), time.perf_counter() - clock
 
         future = waiting.begin(work, what)

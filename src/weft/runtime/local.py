@@ -62,6 +62,7 @@ class LocalGroup:
 
     def close(self, deadline_s: float) -> None:
         self._closed = True
+        self._worker.listeners.clear()  # they know who made this group
         self._queue.put(None)
         self._thread.join(deadline_s)
 

@@ -13,7 +13,7 @@ from weft.errors import DataError, nearest
 
 @dataclass
 class _Row:
-    """Of one id: which batch holds each key, all batches it came with, and the values that are no tensors."""
+    """Of one id: which batch holds each key, the batches it needs, and the values that are no tensors."""
 
     batches: dict[str, int] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
@@ -48,6 +48,9 @@ class TensorStore:
                 row = self._rows.setdefault(id, _Row())
                 row.batches.update(dict.fromkeys(sample.keys, number))
                 row.held.add(number)
+                for old in row.held - {number, *row.batches.values()}:
+                    row.held.remove(old)
+                    self._release(old, id)
                 row.metadata.update({name: values[index] for name, values in sample.metadata.items()})
         return sample.meta()
 

@@ -91,6 +91,12 @@ def test_others_may_write_to_nothing_whatever_the_umask(fresh: Path, monkeypatch
     assert {path.stat().st_mode & 0o777 for path in (fresh, kept)} == {0o700}
 
 
+def test_without_torchs_headers_the_heap_alone_is_missing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "TORCH", fresh)
+    kernels = native.library()
+    assert kernels is not None and hasattr(kernels, "weft_matmul") and not hasattr(kernels, "weft_heap")
+
+
 @pytest.mark.parametrize("command", ["env g++", "nowhere-to-be-found", "false"])
 def test_the_users_own_compiler_comes_first_and_need_not_serve(
     fresh: Path, command: str, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
-#include <new>
 
 #include <c10/core/CPUAllocator.h>
 

@@ -1,8 +1,8 @@
 """Compiles the C++ of this folder for the processor at hand, once, and loads it.
 
 The compiled file lies in the user's cache (`weft/kernels` in `$XDG_CACHE_HOME`, else in `~/.cache`), under a name that is the
-hash of the sources, the compiler and the processor. Without a compiler, and with `WEFT_NATIVE=0`, there is no library and
-torch's own kernels do the work.
+hash of the sources, the compiler, torch's version and the processor. Without a compiler, and with `WEFT_NATIVE=0`, there is no
+library and torch's own kernels do the work.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ FOLDER = Path(__file__).parent
 # Sums are fused multiply-adds wherever they can be: for some processors GCC takes others in some loops, and so other bits.
 FUSED = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
 FLAGS = ("-std=c++17", "-O3", "-march=native", *FUSED, "-fopenmp", "-fPIC")
-TORCH = Path(torch.__file__).parent
+HEAP, TORCH = FOLDER / "heap.cpp", Path(torch.__file__).parent
 PATIENCE = 120  # seconds for a run of the compiler, which takes a few
 
 
@@ -104,17 +105,26 @@ def _load(compiler: list[str], version: str, cache: Path | None) -> ctypes.CDLL:
 
 
 def _compile(compiler: list[str], folder: Path) -> Path:
-    """Each source on its own, at once."""
-    sources = sorted(FOLDER.glob("*.cpp"))
-    parts = [str(folder / f"{source.stem}.o") for source in sources]
+    """Each source on its own, at once. `heap.cpp` alone needs torch's headers, and is left out where they are not there."""
+    built, parts = folder / "kernels.so", {source: folder / f"{source.stem}.o" for source in FOLDER.glob("*.cpp")}
+
+    def compile(source: Path) -> None:
+        include = [f"-I{TORCH / 'include'}"] if source == HEAP else []
+        _run([*compiler, *FLAGS, *include, "-c", str(source), "-o", str(parts[source])])
+
+    def link(sources: Iterable[Path], *libraries: str) -> None:
+        _run([*compiler, *FLAGS, "-shared", *(str(parts[source]) for source in sources), *libraries, "-o", str(built)])
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        commands = [
-            [*compiler, *FLAGS, f"-I{TORCH / 'include'}", "-c", str(source), "-o", part]
-            for source, part in zip(sources, parts, strict=True)
-        ]
-        list(pool.map(_run, commands))
-    built = folder / "kernels.so"
-    _run([*compiler, *FLAGS, "-shared", *parts, f"-L{TORCH / 'lib'}", "-lc10", "-o", str(built)])
+        ends = {source: pool.submit(compile, source) for source in sorted(parts)}
+    kernels = [source for source in sorted(parts) if source != HEAP]
+    for source in kernels:
+        ends[source].result()
+    try:
+        ends[HEAP].result()
+        link([*kernels, HEAP], f"-L{TORCH / 'lib'}", "-lc10")
+    except subprocess.CalledProcessError:
+        link(kernels)
     return built
 
 
