@@ -112,24 +112,36 @@ class Lane:
             task, job = taken
             with self.lock:
                 self.job = job
-            if job.set_running_or_notify_cancel():
-                try:
-                    job.set_result(self._compute(task, targets))
-                except BaseException as error:  # whoever waits for the reply is told
-                    job.set_exception(error)
-            with self.lock:
-                self.job, self.late = None, False
+            if not job.set_running_or_notify_cancel():
+                self._rest()
+                continue
+            try:
+                reply = self._compute(task, targets)
+            except BaseException as error:  # whoever waits for the reply is told
+                self.late = True
+                self._rest()
+                job.set_exception(error)
+            else:
+                self._rest()
+                job.set_result(reply)
+        self._let_go()
 
     def _compute(self, task: Task, targets: Sequence[Target]) -> Reply:
-        reply = Reply("timeout")
-        try:
-            self.start(targets)
-            worker = None if self.late else self.worker
-            reply = Reply("timeout") if worker is None else worker.answer(task)
-            return reply
-        finally:
-            if self.late or reply.status != "ok":
+        self.start(targets)
+        worker = None if self.late else self.worker
+        if worker is None:
+            return Reply("timeout")
+        reply = worker.answer(task)
+        if reply.status == "died":
+            self._let_go()
+        return reply
+
+    def _rest(self) -> None:
+        """The job is over; what was killed meanwhile is cleared up."""
+        with self.lock:
+            if self.late:
                 self._let_go()
+            self.job, self.late = None, False
 
     def _let_go(self) -> None:
         with self.lock:
