@@ -262,26 +262,26 @@ def test_the_deadline_holds_while_a_worker_starts_again(make: Make, tmp_path: Pa
     """The first call ends the only process, and the second would hang in the next one."""
     source = tmp_path / "slow_to_import.py"
     source.write_text(
-        f"import os, time\nif os.path.exists({str(tmp_path / 'died')!r}):\n    time.sleep(4)\n"
+        f"import os, time\nif os.path.exists({str(tmp_path / 'died')!r}):\n    time.sleep(6)\n"
         "def f(prompts, completions, **columns):\n    if completions == ['x']:\n        time.sleep(600)\n"
         f"    open({str(tmp_path / 'died')!r}, 'w')\n    os._exit(5)\n"
     )
-    function = RewardFunction(f"{source}:f", num_workers=1, timeout_s=1.5)
+    function = RewardFunction(f"{source}:f", num_workers=1, timeout_s=2.5)
     begin = time.monotonic()
     with pytest.raises(UserError, match="it ended its process"):
         function(batch([["a"], ["x"]]), context())
-    assert time.monotonic() - begin < 3.5
+    assert time.monotonic() - begin < 5.5
     function.pool.close()
 
 
-def test_a_pool_that_goes_leaves_what_waits(make: Make, tmp_path: Path) -> None:
-    function = make("written", num_workers=1, chunk_size=1)
-    marks = [str(tmp_path / f"mark{n}") for n in range(40)]
-    replies = [function.pool.submit((0, ["p"], ["c"], [[1]], {"mark": [mark]})) for mark in marks]
-    replies[0].result(20)
-    function.pool.close()
-    time.sleep(0.5)
-    assert sum(reply.cancelled() or (reply.done() and reply.result().status != "ok") for reply in replies) > 20
+def test_a_pool_that_is_closed_leaves_what_waits(make: Make) -> None:
+    pool = make("hangs").pool
+    replies = [pool.submit((0, ["p"], [text], [[1]], {})) for text in "axaax"]
+    assert replies[0].result(20).value == [1.0]
+    pool.close()
+    assert all(reply.cancelled() or reply.result(20).status == "died" for reply in replies[1:])
+    assert not pool.pids
+    assert pool.run([(0, ["p"], ["a"], [[1]], {})], 20)[0].value == [1.0]
 
 
 @pytest.mark.parametrize("name", ["raises", "dies"])
