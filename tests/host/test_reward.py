@@ -281,7 +281,7 @@ def test_a_pool_that_is_closed_leaves_what_waits(make: Make) -> None:
     pool.close()
     assert all(reply.cancelled() or reply.result(20).status == "died" for reply in replies[1:])
     assert not pool.pids
-    assert pool.run([(0, ["p"], ["a"], [[1]], {})], 20)[0].value == [1.0]
+    assert pool.submit((0, ["p"], ["a"], [[1]], {})).result(20).value == [1.0]
 
 
 @pytest.mark.parametrize("name", ["raises", "dies"])
@@ -374,10 +374,10 @@ def test_workers_keep_away_from_standard_streams(make: Make, capfd: pytest.Captu
 def test_workers_end_with_the_process_that_started_them(source: Path, text: str) -> None:
     """Idle ones, and ones that hang ("x") when that process dies without a word."""
     program = (
-        "import os, sys, threading, time\nfrom weft.host._pool import Pool\nfrom weft.host.spec import RewardPart, locate\n"
+        "import os, time\nfrom weft.host._pool import Pool\nfrom weft.host.spec import RewardPart, locate\n"
         f"pool = Pool([locate(RewardPart({str(source) + ':hangs'!r}))], 1)\npool.start()\nprint(pool.pids[0], flush=True)\n"
         f"task = (0, ['p'], [{text!r}], [[1]], {{}})\n"
-        "threading.Thread(target=pool.run, args=([task], 100.0), daemon=True).start()\ntime.sleep(0.5)\nos._exit(0)\n"
+        "pool.submit(task)\ntime.sleep(0.5)\nos._exit(0)\n"
     )
     # Not its standard error: a worker that lives on would hold it, and this test would wait for it.
     run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)

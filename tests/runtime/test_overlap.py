@@ -115,7 +115,7 @@ class ToyAnnounce(ToyGenerate):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_host_function_begins_with_ids_of_a_call_that_goes_on(tmp_path, monkeypatch, broken):
-    """Under the names that the nodes have for their keys; what goes wrong in it is told by the node."""
+    """Two of them, under the names that the nodes have for their keys; what goes wrong is told by the node."""
     register_function(f"toy_reward_{broken}")(ToyReward)
     register_interface(f"toy_announce_{broken}")(ToyAnnounce)
     monkeypatch.setattr("tests.runtime.test_overlap.BROKEN", ["yes"] * broken)
@@ -128,7 +128,8 @@ def test_a_host_function_begins_with_ids_of_a_call_that_goes_on(tmp_path, monkey
         reward = HostFunction(
             "reward", f"toy_reward_{broken}", self.size, ["answer"], ["ref"], input_key_remap={"answer": "completion"}
         )
-        return replace(made, graph=DataflowGraph([*nodes, reward], ["prompt"], []))
+        other = replace(reward, name="other", output_keys=["ref"], output_key_remap={"ref": "unread"})
+        return replace(made, graph=DataflowGraph([*nodes, reward, other], ["prompt"], []))
 
     monkeypatch.setattr(Toy, "experiment", changed)
     toy = Toy(tmp_path, ema=None, control={"max_steps": 3})

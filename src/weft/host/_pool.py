@@ -60,9 +60,8 @@ class Worker:
         return cls(process, ours)
 
     def answer(self, task: Task) -> Reply:
-        with contextlib.suppress(BrokenPipeError):  # it has died meanwhile; reading will say so
-            self.connection.send(task)
         try:
+            self.connection.send(task)
             while not self.connection.poll(LOOK_SECONDS):
                 if self.process.poll() is not None and not self.connection.poll():
                     raise EOFError  # what it has started may still hold the other end
@@ -234,11 +233,6 @@ class Pool:
         late = wait(replies, seconds).not_done
         self.drop(late)
         return [Reply("timeout") if reply in late else reply.result() for reply in replies]
-
-    def run(self, tasks: Sequence[Task], seconds: float) -> list[Reply]:
-        """The reply to each task, in order."""
-        self.start()
-        return self.collect([self.submit(task) for task in tasks], seconds)
 
 
 def _forget(jobs: Jobs) -> None:

@@ -70,7 +70,7 @@ class LocalGroup:
         return self._worker.store.put(sample)
 
     def listen(self, mfc: str, hear: Callable[[SampleMeta], None]) -> None:
-        self._worker.listeners[mfc] = hear
+        self._worker.listeners.setdefault(mfc, []).append(hear)
 
     def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
         return self._worker.store.fetch(ids, keys, optional)

@@ -44,7 +44,7 @@ class Worker:
         self._interfaces = {name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()}
         self._caches: dict[str, OutputCache] = {}
         self.roles = Roles(experiment, specs)
-        self.listeners: dict[str, Callable[[SampleMeta], None]] = {}  # by call: who hears what it announces
+        self.listeners: dict[str, list[Callable[[SampleMeta], None]]] = {}  # by call: who hears what it announces
 
     def call(self, name: str, step: int, metas: Sequence[SampleMeta]) -> MFCResult:
         """Run the call `name` on the ids of `metas`, in their order. The result's outputs are descriptions.
@@ -84,14 +84,16 @@ class Worker:
         return on_edges(node, result.outputs, ids), result.metrics
 
     def _announce(self, node: MFCDef, name: str) -> Callable[[SequenceSample], None] | None:
-        hear = self.listeners.get(name)
-        if hear is None:
+        listeners = self.listeners.get(name)
+        if listeners is None:
             return None
 
         def announce(made: SequenceSample) -> None:
             outputs = on_edges(node, made, made.ids)
             assert outputs is not None
-            hear(self.store.put(outputs))
+            meta = self.store.put(outputs)
+            for hear in listeners:
+                hear(meta)
 
         return announce
 
