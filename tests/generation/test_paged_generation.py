@@ -209,7 +209,7 @@ def test_on_the_device() -> None:
         generator.submit(requests())
         found = drain(generator)
         assert generator._caches.graphs.note is None
-        assert len(generator._caches.graphs) > 1
+        assert len(generator._caches.graphs) > 0
     expected = generate(network.cpu(), SPEC, requests(), BUDGET)
     same = [tokens(found)[key] == tokens(expected)[key] for key in expected]
     assert sum(same) >= 0.8 * len(same)

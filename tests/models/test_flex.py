@@ -55,6 +55,16 @@ def visible(context: Dense | Prefixed, window: int | None) -> Tensor:
     return seen
 
 
+def written_out(q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, scores: Scores) -> Tensor:
+    """Attention by the definition, all scores at once."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
+    if scores.softcap is not None:
+        logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    weights = torch.softmax(logits.masked_fill(~visible(context, scores.window), -torch.inf), dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
 def full_mask(spans: flex.Spans) -> Tensor:
     index = torch.arange(len(spans.near))
     return spans.mask_mod(None, None, index[:, None], index[None])
@@ -171,19 +181,15 @@ def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_kernel_agrees_with_the_unfused_form(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_the_fused_kernel_agrees_with_the_exact_form(dtype: torch.dtype, allowed: float) -> None:
+    """Sums of up to 300 terms in another order; bfloat16 keeps 8 bits of each."""
     for scores, context in ((Scores(0.25), prefixed), (Scores(0.25, window=40, softcap=2.0), dense)):
-        theirs = inputs(dtype)
-        ours = [x.detach().cuda().requires_grad_() for x in theirs]
-        out, expected = flex.packed(*ours, context("cuda"), scores), flex.packed(*theirs, context(), scores)
-        assert_close(out.cpu(), expected)
+        ours = [x.detach().cuda().requires_grad_() for x in inputs(dtype)]
+        theirs = [x.detach().double().cpu().requires_grad_() for x in ours]
+        out, expected = flex.packed(*ours, context("cuda"), scores), written_out(*theirs, context(), scores)
         weights = torch.randn_like(expected)
-        found = torch.autograd.grad(out, ours, weights.cuda())
-        for a, b in zip(found, torch.autograd.grad(expected, theirs, weights), strict=True):
-            assert_close(
-                a.cpu(),
-                b,
-                rtol=0.05 if dtype == torch.bfloat16 else None,
-                atol=0.05 if dtype == torch.bfloat16 else None,
-            )
+        found = torch.autograd.grad(out, ours, weights.to("cuda", dtype))
+        exact = torch.autograd.grad(expected, theirs, weights)
+        for a, b in zip((out, *found), (expected, *exact), strict=True):
+            assert_close(a.double().cpu(), b, rtol=allowed, atol=allowed)

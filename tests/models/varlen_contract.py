@@ -32,7 +32,7 @@ def varlen_attn(
         count, length = stop - start, len(k)
         assert count <= max_q and length <= max_k
         k, v = (x.repeat_interleave(query.shape[1] // heads, dim=1) for x in (k, v))
-        places = torch.arange(length)
+        places = torch.arange(length, device=query.device)
         own = places[length - count :, None]
         seen = places <= own
         if window_size[0] >= 0:

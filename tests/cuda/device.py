@@ -1,0 +1,180 @@
+"""A CUDA device that is not there: tensors that say they are on it, whose values a CPU computes.
+
+Imported before torch, with the path of `device.cpp`'s library in WEFT_CUDA_STAND_IN. `with StandIn():` tensors can be made on
+`cuda`, and what a device would refuse is refused: operations over tensors of the host and the device, and numpy over the
+device's memory. So code that forgets to bring a tensor to its device fails here as it does there. Whatever has kernels of its
+own (flash attention, FlexAttention, captured graphs) is stood in for by what it is documented to compute, see `kernels.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+found = importlib.util.find_spec("torch")
+assert found is not None and found.origin is not None
+for name in ("libc10.so", "libtorch_cpu.so"):
+    ctypes.CDLL(str(Path(found.origin).parent / "lib" / name))
+ctypes.CDLL(os.environ["WEFT_CUDA_STAND_IN"])  # torch asks once, while it is imported
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+
+aten = torch.ops.aten
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+
+
+class OnDevice(Tensor):
+    """`inner` are the values, a tensor of the host. Both have the same size, steps and dtype."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> OnDevice:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=torch.device("cuda", 0),
+        )  # fmt: skip
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnDevice({self.inner!r})"
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    __array__ = numpy
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def pin_memory(self, *_: Any) -> Tensor:
+        raise RuntimeError("only the host's memory can be pinned")
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: OnDevice) -> None:
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.inner = other.inner
+
+
+class StandIn(TorchDispatchMode):
+    """In force in the thread that enters it, and in threads that are started meanwhile."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+def values(x: Any) -> Any:
+    return x.inner if isinstance(x, OnDevice) else x
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """One operation of torch on the values, if the device would do it."""
+    asked = kwargs.get("device")
+    if func is aten.copy_.default:
+        func(values(args[0]), values(args[1]), *args[2:])
+        return args[0]
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    of_device = [x for x in given if isinstance(x, OnDevice)]
+    if of_device and func is not aten._to_copy.default:
+        _refuse_mixed(func, args, given)
+    named = {**tree_map(values, kwargs), **({"device": torch.device("cpu")} if asked is not None else {})}
+    if named.get("pin_memory"):
+        named["pin_memory"] = False
+    out = func(*tree_map(values, args), **named)
+    if func in (aten.equal.default, aten._local_scalar_dense.default):
+        return out
+    if not (bool(of_device) if asked is None else torch.device(asked).type == "cuda"):
+        return out
+    known = {id(x.inner): x for x in of_device}  # an operation in place gives back what it was given
+
+    def brought(x: Any) -> Any:
+        if not isinstance(x, Tensor) or isinstance(x, OnDevice):
+            return x
+        return known[id(x)] if id(x) in known else OnDevice(x)
+
+    return tree_map(brought, out)
+
+
+def _refuse_mixed(func: Any, args: Any, given: list[Tensor]) -> None:
+    """A number of the host may go with tensors of the device, and so may whole numbers that index one."""
+    from_host = [tuple(x.shape) for x in given if not isinstance(x, OnDevice) and x.dim() > 0]
+    if from_host and not (func in INDEXED and isinstance(args[0], OnDevice)):
+        raise RuntimeError(f"{func}: tensors are on cuda:0 and cpu, of the host {from_host}")
+
+
+# -- what torch says of the device, and does below its dispatcher
+
+PROPERTIES = SimpleNamespace(name="stand-in", major=9, minor=0, multi_processor_count=1, total_memory=1 << 34)
+SAID: dict[str, Any] = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_name": lambda *_: PROPERTIES.name,
+    "get_device_properties": lambda *_: PROPERTIES,
+    "get_device_capability": lambda *_: (PROPERTIES.major, PROPERTIES.minor),
+    "is_bf16_supported": lambda *_, **__: True,
+    "synchronize": lambda *_: None,
+    "empty_cache": lambda: None,
+    "reset_peak_memory_stats": lambda *_: None,
+    "max_memory_allocated": lambda *_: 0,
+    "manual_seed_all": lambda *_: None,
+    "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+    "set_rng_state": lambda *_, **__: None,
+    "_lazy_init": lambda: None,
+}
+for said, value in SAID.items():
+    setattr(torch.cuda, said, value)
+    if hasattr(torch.cuda.random, said):
+        setattr(torch.cuda.random, said, value)
+torch.accelerator.synchronize = lambda *_: None
+torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment]
+torch.__future__.set_swap_module_params_on_conversion(True)
+make_tensor, run_thread = torch.tensor, threading.Thread.run
+
+
+def tensor(data: Any, *, device: Any = None, **settings: Any) -> Tensor:
+    return make_tensor(data, **settings).to(device)
+
+
+class Generator(torch.Generator):
+    """The device's draws are the host's."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls)
+
+
+def _run_in_thread(self: threading.Thread) -> None:
+    with StandIn():
+        run_thread(self)
+
+
+torch.tensor = tensor  # type: ignore[assignment]
+torch.Generator = Generator  # type: ignore[misc]
+threading.Thread.run = _run_in_thread  # type: ignore[method-assign]

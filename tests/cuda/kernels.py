@@ -1,0 +1,89 @@
+"""What the kernels of a GPU compute, as they are documented, on the stand-in device. Each counts its calls in `CALLS`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tests.models.varlen_contract import varlen_attn
+from weft.engine.generation import caches, graphs
+from weft.models import flash, flex
+
+CALLS: Counter[str] = Counter()
+
+
+def install(*, reads_pages: bool) -> None:
+    """Have weft use them; with `reads_pages` flash attention as torch 2.12 and later have it, else as 2.11 has it."""
+    flash.kernel = lambda: _flash  # type: ignore[assignment]
+    flash.abilities = lambda: flash.Abilities(reads_pages, reads_pages)  # type: ignore[assignment]
+    flex._compiles = lambda: True  # type: ignore[assignment]
+    flex._compiled = lambda: _flex  # type: ignore[assignment]
+    caches.cuda_capture = graphs.cuda_capture = lambda: _capture
+    torch.nn.functional.scaled_dot_product_attention = _rectangles  # type: ignore[assignment]
+
+
+def _flash(query: Tensor, *rest: Any, **named: Any) -> Tensor:
+    CALLS["flash"] += 1
+    assert query.dtype in flash.DTYPES and query.device.type == "cuda"
+    return varlen_attn(query, *rest, **named)
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: float, enable_gqa: bool,
+    score_mod: Callable[..., Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Keys count that the mask's function admits in a block that the mask lists."""
+    CALLS["flex"] += 1
+    (batch, heads, length, _), keys, device = q.shape, k.shape[2], q.device
+    assert enable_gqa or heads == k.shape[1]
+    k, v = (x.repeat_interleave(heads // k.shape[1], 1).expand(batch, -1, -1, -1).float() for x in (k, v))
+    sizes = (batch, heads, length, keys)
+    index = [
+        torch.arange(n, device=device).view([-1 if i == at else 1 for i in range(4)]) for at, n in enumerate(sizes)
+    ]
+    scores = q.float() @ k.transpose(2, 3) * scale
+    if score_mod is not None:
+        scores = score_mod(scores, *index)
+    seen = block_mask.mask_mod(*index) & _listed(block_mask, length, keys).to(device)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (weights @ v).to(q.dtype)
+
+
+def _listed(mask: BlockMask, length: int, keys: int) -> Tensor:
+    """bool [B, 1, length, keys], on the host."""
+    by_query, by_key = mask.BLOCK_SIZE
+    blocks = torch.zeros(len(mask.kv_num_blocks), -(-length // by_query), -(-keys // by_key), dtype=torch.bool)
+    for counts, order in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
+        if counts is None or order is None:
+            continue
+        for batch, rows in enumerate(counts[:, 0].tolist()):
+            for row, count in enumerate(rows):
+                blocks[batch, row, order[batch, 0, row, :count].tolist()] = True
+    return blocks.repeat_interleave(by_query, 1)[:, None, :length].repeat_interleave(by_key, 3)[..., :keys]
+
+
+def _capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
+    CALLS["captures"] += 1
+    output = torch.empty_like(run(inputs))
+    return (lambda: output.copy_(run(inputs))), output
+
+
+def _rectangles(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch's scaled_dot_product_attention, which asks the device which of its kernels fits."""
+    group = query.shape[1] // key.shape[1]
+    assert (enable_gqa or group == 1) and dropout_p == 0.0
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return scores.softmax(-1).to(value.dtype) @ value

@@ -1,0 +1,96 @@
+"""Programs on the stand-in device: `python -m tests.cuda.program PROGRAM FOLDER`; prints what was called as JSON at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tests.cuda.device import StandIn  # before torch
+
+# isort: split
+import pytest
+import torch
+
+from tests.cuda import kernels
+from weft.engine import device
+
+
+def mixed(_: Path) -> None:
+    """The stand-in refuses what a device refuses, and computes and differentiates the rest."""
+    weight = torch.randn(4, 5, device="cuda", requires_grad=True)
+    rows = torch.randn(3, 4)
+    result = (rows.to("cuda") @ weight).relu().sum()
+    result.backward()
+    assert weight.grad is not None and weight.grad.device.type == "cuda"
+    torch.testing.assert_close(result.item(), (rows @ weight.detach().cpu()).relu().sum().item())
+    indexed = weight.detach()[torch.tensor([1, 2])]  # whole numbers of the host may index
+    assert indexed.device.type == "cuda" and 2.0 * torch.tensor(3.0) * indexed is not None
+    for refused in (
+        lambda: rows @ weight,
+        lambda: weight + torch.ones(5),
+        lambda: torch.cat([rows, weight.detach().T]),
+        lambda: rows[torch.tensor([1], device="cuda")],
+        lambda: weight.detach().numpy(),
+    ):
+        try:
+            refused()
+        except (RuntimeError, TypeError):
+            continue
+        raise AssertionError("tensors of two devices went together")
+
+
+def gpu(folder: Path) -> None:
+    """`benchmarks/gpu.py`, all sections on tiny sizes, with prompts that are long enough to be shared."""
+    from benchmarks import gpu as program
+
+    os.environ["OUT"] = str(folder)
+    program.SMALL = replace(program.SMALL, decode=(3, 300), grpo=(2, 300, 2, 6))
+    assert program.main(["--device", "cuda", "--tiny"]) == 0
+    differ = [row for row in json.loads((folder / "gpu.json").read_text())["rows"] if row["what"].endswith("differ")]
+    # Of log-probs of about 6, from states that bfloat16 keeps 8 bits of.
+    assert len(differ) == 2 and all(row["value"] < 0.02 for row in differ), differ
+
+
+def algorithms(folder: Path) -> None:
+    """Runs from configurations: masters in float32, the network in bfloat16."""
+    from tests.launch import cases
+    from tests.tiny import make_llama
+    from weft.launch import run
+
+    cases.prepare(folder)
+    make_llama(folder / "wide", hidden_size=64)  # heads of 16, which FlexAttention takes
+    for name, make in cases.CASES.items():
+        config = make(folder, name)
+        config.device = "cuda"
+        for role in ("model", "actor", "critic", "rew"):
+            if hasattr(config, role):
+                getattr(config, role).path, getattr(config, role).dtype = str(folder / "wide"), "bfloat16"
+        run(config)
+
+
+def marked(folder: Path) -> None:
+    """The tests that ask for a CUDA device."""
+    files = [f"tests/models/test_{name}.py" for name in ("flash", "flex")]
+    files += [f"tests/generation/test_{name}.py" for name in ("graphs", "paged_generation")]
+    names = "agree_with or agrees_with_the_exact_form or on_the_device"
+    settings = ["-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", str(folder / "tests")]
+    assert pytest.main(["-q", "-k", names, *settings, *files]) == 0
+
+
+PROGRAMS: dict[str, Callable[[Path], None]] = {"mixed": mixed, "gpu": gpu, "algorithms": algorithms, "marked": marked}
+
+
+def main(name: str, folder: Path, reads_pages: bool) -> None:
+    device.MATMUL_SIZE["cuda"] = 64  # the rate of products, which means nothing here
+    kernels.install(reads_pages=reads_pages)
+    with StandIn():
+        PROGRAMS[name](folder)
+    print(json.dumps(kernels.CALLS))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "pages")

@@ -1,0 +1,69 @@
+"""What weft does on a GPU, on a device that a CPU stands in for: no tensor is left on the other side, and every kernel is asked
+for what it takes. Speed, rounding and the kernels themselves are for a GPU to show (`benchmarks/gpu.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+Program = Callable[..., dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """Runs a program of `program.py`; the calls of kernels it made."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        pytest.skip("this torch has a device's own code")
+    home = Path(torch.__file__).parent
+    if shutil.which("g++") is None or not (home / "include" / "ATen").is_dir():
+        pytest.skip("the stand-in needs g++ and torch's headers")
+    folder = tmp_path_factory.mktemp("stand-in")
+    built = folder / "device.so"
+    subprocess.run(
+        ["g++", "-std=c++20", "-shared", "-fPIC", "-O1", f"-I{home / 'include'}", "-o", built,
+         Path(__file__).with_name("device.cpp"), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"],
+        check=True,
+    )  # fmt: skip
+
+    def run(name: str, flash: str = "plain") -> dict[str, int]:
+        work = folder / f"{name}-{flash}"
+        work.mkdir()
+        environment = {**os.environ, "WEFT_CUDA_STAND_IN": str(built), "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "-m", "tests.cuda.program", name, str(work), flash]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        calls: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+        return calls
+
+    return run
+
+
+def test_tensors_of_two_devices_do_not_go_together(program: Program) -> None:
+    assert program("mixed") == {}
+
+
+@pytest.mark.parametrize("flash", ["plain", "pages"])
+def test_the_benchmark_of_a_gpu_runs(program: Program, flash: str) -> None:
+    """With flash attention as torch 2.11 has it, and as later ones do; FlexAttention computes shared prompts in both."""
+    calls = program("gpu", flash)
+    assert min(calls[kernel] for kernel in ("flash", "flex", "captures")) > 0
+
+
+def test_tests_that_ask_for_a_device_pass(program: Program) -> None:
+    """What they say of the device's own kernels is seen on one alone."""
+    calls = program("marked", "pages")
+    assert min(calls[kernel] for kernel in ("flash", "flex", "captures")) > 0
+
+
+def test_algorithms_run(program: Program) -> None:
+    calls = program("algorithms")
+    assert calls["flash"] > 0 and calls["flex"] > 0
