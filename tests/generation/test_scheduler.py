@@ -163,6 +163,15 @@ def test_a_long_prompt_does_not_hold_up_what_runs(long: int, budget: int, runnin
     assert steps == -(-long // budget)
 
 
+def test_what_fits_into_one_step_is_not_cut() -> None:
+    """A prompt above the budget takes the room that is there; the others wait for a step that has room for all of them."""
+    machine = Machine(Budget(max_prefill_tokens=10))
+    for name, tokens in (("a", 6), ("b", 7), ("long", 23), ("c", 3)):
+        machine.scheduler.submit(sequence(name, prompt=tokens, limit=9))
+    parts = [[(len(c.fill.tokens), c.start, c.stop) for c in machine.step().chunks] for _ in range(5)]
+    assert parts == [[(6, 0, 6)], [(7, 0, 7), (23, 0, 3)], [(23, 3, 13)], [(23, 13, 23)], [(3, 0, 3)]]
+
+
 def test_samples_of_one_prompt_are_prefilled_once() -> None:
     machine = Machine(Budget())
     for k in range(8):

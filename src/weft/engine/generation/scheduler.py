@@ -2,9 +2,10 @@
 
 Sequences wait in the order they came. A step first makes room for one more token of everything that runs, sending the
 youngest back to wait (its keys and values are computed again later) where memory is short; then it admits waiting ones, oldest
-first, and computes as much of their prompts as the step's prefill budget allows. A longer prompt takes several steps, in
-each of which everything that runs gets its token. Sequences that begin alike share the work: a beginning that pays to store
-apart is a `Prefix`, computed and held once; sequences with exactly the same tokens after it are computed once and copied.
+first, and computes as many of their prompts as the step's prefill budget allows. A prompt above the budget takes several
+steps, in each of which everything that runs gets its token. Sequences that begin alike share the work: a beginning that pays
+to store apart is a `Prefix`, computed and held once; sequences with exactly the same tokens after it are computed once and
+copied.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Sequence:
     @property
     def key(self) -> tuple[str, int]:
         return self.id, self.k
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still get."""
+        return self.limit - len(self.tokens)
 
     def known(self) -> tuple[int, ...]:
         return (*self.prompt, *self.tokens)
@@ -276,13 +282,13 @@ class Scheduler:
         return stored if stored.tokens == tokens else None  # other tokens with the same hash
 
     def _chunks(self) -> list[Chunk]:
-        """As much of what is being filled, in order, as the budget allows."""
+        """As much of what is being filled, in order, as the budget allows; what fits into one step is not cut."""
         room = self.budget.max_prefill_tokens
         chunks: list[Chunk] = []
         while self.filling and room:
             fill = self.filling[0]
             rest = len(fill.tokens) - fill.done
-            if rest > room and not self.budget.divides:
+            if rest > room and (rest <= self.budget.max_prefill_tokens or not self.budget.divides):
                 if chunks:
                     break
                 room = rest
