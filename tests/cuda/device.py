@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 aten = torch.ops.aten
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+UNREPEATABLE = {aten.cumsum.default, aten.cumsum_.default}  # of floats, where kernels must repeat bit for bit
 
 
 class OnDevice(Tensor):
@@ -103,6 +104,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     of_device = [x for x in given if isinstance(x, OnDevice)]
     if of_device and func is not aten._to_copy.default:
         _refuse_mixed(func, args, given)
+        if func in UNREPEATABLE and args[0].is_floating_point() and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(f"{func} does not have a deterministic implementation on CUDA")
     named = {**tree_map(values, kwargs), **({"device": torch.device("cpu")} if asked is not None else {})}
     if named.get("pin_memory"):
         named["pin_memory"] = False
@@ -123,8 +126,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _refuse_mixed(func: Any, args: Any, given: list[Tensor]) -> None:
     """A number of the host may go with tensors of the device, and so may whole numbers that index one."""
-    from_host = [tuple(x.shape) for x in given if not isinstance(x, OnDevice) and x.dim() > 0]
-    if from_host and not (func in INDEXED and isinstance(args[0], OnDevice)):
+    indices = {id(x) for x in args[1]} if func in INDEXED and isinstance(args[0], OnDevice) else set()
+    others = [x for x in given if not isinstance(x, OnDevice) and x.dim() > 0 and id(x) not in indices]
+    if from_host := [tuple(x.shape) for x in others]:
         raise RuntimeError(f"{func}: tensors are on cuda:0 and cpu, of the host {from_host}")
 
 

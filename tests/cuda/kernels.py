@@ -68,9 +68,23 @@ def _listed(mask: BlockMask, length: int, keys: int) -> Tensor:
 
 
 def _capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
+    """A replay reads the memory that the capture read, so all of it must be there still."""
     CALLS["captures"] += 1
-    output = torch.empty_like(run(inputs))
-    return (lambda: output.copy_(run(inputs))), output
+    output, known = torch.empty_like(run(inputs)), _addresses(run)
+
+    def replay() -> None:
+        assert _addresses(run) == known, "weights or pages lie elsewhere than when the graph was captured"
+        output.copy_(run(inputs))
+
+    return replay, output
+
+
+def _addresses(run: Any) -> list[int]:
+    owner = getattr(run, "__self__", None)
+    if not isinstance(owner, caches.PageCaches):
+        return []
+    weights: list[Tensor] = list(owner._network.parameters())
+    return [x.data_ptr() for x in (*owner._pool.keys, *owner._pool.values, *weights)]
 
 
 def _rectangles(

@@ -34,6 +34,7 @@ def mixed(_: Path) -> None:
         lambda: weight + torch.ones(5),
         lambda: torch.cat([rows, weight.detach().T]),
         lambda: rows[torch.tensor([1], device="cuda")],
+        lambda: weight.detach().index_put_((torch.tensor([1, 2]),), torch.ones(2, 5)),
         lambda: weight.detach().numpy(),
     ):
         try:
@@ -56,7 +57,7 @@ def gpu(folder: Path) -> None:
 
 
 def algorithms(folder: Path) -> None:
-    """Runs from configurations: masters in float32, the network in bfloat16."""
+    """Runs from configurations: masters in float32, the network in bfloat16; GRPO repeats bit for bit."""
     from tests.launch import cases
     from tests.tiny import make_llama
     from weft.launch import run
@@ -65,7 +66,7 @@ def algorithms(folder: Path) -> None:
     make_llama(folder / "wide", hidden_size=64)  # heads of 16, which FlexAttention takes
     for name, make in cases.CASES.items():
         config = make(folder, name)
-        config.device = "cuda"
+        config.device, config.deterministic = "cuda", name == "grpo"
         for role in ("model", "actor", "critic", "rew"):
             if hasattr(config, role):
                 getattr(config, role).path, getattr(config, role).dtype = str(folder / "wide"), "bfloat16"

@@ -172,6 +172,16 @@ def test_what_fits_into_one_step_is_not_cut() -> None:
     assert parts == [[(6, 0, 6)], [(7, 0, 7), (23, 0, 3)], [(23, 3, 13)], [(23, 13, 23)], [(3, 0, 3)]]
 
 
+def test_samples_that_come_while_their_prompt_waits_join_it() -> None:
+    machine = Machine(Budget(max_prefill_tokens=10))
+    machine.scheduler.submit(sequence("a", prompt=6, limit=9))
+    for k in range(8):
+        machine.scheduler.submit(sequence("b", k, prompt=7, limit=9))
+    while not machine.scheduler.idle:
+        machine.step()
+    assert machine.prefilled == 6 + 7
+
+
 def test_samples_of_one_prompt_are_prefilled_once() -> None:
     machine = Machine(Budget())
     for k in range(8):

@@ -22,6 +22,7 @@ from weft.data.sample import SequenceSample
 from weft.errors import DataError
 from weft.models.heads import Support
 from weft.models.packed import Dense, Join, Packed, Prefixed
+from weft.models.transfer import put
 
 Index = npt.NDArray[np.int64]
 
@@ -137,27 +138,27 @@ def pack(sample: SequenceSample, places: Places, device: torch.device, *, extra:
             tokens += [prompt[:lead], prompt[stem:]]
         tokens.append(completion)
         positions += [np.arange(lead), np.arange(stem, places.lengths[s])]
-    flat = torch.cat(tokens).to(device=device, dtype=torch.int64)
+    flat = put(torch.cat(tokens).to(torch.int64), device)
     rows, exists = places.rows(extra)
     last = np.repeat(places.starts + places.length - 1, places.length + extra)
     following = np.minimum(np.where(exists, rows + 1, rows), last)
     return Packed(
         tokens=flat,
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        positions=put(np.concatenate(positions), device),
         attention=_context(places, device),
-        rows=torch.from_numpy(rows).to(device),
-        labels=flat[torch.from_numpy(following).to(device)],
+        rows=put(rows, device),
+        labels=flat[put(following, device)],
     )
 
 
 def _context(places: Places, device: torch.device) -> Dense | Prefixed:
     sizes = places.segments
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    dense = Dense(torch.from_numpy(cu_seqlens).to(device), int(sizes.max()))
+    dense = Dense(put(cu_seqlens, device), int(sizes.max()))
     joins = places.joins()
     if not joins:
         return dense
-    return Prefixed(dense, joins, torch.from_numpy(places.starts + places.length - 1).to(device))
+    return Prefixed(dense, joins, put(places.starts + places.length - 1, device))
 
 
 class _Sum(torch.autograd.Function):
@@ -216,7 +217,7 @@ class SampleRows:
         sample, places = self._sample, self._places
         if key not in sample.data:
             raise KeyError(f"the batch has no key {key!r}; it holds {list(sample.data)}")
-        values, lengths = sample.data[key].to(self._device), sample.lengths[key]
+        values, lengths = put(sample.data[key], self._device), sample.lengths[key]
         if values.is_floating_point():
             values = values.to(self._dtype)
         if np.array_equal(lengths, places.length):
@@ -258,14 +259,14 @@ class SampleRows:
         return self._on_device(np.concatenate(better)), self._on_device(np.concatenate(worse))
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return put(np.ascontiguousarray(array), self._device)
 
 
 def support_of(sample: SequenceSample, device: torch.device) -> Support | None:
     """The ids that top-k, top-p or min-p kept at each row when the batch was sampled; None where it records none."""
     if "support" not in sample.data:
         return None
-    return Support(ids=sample.data["support"].to(device), counts=sample.data["support_counts"].to(device))
+    return Support(ids=put(sample.data["support"], device), counts=put(sample.data["support_counts"], device))
 
 
 def as_sample(sample: SequenceSample, places: Places, out: Mapping[str, Tensor]) -> SequenceSample:

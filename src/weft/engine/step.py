@@ -27,6 +27,7 @@ from weft.errors import RunError
 from weft.models.balance import Balance
 from weft.models.dropout import Noise
 from weft.models.heads import Gradient
+from weft.models.transfer import put
 
 Veto = Callable[[Mapping[str, float]], str | None]
 Want = frozenset[Output]
@@ -89,7 +90,7 @@ def compute(
     support, counts = support_of(part, device), counting_rows(part, places, how)
     if counts.all() or "scores" in how.want:
         return places, network(packed, how.want, how.temperature, support)
-    rows = torch.from_numpy(np.flatnonzero(counts)).to(device)
+    rows = put(np.flatnonzero(counts), device)
     gradient = None if how.gradient is None else _at_rows(how.gradient, rows, len(counts))
     packed = replace(packed, rows=packed.rows[rows], labels=packed.labels[rows], gradient=gradient)
     out = network(packed, how.want, how.temperature, None if support is None else support.select(rows))
@@ -176,7 +177,7 @@ class Step:
     def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: Passes) -> None:
         """One micro-batch: its share of the loss, backward into the gradients."""
         noise = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
-        balance = Balance(torch.from_numpy(Places.of(part).lengths).to(self.device)) if self.balance else None
+        balance = Balance(put(Places.of(part).lengths, self.device)) if self.balance else None
         gradient = self._gradient(part, loss, total) if loss.by_row else None
         how = Pass(loss.outputs, self.temperature, noise=noise, balance=balance, trained_only=True, gradient=gradient)
         places, out = compute(self.network, part, how, self.device)

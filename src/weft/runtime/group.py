@@ -47,7 +47,7 @@ class WorkerGroup(Protocol):
 
     def listen(self, mfc: str, hear: Callable[[SampleMeta], None]) -> None:
         """Have `hear` told of outputs that a call has made before its end (`Model.announce`); they can be fetched then. It is
-        called where the call is made, and returns at once."""
+        called where the call is made, and returns at once. Several may listen to one call."""
         ...
 
     def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:

@@ -208,7 +208,7 @@ class BatchGenerator:
         draw."""
         states, leaders = [], []
         fresh = [chunk for chunk in chunks if chunk.whole and chunk.fill.makes is None]
-        # The first to end come last: nothing of the cache moves into their place.
+        # The first to end come last: less of the cache moves into their places.
         fresh.sort(key=lambda chunk: max(live.left for live in chunk.fill.sequences), reverse=True)
         for chunk in chunks:
             if chunk.whole and chunk.fill.makes is None:
@@ -243,7 +243,7 @@ class BatchGenerator:
         cache = self._held[holder]
         tokens = torch.zeros(max(count, self._least_rows), dtype=torch.int64)
         tokens[:count] = torch.tensor(fill.tokens[chunk.start : chunk.stop])
-        states = self._network.hidden(cache.extend([0], [tokens]), torch.tensor([count - 1], device=self._device))
+        states = self._network.hidden(cache.extend([0], [tokens]), put(np.array([count - 1]), self._device))
         cache.truncate(0, chunk.stop)
         return states
 
@@ -258,8 +258,7 @@ class BatchGenerator:
         missing = max(0, self._least_rows - sum(lengths))
         tokens[-1] = torch.nn.functional.pad(tokens[-1], (0, missing))
         packed = cache.extend(slots, tokens)
-        ends = torch.tensor(lengths, device=self._device).cumsum(0) - 1
-        last = self._network.hidden(packed, ends)
+        last = self._network.hidden(packed, put(np.cumsum(lengths) - 1, self._device))
         if missing:
             cache.truncate(slots[-1], lengths[-1])
         return slots, last

@@ -88,7 +88,7 @@ class DecodeGraphs:
             return captured.output[:rows]
         host = torch.zeros(size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
         host[:rows] = torch.from_numpy(step)
-        inputs = host.to(self._device)
+        inputs = host.to(self._device, non_blocking=True)
         self._seen[size] += 1
         if self._capture is None or self._seen[size] <= self._after:
             return self._run(inputs)[:rows]
@@ -122,8 +122,11 @@ def cuda_capture() -> Capture:
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads (data, host memory) may call CUDA meanwhile; only this one's calls are captured.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            output = run(inputs)
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                output = run(inputs)
+        finally:  # torch stays on the capture's stream where the capture fails
+            torch.cuda.set_stream(current)
         return graph.replay, output
 
     return capture

@@ -122,11 +122,11 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     if vocab % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -vocab % BLOCK))
     blocks = weights.view(rows, -1, BLOCK)
-    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    ends = _running(blocks.sum(dim=-1, dtype=torch.float64))
     target = uniforms.to(torch.float64) * ends[:, -1]
     block = _first_above(ends, target)
     before = torch.where(block > 0, _at(ends, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[torch.arange(rows, device=weights.device), block].cumsum(dim=-1, dtype=torch.float64)
+    inside = _running(blocks[torch.arange(rows, device=weights.device), block].double())
     return block * BLOCK + _first_above(inside, target - before)
 
 
@@ -174,10 +174,18 @@ def _ranked_count(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Ten
     log_total = (scores if limit == scores.shape[-1] else scores.topk(limit, dim=-1).values).logsumexp(-1, keepdim=True)
     for width in sorted({min(HEAD, limit), limit}):
         ranked = scores.topk(width, dim=-1).values
-        mass = (ranked - log_total).exp_().cumsum(dim=-1)
+        mass = _running((ranked - log_total).exp_())
         if bool((mass[:, -1] >= top_p).all()):
             break
     return ranked, ((mass < top_p).sum(dim=-1) + 1).clamp(max=ranked.shape[-1])
+
+
+def _running(x: Tensor) -> Tensor:
+    """[R, n] -> [R, n]: running sums. Where kernels must repeat bit for bit, torch refuses its own for a CUDA device, which may
+    add up in another order each time; a product with a triangle of ones repeats."""
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return x @ x.new_ones(x.shape[-1], x.shape[-1]).triu_()
+    return x.cumsum(dim=-1)
 
 
 def _first_above(ends: Tensor, target: Tensor) -> Tensor:

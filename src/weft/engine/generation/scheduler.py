@@ -229,7 +229,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Take in waiting sequences while there is room, and less to compute than the step's budget."""
         pending = sum(len(fill.tokens) - fill.done for fill in self.filling)
-        equal: dict[tuple[Prefix | None, tuple[int, ...]], Fill] = {}
+        equal = {(fill.after, fill.tokens): fill for fill in self.filling if fill.makes is None}
         count = len(self.running) + sum(len(fill.sequences) for fill in self.filling)
         while self.waiting and count < self.budget.max_sequences and pending < self.budget.max_prefill_tokens:
             sequence = self.waiting[0]
