@@ -183,8 +183,8 @@ def decode(run: Run) -> None:
     run.add("decode: tokens", batch / ours, "tokens/s")
     run.add("decode: memory roofline", least / ours, "of copies", ">= 0.7")
     run.peak("decode")
-    captured = None
-    del made, generator, graphs, captured
+    captured = None  # the loop left a graph in it
+    del made, generator, graphs
     _free(where)
     model = gpu_sides.reference(sizes.config, where, gpu_sides.attentions(where)[-1], trained=False)
     theirs = gpu_sides.decode_seconds(model, batch, prompt, timed, where)

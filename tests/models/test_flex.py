@@ -181,9 +181,9 @@ def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_the_fused_kernel_agrees_with_the_exact_form(dtype: torch.dtype, allowed: float) -> None:
-    """Sums of up to 300 terms in another order; bfloat16 keeps 8 bits of each."""
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, None), (torch.bfloat16, 2e-2)])
+def test_the_fused_kernel_agrees_with_the_exact_form(dtype: torch.dtype, allowed: float | None) -> None:
+    """Float32 within what torch allows it; bfloat16 keeps 8 bits of each of up to 300 terms."""
     for scores, context in ((Scores(0.25), prefixed), (Scores(0.25, window=40, softcap=2.0), dense)):
         ours = [x.detach().cuda().requires_grad_() for x in inputs(dtype)]
         theirs = [x.detach().double().cpu().requires_grad_() for x in ours]
@@ -192,4 +192,4 @@ def test_the_fused_kernel_agrees_with_the_exact_form(dtype: torch.dtype, allowed
         found = torch.autograd.grad(out, ours, weights.to("cuda", dtype))
         exact = torch.autograd.grad(expected, theirs, weights)
         for a, b in zip((out, *found), (expected, *exact), strict=True):
-            assert_close(a.double().cpu(), b, rtol=allowed, atol=allowed)
+            assert_close(a.to("cpu", torch.float32), b.float(), rtol=allowed, atol=allowed)
