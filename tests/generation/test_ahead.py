@@ -24,7 +24,7 @@ from weft.engine.generation.scheduler import Budget
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.spec import GenerationSpec
 from weft.models.kv_cache import KVCache
-from weft.models.native import decode, library
+from weft.models.native import decode, forward, library
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="no compiler: nothing is computed ahead")
 SPEC = GenerationSpec(max_new_tokens=150, seed=3)
@@ -107,7 +107,7 @@ def test_ends_that_may_not_come_yet() -> None:
     with torch.no_grad():
         cache = KVCache(network.config, CPU, torch.float32, slots=3, room=64)
         network.hidden(cache.extend(cache.allocate(3), [torch.tensor([7, 8]), torch.tensor([9]), torch.tensor([7])]))
-        packed, at = cache.extend(np.arange(3), torch.tensor([3, 4, 5])), decode.prepared(network, cache, 3)
+        packed, at = cache.extend(np.arange(3), torch.tensor([3, 4, 5])), forward.prepared(network, cache)
         assert at is not None
         uniforms = torch.rand(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.9
         found, logprobs = decode.run_ahead(at, packed, uniforms, ends, torch.tensor([30, 7, -2]), 1.0)
@@ -271,7 +271,7 @@ def test_a_log_prob_that_is_not_finite_is_the_last() -> None:
         cache = KVCache(network.config, CPU, torch.float32, slots=2, room=64)
         network.hidden(cache.extend(cache.allocate(2), [torch.tensor([7, 8]), torch.tensor([9])]))
         packed = cache.extend(np.arange(2), torch.tensor([3, 4]))
-        at = decode.prepared(network, cache, 2)
+        at = forward.prepared(network, cache)
         assert at is not None
         network.projection.weight[60] = float("nan")
         found, logprobs = decode.run_ahead(at, packed, torch.full((5, 2), 0.5, dtype=torch.float64), *never(2), 1.0)
@@ -283,7 +283,7 @@ def test_tokens_outside_the_vocabulary() -> None:
     with torch.no_grad():
         cache = KVCache(network.config, CPU, torch.float32, slots=1, room=64)
         network.hidden(cache.extend(cache.allocate(), [torch.tensor([7, 8])]))
-        packed, at = cache.extend([0], torch.tensor([61])), decode.prepared(network, cache, 1)
+        packed, at = cache.extend([0], torch.tensor([61])), forward.prepared(network, cache)
         assert at is not None
         with pytest.raises(IndexError, match=r"\[61\] is outside the vocabulary of 61"):
             decode.run_ahead(at, packed, torch.zeros(2, 1, dtype=torch.float64), *never(1), 1.0)

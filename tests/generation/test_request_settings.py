@@ -10,7 +10,6 @@ from tests.generation.common import EOS, Key, build, drain, generate, opened, to
 from weft.engine.base import Request, TokenEvent
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
-from weft.models.kv_cache import KVCache
 
 OWN = GenerationSpec(max_new_tokens=30, seed=4)
 KINDS = {
@@ -64,24 +63,3 @@ def test_settings_that_cannot_be_are_refused() -> None:
         with pytest.raises(ConfigError, match=r"sampling\.stop=.*need a tokenizer"):
             generator.submit([Request("a", 0, [9], sampling=GenerationSpec(stop=["x"]))])
         assert generator.idle
-
-
-def test_rows_that_end_first_leave_the_end_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So nothing moves into their places."""
-    moves: list[tuple[int, int]] = []
-    release = KVCache.release
-
-    def watched(cache: KVCache, slot: int) -> int:
-        last = release(cache, slot)
-        moves.extend([(last, slot)] if last != slot else [])
-        return last
-
-    monkeypatch.setattr(KVCache, "release", watched)
-    limits = [5, 9, 3, 12, 7, 4]
-    asked = [
-        Request(str(i), 0, [9, 20 + i, 33], sampling=dataclasses.replace(OWN, max_new_tokens=n, min_new_tokens=n))
-        for i, n in enumerate(limits)
-    ]
-    rows = generate(build(), OWN, asked)
-    assert [len(rows[str(i), 0]) for i in range(len(limits))] == limits
-    assert moves == []

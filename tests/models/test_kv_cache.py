@@ -10,18 +10,30 @@ from torch.testing import assert_close
 from weft.errors import ConfigError
 from weft.models.kv_cache import KVCache
 from weft.models.packed import Cached, pack
+from weft.models.transformer import Transformer
 
 from .common import last_states, sequences, tiny
 
 NETWORKS = ["llama", "mistral", "gemma2", "gpt2"]
 
 
+def cache_of(network: Transformer, rectangle: bool) -> KVCache:
+    """One that has to grow; where it is no `rectangle` it holds no numbers where no token was written."""
+    if not rectangle and not network.reads_only_written:
+        pytest.skip("this network's attention reads all slots as one rectangle")
+    cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=2, rectangle=rectangle)
+    if not rectangle:
+        cache._new = lambda *given, **how: torch.full(*given, torch.nan, **how)
+    return cache
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_sequences_come_and_go(name: str) -> None:
+def test_sequences_come_and_go(name: str, rectangle: bool) -> None:
     """Prefill some, decode, release one in the middle, admit others, decode on: always the states of the whole pass."""
     network = tiny(name)
-    cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=2)
+    cache = cache_of(network, rectangle)
     texts = sequences([7, 3, 12, 5])
     slots = cache.allocate(3)
     network.hidden(cache.extend(slots, texts[:3]))
@@ -50,11 +62,14 @@ def test_sequences_come_and_go(name: str) -> None:
 
 
 @torch.no_grad()
-def test_one_prompt_many_samples() -> None:
+@pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
+def test_one_prompt_many_samples(rectangle: bool) -> None:
     network = tiny()
-    cache = KVCache(network.config, "cpu", torch.float32, slots=2, room=4)
+    cache = cache_of(network, rectangle)
     (prompt,) = sequences([9])
-    (slot,) = cache.allocate()
+    assert cache.allocate(2) == [0, 1]
+    cache.release(0)  # what is left lies elsewhere
+    slot = 0
     network.hidden(cache.extend([slot], [prompt]))
     slots = [slot, *cache.fork(slot, 3)]
     assert slots == [0, 1, 2, 3] and cache.used[:4].tolist() == [9] * 4
@@ -62,6 +77,18 @@ def test_one_prompt_many_samples() -> None:
     packed = cache.extend(slots, tokens)
     expected = last_states(network, [torch.cat([prompt, t[None]]) for t in tokens])
     assert_close(network.hidden(packed)[packed.rows], expected)
+
+
+@pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
+def test_a_slot_that_is_given_back_moves_no_keys_where_slots_may_lie_anywhere(rectangle: bool) -> None:
+    cache = KVCache(tiny().config, "cpu", torch.float32, slots=4, rectangle=rectangle)
+    slots = cache.allocate(3)
+    cache.extend(slots, [torch.arange(3 + slot) for slot in slots])
+    cache.keys[0][:] = torch.arange(4.0)[:, None, None, None]
+    assert cache.release(0) == 2 and cache.used.tolist() == [5, 4, 0, 0]
+    assert cache.keys[0][:, 0, 4, 0].tolist() == ([2, 1, 2, 3] if rectangle else [0, 1, 2, 3])
+    packed = cache.extend([0, 1], torch.tensor([1, 2]))
+    assert isinstance(packed.attention, Cached) and packed.attention.slots.tolist() == ([0, 1] if rectangle else [2, 1])
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ A prefix that many sequences begin with is a cache of its own with one slot: `ca
 these slots hold, and it is stored once. `cache.take(prompt)` copies what such a cache holds into a new slot instead.
 
 `extend` makes room and counts the new tokens as used; the network's pass then fills them. All under `torch.no_grad()`.
-Slots that are consecutive are read without a copy, so generators keep theirs dense: `release` says which one moved. The network
-is the same from pass to pass, with its parameters where they were, or the cache is told: `cache.moved()`.
+Slots that are consecutive are read without a copy, so generators keep theirs dense: `release` says which one took another's
+number. The network is the same from pass to pass, with its parameters where they were, or the cache is told: `cache.moved()`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from weft.errors import ConfigError
 from weft.models.config import TransformerConfig
 from weft.models.native import library
 from weft.models.native import rows as native
-from weft.models.native.decode import Prepared
+from weft.models.native.forward import Prepared
 from weft.models.packed import Cached, Counts, Packed, Sharers, in_vectors
 from weft.models.rope import CHANGING
 from weft.models.transfer import put
 
 
 class KVCache:
-    """`keys[layer]`, `values[layer]`: [num_slots, kv_heads, capacity, head_dim]; slot s holds `used[s]` tokens."""
+    """`keys[layer]`, `values[layer]`: [num_slots, kv_heads, capacity, head_dim]; slot s holds `used[s]` tokens, and lies at
+    `places[s]` of them."""
 
     def __init__(
         self,
@@ -44,17 +45,19 @@ class KVCache:
         *,
         slots: int = 8,
         room: int = 64,
-        zeroed: bool = True,
+        rectangle: bool = True,
     ) -> None:
-        """Without `zeroed` what no token was written to is anything, not-a-number included, and takes no memory yet: for
-        networks whose attention reads what each row sees, and nothing else."""
+        """A `rectangle` has its active slots in order, and zeros where no token was written. Otherwise a slot may lie anywhere,
+        what no token was written to is anything, not-a-number included, and takes no memory yet: for networks whose attention
+        reads what each row sees, where it lies, and nothing else."""
         self.device, self.dtype = torch.device(device), dtype
         shape = (slots, config.num_kv_heads, room, config.head_dim)
-        self._new = torch.zeros if zeroed else torch.empty
+        self._rectangle, self._new = rectangle, torch.zeros if rectangle else torch.empty
         self.keys = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self.values = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self.used = np.zeros(slots, dtype=np.int64)
         self.before = np.zeros(slots, dtype=np.int64)  # tokens of the prefix that precedes a slot's own
+        self.places = np.arange(slots)
         self.num_active = 0
         self._prefixes: list[KVCache | None] = [None] * slots
         # Slots of the last decode step, and the prefixes they come after.
@@ -105,21 +108,25 @@ class KVCache:
         (slot,), filled = self.allocate(), int(other.used[0])
         if filled > self.capacity:
             self._reshape(self.num_slots, in_vectors(max(filled, 2 * self.capacity), self.device))
+        here, there = self.places[slot], other.places[0]
         for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
-            mine[slot, :, :filled] = theirs[0, :, :filled]
+            mine[here, :, :filled] = theirs[there, :, :filled]
         self.used[slot] = filled
         self.link([slot], other._prefixes[0])
         return slot
 
     def release(self, slot: int) -> int:
-        """Give a slot back. The last active slot moves into its place; returns the number that one had (or `slot`)."""
+        """Give a slot back. The last active slot takes its number; returns the one that it had (or `slot`)."""
         assert 0 <= slot < self.num_active, f"slot {slot} is not active"
         self.num_active -= 1
         last = self.num_active
         if slot != last:
-            filled = int(self.used[last])
-            for stored in (*self.keys, *self.values):
-                stored[slot, :, :filled] = stored[last, :, :filled]
+            if self._rectangle:
+                filled = int(self.used[last])
+                for stored in (*self.keys, *self.values):
+                    stored[slot, :, :filled] = stored[last, :, :filled]
+            else:
+                self.places[[slot, last]] = self.places[[last, slot]]
             self.used[slot] = self.used[last]
             self.link([slot], self._prefixes[last])
         self.used[last] = 0
@@ -142,8 +149,10 @@ class KVCache:
     def fork(self, slot: int, count: int) -> list[int]:
         """`count` new slots that hold what `slot` holds: one prompt, many samples."""
         new, filled = self.allocate(count), int(self.used[slot])
+        place, copies = self.places[slot], self.places[new].tolist()
         for stored in (*self.keys, *self.values):
-            stored[new[0] : new[-1] + 1, :, :filled] = stored[slot, :, :filled]
+            for copy in copies:
+                stored[copy, :, :filled] = stored[place, :, :filled]
         self.used[new] = filled
         self.link(new, self._prefixes[slot])
         return new
@@ -163,7 +172,7 @@ class KVCache:
             self._reshape(self.num_slots, in_vectors(max(most, 2 * self.capacity), self.device))
         self.used[where] = after
         context = Cached(
-            cache=self, slots=where, used=used, before=before, new=new,
+            cache=self, slots=self.places[where], used=used, before=before, new=new,
             prefixes=() if longest == 1 else tuple(self._prefixes[slot] for slot in where.tolist()),
             sharers=self._shared_by(where) if longest == 1 else (), max_len=longest, max_used=most,
         )  # fmt: skip
@@ -231,12 +240,14 @@ class KVCache:
     def _reshape(self, slots: int, room: int) -> None:
         self.prepared = None
         kept = min(slots, self.num_slots)
-        filled = int(self.used[:kept].max(initial=0))
+        lying = list(zip(self.places[:kept].tolist(), self.used[:kept].tolist(), strict=True))
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
                 new = self._new((slots, old.shape[1], room, old.shape[3]), device=self.device, dtype=self.dtype)
-                new[:kept, :, :filled] = old[:kept, :, :filled]
+                for slot, (place, filled) in enumerate(lying):
+                    new[slot, :, :filled] = old[place, :, :filled]
                 stored[layer] = new
+        self.places = np.arange(slots)
         more = slots - kept
         self.used = np.concatenate([self.used[:kept], np.zeros(more, np.int64)])
         self.before = np.concatenate([self.before[:kept], np.zeros(more, np.int64)])

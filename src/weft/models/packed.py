@@ -188,7 +188,7 @@ class Cached:
     """
 
     cache: KVCache
-    slots: Counts  # [R], distinct
+    slots: Counts  # [R], distinct: where in the cache's memory they lie
     used: Counts  # [R]: tokens that the slot held before
     before: Counts  # [R]: tokens of the prefix, which lies elsewhere
     new: Counts  # [R]: tokens of this pass

@@ -37,7 +37,7 @@ from weft.models.fused import activated, activated_linear, rms_norm
 from weft.models.fused_linear import fused_linear
 from weft.models.lora import Adapted
 from weft.models.moe import MoE
-from weft.models.native import attention, decode, library
+from weft.models.native import attention, forward, library
 from weft.models.packed import AttentionContext, Cached, Packed
 from weft.models.products import linear
 
@@ -241,8 +241,8 @@ class Transformer(nn.Module):
         up alone: of its whole size it would be two more matrices to fill and to add to the head's.
         """
         context = x.attention
-        if isinstance(context, Cached) and (few := decode.prepared(self, context.cache, x.tokens.shape[0])):
-            return _at(decode.run(few, x, context), rows)
+        if isinstance(context, Cached) and (ready := forward.prepared(self, context.cache)):
+            return forward.run(ready, x, context, rows)
         config = self.config
         weight = self.embed.weight
         added = headed and config.tied and weight.is_cpu and weight.dtype in (torch.float32, torch.float64)

@@ -18,7 +18,7 @@ from weft.engine.generation import sampling
 from weft.engine.generation.rows import Rows
 from weft.engine.generation.settings import Drawn, SettingsTable
 from weft.models.kv_cache import KVCache
-from weft.models.native import decode
+from weft.models.native import decode, forward
 from weft.models.rope import CHANGING
 from weft.models.transformer import Transformer
 
@@ -32,7 +32,6 @@ class Ahead:
         self._drawn: list[Drawn] = []  # of the steps that are not taken yet, the next one last
         self._credit = CREDIT
         self._seconds = SECONDS  # of a step
-        self._alone: float | None = None  # when the step began that is computed by itself
 
     @classmethod
     def over(cls, network: object, rows: Rows, settings: SettingsTable) -> Ahead | None:
@@ -40,13 +39,13 @@ class Ahead:
         if not isinstance(network, Transformer):
             return None
         rope = network.config.rope
-        fits = decode.fits(network.config) and (rope is None or rope.scaling not in CHANGING)
+        fits = forward.fits(network.config) and (rope is None or rope.scaling not in CHANGING)
         return cls(network, rows, settings) if fits else None
 
     def drop(self) -> None:
         """Forget what was not taken."""
         self._credit -= len(self._drawn)
-        self._drawn, self._alone = [], None
+        self._drawn = []
 
     def take(self, cache: Any, joined: bool) -> Drawn | None:
         """The tokens [n] and log-probs [n] of the next step of all rows, slots 0 .. n - 1 of the `KVCache`, which counts the
@@ -58,25 +57,19 @@ class Ahead:
         if self._drawn:
             cache.used[: len(self._rows)] += 1
             return self._drawn.pop()
-        now = time.perf_counter()
-        if self._alone is not None:
-            self._seconds = now - self._alone
-        most = 0 if joined else self._reach(cache)
-        at = decode.prepared(self._network, cache, len(self._rows)) if most > 1 else None
-        self._alone = None if joined or at else now
-        if at is None or not at.draws:
+        kinds = self._rows.settings[: len(self._rows)]
+        if joined or (kinds != kinds[0]).any() or not self._draws_plainly(int(kinds[0])):
+            return None
+        at, most = forward.prepared(self._network, cache), self._reach(cache)
+        if at is None or not at.draws or not most:
             return None
         self._compute(at, cache, most)
         return self._drawn.pop()
 
     def _reach(self, cache: KVCache) -> int:
-        """Steps that may be computed in one call."""
-        rows, count = self._rows, len(self._rows)
-        kinds = rows.settings[:count]
-        if not self._draws_plainly(int(kinds[0])) or (kinds != kinds[0]).any():
-            return 0
-        room = cache.capacity - int(cache.used[:count].max())
-        return min(int(SECONDS / max(self._seconds, 1e-6)), int(self._credit), rows.fewest_left, room)
+        """Steps that are computed in one call; one at least, where the cache has room for it."""
+        most = min(int(SECONDS / max(self._seconds, 1e-6)), int(self._credit), self._rows.fewest_left)
+        return min(max(1, most), cache.capacity - int(cache.used[: len(self._rows)].max()))
 
     def _draws_plainly(self, kind: int) -> bool:
         """Whether such rows are drawn from the whole vocabulary, but for ends that may not come yet, and end by their tokens or
@@ -85,7 +78,7 @@ class Ahead:
         needs_more = spec.greedy or spec.stop or spec.record_support
         return not needs_more and not sampling.limits(spec, self._network.config.vocab_size)
 
-    def _compute(self, at: decode.Prepared, cache: KVCache, most: int) -> None:
+    def _compute(self, at: forward.Prepared, cache: KVCache, most: int) -> None:
         rows, count = self._rows, len(self._rows)
         kind, uniforms = int(rows.settings[0]), torch.from_numpy(np.ascontiguousarray(rows.uniforms(most)))
         packed = cache.extend(np.arange(count), torch.from_numpy(rows.last[:count]))

@@ -208,8 +208,6 @@ class BatchGenerator:
         draw."""
         states, leaders = [], []
         fresh = [chunk for chunk in chunks if chunk.whole and chunk.fill.makes is None]
-        # The first to end come last: less of the cache moves into their places.
-        fresh.sort(key=lambda chunk: max(live.left for live in chunk.fill.sequences), reverse=True)
         for chunk in chunks:
             if chunk.whole and chunk.fill.makes is None:
                 continue

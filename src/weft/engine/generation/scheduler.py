@@ -51,11 +51,6 @@ class Sequence:
     def key(self) -> tuple[str, int]:
         return self.id, self.k
 
-    @property
-    def left(self) -> int:
-        """Tokens that it may still get."""
-        return self.limit - len(self.tokens)
-
     def known(self) -> tuple[int, ...]:
         return (*self.prompt, *self.tokens)
 

@@ -1,63 +1,15 @@
-"""A decode step in one call, from tokens to the states that the head reads, or several with their draws: the same kernels as
-block by block, in the same order, and so the same bits.
-
-For networks of Llama's form: RMS norms before attention and MLP, a gated MLP with SiLU, no experts, no adapters.
-"""
+"""Decode steps in one call, each on the tokens that the one before drew."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from weft.models import rope
-from weft.models.config import TransformerConfig
-from weft.models.native import attention, library
-from weft.models.native.product import MOST_ROWS
-from weft.models.packed import Cached, Packed, Sharers
-
-if TYPE_CHECKING:
-    from weft.models.heads import Projection
-    from weft.models.kv_cache import KVCache
-    from weft.models.transformer import Block, Norm, Transformer
-
-NORMS = ("norm1", "norm2", "q_norm", "k_norm")
-LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-_Pointers: Any = ctypes.c_void_p * (len(NORMS) + 2 * len(LINEAR))  # weights of the norms; weight and bias of each layer
-
-
-class _Block(ctypes.Structure):
-    _fields_ = (
-        ("parameters", _Pointers),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        ("scale", ctypes.c_double),
-        ("window", ctypes.c_long),
-    )
-
-
-class _Prefix(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        *((name, ctypes.c_long) for name in ("count", "keys", "room")),
-        ("stored", ctypes.POINTER(ctypes.c_void_p)),
-    )
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "news", "lengths")),
-        *((name, ctypes.c_long) for name in ("rows", "count", "blocks", "vocabulary", "hidden", "heads", "kv", "dim")),
-        *((name, ctypes.c_long) for name in ("inner", "half", "room", "threads")),
-        *((name, ctypes.c_double) for name in ("eps", "offset")),
-        ("prefixes", ctypes.POINTER(_Prefix)),
-        ("shared", ctypes.c_long),
-    )
+from weft.models.native import library
+from weft.models.native.forward import Prepared, outside, pointer
+from weft.models.packed import Cached, Packed
 
 
 class _Draws(ctypes.Structure):
@@ -66,120 +18,6 @@ class _Draws(ctypes.Structure):
         ("temperature", ctypes.c_double),
         ("steps", ctypes.c_long),
     )
-
-
-def fits(config: TransformerConfig) -> bool:
-    """Whether the kernel computes networks like this one."""
-    ends = (
-        config.embed_scale is None
-        and config.embed_dim is None
-        and config.learned_positions is None
-        and config.final_norm
-    )
-    plain = config.placement == "pre" and not config.parallel_residual and config.experts is None
-    normed = config.norm != "layer" and config.norm_weight and not config.norm_bias and config.qk_norm in (None, "head")
-    gated = config.gated and config.activation == "silu"
-    return (
-        ends
-        and plain
-        and normed
-        and gated
-        and config.attention_softcap is None
-        and config.head_dim <= attention.MOST_DIM
-    )
-
-
-@dataclass
-class Prepared:
-    """A network as the kernel reads it over one cache. `step` holds what all steps have in common, and what the last had."""
-
-    network: Transformer
-    blocks: ctypes.Array[_Block]
-    step: _Step
-    held: list[torch.UntypedStorage]  # its parameters' memory
-    draws: bool  # whether the kernel reads the output matrix too
-    rotations: tuple[Tensor, Tensor] | None = None  # of the positions that were asked for so far
-    sharers: tuple[Sharers, ...] | None = None  # of the decode step whose prefixes `step` holds
-    prefixes: list[_Prefix] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, network: Transformer, cache: KVCache) -> Prepared:
-        blocks: Any = network.blocks
-        made = (_Block * len(blocks))()
-        for at, block in enumerate(blocks):
-            scores, stored = block.attention.scores, (cache.keys[block.layer], cache.values[block.layer])
-            pointers = _Pointers(*map(_at, _parameters(block)))
-            made[at] = _Block(pointers, *map(_at, stored), scores.scale, scores.window or 0)
-        config, (vocabulary, hidden) = network.config, network.embed.weight.shape
-        step = _Step(
-            embedding=_at(network.embed.weight), norm=_at(_weight(network.norm)), blocks=len(made), vocabulary=vocabulary,
-            hidden=hidden, heads=config.num_heads, kv=config.num_kv_heads, dim=config.head_dim,
-            inner=config.intermediate_size, room=cache.capacity, eps=config.norm_eps,
-            offset=0.0 if config.norm == "rms" else 1.0,
-        )  # fmt: skip
-        held = [parameter.untyped_storage() for parameter in network.parameters()]
-        return cls(network, made, step, held, _reads(network.projection, network.embed.weight.shape))
-
-    def rotation(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(cos, sin, each [P, 1, half], the row of them that each token of the first step takes, int64 [T]); None without a
-        rotation."""
-        network = self.network
-        settings = network.config.rope
-        if settings is None:
-            return None
-        if settings.scaling in rope.CHANGING:
-            cos, sin = rope.rotation(settings, x.positions, context.token_lengths, network.embed.weight.dtype)
-            return cos.contiguous(), sin.contiguous(), torch.arange(len(x.positions))
-        end = context.max_used + int(context.before.max()) + steps
-        if self.rotations is None or self.rotations[0].shape[0] < end:
-            positions = torch.arange(2 * end)
-            self.rotations = rope.rotation(settings, positions, positions, network.embed.weight.dtype)
-        return *self.rotations, x.positions
-
-    def begin(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, ...]:
-        """Have `step` hold this pass, with rotations for `steps` of them; its states, to be filled, and what it points to."""
-        tokens, given = x.tokens.contiguous(), (context.slots, context.new, context.used + context.new)
-        slots, news, lengths = map(torch.from_numpy, given)
-        step, rows, rotation = self.step, tokens.shape[0], self.rotation(x, context, steps)
-        states = torch.empty(rows, step.hidden)
-        step.states, step.tokens = _at(states), _at(tokens)
-        step.slots, step.news, step.lengths = map(_at, (slots, news, lengths))
-        step.rows, step.count, step.threads = rows, len(context.slots), torch.get_num_threads()
-        if rotation is not None:
-            step.cos, step.sin, step.positions = map(_at, rotation)
-            step.half = rotation[0].shape[-1]
-        self.share(context)
-        return states, tokens, slots, news, lengths, *(rotation or ())
-
-    def share(self, context: Cached) -> None:
-        """Have `step` hold the prefixes that rows go on from; those of a decode step are mostly those of the one before."""
-        sharers = context.sharers if context.max_len == 1 else None
-        if sharers is None or sharers is not self.sharers:
-            self.prefixes = [_prefix(prefix, rows) for prefix, rows in context.continued]
-            self.step.prefixes, self.step.shared = (_Prefix * len(self.prefixes))(*self.prefixes), len(self.prefixes)
-            self.sharers = sharers
-
-
-def prepared(network: Transformer, cache: KVCache, tokens: int) -> Prepared | None:
-    """The network, where the kernel takes a pass of so many new tokens of cached sequences: few, without gradients. It is
-    prepared once for a cache, which forgets it where its size changes, and where it is told that weights may have `moved`."""
-    if tokens > MOST_ROWS or torch.is_grad_enabled():
-        return None
-    if cache.prepared is None or cache.prepared.network is not network:
-        blocks, weight = cast(Any, network.blocks), network.embed.weight
-        layers = (layer for block in blocks for layer in _linear(block))
-        served = library.serves(weight) and weight.is_contiguous() and cache.dtype == weight.dtype
-        plain = served and fits(network.config) and all(map(_plain, layers))
-        cache.prepared = Prepared.of(network, cache) if plain else None
-    return cache.prepared
-
-
-def run(at: Prepared, x: Packed, context: Cached) -> Tensor:
-    """Hidden states [T, hidden] after the last norm. Raises `IndexError` for a token outside the vocabulary."""
-    states, *_kept = at.begin(x, context, 1)
-    if library.call("weft_decode", at.blocks, at.step):
-        raise _outside(x, at.step)
-    return states
 
 
 def run_ahead(
@@ -197,50 +35,8 @@ def run_ahead(
     ids, logprobs = torch.empty(steps, rows, dtype=torch.int64), torch.empty(steps, rows)
     given = projection.weight, projection.bias, uniforms, is_stop, early, ids, logprobs
     assert isinstance(x.attention, Cached)
-    _kept = at.begin(x, x.attention, steps)
-    count = library.call("weft_decode_ahead", at.blocks, _Draws(*map(_at, given), temperature, steps), at.step)
+    _, _kept = at.begin(x, x.attention, None, steps)
+    count = library.call("weft_decode_ahead", at.blocks, _Draws(*map(pointer, given), temperature, steps), at.step)
     if not count:
-        raise _outside(x, at.step)
+        raise outside(x, at.step)
     return ids[:count], logprobs[:count]
-
-
-def _outside(x: Packed, step: _Step) -> IndexError:
-    return IndexError(f"a token of {x.tokens.tolist()} is outside the vocabulary of {step.vocabulary}")
-
-
-def _linear(block: Block) -> list[Any]:
-    """The layers that `LINEAR` names."""
-    return [getattr(block.attention if name in "qkvo" else block.mlp, name) for name in LINEAR]
-
-
-def _reads(projection: Projection, shape: torch.Size) -> bool:
-    """Whether the kernel takes this output matrix, of the embedding's shape."""
-    read = [projection.weight, *([] if projection.bias is None else [projection.bias])]
-    lie = all(x.is_cpu and x.is_contiguous() and x.dtype == torch.float32 for x in read)
-    return lie and projection.weight.shape == shape and projection.softcap is None
-
-
-def _plain(layer: Any) -> bool:
-    return isinstance(layer, nn.Linear) and layer.weight.is_contiguous() and layer.weight.dtype == torch.float32
-
-
-def _parameters(block: Block) -> list[Tensor | None]:
-    """Weights of the norms, then weight and bias of each layer."""
-    norms = [getattr(block if name in block._modules else block.attention, name, None) for name in NORMS]
-    layers = [x for layer in _linear(block) for x in (layer.weight, layer.bias)]
-    return [None if norm is None else _weight(norm) for norm in norms] + layers
-
-
-def _weight(norm: Norm) -> Tensor:
-    assert norm.weight is not None
-    return norm.weight
-
-
-def _prefix(prefix: KVCache, rows: Tensor) -> _Prefix:
-    stored = [_at(x) for pair in zip(prefix.keys, prefix.values, strict=True) for x in pair]
-    pointers = (ctypes.c_void_p * len(stored))(*stored)
-    return _Prefix(_at(rows), len(rows), int(prefix.used[0]), prefix.capacity, pointers)
-
-
-def _at(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()

@@ -14,6 +14,7 @@ void weft_rms_norm(
 void weft_rotate(
     const float *x, const float *cos, const float *sin, float *out, long by_token, long by_head, long tokens, long heads,
     long dim, long half, double direction, long threads);
+void weft_add(float *x, const float *more, long count, long threads);
 void weft_silu(const float *opened, const float *factor, float *out, long by_row, long rows, long size, long threads);
 void weft_store(
     const float *k, const float *v, float *keys, float *values, const long *places, long k_token, long k_head, long v_token,
@@ -25,6 +26,9 @@ void weft_draw(
 void weft_product(
     const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
     long threads);
+void weft_matmul(
+    const float *a, const float *b, const float *bias, float *out, long a_row, long a_term, long b_term, long b_column, long rows,
+    long terms, long columns, long adds, long threads);
 }
 
 // [tokens, heads, dim]; `by_row` and `by_head` in floats.

@@ -81,6 +81,13 @@ extern "C" void weft_rotate(
     }
 }
 
+// x += more.
+extern "C" void weft_add(float *x, const float *more, long count, long threads) {
+  const int team = count > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long i = 0; i < count; i++) x[i] += more[i];
+}
+
 // 1 / (1 + exp(-x)), 0 where x is so low that x times it vanishes.
 INLINE vec sigmoid(vec x) {
   const vec low = splat(-87.f), bound = x > low ? x : low;

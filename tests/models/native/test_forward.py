@@ -1,4 +1,4 @@
-"""A decode step in one call is the one that goes block by block, to the bit."""
+"""A pass over cached sequences in one call is the one that goes block by block, to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.models.common import last_states, sequences, tiny
 from weft.engine.spec import LoRASpec
 from weft.models import lora
 from weft.models.kv_cache import KVCache
-from weft.models.native import decode
+from weft.models.native import forward
 from weft.models.transformer import Transformer
 
 
@@ -38,12 +38,59 @@ def test_the_bits_are_those_of_the_blocks(name: str, shared: bool, monkeypatch: 
     network = tiny(name)
     shared = shared and network.shares_prefixes(100)  # not where windows are shorter than the sequences
     calls: list[int] = []
-    run = decode.run
-    monkeypatch.setattr(decode, "run", lambda *given: calls.append(1) or run(*given))
+    run = forward.run
+    monkeypatch.setattr(forward, "run", lambda *given: calls.append(1) or run(*given))
     at_once = steps(network, shared)
     assert len(calls) >= 5
-    monkeypatch.setattr(decode, "prepared", lambda *given: None)
+    monkeypatch.setattr(forward, "prepared", lambda *given: None)
     assert all(torch.equal(one, other) for one, other in zip(at_once, steps(network, shared), strict=True))
+
+
+WANTED = [
+    [2, 92, 93, 150, 180],
+    [180, 7, 7, 40],
+    [0],
+    [],
+    [5, 4] * 91,
+]  # ends; in any order, one twice; none; more than there are
+
+
+def prefill(network: Transformer, shared: bool, wanted: list[int]) -> tuple[torch.Tensor, ...]:
+    """Hidden states of some of many tokens, and what the cache then holds."""
+    cache = KVCache(network.config, "cpu", torch.float32, slots=6, room=32)
+    slots = cache.allocate(5)
+    if shared:
+        prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
+        network.hidden(prefix.extend(prefix.allocate(), sequences([21])))
+        cache.link(slots[1:4], prefix)
+    packed = cache.extend(slots, sequences([3, 90, 1, 57, 30]))
+    made = network.hidden(packed, torch.tensor(wanted, dtype=torch.int64))
+    kept = [stored[slot, :, : cache.used[slot]] for stored in (*cache.keys, *cache.values) for slot in slots]
+    return (made, *kept)
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=["ends", "any", "one", "none", "many"])
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "prefix"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@torch.no_grad()
+def test_the_last_block_computes_what_is_wanted(
+    name: str, shared: bool, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = tiny(name)
+    shared = shared and network.shares_prefixes(200)
+    at_once = prefill(network, shared, wanted)
+    assert at_once[0].shape == (len(wanted), network.config.hidden_size)
+    monkeypatch.setattr(forward, "prepared", lambda *given: None)
+    assert all(torch.equal(one, other) for one, other in zip(at_once, prefill(network, shared, wanted), strict=True))
+
+
+@pytest.mark.parametrize("row", [3, -1, 1 << 40])
+@torch.no_grad()
+def test_rows_that_are_not_there(row: int) -> None:
+    network = tiny("llama")
+    cache = KVCache(network.config, "cpu", torch.float32)
+    with pytest.raises(IndexError):
+        network.hidden(cache.extend(cache.allocate(), [torch.tensor([5, 3, 6])]), torch.tensor([0, row]))
 
 
 def replace_parameter(network: Transformer) -> None:
@@ -106,14 +153,14 @@ def test_tokens_outside_the_vocabulary(token: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mixtral", "gpt_neox", "olmo2"])
 def test_networks_of_another_form_go_block_by_block(name: str) -> None:
-    assert not decode.fits(tiny(name).config)
+    assert not forward.fits(tiny(name).config)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "mixtral", "gpt2"])
 @torch.no_grad()
 def test_a_first_token_sees_the_prefix_before_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block by block as in one call: each row's only token, after a prefix, has the state that it has in the whole sequence."""
-    monkeypatch.setattr(decode, "prepared", lambda *given: None)
+    monkeypatch.setattr(forward, "prepared", lambda *given: None)
     network, before = tiny(name), sequences([21])[0]
     prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
     network.hidden(prefix.extend(prefix.allocate(), [before]))

@@ -1,0 +1,38 @@
+// A network over a cache of keys and values, as its kernels read it.
+#pragma once
+
+struct Linear {
+  const float *weight, *bias; // [out, in], and [out] or null
+};
+
+// Pointers that may be null: q_norm and k_norm, weights [dim] of the norms of each head.
+struct Block {
+  const float *norm1, *norm2, *q_norm, *k_norm;
+  Linear qkv, o, gate_up, down; // qkv: queries, keys and values side by side
+  float *keys, *values;         // [slots, kv, room, dim]
+  double scale;
+  long window;
+};
+
+// A prefix that some rows go on from.
+struct Prefix {
+  const long *rows; // [count]
+  long count, keys, room;
+  const float *const *stored; // keys and values of each block
+};
+
+struct Step {
+  float *states;                  // [rows, hidden], or [wants, hidden], to be filled
+  const float *embedding, *norm;  // [vocabulary, hidden]; weight of the last norm
+  const float *cos, *sin;         // [positions, half]; null without rotation
+  const long *tokens, *positions; // [rows]
+  const long *wanted;             // [wants], wants <= rows: those whose states are asked for; null for all
+  const long *slots, *news, *lengths; // [count]: of each sequence its slot, its new tokens, and all it has there with them
+  long rows, wants, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room, few, threads; // `few`: of `weft_product`
+  double eps, offset; // of the norms
+  const Prefix *prefixes;
+  long shared; // how many prefixes
+};
+
+// 0, or 1 where a token is outside the vocabulary, or a wanted row is none: nothing is computed then.
+extern "C" long weft_forward(const Block *blocks, const Step *given);
