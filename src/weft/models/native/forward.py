@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.models import rope
 from weft.models.config import TransformerConfig
 from weft.models.fused_linear import side_by_side
-from weft.models.native import attention, library
+from weft.models.native import attention, large_pages, library
 from weft.models.native.product import MOST_ROWS
 from weft.models.packed import Cached, Packed, Sharers
 
@@ -108,6 +108,7 @@ class Prepared:
             scores, stored = block.attention.scores, (cache.keys[block.layer], cache.values[block.layer])
             pointers = _Pointers(*map(pointer, _parameters(block)))
             made[at] = _Block(pointers, *map(pointer, stored), scores.scale, scores.window or 0)
+        large_pages.collapse(network.projection.weight)
         config, (vocabulary, hidden) = network.config, network.embed.weight.shape
         step = _Step(
             embedding=pointer(network.embed.weight), norm=pointer(_weight(network.norm)), blocks=len(made),
