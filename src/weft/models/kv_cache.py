@@ -149,9 +149,10 @@ class KVCache:
     def fork(self, slot: int, count: int) -> list[int]:
         """`count` new slots that hold what `slot` holds: one prompt, many samples."""
         new, filled = self.allocate(count), int(self.used[slot])
-        place, copies = self.places[slot], self.places[new].tolist()
+        place, copies = int(self.places[slot]), self.places[new].tolist()
+        side_by_side = copies == list(range(copies[0], copies[0] + count))
         for stored in (*self.keys, *self.values):
-            for copy in copies:
+            for copy in [slice(copies[0], copies[0] + count)] if side_by_side else copies:
                 stored[copy, :, :filled] = stored[place, :, :filled]
         self.used[new] = filled
         self.link(new, self._prefixes[slot])
