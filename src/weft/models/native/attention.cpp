@@ -143,12 +143,11 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
     const long lead = t.from > chunk ? (t.from - chunk) / LANES * LANES : 0;
     for (long j = lead; j < end; j++) values[j] = head(v, s.key + chunk + j, kv_head);
     for (long j = lead; j < end; j += LANES) {
-      if (t.count < TILE) // memory is what few rows wait for: into the second cache
+      if (t.count < TILE) // memory is what few rows wait for: into the second cache, the values that come next
         for (long l = j; l < j + LANES; l++)
           for (long d = 0; d < dim; d += 16) {
             __builtin_prefetch(head(k, s.key + chunk + l + 2 * LANES, kv_head) + d, 0, 2);
             __builtin_prefetch(head(v, s.key + chunk + l, kv_head) + d, 0, 2);
-            __builtin_prefetch(head(k, s.key + chunk + l, kv_head + 1) + d, 0, 2); // the next task's
           }
       const float *keys = head(k, s.key + chunk + j, kv_head);
       const long there = end - j < LANES ? end - j : LANES;
@@ -184,7 +183,18 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
       if (factor != 1.f)
         for (long d = 0; d < dim; d += LANES) store(sums[i] + d, load(sums[i] + d) * factor);
     }
-    mix({scores, CHUNK, 1}, values, lead, end, to, t.count, dim);
+    if (t.count == TILE) {
+      mix({scores, CHUNK, 1}, values, lead, end, to, t.count, dim);
+      continue;
+    }
+    // With the values what is read after them: the keys of the next chunk, or of the next task.
+    const bool more = chunk + CHUNK < t.to;
+    const float *next = more ? head(k, s.key + chunk + CHUNK, kv_head) : head(k, s.key, kv_head + 1);
+    for (long j = lead; j < end; j += LANES) {
+      for (long l = j; l < j + LANES; l++)
+        for (long d = 0; d < dim; d += 16) __builtin_prefetch(next + l * k.by_row + d, 0, 2);
+      mix({scores, CHUNK, 1}, values, j, end - j < LANES ? end : j + LANES, to, t.count, dim);
+    }
   }
   for (long i = 0; i < t.count; i++) {
     float *row = (float *)head(out, t.row[i], t.head[i]);
