@@ -17,14 +17,24 @@ from .common import last_states, sequences, tiny
 NETWORKS = ["llama", "mistral", "gemma2", "gpt2"]
 
 
-def cache_of(network: Transformer, rectangle: bool) -> KVCache:
-    """One that has to grow; where it is no `rectangle` it holds no numbers where no token was written."""
+def cache_of(network: Transformer, rectangle: bool, *, slots: int = 1, room: int = 2) -> KVCache:
+    """Where it is no `rectangle` it holds no numbers where no token was written."""
     if not rectangle and not network.reads_only_written:
         pytest.skip("this network's attention reads all slots as one rectangle")
-    cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=2, rectangle=rectangle)
+    cache = KVCache(network.config, "cpu", torch.float32, slots=slots, room=room, rectangle=rectangle)
     if not rectangle:
+        for stored in (*cache.keys, *cache.values):
+            stored.fill_(torch.nan)
         cache._new = lambda *given, **how: torch.full(*given, torch.nan, **how)
     return cache
+
+
+def lie_elsewhere(cache: KVCache, rectangle: bool) -> None:
+    """Slots 0 and 1 are active and hold nothing; where they may lie anywhere, they do not lie in order."""
+    assert cache.allocate(4) == [0, 1, 2, 3]
+    for _ in range(2):
+        cache.release(0)
+    assert (cache.places[:4].tolist() == [0, 1, 2, 3]) == rectangle
 
 
 @torch.no_grad()
@@ -65,18 +75,46 @@ def test_sequences_come_and_go(name: str, rectangle: bool) -> None:
 @pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
 def test_one_prompt_many_samples(rectangle: bool) -> None:
     network = tiny()
-    cache = cache_of(network, rectangle)
-    (prompt,) = sequences([9])
-    assert cache.allocate(2) == [0, 1]
-    cache.release(0)  # what is left lies elsewhere
-    slot = 0
-    network.hidden(cache.extend([slot], [prompt]))
-    slots = [slot, *cache.fork(slot, 3)]
-    assert slots == [0, 1, 2, 3] and cache.used[:4].tolist() == [9] * 4
-    tokens = torch.tensor([3, 50, 7, 99])
-    packed = cache.extend(slots, tokens)
-    expected = last_states(network, [torch.cat([prompt, t[None]]) for t in tokens])
-    assert_close(network.hidden(packed)[packed.rows], expected)
+    cache = cache_of(network, rectangle, slots=8, room=32)
+    prompt, other = sequences([9, 5])
+    lie_elsewhere(cache, rectangle)
+    network.hidden(cache.extend([0, 1], [prompt, other]))
+    slots = [0, *cache.fork(0, 3)]
+    assert slots == [0, 2, 3, 4] and cache.num_slots == 8 and cache.used[slots].tolist() == [9] * 4
+    tokens = torch.tensor([3, 50, 7, 99, 20])
+    packed = cache.extend([*slots, 1], tokens)
+    expected = [torch.cat([text, t[None]]) for text, t in zip([*[prompt] * 4, other], tokens, strict=True)]
+    assert_close(network.hidden(packed)[packed.rows], last_states(network, expected))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
+def test_what_another_cache_holds_is_taken(rectangle: bool) -> None:
+    network, (prompt, own) = tiny(), sequences([9, 6])
+    cache, other = (cache_of(network, rectangle, slots=8, room=32) for _ in range(2))
+    lie_elsewhere(cache, rectangle)
+    lie_elsewhere(other, rectangle)
+    network.hidden(other.extend([0], [prompt]))
+    network.hidden(cache.extend([0, 1], [own, own]))
+    assert cache.take(other) == 2
+    packed = cache.extend([0, 2], torch.tensor([8, 9]))
+    expected = [torch.cat([own, torch.tensor([8])]), torch.cat([prompt, torch.tensor([9])])]
+    assert_close(network.hidden(packed)[packed.rows], last_states(network, expected))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(12, 32), (8, 64), (2, 32)], ids=["more slots", "more room", "fewer slots"])
+@pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
+def test_another_size_keeps_what_is_held(rectangle: bool, size: tuple[int, int]) -> None:
+    network, texts = tiny(), sequences([9, 6])
+    cache = cache_of(network, rectangle, slots=8, room=32)
+    lie_elsewhere(cache, rectangle)
+    network.hidden(cache.extend([0, 1], texts))
+    cache.resize(*size)
+    assert (cache.num_slots, cache.capacity) == size and cache.places.tolist() == list(range(size[0]))
+    packed = cache.extend([0, 1], torch.tensor([8, 9]))
+    expected = [torch.cat([text, torch.tensor([t])]) for text, t in zip(texts, (8, 9), strict=True)]
+    assert_close(network.hidden(packed)[packed.rows], last_states(network, expected))
 
 
 @pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])

@@ -63,7 +63,7 @@ class KVCache:
         # Slots of the last decode step, and the prefixes they come after.
         self._sharers: tuple[bytes, tuple[Sharers, ...]] = (b"", ())
         self._rope = config.rope
-        # The network over this cache, as a decode step's kernel reads it.
+        # The network over this cache, as its kernel reads it.
         self.prepared: Prepared | None = None
 
     @property
@@ -97,6 +97,7 @@ class KVCache:
 
     def link(self, slots: Iterable[int], prefix: KVCache | None) -> None:
         """The one slot of `prefix` precedes what these empty slots will hold; None: nothing precedes it."""
+        assert prefix is None or prefix.places[0] == 0, "a prefix is read from the beginning of its memory"
         for slot in slots:
             if self._prefixes[slot] is not prefix:
                 self._prefixes[slot] = prefix
@@ -149,10 +150,9 @@ class KVCache:
     def fork(self, slot: int, count: int) -> list[int]:
         """`count` new slots that hold what `slot` holds: one prompt, many samples."""
         new, filled = self.allocate(count), int(self.used[slot])
-        place, copies = int(self.places[slot]), self.places[new].tolist()
-        side_by_side = copies == list(range(copies[0], copies[0] + count))
+        place, copies = int(self.places[slot]), _together(self.places[new])
         for stored in (*self.keys, *self.values):
-            for copy in [slice(copies[0], copies[0] + count)] if side_by_side else copies:
+            for copy in copies:
                 stored[copy, :, :filled] = stored[place, :, :filled]
         self.used[new] = filled
         self.link(new, self._prefixes[slot])
@@ -241,15 +241,23 @@ class KVCache:
     def _reshape(self, slots: int, room: int) -> None:
         self.prepared = None
         kept = min(slots, self.num_slots)
-        lying = list(zip(self.places[:kept].tolist(), self.used[:kept].tolist(), strict=True))
+        filled, places = int(self.used[:kept].max(initial=0)), _together(self.places[:kept])
+        there: Sequence[int | slice] = range(kept) if len(places) == kept > 1 else [slice(0, kept)]
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
                 new = self._new((slots, old.shape[1], room, old.shape[3]), device=self.device, dtype=self.dtype)
-                for slot, (place, filled) in enumerate(lying):
-                    new[slot, :, :filled] = old[place, :, :filled]
+                for to, place in zip(there, places, strict=True):
+                    new[to, :, :filled] = old[place, :, :filled]
                 stored[layer] = new
         self.places = np.arange(slots)
         more = slots - kept
         self.used = np.concatenate([self.used[:kept], np.zeros(more, np.int64)])
         self.before = np.concatenate([self.before[:kept], np.zeros(more, np.int64)])
         self._prefixes = self._prefixes[:kept] + [None] * more
+
+
+def _together(places: np.ndarray) -> Sequence[int | slice]:
+    """The places as one slice where each follows the one before."""
+    first, count = int(places[0]) if len(places) else 0, len(places)
+    together: bool = (places == np.arange(first, first + count)).all()
+    return [slice(first, first + count)] if together else [int(place) for place in places]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch
 from tests.models.common import last_states, sequences, tiny
 from weft.engine.spec import LoRASpec
 from weft.models import lora
+from weft.models.config import Rope
 from weft.models.kv_cache import KVCache
 from weft.models.native import forward
 from weft.models.transformer import Transformer
@@ -46,13 +51,8 @@ def test_the_bits_are_those_of_the_blocks(name: str, shared: bool, monkeypatch: 
     assert all(torch.equal(one, other) for one, other in zip(at_once, steps(network, shared), strict=True))
 
 
-WANTED = [
-    [2, 92, 93, 150, 180],
-    [180, 7, 7, 40],
-    [0],
-    [],
-    [5, 4] * 91,
-]  # ends; in any order, one twice; none; more than there are
+# Ends; in any order, one twice; the first alone; none; more than there are.
+WANTED = [[2, 92, 93, 150, 180], [180, 7, 7, 40], [0], [], [5, 4] * 91]
 
 
 def prefill(network: Transformer, shared: bool, wanted: list[int]) -> tuple[torch.Tensor, ...]:
@@ -84,12 +84,73 @@ def test_the_last_block_computes_what_is_wanted(
     assert all(torch.equal(one, other) for one, other in zip(at_once, prefill(network, shared, wanted), strict=True))
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "no rotation": {"rope": None},
+    "half rotated": {"rope": Rope(theta=10000.0, dim=4)},
+    "wide heads": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 12, "rope": Rope(theta=10000.0, dim=12)},
+    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "one key head": {"num_kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_networks_of_other_sizes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Transformer(dataclasses.replace(tiny("llama").config, **FORMS[form])).eval()
+    torch.manual_seed(0)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ran: list[int] = []
+    run = forward.run
+    monkeypatch.setattr(forward, "run", lambda *given: ran.append(1) or run(*given))
+    at_once = (*prefill(network, True, WANTED[1]), *steps(network, True))
+    assert len(ran) >= 8
+    monkeypatch.setattr(forward, "prepared", lambda *given: None)
+    block_by_block = (*prefill(network, True, WANTED[1]), *steps(network, True))
+    assert all(torch.equal(one, other) for one, other in zip(at_once, block_by_block, strict=True))
+
+
+@torch.no_grad()
+def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = tiny("llama")
+    cache = KVCache(network.config, "cpu", torch.float32)
+    packed = cache.extend(cache.allocate(), [torch.tensor([5, 3, 6])])
+    monkeypatch.setattr(forward.library, "call", lambda *given: forward.NO_MEMORY)
+    with pytest.raises(MemoryError, match="a pass over 3 tokens"):
+        network.hidden(packed)
+
+
+@torch.no_grad()
+def test_the_kernel_survives_that_it_gets_no_memory() -> None:
+    """In a process of its own, with a prompt whose states alone are more than it may have."""
+    code = """
+import resource, torch
+from tests.models.common import tiny
+from weft.models.kv_cache import KVCache
+torch.set_num_threads(1)
+network, count = tiny("llama"), 100_000
+with torch.no_grad():
+    cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=count)
+    network.hidden(cache.extend(cache.allocate(), [torch.ones(8, dtype=torch.int64)]))
+    cache.truncate(0, 0)
+    packed = cache.extend([0], [torch.ones(count, dtype=torch.int64)])
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20),) * 2)
+    try:
+        network.hidden(packed, torch.tensor([count - 1]))
+    except MemoryError as error:
+        print("said:", error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "said: not enough memory for a pass over 100000 tokens\n", found.stderr
+
+
 @pytest.mark.parametrize("row", [3, -1, 1 << 40])
 @torch.no_grad()
 def test_rows_that_are_not_there(row: int) -> None:
     network = tiny("llama")
     cache = KVCache(network.config, "cpu", torch.float32)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=f"there is no row {row} in 3"):
         network.hidden(cache.extend(cache.allocate(), [torch.tensor([5, 3, 6])]), torch.tensor([0, row]))
 
 
@@ -147,7 +208,7 @@ def test_another_network_over_the_same_cache() -> None:
 def test_tokens_outside_the_vocabulary(token: int) -> None:
     network = tiny("llama")
     cache = KVCache(network.config, "cpu", torch.float32)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=f"token {token} is outside the vocabulary"):
         network.hidden(cache.extend(cache.allocate(), [torch.tensor([5, token, 6])]))
 
 

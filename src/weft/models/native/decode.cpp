@@ -1,9 +1,9 @@
 // Decode steps of a network, each on the tokens that the one before drew.
 #include "forward.h"
-#include "kernels.h"
 #include "simd.h"
 
 #include <memory>
+#include <new>
 #include <vector>
 
 // How the tokens of some steps are drawn from the states of each.
@@ -37,13 +37,8 @@ void draw(float *logits, const Draws &d, const std::vector<long> &ends, long ste
   for (long r = 0; any && r < s.rows; r++) logprobs[r] = logits[r * s.vocabulary + ids[r]] - lse[r];
 }
 
-} // namespace
-
-// Some steps of rows with one new token each, every one from the tokens that the one before drew, until one draws an end or a
-// log-prob that is not finite: how many steps that were. 0 where a token is outside the vocabulary.
-extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const Step *given) {
-  const Draws d = *draws;
-  Step s = *given;
+// How many steps there were, or how one failed.
+long steps_of(const Block *blocks, const Draws &d, Step s) {
   const Buffer logits(s.rows * s.vocabulary);
   const std::unique_ptr<long[]> positions(new long[s.rows]), lengths(new long[s.rows]);
   for (long r = 0; r < s.rows; r++) positions[r] = s.positions ? s.positions[r] : 0, lengths[r] = s.lengths[r];
@@ -54,8 +49,8 @@ extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const
   for (long step = 0; step < d.steps; step++) {
     long *ids = d.ids + step * s.rows;
     float *logprobs = d.logprobs + step * s.rows;
-    if (weft_forward(blocks, &s)) return 0;
-    weft_product(s.states, d.head, d.bias, logits, s.vocabulary, s.rows, s.vocabulary, s.hidden, s.threads);
+    if (const long outcome = weft_forward(blocks, &s)) return outcome;
+    multiply(s.states, {d.head, d.bias}, logits, s.rows, s.vocabulary, s.hidden, s);
     const float temperature = (float)d.temperature;
     if (temperature != 1.f) {
 #pragma omp parallel for num_threads((int)s.threads)
@@ -71,4 +66,16 @@ extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const
     s.tokens = ids;
   }
   return d.steps;
+}
+
+} // namespace
+
+// Some steps of rows with one new token each, every one from the tokens that the one before drew, until one draws an end or a
+// log-prob that is not finite: how many steps that were, or an `Outcome`.
+extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const Step *given) {
+  try {
+    return steps_of(blocks, *draws, *given);
+  } catch (const std::bad_alloc &) {
+    return NO_MEMORY;
+  }
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.models.native import library
-from weft.models.native.forward import Prepared, outside, pointer
+from weft.models.native.forward import Prepared, failure, pointer
 from weft.models.packed import Cached, Packed
 
 
@@ -29,7 +29,7 @@ def run_ahead(
     has a log-prob that is not finite is the last. In its first `early` steps, int64 [R], a row draws none of `is_stop`, which
     count for its log-probs all the same. The cache has room for all, and counts the tokens of the first.
 
-    Raises `IndexError` for a token outside the vocabulary.
+    Raises `IndexError` for a token outside the vocabulary, `MemoryError` where there is too little.
     """
     projection, (steps, rows) = at.network.projection, uniforms.shape
     ids, logprobs = torch.empty(steps, rows, dtype=torch.int64), torch.empty(steps, rows)
@@ -37,6 +37,6 @@ def run_ahead(
     assert isinstance(x.attention, Cached)
     _, _kept = at.begin(x, x.attention, None, steps)
     count = library.call("weft_decode_ahead", at.blocks, _Draws(*map(pointer, given), temperature, steps), at.step)
-    if not count:
-        raise outside(x, at.step)
+    if count < 0:
+        raise failure(count, x, None, at.step)
     return ids[:count], logprobs[:count]

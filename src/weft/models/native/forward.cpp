@@ -1,9 +1,9 @@
 // A pass of a network over new tokens of cached sequences, a prefill or a decode step, from tokens to the states that its head
 // reads: the kernels that each part calls, called in a row.
 #include "forward.h"
-#include "kernels.h"
 #include "simd.h"
 
+#include <new>
 #include <vector>
 
 namespace {
@@ -87,20 +87,13 @@ void attend_prefix(const Prefix &p, const std::vector<long> &rows, long block, c
   weft_join(own.out.at, own.lse, seen, lse, rows.data(), count, s.heads, s.dim, own.out.by_row, s.threads);
 }
 
-} // namespace
-
-extern "C" long weft_forward(const Block *blocks, const Step *given) {
-  const Step s = *given;
-  for (long r = 0; r < s.rows; r++)
-    if (s.tokens[r] < 0 || s.tokens[r] >= s.vocabulary) return 1;
-  for (long i = 0; s.wanted && i < s.wants; i++)
-    if (s.wanted[i] < 0 || s.wanted[i] >= s.rows) return 1;
+void forward(const Block *blocks, const Step &s) {
   const long inner = s.heads * s.dim, shared = s.kv * s.dim, wide = inner + 2 * shared, turned_wide = inner + shared;
   const auto most = [](long a, long b) { return a > b ? a : b; };
   const Asking all = all_of(s), wanted = s.wanted ? wanted_of(s, all) : Asking{};
   const Buffer states(s.rows * s.hidden), normed(s.rows * s.hidden), inverse(s.rows), lse(s.rows * s.heads);
   const Buffer opened(s.rows * most(wide + turned_wide, 2 * s.inner)), mixed(s.rows * most(inner, s.inner));
-  const Buffer own(2 * wanted.rows * s.hidden);
+  const Buffer late_rows(2 * wanted.rows * s.hidden);
   float *x = states, *y = normed; // the rows that ask, and what a part of the block makes of them
   long rows = s.rows;             // how many
 
@@ -108,8 +101,7 @@ extern "C" long weft_forward(const Block *blocks, const Step *given) {
     weft_rms_norm(from, weight, to, inverse, rows, s.hidden, s.eps, s.offset, s.threads);
   };
   const auto apply = [&](const float *from, Linear layer, float *out, long size, long terms) {
-    if (rows <= s.few) weft_product(from, layer.weight, layer.bias, out, size, rows, size, terms, s.threads);
-    else weft_matmul(from, layer.weight, layer.bias, out, terms, 1, 1, terms, rows, terms, size, 0, s.threads);
+    multiply(from, layer, out, rows, size, terms, s);
   };
   const auto turn = [&](const Asking &asking, Heads &from, long heads, float *to) {
     weft_rotate(
@@ -126,13 +118,13 @@ extern "C" long weft_forward(const Block *blocks, const Step *given) {
     const Asking &asking = late ? wanted : all;
     norm(states, b->norm1, normed);
     Heads q = {opened, wide, s.dim}, k = {opened + inner, wide, s.dim}, v = {opened + inner + shared, wide, s.dim};
-    float *const free = opened + s.rows * wide;
+    float *const turned = opened + s.rows * wide;
     if (!late) {
       apply(normed, b->qkv, opened, wide, s.hidden);
     } else {
       apply(normed, {b->qkv.weight + inner * s.hidden, b->qkv.bias ? b->qkv.bias + inner : nullptr}, opened, 2 * shared, s.hidden);
       k = {opened, 2 * shared, s.dim}, v = {opened + shared, 2 * shared, s.dim};
-      x = own, y = own + s.wants * s.hidden, rows = s.wants;
+      x = late_rows, y = late_rows + s.wants * s.hidden, rows = s.wants;
       gather(states, s.wanted, rows, s.hidden, x, s.threads);
       gather(normed, s.wanted, rows, s.hidden, y, s.threads);
       q = {opened + s.rows * 2 * shared, inner, s.dim};
@@ -141,11 +133,11 @@ extern "C" long weft_forward(const Block *blocks, const Step *given) {
     if (b->q_norm) norm_heads(q.at, b->q_norm, q.by_row, rows, s.heads, s);
     if (b->k_norm) norm_heads(k.at, b->k_norm, k.by_row, s.rows, s.kv, s);
     if (s.cos && !late) {
-      turn(all, q, s.heads + s.kv, free);
+      turn(all, q, s.heads + s.kv, turned);
       k = {q.at + inner, turned_wide, s.dim};
     } else if (s.cos) {
-      turn(asking, q, s.heads, free);
-      turn(all, k, s.kv, free + rows * inner);
+      turn(asking, q, s.heads, turned);
+      turn(all, k, s.kv, turned + rows * inner);
     }
     weft_store(
         k.at, v.at, b->keys, b->values, places.data(), k.by_row, s.dim, v.by_row, s.dim, s.rows, s.kv, s.dim, s.room, s.threads);
@@ -168,5 +160,20 @@ extern "C" long weft_forward(const Block *blocks, const Step *given) {
     weft_add(x, y, rows * s.hidden, s.threads);
   }
   norm(x, s.norm, s.states);
-  return 0;
+}
+
+} // namespace
+
+extern "C" long weft_forward(const Block *blocks, const Step *given) {
+  const Step &s = *given;
+  for (long r = 0; r < s.rows; r++)
+    if (s.tokens[r] < 0 || s.tokens[r] >= s.vocabulary) return OUTSIDE;
+  for (long i = 0; s.wanted && i < s.wants; i++)
+    if (s.wanted[i] < 0 || s.wanted[i] >= s.rows) return OUTSIDE;
+  try {
+    forward(blocks, s);
+  } catch (const std::bad_alloc &) {
+    return NO_MEMORY;
+  }
+  return DONE;
 }

@@ -1,6 +1,8 @@
 // A network over a cache of keys and values, as its kernels read it.
 #pragma once
 
+#include "kernels.h"
+
 struct Linear {
   const float *weight, *bias; // [out, in], and [out] or null
 };
@@ -34,5 +36,13 @@ struct Step {
   long shared; // how many prefixes
 };
 
-// 0, or 1 where a token is outside the vocabulary, or a wanted row is none: nothing is computed then.
+// out [rows, size] = x [rows, terms] weight^T + bias.
+inline void multiply(const float *x, Linear layer, float *out, long rows, long size, long terms, const Step &s) {
+  if (rows <= s.few) weft_product(x, layer.weight, layer.bias, out, size, rows, size, terms, s.threads);
+  else weft_matmul(x, layer.weight, layer.bias, out, terms, 1, 1, terms, rows, terms, size, 0, s.threads);
+}
+
+// How a pass ended. Where a token is outside the vocabulary, or a wanted row is none, nothing was computed.
+enum Outcome : long { DONE = 0, OUTSIDE = -1, NO_MEMORY = -2 };
+
 extern "C" long weft_forward(const Block *blocks, const Step *given);

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 NORMS = ("norm1", "norm2", "q_norm", "k_norm")
 FUSED = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # layers that read the same input are one product
+NO_MEMORY = -2  # of `Outcome` in forward.h
 
 
-_Pointers: Any = ctypes.c_void_p * (
-    len(NORMS) + 2 * len(FUSED)
-)  # weights of the norms; weight and bias of each product
+# Weights of the norms; weight and bias of each product.
+_Pointers: Any = ctypes.c_void_p * (len(NORMS) + 2 * len(FUSED))
 
 
 class _Block(ctypes.Structure):
@@ -108,7 +108,6 @@ class Prepared:
             scores, stored = block.attention.scores, (cache.keys[block.layer], cache.values[block.layer])
             pointers = _Pointers(*map(pointer, _parameters(block)))
             made[at] = _Block(pointers, *map(pointer, stored), scores.scale, scores.window or 0)
-        large_pages.collapse(network.projection.weight)
         config, (vocabulary, hidden) = network.config, network.embed.weight.shape
         step = _Step(
             embedding=pointer(network.embed.weight), norm=pointer(_weight(network.norm)), blocks=len(made),
@@ -117,7 +116,10 @@ class Prepared:
             offset=0.0 if config.norm == "rms" else 1.0,
         )  # fmt: skip
         held = [parameter.untyped_storage() for parameter in network.parameters()]
-        return cls(network, made, step, held, _reads(network.projection, network.embed.weight.shape))
+        draws = network.kind == "lm" and _reads(network.projection, network.embed.weight.shape)
+        if draws:
+            large_pages.collapse(network.projection.weight)
+        return cls(network, made, step, held, draws)
 
     def rotation(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """(cos, sin, each [P, 1, half], the row of them that each token of the first step takes, int64 [T]); None without a
@@ -129,9 +131,9 @@ class Prepared:
         if settings.scaling in rope.CHANGING:
             cos, sin = rope.rotation(settings, x.positions, context.token_lengths, network.embed.weight.dtype)
             return cos.contiguous(), sin.contiguous(), torch.arange(len(x.positions))
-        end = context.max_used + int(context.before.max()) + steps
+        end = max(context.cache.capacity, context.max_used + steps) + int(context.before.max())
         if self.rotations is None or self.rotations[0].shape[0] < end:
-            positions = torch.arange(2 * end)
+            positions = torch.arange(end)
             self.rotations = rope.rotation(settings, positions, positions, network.embed.weight.dtype)
         return *self.rotations, x.positions
 
@@ -140,6 +142,7 @@ class Prepared:
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Have `step` hold this pass, with rotations for `steps` of them; the states that are `wanted`, to be filled, and what
         else it points to."""
+        assert x.tokens.dtype == torch.int64 and (wanted is None or wanted.dtype == torch.int64)
         tokens, given = x.tokens.contiguous(), (context.slots, context.new, context.used + context.new)
         slots, news, lengths = map(torch.from_numpy, given)
         step, rows, rotation = self.step, tokens.shape[0], self.rotation(x, context, steps)
@@ -170,27 +173,32 @@ def prepared(network: Transformer, cache: KVCache) -> Prepared | None:
     if cache.prepared is None or cache.prepared.network is not network:
         blocks, weight = cast(Any, network.blocks), network.embed.weight
         layers = (layer for block in blocks for layers in _linear(block) for layer in layers)
-        served = library.serves(weight) and weight.is_contiguous() and cache.dtype == weight.dtype
-        plain = served and fits(network.config) and all(map(_plain, layers))
-        cache.prepared = Prepared.of(network, cache) if plain else None
+        served = library.serves(weight) and cache.dtype == weight.dtype and all(map(_plain, network.parameters()))
+        linear = served and fits(network.config) and all(isinstance(layer, nn.Linear) for layer in layers)
+        cache.prepared = Prepared.of(network, cache) if linear else None
     return cache.prepared
 
 
 def run(at: Prepared, x: Packed, context: Cached, wanted: Tensor | None = None) -> Tensor:
     """Hidden states [T, hidden] after the last norm, or those of the rows `wanted`, int64 [N]. Raises `IndexError` for a
-    token outside the vocabulary, and for a row that is not there."""
+    token outside the vocabulary and for a row that is not there, `MemoryError` where there is too little."""
     if wanted is not None and not 0 < len(wanted) <= len(x.tokens):
         return run(at, x, context).index_select(0, wanted)
     states, _kept = at.begin(x, context, None if wanted is None else wanted.contiguous(), 1)
-    if library.call("weft_forward", at.blocks, at.step):
-        raise outside(x, at.step)
+    if outcome := library.call("weft_forward", at.blocks, at.step):
+        raise failure(outcome, x, wanted, at.step)
     return states
 
 
-def outside(x: Packed, step: _Step) -> IndexError:
-    return IndexError(
-        f"a token of {x.tokens.tolist()} is outside the vocabulary of {step.vocabulary}, or a row past them"
-    )
+def failure(outcome: int, x: Packed, wanted: Tensor | None, step: _Step) -> Exception:
+    """What the kernel says did not work."""
+    if outcome == NO_MEMORY:
+        return MemoryError(f"not enough memory for a pass over {len(x.tokens)} tokens")
+    for token in x.tokens.tolist():
+        if not 0 <= token < step.vocabulary:
+            return IndexError(f"token {token} is outside the vocabulary of {step.vocabulary}")
+    rows = [] if wanted is None else wanted.tolist()
+    return IndexError(f"there is no row {next(row for row in rows if not 0 <= row < step.rows)} in {step.rows}")
 
 
 def _linear(block: Block) -> list[list[Any]]:
@@ -205,8 +213,8 @@ def _reads(projection: Projection, shape: torch.Size) -> bool:
     return lie and projection.weight.shape == shape and projection.softcap is None
 
 
-def _plain(layer: Any) -> bool:
-    return isinstance(layer, nn.Linear) and layer.weight.is_contiguous() and layer.weight.dtype == torch.float32
+def _plain(parameter: Tensor) -> bool:
+    return parameter.is_contiguous() and parameter.dtype == torch.float32
 
 
 def _parameters(block: Block) -> list[Tensor | None]:

@@ -14,10 +14,9 @@ MADV_COLLAPSE = 25  # of Linux's mman.h, since 6.1: at once, whatever the system
 
 
 def collapse(x: Tensor) -> bool:
-    """Have the memory behind `x`, on the host and written to, lie in large pages; whether it does. Nothing changes where the
-    system cannot do it. What was asked for once is not asked for again."""
-    storage = x.untyped_storage()
-    first, end = -(-storage.data_ptr() // SIZE) * SIZE, (storage.data_ptr() + storage.nbytes()) // SIZE * SIZE
+    """Ask that `x`, contiguous, on the host and written to, lie in large pages; whether the system did it. Where it cannot,
+    nothing changes. An address is asked for once: a second answer is the first."""
+    first, end = -(-x.data_ptr() // SIZE) * SIZE, (x.data_ptr() + x.nbytes) // SIZE * SIZE
     return end - first >= LEAST and _collapse(first, end - first)
 
 
