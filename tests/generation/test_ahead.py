@@ -285,7 +285,7 @@ def test_tokens_outside_the_vocabulary() -> None:
         network.hidden(cache.extend(cache.allocate(), [torch.tensor([7, 8])]))
         packed, at = cache.extend([0], torch.tensor([61])), forward.prepared(network, cache)
         assert at is not None
-        with pytest.raises(IndexError, match=r"\[61\] is outside the vocabulary of 61"):
+        with pytest.raises(IndexError, match="token 61 is outside the vocabulary of 61"):
             decode.run_ahead(at, packed, torch.zeros(2, 1, dtype=torch.float64), *never(1), 1.0)
 
 
