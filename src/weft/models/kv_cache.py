@@ -150,10 +150,10 @@ class KVCache:
     def fork(self, slot: int, count: int) -> list[int]:
         """`count` new slots that hold what `slot` holds: one prompt, many samples."""
         new, filled = self.allocate(count), int(self.used[slot])
-        place, copies = int(self.places[slot]), _together(self.places[new])
+        place = self.places[slot]
         for stored in (*self.keys, *self.values):
-            for copy in copies:
-                stored[copy, :, :filled] = stored[place, :, :filled]
+            for _, copies in _runs(self.places[new]):
+                stored[copies, :, :filled] = stored[place, :, :filled]
         self.used[new] = filled
         self.link(new, self._prefixes[slot])
         return new
@@ -241,13 +241,12 @@ class KVCache:
     def _reshape(self, slots: int, room: int) -> None:
         self.prepared = None
         kept = min(slots, self.num_slots)
-        filled, places = int(self.used[:kept].max(initial=0)), _together(self.places[:kept])
-        there: Sequence[int | slice] = range(kept) if len(places) == kept > 1 else [slice(0, kept)]
+        filled, runs = int(self.used[:kept].max(initial=0)), _runs(self.places[:kept])
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
                 new = self._new((slots, old.shape[1], room, old.shape[3]), device=self.device, dtype=self.dtype)
-                for to, place in zip(there, places, strict=True):
-                    new[to, :, :filled] = old[place, :, :filled]
+                for slot, place in runs:
+                    new[slot, :, :filled] = old[place, :, :filled]
                 stored[layer] = new
         self.places = np.arange(slots)
         more = slots - kept
@@ -256,8 +255,9 @@ class KVCache:
         self._prefixes = self._prefixes[:kept] + [None] * more
 
 
-def _together(places: np.ndarray) -> Sequence[int | slice]:
-    """The places as one slice where each follows the one before."""
+def _runs(places: np.ndarray) -> list[tuple[slice, slice]]:
+    """(numbers, where they lie) of slots: all at once where each lies behind the one before, else one by one."""
     first, count = int(places[0]) if len(places) else 0, len(places)
-    together: bool = (places == np.arange(first, first + count)).all()
-    return [slice(first, first + count)] if together else [int(place) for place in places]
+    if (places == np.arange(first, first + count)).all():
+        return [(slice(0, count), slice(first, first + count))]
+    return [(slice(slot, slot + 1), slice(place, place + 1)) for slot, place in enumerate(places.tolist())]

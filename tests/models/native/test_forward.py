@@ -20,20 +20,31 @@ from weft.models.native import forward
 from weft.models.transformer import Transformer
 
 
-def steps(network: Transformer, shared: bool) -> tuple[torch.Tensor, ...]:
-    """Hidden states of a prefill in two parts and of some steps; and what the cache then holds."""
+def five_slots(network: Transformer, shared: bool) -> tuple[KVCache, list[int]]:
+    """Empty ones, three of which go on from a prefix where it is `shared`."""
     cache = KVCache(network.config, "cpu", torch.float32, slots=6, room=32)
     slots = cache.allocate(5)
     if shared:
         prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
         network.hidden(prefix.extend(prefix.allocate(), sequences([21])))
         cache.link(slots[1:4], prefix)
+    return cache, slots
+
+
+def held(cache: KVCache) -> list[torch.Tensor]:
+    """The keys and values of every slot."""
+    lengths = cache.used[: cache.num_active].tolist()
+    return [stored[slot, :, :length] for stored in (*cache.keys, *cache.values) for slot, length in enumerate(lengths)]
+
+
+def steps(network: Transformer, shared: bool) -> tuple[torch.Tensor, ...]:
+    """Hidden states of a prefill in two parts and of some steps; and what the cache then holds."""
+    cache, slots = five_slots(network, shared)
     made = [network.hidden(cache.extend(slots, sequences([1] * 5 if shared else [3, 9, 1, 17, 30])))]
     made.append(network.hidden(cache.extend(slots, sequences([2, 1, 4, 1, 3], seed=6))))
     for seed in range(4):
         made.append(network.hidden(cache.extend(slots, torch.cat(sequences([1] * 5, seed=seed)))))
-    kept = [stored[slot, :, : cache.used[slot]] for stored in (*cache.keys, *cache.values) for slot in slots]
-    return (*made, *kept)
+    return (*made, *held(cache))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "prefix"])
@@ -57,16 +68,10 @@ WANTED = [[2, 92, 93, 150, 180], [180, 7, 7, 40], [0], [], [5, 4] * 91]
 
 def prefill(network: Transformer, shared: bool, wanted: list[int]) -> tuple[torch.Tensor, ...]:
     """Hidden states of some of many tokens, and what the cache then holds."""
-    cache = KVCache(network.config, "cpu", torch.float32, slots=6, room=32)
-    slots = cache.allocate(5)
-    if shared:
-        prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
-        network.hidden(prefix.extend(prefix.allocate(), sequences([21])))
-        cache.link(slots[1:4], prefix)
+    cache, slots = five_slots(network, shared)
     packed = cache.extend(slots, sequences([3, 90, 1, 57, 30]))
     made = network.hidden(packed, torch.tensor(wanted, dtype=torch.int64))
-    kept = [stored[slot, :, : cache.used[slot]] for stored in (*cache.keys, *cache.values) for slot in slots]
-    return (made, *kept)
+    return (made, *held(cache))
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=["ends", "any", "one", "none", "many"])

@@ -40,8 +40,13 @@ def test_a_matrix_comes_to_lie_in_large_pages() -> None:
     assert torch.equal(x, torch.arange(len(x), dtype=torch.float32))
 
 
-def test_small_ones_stay() -> None:
-    assert not large_pages.collapse(torch.ones(large_pages.LEAST // 4))
+def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(large_pages, "_collapse", lambda first, size: asked.append(size) or True)
+    assert not large_pages.collapse(torch.ones(large_pages.LEAST // 4)) and not asked
+    assert large_pages.collapse(torch.ones(large_pages.LEAST))  # four times as many bytes
+    (size,) = asked
+    assert size % large_pages.SIZE == 0 and 0 <= 4 * large_pages.LEAST - size < 2 * large_pages.SIZE
 
 
 def test_a_system_that_cannot_leaves_everything_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ namespace {
 // Rows whose queries look at keys, and whose states go on: all rows, or of the last block those that are wanted.
 struct Asking {
   long rows;
-  std::vector<Segment> segments; // these rows and the keys that they see
+  std::vector<Segment> segments;        // these rows and the keys that they see
   std::vector<std::vector<long>> after; // of each prefix the rows that go on from it
   std::vector<float> cos, sin;          // [rows, half]
 };
@@ -41,7 +41,7 @@ Asking all_of(const Step &s) {
 
 Asking wanted_of(const Step &s, const Asking &all) {
   Asking wanted = {s.wants};
-  std::vector<Segment> of(s.rows);      // each row alone
+  std::vector<Segment> of(s.rows); // each row alone
   std::vector<long> after(s.rows, -1), positions;
   for (const Segment &own : all.segments)
     for (long r = 0; r < own.rows; r++) of[own.row + r] = {0, 1, own.key, own.keys - own.rows + r + 1};
@@ -92,6 +92,7 @@ void forward(const Block *blocks, const Step &s) {
   const auto most = [](long a, long b) { return a > b ? a : b; };
   const Asking all = all_of(s), wanted = s.wanted ? wanted_of(s, all) : Asking{};
   const Buffer states(s.rows * s.hidden), normed(s.rows * s.hidden), inverse(s.rows), lse(s.rows * s.heads);
+  // Of all heads, and behind them queries and keys turned; of the MLP what its first matrices make.
   const Buffer opened(s.rows * most(wide + turned_wide, 2 * s.inner)), mixed(s.rows * most(inner, s.inner));
   const Buffer late_rows(2 * wanted.rows * s.hidden);
   float *x = states, *y = normed; // the rows that ask, and what a part of the block makes of them

@@ -30,7 +30,8 @@ struct Step {
   const long *tokens, *positions; // [rows]
   const long *wanted;             // [wants], wants <= rows: those whose states are asked for; null for all
   const long *slots, *news, *lengths; // [count]: of each sequence its slot, its new tokens, and all it has there with them
-  long rows, wants, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room, few, threads; // `few`: of `weft_product`
+  long rows, wants, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room;
+  long few, threads;  // `few`: rows that `weft_product` multiplies, and `weft_matmul` more
   double eps, offset; // of the norms
   const Prefix *prefixes;
   long shared; // how many prefixes

@@ -173,9 +173,11 @@ def prepared(network: Transformer, cache: KVCache) -> Prepared | None:
     if cache.prepared is None or cache.prepared.network is not network:
         blocks, weight = cast(Any, network.blocks), network.embed.weight
         layers = (layer for block in blocks for layers in _linear(block) for layer in layers)
-        served = library.serves(weight) and cache.dtype == weight.dtype and all(map(_plain, network.parameters()))
-        linear = served and fits(network.config) and all(isinstance(layer, nn.Linear) for layer in layers)
-        cache.prepared = Prepared.of(network, cache) if linear else None
+        # What fails soonest comes first: a network that does not fit is asked in every step.
+        linear = fits(network.config) and all(isinstance(layer, nn.Linear) for layer in layers)
+        served = linear and library.serves(weight) and cache.dtype == weight.dtype
+        plain = served and all(map(_plain, network.parameters()))
+        cache.prepared = Prepared.of(network, cache) if plain else None
     return cache.prepared
 
 
