@@ -13,6 +13,7 @@ constexpr long ROWS = 6, WIDE = LANES == 16 ? 4 : 2; // of a tile: rows, and vec
 constexpr long COLUMNS = WIDE * LANES;
 constexpr long BLOCK = 8 * ROWS; // rows that are packed together
 constexpr long PART = 256;       // columns that are packed together, at most
+constexpr long MANY = 512;       // rows for which a thread may as well pack all columns
 
 struct Matrices {
   const float *a, *b, *bias;
@@ -88,16 +89,40 @@ template <long step> INLINE void tile(const float *const *a, const float *b, lon
     }
 }
 
-// Blocks `from` to `to` of the rows, of the columns from `part` on.
-void blocks_of(const Matrices &m, long part, long wide, long from, long to, float *columns, float *rows) {
-  const long piece = piece_of(m.terms);
+// What will be packed next, as runs of floats in memory: fetched into the second cache, some lines a tile.
+struct Coming {
+  const float *at;
+  long by_run, runs, lines; // from one run to the next, runs left, lines of each
+  long line = 0;
+  void fetch(long count) {
+    for (; count > 0 && runs > 0; count--) {
+      __builtin_prefetch(at + line * 16, 0, 2);
+      if (++line == lines) line = 0, at += by_run, runs--;
+    }
+  }
+};
+
+INLINE Coming coming(const Matrices &m, long part, long wide, long first, long count) {
+  const float *at = m.b + first * m.b_term + part * m.b_column;
+  if (m.b_column == 1) return {at, m.b_term, count, (wide + 15) / 16};
+  return {at, m.b_column, wide, (count + 15) / 16};
+}
+
+// Tiles `from` to `to` of the rows, of the columns from `part` on; `next` columns behind these are this thread's too.
+void tiles_of(const Matrices &m, long part, long wide, long next, long from, long to, float *columns, float *rows) {
+  const long piece = piece_of(m.terms), tiles = (to - from) * ((wide + COLUMNS - 1) / COLUMNS);
+  const long stop = to * ROWS < m.rows ? to * ROWS : m.rows;
   for (long first = 0; first < m.terms; first += piece) {
     const long count = m.terms - first < piece ? m.terms - first : piece;
     const bool packed = m.a_term != 1;
     pack_columns(m, part, wide, first, count, columns);
-    for (long block = from * BLOCK; block < to * BLOCK && block < m.rows; block += BLOCK) {
+    const long left = m.terms - first - count;
+    Coming ahead = left > 0 ? coming(m, part, wide, first + count, left < piece ? left : piece)
+                            : coming(m, part + wide, next, 0, m.terms < piece ? m.terms : piece);
+    const long each = (ahead.runs * ahead.lines + tiles - 1) / tiles;
+    for (long block = from * ROWS; block < stop; block += BLOCK) {
       if (packed) pack_rows(m, block, first, count, rows);
-      for (long row = block; row < m.rows && row < block + BLOCK; row += ROWS) {
+      for (long row = block; row < stop && row < block + BLOCK; row += ROWS) {
         const long there = m.rows - row < ROWS ? m.rows - row : ROWS;
         const float *a[ROWS];
         for (long i = 0; i < ROWS; i++)
@@ -105,6 +130,7 @@ void blocks_of(const Matrices &m, long part, long wide, long from, long to, floa
         for (long c = 0; c < wide; c += COLUMNS) {
           const float *bias = m.bias && first + count == m.terms ? m.bias + part + c : nullptr;
           const Place out = {m.out + row * m.columns + part + c, bias, m.columns, there, wide - c, m.adds || first > 0};
+          ahead.fetch(each);
           packed ? tile<ROWS>(a, columns + c * count, count, out) : tile<1>(a, columns + c * count, count, out);
         }
       }
@@ -120,23 +146,26 @@ extern "C" void weft_matmul(
     long terms, long columns, long adds, long threads) {
   const Matrices m = {a, b, bias, out, a_row, a_term, b_term, b_column, rows, terms, columns, adds != 0};
   const int team = rows * terms * columns > LARGE * 8 ? (int)threads : 1;
-  const long blocks = (rows + BLOCK - 1) / BLOCK, all = (columns + COLUMNS - 1) / COLUMNS;
-  // Where rows need no packing, or are few, threads share the columns.
+  const long down = (rows + ROWS - 1) / ROWS, all = (columns + COLUMNS - 1) / COLUMNS;
+  // Threads share the rows: what one has written of them it also reads next. Where these are few they share tasks, part after
+  // part of the columns and of each row after row; and the columns alone where rows are fewer still.
+  const bool by_rows = a_term == 1 && rows >= MANY * team;
   const long even = (all + team - 1) / team * COLUMNS, narrow = a_term == 1 ? even : COLUMNS;
-  const long part = (a_term != 1 && blocks >= 2 * team) || narrow > PART ? PART : narrow;
+  const long part = rows >= 2 * BLOCK * team || narrow > PART ? PART : narrow;
 #pragma omp parallel num_threads(team)
   {
     const Buffer panels(PIECE * (PART + BLOCK));
-    // Tasks in a row, part after part and of each block after block, of which each thread takes an equal share of the work.
     const long number = omp_get_thread_num(), crew = omp_get_num_threads();
-    const long total = all * COLUMNS * blocks, whole = part * blocks;
-    for (long at = total * number / crew, end = total * (number + 1) / crew; at < end;) {
+    const long top = by_rows ? down * number / crew : 0, high = by_rows ? down * (number + 1) / crew - top : down;
+    const long total = all * COLUMNS * high, whole = part * high;
+    for (long at = by_rows ? 0 : total * number / crew, end = by_rows ? total : total * (number + 1) / crew; at < end;) {
       const long first = at / whole * part, wide = columns - first < part ? columns - first : part;
       const long width = (wide + COLUMNS - 1) / COLUMNS * COLUMNS, start = at - at / whole * whole;
-      const long stop = end - (at - start);
-      const long from = (start + width - 1) / width, to = stop < width * blocks ? (stop + width - 1) / width : blocks;
-      if (from < to) blocks_of(m, first, wide, from, to, panels, panels + PIECE * PART);
-      at = at - start + whole;
+      const long behind = at - start + whole, stop = end - (at - start), rest = columns - first - wide;
+      const long from = (start + width - 1) / width, to = stop < width * high ? (stop + width - 1) / width : high;
+      const long next = behind >= end ? 0 : rest < part ? rest : part;
+      if (from < to) tiles_of(m, first, wide, next, top + from, top + to, panels, panels + PIECE * PART);
+      at = behind;
     }
   }
 }
