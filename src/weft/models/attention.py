@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models import flash, flex
+from weft.models import flash, flex, rope
 from weft.models.dropout import TokenNoise
 from weft.models.merge import Partial, attend_to, join, merge
 from weft.models.native import attention as native
@@ -39,6 +39,24 @@ if TYPE_CHECKING:
 LEAST_QUERIES = 4  # a CPU multiplies fewer rows by another kernel, which adds up in another order
 
 Drop = Callable[[Bucket, Tensor], Tensor]
+
+
+def attend_heads(
+    heads: Tensor, kv_heads: int, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext, scores: Scores,
+    layer: int, noise: TokenNoise | None = None,
+) -> Tensor:  # fmt: skip
+    """As `attend`, of queries, keys and values side by side in `heads` [T, heads + 2 kv_heads, dim], with queries and keys
+    turned by `rotation` (`weft.models.rope`) first."""
+    served = native.serves(heads, heads, heads) and not _limited(scores, noise)
+    if served and isinstance(context, Dense | Prefixed):
+        return native.attend(heads, kv_heads, rotation, _seen(context, scores), scores.scale)
+    qk, v = heads.split([heads.shape[1] - kv_heads, kv_heads], dim=1)
+    if v.requires_grad:
+        v = v.contiguous()  # it is kept for the backward pass, and a view would keep all heads
+    if rotation is not None:
+        qk = rope.rotate(qk, *rotation)
+    q, k = qk.split([qk.shape[1] - kv_heads, kv_heads], dim=1)
+    return attend(q, k, v, context, scores, layer, noise)
 
 
 def attend(
@@ -56,8 +74,11 @@ def attend(
         context = context.dense
     if isinstance(context, Cached):
         context.cache.write(layer, context, k, v)
-    if scores.softcap is None and (noise is None or scores.dropout == 0.0) and native.serves(q, k, v):
-        return _by_segments(q, k, v, context, scores, layer)
+    if not _limited(scores, noise) and native.serves(q, k, v):
+        if isinstance(context, Cached):
+            return _cached(q, context, scores, layer)
+        heads = torch.cat([q, k, v], dim=1)
+        return native.attend(heads, k.shape[1], None, _seen(context, scores), scores.scale)
     if isinstance(context, Cached):
         if context.max_len == 1:
             return _decode(q, context, scores, layer)
@@ -82,13 +103,19 @@ def attend(
     return _dense(q, k, v, context, scores, None)
 
 
-def _by_segments(
-    q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed | Cached, scores: Scores, layer: int
-) -> Tensor:
-    if isinstance(context, Prefixed):
-        return native.attend(q, k, v, context.dense.segments, context.across, scores.scale)
-    if isinstance(context, Dense) or context.fresh:
-        return native.attend(q, k, v, context.dense.segments, None, scores.scale, scores.window)
+def _limited(scores: Scores, noise: TokenNoise | None) -> bool:
+    """Whether scores are capped, or weights dropped: not what weft's kernels do."""
+    return scores.softcap is not None or (noise is not None and scores.dropout > 0.0)
+
+
+def _seen(context: Dense | Prefixed, scores: Scores) -> native.Seen:
+    if isinstance(context, Prefixed):  # whose networks have no window that a sequence exceeds
+        return native.Seen(context.dense.segments, context.across)
+    return native.Seen(context.segments, None, scores.window)
+
+
+def _cached(q: Tensor, context: Cached, scores: Scores, layer: int) -> Tensor:
+    """New tokens over the keys and values of their slots, where their own lie too by now, and of their prefixes."""
     assert not torch.is_grad_enabled(), "a cache keeps what has no gradient"
     q = q if q.stride(2) == 1 else q.contiguous()
     keys, values = (_rows_of(stored[layer]) for stored in (context.cache.keys, context.cache.values))

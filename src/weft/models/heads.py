@@ -19,6 +19,7 @@ from weft.models.native import library
 from weft.models.native import logits as native
 from weft.models.packed import AttentionContext
 from weft.models.products import add_product, linear, product
+from weft.models.tied import Tied
 
 # The gradients of log-probs and entropy as a function of them, all [N], where a row's depend on its own outputs alone; those of
 # rows not computed yet are 0, and that of the log-probs is always there.
@@ -52,6 +53,7 @@ class Projection:
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
+    tied: Tied | None = None  # where the gradient of a weight goes that is looked up in, too
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] in float32 before any temperature; as many rows as the caller wants to hold."""
@@ -71,7 +73,8 @@ def token_outputs(
     """
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or chunk_rows(projection.weight.shape[0], hidden.device)
-    settings = _Settings(projection.softcap, temperature, rows, "entropy" in want, "top1" in want, support, known)
+    wanted = ("entropy" in want, "top1" in want)
+    settings = _Settings(projection.softcap, temperature, rows, *wanted, support, known, projection.tied)
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
     names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
     return {name: value for name, value in zip(names, values, strict=True) if name in want}
@@ -91,6 +94,7 @@ class _Settings:
     top1: bool
     support: Support | None
     gradient: Gradient | None
+    tied: Tied | None
 
 
 class _Gradients:
@@ -127,16 +131,15 @@ class _Gradients:
             self._to_weight = torch.zeros_like(self._inputs[1], dtype=self._kept)
         return self._to_weight
 
-    def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """In the dtypes of the inputs."""
+    def cast(self, tied: Tied | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """In the dtypes of the inputs; that of the weight goes to where it is `tied`."""
         _, weight, bias = self._inputs
-        return (
-            self._to_hidden,
-            self._weight_so_far().to(weight.dtype) if self._needed[1] else None,
-            None if self._to_bias is None or bias is None else self._to_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        to_weight = self._weight_so_far().to(weight.dtype) if self._needed[1] else None
+        to_bias = None if self._to_bias is None or bias is None else self._to_bias.to(bias.dtype)
+        if tied is not None:
+            tied.leave(to_weight)
+            to_weight = None
+        return self._to_hidden, to_weight, to_bias, None, None
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ class _TokenOutputs(torch.autograd.Function):
             and _same(gradients[0], made[1].get("logprobs"))
             and _same(gradients[1], made[1].get("entropy"))
         ):
-            return made[0].cast()
+            return made[0].cast(settings.tied)
         total = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         known: dict[Output, Tensor] = {"logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]}
         if gradients[1] is not None:
@@ -245,7 +248,7 @@ class _TokenOutputs(torch.autograd.Function):
             softmax = _Softmax(logits, capped, found, logp)
             total.add(rows, *softmax.by_logit(labels[rows], *_of(known, rows), settings))
             del capped, logits, logp, softmax  # before the next rows' are made
-        return total.cast()
+        return total.cast(settings.tied)
 
 
 def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor | None]:

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
 from weft.models import dropout, flex, heads, rope
-from weft.models.attention import Scores, attend
+from weft.models.attention import Scores, attend_heads
 from weft.models.balance import Balance
 from weft.models.config import TransformerConfig
 from weft.models.dropout import TokenNoise
@@ -40,6 +40,8 @@ from weft.models.moe import MoE
 from weft.models.native import attention, forward, library
 from weft.models.packed import AttentionContext, Cached, Packed
 from weft.models.products import linear
+from weft.models.tied import Tied, look_up
+from weft.models.tied import serves as may_tie
 
 Head = Literal["lm", "value", "score"]
 Pooling = Literal["last", "mean"]
@@ -123,17 +125,14 @@ class Attention(nn.Module):
         self.scores = Scores(scale, config.window(layer), config.attention_softcap, config.attention_dropout)
 
     def forward(self, x: Tensor, at: Surroundings) -> Tensor:
-        heads = apply_all((self.q, self.k, self.v), x, at.noise).unflatten(-1, (-1, self.head_dim))
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        if v.requires_grad:
-            v = v.contiguous()  # it is kept for the backward pass, and a view would keep all heads
+        heads, kv = (
+            apply_all((self.q, self.k, self.v), x, at.noise).unflatten(-1, (-1, self.head_dim)),
+            self.num_kv_heads,
+        )
         if self.qk_norm is not None:
-            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
-            qk = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k)], 1)
-        if at.rotation is not None:
-            qk = rope.rotate(qk, *at.rotation)
-        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
-        mixed = attend(q, k, v, at.context, self.scores, self.layer, at.noise).flatten(1)
+            q, k, v = heads.split([self.num_heads, kv, kv], dim=1)
+            heads = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k), v], dim=1)
+        mixed = attend_heads(heads, kv, at.rotation, at.context, self.scores, self.layer, at.noise).flatten(1)
         return apply(self.o, at.wanted(mixed), at.late_noise)
 
     def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
@@ -234,19 +233,16 @@ class Transformer(nn.Module):
             network = cls(config, head, pooling)
         return network.to(dtype).to_empty(device=device)
 
-    def hidden(self, x: Packed, rows: Tensor | None = None, *, headed: bool = False) -> Tensor:
+    def hidden(self, x: Packed, rows: Tensor | None = None, tied: Tied | None = None) -> Tensor:
         """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`, int64 [N], alone.
 
-        `headed` promises that an lm head goes on from them. A tied matrix then gets the look-up's gradient for the rows looked
-        up alone: of its whole size it would be two more matrices to fill and to add to the head's.
+        With `tied` a head goes on from them that leaves the gradient of the embedding's matrix there.
         """
         context = x.attention
         if isinstance(context, Cached) and (ready := forward.prepared(self, context.cache)):
             return forward.run(ready, x, context, rows)
         config = self.config
-        weight = self.embed.weight
-        added = headed and config.tied and weight.is_cpu and weight.dtype in (torch.float32, torch.float64)
-        states = nn.functional.embedding(x.tokens, weight, sparse=added)
+        states = self.embed(x.tokens) if tied is None else look_up(x.tokens, self.embed.weight, tied)
         if config.embed_scale is not None:
             states = states * torch.full((), config.embed_scale, dtype=states.dtype, device=states.device)
         width = config.embed_dim or config.hidden_size
@@ -333,14 +329,15 @@ class Transformer(nn.Module):
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
         if self.kind == "score" and self.pooling == "mean":
             return {"scores": heads.mean_scores(self.hidden(x), self.score.weight, x.attention)}
-        states = self.hidden(x, x.attention.last if self.kind == "score" else x.rows, headed=self.kind == "lm")
+        tied = Tied() if self.kind == "lm" and self.config.tied and may_tie(self.embed.weight) else None
+        states = self.hidden(x, x.attention.last if self.kind == "score" else x.rows, tied)
         if self.kind != "lm":
             name: Output = "scores" if self.kind == "score" else "values"
             return {name: heads.row_values(states, self.score.weight)}
         return heads.token_outputs(
             states,
             x.labels,
-            self.projection,
+            replace(self.projection, tied=tied),
             want,
             temperature=temperature,
             support=support,

@@ -38,6 +38,14 @@ def tensors(tokens: int, heads: int, kv: int, dim: int, seed: int = 0) -> tuple[
     return qk[:, :heads], qk[:, heads:], torch.randn(tokens, kv, dim)
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, own: Tensor, across: Tensor | None, scale: float, window: int | None = None
+) -> Tensor:
+    """The kernels on queries, keys and values side by side."""
+    seen = attention.Seen(own, across, window)
+    return attention.attend(torch.cat([q, k, v], dim=1), k.shape[1], None, seen, scale)
+
+
 def packed(lengths: list[int]) -> Tensor:
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return torch.tensor([(start, n, start, n) for start, n in zip(starts, lengths, strict=True)])
@@ -57,7 +65,7 @@ def test_values_and_gradients(
     window = None if across is not None else window
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out = attention.attend(*leaves, own, across, dim**-0.5, window)
+    out = attend(*leaves, own, across, dim**-0.5, window)
     expected = plain(*wide, own, across, dim**-0.5, window)
     assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
     by_out = torch.randn_like(out)
@@ -75,7 +83,7 @@ def test_it_does_not_depend_on_the_threads() -> None:
     try:
         for count in (1, 2, 3, 40, 100):
             torch.set_num_threads(count)
-            made.append(attention.attend(q, k, v, packed(lengths), None, 0.2))
+            made.append(attend(q, k, v, packed(lengths), None, 0.2))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(made[0], other) for other in made[1:])
@@ -88,9 +96,7 @@ def test_more_keys_than_are_held_at_once(length: int, window: int | None) -> Non
     q = q * 2  # so that the largest score moves from chunk to chunk
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, expected = (
-        attend(*x, packed([length]), None, 0.2, window) for attend, x in ((attention.attend, leaves), (plain, wide))
-    )
+    out, expected = (of(*x, packed([length]), None, 0.2, window) for of, x in ((attend, leaves), (plain, wide)))
     assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
     by_out = torch.randn_like(out)
     for one, other in zip(

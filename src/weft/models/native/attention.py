@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.models.merge import Partial
-from weft.models.native import library
+from weft.models.native import library, rows
 
 MOST_DIM = 256  # of a head
 
@@ -38,17 +39,25 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return alike and library.serves(q)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, own: Tensor, across: Tensor | None, scale: float, window: int | None = None
-) -> Tensor:
-    """Attention of q [T, heads, dim] over k and v [T, kv_heads, dim], by segments: int64 [S, 4], on the host, each a first row,
-    how many rows, a first key and how many keys. Differentiable once.
+@dataclass(frozen=True)
+class Seen:
+    """Who sees what: segments of the pack, int64 [S, 4], on the host, each a first row, how many rows, a first key and how many
+    keys.
 
     The last row of a segment of `own` sees all its keys, each row before it one less, and of these the last `window`; rows of a
     segment of `across` see all its keys too. No two segments of either have a row or a key in common.
     """
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    out: Tensor = _Attend.apply(q, k, v, own, across, scale, window)
+
+    own: Tensor
+    across: Tensor | None = None
+    window: int | None = None
+
+
+def attend(heads: Tensor, kv: int, rotation: tuple[Tensor, Tensor] | None, seen: Seen, scale: float) -> Tensor:
+    """Attention of a pack's queries over its keys and values, `heads` [T, queries + 2 kv, dim] in this order, with queries and
+    keys turned by `rotation` first -> [T, queries, dim]. Differentiable once.
+    """
+    out: Tensor = _Attend.apply(heads, kv, rotation, seen, scale)
     return out
 
 
@@ -72,31 +81,46 @@ def join(whole: Partial, more: Partial, rows: Tensor) -> None:
 
 
 class _Attend(torch.autograd.Function):
+    """Keeps the heads as they are after the rotation, and makes their gradients where they lie side by side."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: Tensor, across: Tensor | None, scale: float, window: int | None
+        ctx: Any, heads: Tensor, kv: int, rotation: tuple[Tensor, Tensor] | None, seen: Seen, scale: float
     ) -> Tensor:
-        whole = attend_to(q, k, v, own, scale, causal=True, window=window)
-        if across is not None:
-            more = attend_to(q, k, v, across, scale, causal=False)
-            for first, count in across[:, :2].tolist():
-                rows = slice(first, first + count)
-                join(whole, more[rows], torch.arange(first, first + count))
-        ctx.save_for_backward(q, k, v, whole.out, whole.lse, own, across)
-        ctx.scale, ctx.window = scale, window
+        if rotation is None:
+            heads = heads if heads.stride(2) == 1 else heads.contiguous()
+        else:
+            heads = rows.rotate(heads, *rotation, 1.0, turned=heads.shape[1] - kv)
+        q, k, v = _parts(heads, kv)
+        whole = attend_to(q, k, v, seen.own, scale, causal=True, window=seen.window)
+        if seen.across is not None:
+            more = attend_to(q, k, v, seen.across, scale, causal=False)
+            for first, count in seen.across[:, :2].tolist():
+                join(whole, more[slice(first, first + count)], torch.arange(first, first + count))
+        ctx.save_for_backward(heads, whole.out, whole.lse, *(rotation or ()))
+        ctx.kv, ctx.seen, ctx.scale = kv, seen, scale
         return whole.out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, own, across = ctx.saved_tensors
-        by_out = gradients[0].contiguous()
-        by_q, by_k, by_v = (x.new_zeros(x.shape) for x in (q, k, v))
-        tensors = {"q": q, "k": k, "v": v, "out": out, "by_out": by_out, "by_q": by_q, "by_k": by_k, "by_v": by_v}
-        library.call("weft_attend_backward", _arguments(own, ctx.scale, True, ctx.window, lse, **tensors))
-        if across is not None:
-            library.call("weft_attend_backward", _arguments(across, ctx.scale, False, None, lse, **tensors))
-        return by_q, by_k, by_v, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        heads, out, lse, *rotation = ctx.saved_tensors
+        by_heads, seen = heads.new_zeros(heads.shape), ctx.seen
+        tensors = dict(zip(("q", "k", "v"), _parts(heads, ctx.kv), strict=True))
+        tensors |= dict(zip(("by_q", "by_k", "by_v"), _parts(by_heads, ctx.kv), strict=True))
+        tensors |= {"out": out, "by_out": gradients[0].contiguous()}
+        library.call("weft_attend_backward", _arguments(seen.own, ctx.scale, True, seen.window, lse, **tensors))
+        if seen.across is not None:
+            library.call("weft_attend_backward", _arguments(seen.across, ctx.scale, False, None, lse, **tensors))
+        if rotation:
+            cos, sin = rotation
+            rows.rotate_back(by_heads, cos, sin, heads.shape[1] - ctx.kv)
+        return by_heads, None, None, None, None
+
+
+def _parts(heads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = heads.split([heads.shape[1] - 2 * kv, kv, kv], dim=1)
+    return q, k, v
 
 
 def _arguments(

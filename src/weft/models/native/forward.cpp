@@ -106,7 +106,8 @@ void forward(const Block *blocks, const Step &s) {
   };
   const auto turn = [&](const Asking &asking, Heads &from, long heads, float *to) {
     weft_rotate(
-        from.at, asking.cos.data(), asking.sin.data(), to, from.by_row, s.dim, asking.rows, heads, s.dim, s.half, 1.0, s.threads);
+        from.at, asking.cos.data(), asking.sin.data(), to, from.by_row, s.dim, asking.rows, heads, heads, s.dim, s.half, 1.0,
+        s.threads);
     from = {to, heads * s.dim, s.dim};
   };
 

@@ -13,7 +13,7 @@ void weft_rms_norm(
     long threads);
 void weft_rotate(
     const float *x, const float *cos, const float *sin, float *out, long by_token, long by_head, long tokens, long heads,
-    long dim, long half, double direction, long threads);
+    long turned, long dim, long half, double direction, long threads);
 void weft_add(float *x, const float *more, long count, long threads);
 void weft_silu(const float *opened, const float *factor, float *out, long by_row, long rows, long size, long threads);
 void weft_store(

@@ -63,21 +63,27 @@ extern "C" void weft_rms_norm_backward(
   }
 }
 
-// x [tokens, heads, dim] with dimension i < half and i + half turned by the angles of cos and sin [tokens, half], the others
-// copied, to out, contiguous. `direction` -1 turns back.
+// x [tokens, heads, dim] with dimension i < half and i + half of the first `turned` heads turned by the angles of cos and sin
+// [tokens, half], all else copied, to out, contiguous, which may be x. `direction` -1 turns back.
 extern "C" void weft_rotate(
     const float *x, const float *cos, const float *sin, float *out, long by_token, long by_head, long tokens, long heads,
-    long dim, long half, double direction, long threads) {
+    long turned, long dim, long half, double direction, long threads) {
   const int team = tokens * heads * dim > LARGE ? (int)threads : 1;
   const float way = (float)direction;
 #pragma omp parallel for num_threads(team)
   for (long t = 0; t < tokens; t++)
     for (long h = 0; h < heads; h++) {
-      const float *a = x + t * by_token + h * by_head, *b = a + half, *c = cos + t * half, *s = sin + t * half;
+      const float *from = x + t * by_token + h * by_head, *c = cos + t * half, *s = sin + t * half;
       float *to = out + (t * heads + h) * dim;
-      for (long d = 0; d < half; d++) to[d] = a[d] * c[d] - b[d] * (s[d] * way);
-      for (long d = 0; d < half; d++) to[half + d] = b[d] * c[d] + a[d] * (s[d] * way);
-      memcpy(to + 2 * half, a + 2 * half, 4 * (dim - 2 * half));
+      const long pairs = h < turned ? half : 0;
+      for (long d = 0; d < pairs; d += LANES) {
+        const long left = pairs - d;
+        const vec a = load_up_to(from + d, left), b = load_up_to(from + half + d, left);
+        const vec by = load_up_to(c + d, left), across = load_up_to(s + d, left) * way;
+        store_up_to(to + d, a * by - b * across, left);
+        store_up_to(to + half + d, b * by + a * across, left);
+      }
+      if (to != from) memcpy(to + 2 * pairs, from + 2 * pairs, 4 * (dim - 2 * pairs));
     }
 }
 

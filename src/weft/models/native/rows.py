@@ -28,12 +28,25 @@ def rms_norm_gradients(
     return by_x, by_weight
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    """x [T, heads, dim] with dimensions i and i + half turned by the angles of cos and sin [T, 1, half], contiguous."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float, *, turned: int | None = None) -> Tensor:
+    """x [T, heads, dim] with dimensions i and i + half of the first `turned` heads, or of all, turned by the angles of cos and
+    sin [T, 1, half], contiguous."""
     x = x if x.stride(2) == 1 else x.contiguous()
-    cos, sin, out = cos.contiguous(), sin.contiguous(), x.new_empty(x.shape)
-    library.call("weft_rotate", x, cos, sin, out, *x.stride()[:2], *x.shape, cos.shape[-1], direction)
+    out = x.new_empty(x.shape)
+    _rotate(x, cos, sin, out, x.shape[1] if turned is None else turned, direction)
     return out
+
+
+def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, turned: int) -> None:
+    """Undo `rotate` in the place of x, contiguous."""
+    assert x.is_contiguous()
+    _rotate(x, cos, sin, x, turned, -1.0)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, direction: float) -> None:
+    (tokens, heads, dim), half = x.shape, cos.shape[-1]
+    angles = cos.contiguous(), sin.contiguous()
+    library.call("weft_rotate", x, *angles, out, *x.stride()[:2], tokens, heads, turned, dim, half, direction)
 
 
 def silu(joined: Tensor, gated: bool) -> Tensor:
