@@ -15,30 +15,44 @@ struct Sums {
 
 INLINE Sums sums_of(const float *x, long count, float most, bool weigh) {
   vec total = {}, weighted = {};
-  for (long i = 0; i < count; i += LANES) {
-    const long some = count - i < LANES ? count - i : LANES;
-    vec z = load_some(x + i, some);
-    if (some == LANES) z = load(x + i);
-    else
-      for (long l = some; l < LANES; l++) z[l] = -INFINITY;
-    z -= most;
+  const auto add = [&](vec z) {
     const vec p = exponential(z);
     total += p;
     if (weigh) {
       const ivec there = p > 0.f;
       weighted += there ? p * z : vec{};
     }
+  };
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) add(load(x + i) - most);
+  if (i < count) {
+    vec z = load_some(x + i, count - i) - most;
+    for (long l = count - i; l < LANES; l++) z[l] = -INFINITY;
+    add(z);
   }
   return {sum(total), weigh ? sum(weighted) : 0.f};
 }
 
 INLINE float highest(const float *x, long count) {
-  vec most = splat(-INFINITY);
+  vec most[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
   long i = 0;
-  for (; i + LANES <= count; i += LANES) most = largest(most, load(x + i));
-  float top = largest(most);
+  for (; i + 4 * LANES <= count; i += 4 * LANES)
+    for (long v = 0; v < 4; v++) most[v] = largest(most[v], load(x + i + v * LANES));
+  float top = largest(largest(largest(most[0], most[1]), largest(most[2], most[3])));
   for (; i < count; i++) top = x[i] > top ? x[i] : top;
   return top;
+}
+
+// The first of the ids that have this value; `count` where none has, as among numbers that are none.
+INLINE long first_of(const float *x, long count, float value) {
+  long i = 0;
+  for (; i + BLOCK <= count; i += BLOCK) {
+    ivec found = {};
+    for (long v = 0; v < BLOCK; v += LANES) found |= load(x + i + v) == value;
+    if (sum((vec)(found & (ivec)splat(1.f))) > 0.f) break;
+  }
+  while (i < count && x[i] != value) i++;
+  return i;
 }
 
 } // namespace
@@ -57,10 +71,7 @@ extern "C" void weft_statistics(
     }
     lse[r] = (float)(most + log(total));
     if (entropy) entropy[r] = (float)(log(total) - weighted / total);
-    if (best) {
-      best[r] = 0;
-      while (best[r] < size && row[best[r]] != most) best[r]++;
-    }
+    if (best) best[r] = first_of(row, size, most);
   }
 }
 

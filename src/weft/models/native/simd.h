@@ -83,19 +83,24 @@ private:
   const std::unique_ptr<Share[]> shares;
 };
 
+// The lanes that are `half` further on, for the first `half` lanes.
+INLINE ivec beyond(int half) {
+  ivec from;
+  for (int l = 0; l < LANES; l++) from[l] = (l + half) % LANES;
+  return from;
+}
+
 // Sums of all lanes, halves first: always in the same order.
 INLINE float sum(vec x) {
-  float part[LANES];
-  store(part, x);
-  for (long half = LANES / 2; half; half /= 2)
-    for (long i = 0; i < half; i++) part[i] += part[i + half];
-  return part[0];
+#pragma GCC unroll 4
+  for (int half = LANES / 2; half; half /= 2) x += __builtin_shuffle(x, beyond(half));
+  return x[0];
 }
 
 INLINE float largest(vec x) {
-  float most = x[0];
-  for (long i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-  return most;
+#pragma GCC unroll 4
+  for (int half = LANES / 2; half; half /= 2) x = largest(x, __builtin_shuffle(x, beyond(half)));
+  return x[0];
 }
 
 // e to the x for x <= 88, within 2 units in the last place; 0 below -87. After Cephes' expf: x = n log 2 + r, a polynomial in r.
