@@ -26,6 +26,7 @@ struct Rule {
 // Some rows of all heads that read one kv head; they stand row by row, and for each row head by head.
 struct Tile {
   long count, from, to; // the keys that any of them sees
+  long latest, least;   // the keys that all of them see
   long row[TILE], head[TILE], start[TILE], stop[TILE];
 };
 
@@ -33,7 +34,7 @@ INLINE Tile tile_of(const Segment &s, const Rule &rule, long kv_head, long first
   const long group = rule.heads / rule.kv, left = group * s.rows - first;
   Tile t;
   t.count = left < TILE ? left : TILE;
-  t.from = s.keys, t.to = 0;
+  t.from = t.least = s.keys, t.to = t.latest = 0;
   for (long i = 0; i < t.count; i++) {
     const long r = (first + i) / group;
     t.row[i] = s.row + r;
@@ -41,22 +42,27 @@ INLINE Tile tile_of(const Segment &s, const Rule &rule, long kv_head, long first
     t.stop[i] = rule.causal ? s.keys - s.rows + r + 1 : s.keys;
     t.start[i] = rule.window > 0 && t.stop[i] > rule.window ? t.stop[i] - rule.window : 0;
     if (t.stop[i] > t.to) t.to = t.stop[i];
+    if (t.stop[i] < t.least) t.least = t.stop[i];
     if (t.start[i] < t.from) t.from = t.start[i];
+    if (t.start[i] > t.latest) t.latest = t.start[i];
   }
   return t;
 }
 
-template <long Q> INLINE void dot_some(const float *const *rows, const float *columns, long dim, float *to) {
+// The rows of a tile dimension by dimension: row i of dimension d is at [d * TILE + i].
+typedef float Turned[WIDEST * TILE] __attribute__((aligned(64)));
+
+template <long Q> INLINE void dot_some(const float *rows, const float *columns, long dim, float *to) {
   vec total[Q] = {};
   for (long d = 0; d < dim; d++) {
     vec column = load(columns + d * LANES);
-    for (long i = 0; i < Q; i++) total[i] += column * rows[i][d];
+    for (long i = 0; i < Q; i++) total[i] += column * rows[d * TILE + i];
   }
   for (long i = 0; i < Q; i++) store(to + i * CHUNK, total[i]);
 }
 
-// to[i * CHUNK + lane] = rows[i] . columns[lane]
-INLINE void dot(const float *const *rows, long count, const float *columns, long dim, float *to) {
+// to[i * CHUNK + lane] = row i . columns[lane]
+INLINE void dot(const float *rows, long count, const float *columns, long dim, float *to) {
   long i = 0;
   for (; i + 8 <= count; i += 8) dot_some<8>(rows + i, columns, dim, to + i * CHUNK);
   for (; i + 2 <= count; i += 2) dot_some<2>(rows + i, columns, dim, to + i * CHUNK);
@@ -76,52 +82,122 @@ INLINE vec dot_alone(const float *row, const float *keys, long stride, long coun
   return total;
 }
 
-// Weights that `mix` multiplies: that of sum i and term j is at[i * by_sum + j * by_term].
-struct Weights {
-  const float *at;
-  long by_sum, by_term;
+// Rows of floats, and the step from one to the next.
+struct Rows {
+  float *at;
+  long by;
 };
 
-// sums[i][0 .. V * LANES) += weight(i, j) * terms[j] over j; of a last, partial vector `some` floats are there.
-template <long Q, long V> INLINE void mix_some(
-    Weights w, const float *const *terms, long lead, long stop, float *const *sums, long d, long some) {
+// sums[i][0 .. V * LANES) += weights[i * BY_SUM + j * BY_TERM] * terms[j] over j; where `SOME`, `some` floats of a vector alone.
+template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE void mix_some(
+    const float *weights, Rows terms, long count, Rows sums, long d, long some = 0) {
   vec total[Q][V];
   for (long i = 0; i < Q; i++)
-    for (long x = 0; x < V; x++) total[i][x] = some ? load_some(sums[i] + d, some) : load(sums[i] + d + x * LANES);
-  for (long j = lead; j < stop; j++) {
+    for (long x = 0; x < V; x++) {
+      const float *from = sums.at + i * sums.by + d + x * LANES;
+      if constexpr (SOME) total[i][x] = load_some(from, some);
+      else total[i][x] = load(from);
+    }
+  const float *from = terms.at + d;
+  for (long j = 0; j < count; j++, from += terms.by, weights += BY_TERM) {
     vec term[V];
-    for (long x = 0; x < V; x++) term[x] = some ? load_some(terms[j] + d, some) : load(terms[j] + d + x * LANES);
+    for (long x = 0; x < V; x++)
+      if constexpr (SOME) term[x] = load_some(from, some);
+      else term[x] = once(load(from + x * LANES));
     for (long i = 0; i < Q; i++)
-      for (long x = 0; x < V; x++) total[i][x] += term[x] * w.at[i * w.by_sum + j * w.by_term];
+      for (long x = 0; x < V; x++) total[i][x] += term[x] * weights[i * BY_SUM];
   }
   for (long i = 0; i < Q; i++)
-    for (long x = 0; x < V; x++) some ? store_some(sums[i] + d, total[i][x], some) : store(sums[i] + d + x * LANES, total[i][x]);
+    for (long x = 0; x < V; x++) {
+      float *to = sums.at + i * sums.by + d + x * LANES;
+      if constexpr (SOME) store_some(to, total[i][x], some);
+      else store(to, total[i][x]);
+    }
 }
 
-template <long Q> INLINE void mix_rows(
-    Weights w, const float *const *terms, long lead, long stop, float *const *sums, long dim) {
+// All `number` sums, Q at once while there are as many, then fewer.
+template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE void mix_all(
+    const float *weights, Rows terms, long count, Rows sums, long number, long d, long some = 0) {
+  for (; number >= Q; number -= Q, weights += Q * BY_SUM, sums.at += Q * sums.by)
+    mix_some<Q, V, BY_SUM, BY_TERM, SOME>(weights, terms, count, sums, d, some);
+  if constexpr (Q > 1)
+    if (number > 0) mix_all<(Q > 4 ? 4 : 1), V, BY_SUM, BY_TERM, SOME>(weights, terms, count, sums, number, d, some);
+}
+
+// `count` terms to `number` sums, each of `dim` floats; 16 vectors of sums stay in registers.
+template <long BY_SUM, long BY_TERM> INLINE void mix(const float *weights, Rows terms, long count, Rows sums, long number, long dim) {
   long d = 0;
-  for (; d + 4 * LANES <= dim; d += 4 * LANES) mix_some<Q, 4>(w, terms, lead, stop, sums, d, 0);
-  for (; d + 2 * LANES <= dim; d += 2 * LANES) mix_some<Q, 2>(w, terms, lead, stop, sums, d, 0);
-  for (; d + LANES <= dim; d += LANES) mix_some<Q, 1>(w, terms, lead, stop, sums, d, 0);
-  if (d < dim) mix_some<Q, 1>(w, terms, lead, stop, sums, d, dim - d);
-}
-
-// Terms from `lead` to `stop`, to `count` sums, each of `dim` floats.
-INLINE void mix(Weights w, const float *const *terms, long lead, long stop, float *const *sums, long count, long dim) {
-  long i = 0;
-  for (; i + 4 <= count; i += 4) mix_rows<4>({w.at + i * w.by_sum, w.by_sum, w.by_term}, terms, lead, stop, sums + i, dim);
-  for (; i < count; i++) mix_rows<1>({w.at + i * w.by_sum, w.by_sum, w.by_term}, terms, lead, stop, sums + i, dim);
+  for (; d + 4 * LANES <= dim; d += 4 * LANES) mix_all<4, 4, BY_SUM, BY_TERM>(weights, terms, count, sums, number, d);
+  for (; d + 2 * LANES <= dim; d += 2 * LANES) mix_all<8, 2, BY_SUM, BY_TERM>(weights, terms, count, sums, number, d);
+  for (; d + LANES <= dim; d += LANES) mix_all<8, 1, BY_SUM, BY_TERM>(weights, terms, count, sums, number, d);
+  if (d < dim) mix_all<8, 1, BY_SUM, BY_TERM, true>(weights, terms, count, sums, number, d, dim - d);
 }
 
 INLINE const float *head(const Heads &x, long row, long h) { return x.at + row * x.by_row + h * x.by_head; }
 
-// Scaled scores of LANES keys from `at` on, minus infinity for those that row i of the tile does not see.
+// The rows of a tile in one tensor, side by side, and back.
+INLINE void gather(const Tile &t, const Heads &x, long dim, float *to) {
+  for (long i = 0; i < t.count; i++) memcpy(to + i * dim, head(x, t.row[i], t.head[i]), 4 * dim);
+}
+INLINE void scatter(const Tile &t, const float *from, long dim, const Heads &x) {
+  for (long i = 0; i < t.count; i++) memcpy((float *)head(x, t.row[i], t.head[i]), from + i * dim, 4 * dim);
+}
+
+// Rows side by side, dimension by dimension; zeros beside them.
+INLINE void turn(const float *rows, long count, long dim, float *to) {
+  for (long i = 0; i < TILE; i += LANES) {
+    const long left = count > i ? count - i : 0;
+    transpose(rows + i * dim, dim, left < LANES ? left : LANES, dim, to + i, TILE);
+  }
+}
+
+// Whether all rows of the tile see all of LANES keys from `at` on.
+INLINE bool open(const Tile &t, long at) { return at >= t.latest && at + LANES <= t.least; }
+
+// Scaled scores of these keys, minus infinity for those that row i of the tile does not see.
 INLINE vec seen(vec scores, const Tile &t, long i, long at) {
-  if (at < t.start[i] || at + LANES > t.stop[i])
-    for (long l = 0; l < LANES; l++)
-      if (at + l < t.start[i] || at + l >= t.stop[i]) scores[l] = -INFINITY;
-  return scores;
+  const ivec lane = numbers(EACH_LANE), there = (lane >= (int)(t.start[i] - at)) & (lane < (int)(t.stop[i] - at));
+  return there ? scores : splat(-INFINITY);
+}
+
+// Of each row: the largest score, the sum of exp(score - largest), and that of the values times these.
+struct SoFar {
+  float most[TILE], total[TILE], sums[TILE][WIDEST] __attribute__((aligned(64)));
+};
+
+// Makes the scores of Q rows from `first` on, of keys `lead` to `end` of a chunk, weights, and what came before smaller by what
+// is the largest score now.
+template <long Q> INLINE void weigh(
+    float *scores, const Tile &t, long first, long chunk, long lead, long end, const Rule &rule, SoFar &so_far) {
+  vec high[Q], part[Q] = {};
+  float top[Q];
+  for (long i = 0; i < Q; i++) high[i] = splat(so_far.most[first + i]);
+  for (long j = lead; j < end; j += LANES) {
+    const bool all = open(t, chunk + j);
+    for (long i = 0; i < Q; i++) {
+      float *at = scores + (first + i) * CHUNK + j;
+      vec x = load(at) * rule.scale;
+      if (!all) x = seen(x, t, first + i, chunk + j);
+      store(at, x);
+      high[i] = largest(high[i], x);
+    }
+  }
+  for (long i = 0; i < Q; i++) top[i] = largest(high[i]);
+  for (long j = lead; j < end; j += LANES)
+    for (long i = 0; i < Q; i++) {
+      float *at = scores + (first + i) * CHUNK + j;
+      const vec weight = exponential(load(at) - (top[i] == -INFINITY ? 0.f : top[i])); // nothing seen yet: 0
+      store(at, weight);
+      part[i] += weight;
+    }
+  for (long i = 0; i < Q; i++) {
+    float &most = so_far.most[first + i], &total = so_far.total[first + i], *sums = so_far.sums[first + i];
+    const float factor = top[i] == most ? 1.f : expf(most - top[i]);
+    total = total * factor + sum(part[i]);
+    most = top[i];
+    if (factor != 1.f)
+      for (long d = 0; d < rule.dim; d += LANES) store(sums + d, load(sums + d) * factor);
+  }
 }
 
 // One tile over its keys.
@@ -129,19 +205,20 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
   const long dim = rule.dim;
   Columns columns;
   Scores scores;
-  float sums[TILE][WIDEST] __attribute__((aligned(64))), most[TILE], total[TILE];
-  const float *rows[TILE], *values[CHUNK];
-  float *to[TILE];
+  Turned rows;
+  SoFar so_far;
   for (long i = 0; i < t.count; i++) {
-    rows[i] = head(q, t.row[i], t.head[i]);
-    to[i] = sums[i];
-    most[i] = -INFINITY, total[i] = 0.f;
-    memset(sums[i], 0, 4 * padded(dim));
+    so_far.most[i] = -INFINITY, so_far.total[i] = 0.f;
+    memset(so_far.sums[i], 0, 4 * padded(dim));
+  }
+  if (t.count > 1) {
+    float side_by_side[TILE * WIDEST];
+    gather(t, q, dim, side_by_side), turn(side_by_side, t.count, dim, rows);
   }
   for (long chunk = t.from / CHUNK * CHUNK; chunk < t.to; chunk += CHUNK) {
     const long end = t.to - chunk < CHUNK ? t.to - chunk : CHUNK;
     const long lead = t.from > chunk ? (t.from - chunk) / LANES * LANES : 0;
-    for (long j = lead; j < end; j++) values[j] = head(v, s.key + chunk + j, kv_head);
+    const auto values = [&](long j) { return Rows{(float *)head(v, s.key + chunk + j, kv_head), v.by_row}; };
     for (long j = lead; j < end; j += LANES) {
       if (t.count < TILE) // memory is what few rows wait for: into the second cache, the values that come next
         for (long l = j; l < j + LANES; l++)
@@ -152,39 +229,17 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
       const float *keys = head(k, s.key + chunk + j, kv_head);
       const long there = end - j < LANES ? end - j : LANES;
       if (t.count == 1) {
-        store(scores + j, dot_alone(rows[0], keys, k.by_row, there, dim));
+        store(scores + j, dot_alone(head(q, t.row[0], t.head[0]), keys, k.by_row, there, dim));
       } else {
         transpose(keys, k.by_row, there, dim, columns);
         dot(rows, t.count, columns, dim, scores + j);
       }
     }
-    for (long i = 0; i < t.count; i++) {
-      float *row = scores + i * CHUNK;
-      vec high = splat(most[i]);
-      for (long j = lead; j < end; j += LANES) {
-        vec x = seen(load(row + j) * rule.scale, t, i, chunk + j);
-        store(row + j, x);
-        high = largest(high, x);
-      }
-      const float top = largest(high);
-      if (top == -INFINITY) { // nothing seen yet
-        memset(row + lead, 0, 4 * (padded(end) - lead));
-        continue;
-      }
-      vec part = {};
-      for (long j = lead; j < end; j += LANES) {
-        vec weight = exponential(load(row + j) - top);
-        store(row + j, weight);
-        part += weight;
-      }
-      const float factor = top == most[i] ? 1.f : expf(most[i] - top);
-      total[i] = total[i] * factor + sum(part);
-      most[i] = top;
-      if (factor != 1.f)
-        for (long d = 0; d < dim; d += LANES) store(sums[i] + d, load(sums[i] + d) * factor);
-    }
+    long i = 0;
+    for (; i + 4 <= t.count; i += 4) weigh<4>(scores, t, i, chunk, lead, end, rule, so_far);
+    for (; i < t.count; i++) weigh<1>(scores, t, i, chunk, lead, end, rule, so_far);
     if (t.count == TILE) {
-      mix({scores, CHUNK, 1}, values, lead, end, to, t.count, dim);
+      mix<CHUNK, 1>(scores + lead, values(lead), end - lead, {so_far.sums[0], WIDEST}, t.count, dim);
       continue;
     }
     // With the values what is read after them: the keys of the next chunk, or of the next task.
@@ -193,69 +248,72 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
     for (long j = lead; j < end; j += LANES) {
       for (long l = j; l < j + LANES; l++)
         for (long d = 0; d < dim; d += 16) __builtin_prefetch(next + l * k.by_row + d, 0, 2);
-      mix({scores, CHUNK, 1}, values, j, end - j < LANES ? end : j + LANES, to, t.count, dim);
+      mix<CHUNK, 1>(scores + j, values(j), end - j < LANES ? end - j : LANES, {so_far.sums[0], WIDEST}, t.count, dim);
     }
   }
   for (long i = 0; i < t.count; i++) {
     float *row = (float *)head(out, t.row[i], t.head[i]);
-    const float share = total[i] > 0.f ? 1.f / total[i] : 0.f;
-    for (long d = 0; d < dim; d++) row[d] = sums[i][d] * share;
-    lse[t.row[i] * rule.heads + t.head[i]] = most[i] + logf(total[i]);
+    const float total = so_far.total[i], share = total > 0.f ? 1.f / total : 0.f;
+    for (long d = 0; d < dim; d++) row[d] = so_far.sums[i][d] * share;
+    lse[t.row[i] * rule.heads + t.head[i]] = so_far.most[i] + logf(total);
   }
-}
-
-// Pointers to the rows of a tile in one tensor.
-INLINE void rows_of(const Tile &t, const Heads &x, float **to) {
-  for (long i = 0; i < t.count; i++) to[i] = (float *)head(x, t.row[i], t.head[i]);
 }
 
 struct Gradients {
   Heads q, k, v;
 };
 
-// One tile over its keys: adds to the gradients of its queries, and of the keys and values.
+// Keys `chunk` to `chunk + count` of a segment and their values, LANES by LANES as columns.
+struct Chunk {
+  long chunk, count;
+  float *keys, *values; // [CHUNK / LANES][dim * LANES] each
+};
+
+INLINE void columns_of(const Segment &s, const Rule &rule, long kv_head, Heads k, Heads v, const Chunk &c) {
+  for (long j = 0; j < c.count; j += LANES) {
+    const long there = c.count - j < LANES ? c.count - j : LANES, key = s.key + c.chunk + j;
+    transpose(head(k, key, kv_head), k.by_row, there, rule.dim, c.keys + j * rule.dim);
+    transpose(head(v, key, kv_head), v.by_row, there, rule.dim, c.values + j * rule.dim);
+  }
+}
+
+// One tile over those of its keys that are in a chunk: adds to the gradients of its queries, and of the keys and values.
 void backward(
-    const Segment &s, const Rule &rule, const Tile &t, long kv_head, Heads q, Heads k, Heads v, Heads out, const float *lse,
+    const Segment &s, const Rule &rule, const Tile &t, const Chunk &c, long kv_head, Heads q, Heads k, Heads out, const float *lse,
     Heads by_out, Gradients by) {
-  const long dim = rule.dim;
-  Columns columns;
+  const long dim = rule.dim, end = t.to - c.chunk < c.count ? t.to - c.chunk : c.count;
+  const long lead = t.from > c.chunk ? (t.from - c.chunk) / LANES * LANES : 0, count = end - lead;
+  if (count <= 0) return;
   Scores weights, gradients; // softmax weights, then what they get; gradients of scores
-  float *rows[TILE], *by_rows[TILE], *ends[TILE], *by_ends[TILE], delta[TILE], sums[TILE];
-  float *keys[CHUNK], *by_keys[CHUNK], *by_values[CHUNK];
-  rows_of(t, q, rows), rows_of(t, by.q, by_rows), rows_of(t, out, ends), rows_of(t, by_out, by_ends);
+  Turned rows, by_ends;
+  float queries[TILE * WIDEST], by_queries[TILE * WIDEST], by_outs[TILE * WIDEST], delta[TILE], sums[TILE];
+  gather(t, q, dim, queries), gather(t, by_out, dim, by_outs), gather(t, by.q, dim, by_queries);
+  turn(queries, t.count, dim, rows), turn(by_outs, t.count, dim, by_ends);
   for (long i = 0; i < t.count; i++) {
+    const float *end = head(out, t.row[i], t.head[i]), *by_end = by_outs + i * dim;
     vec total = {};
-    long d = 0;
-    for (; d + LANES <= dim; d += LANES) total += load(ends[i] + d) * load(by_ends[i] + d);
-    if (d < dim) total += load_some(ends[i] + d, dim - d) * load_some(by_ends[i] + d, dim - d);
+    for (long d = 0; d < dim; d += LANES) total += load_up_to(end + d, dim - d) * load_up_to(by_end + d, dim - d);
     delta[i] = sum(total);
     sums[i] = lse[t.row[i] * rule.heads + t.head[i]];
   }
-  for (long chunk = t.from / CHUNK * CHUNK; chunk < t.to; chunk += CHUNK) {
-    const long end = t.to - chunk < CHUNK ? t.to - chunk : CHUNK;
-    const long lead = t.from > chunk ? (t.from - chunk) / LANES * LANES : 0;
-    for (long j = lead; j < end; j++) {
-      const long key = s.key + chunk + j;
-      keys[j] = (float *)head(k, key, kv_head);
-      by_keys[j] = (float *)head(by.k, key, kv_head), by_values[j] = (float *)head(by.v, key, kv_head);
+  for (long j = lead; j < end; j += LANES) {
+    dot(rows, t.count, c.keys + j * dim, dim, weights + j);
+    dot(by_ends, t.count, c.values + j * dim, dim, gradients + j);
+    const bool all = open(t, c.chunk + j);
+    for (long i = 0; i < t.count; i++) {
+      float *at = weights + i * CHUNK + j, *by_at = gradients + i * CHUNK + j;
+      vec score = load(at) * rule.scale - sums[i];
+      if (!all) score = seen(score, t, i, c.chunk + j);
+      const vec weight = exponential(score);
+      store(at, weight);
+      store(by_at, weight * (load(by_at) - delta[i]) * rule.scale);
     }
-    for (long j = lead; j < end; j += LANES) {
-      const long there = end - j < LANES ? end - j : LANES;
-      transpose(keys[j], k.by_row, there, dim, columns);
-      dot(rows, t.count, columns, dim, weights + j);
-      transpose(head(v, s.key + chunk + j, kv_head), v.by_row, there, dim, columns);
-      dot(by_ends, t.count, columns, dim, gradients + j);
-      for (long i = 0; i < t.count; i++) {
-        float *at = weights + i * CHUNK + j, *by_at = gradients + i * CHUNK + j;
-        const vec weight = exponential(seen(load(at) * rule.scale - sums[i], t, i, chunk + j));
-        store(at, weight);
-        store(by_at, weight * (load(by_at) - delta[i]) * rule.scale);
-      }
-    }
-    mix({gradients, CHUNK, 1}, keys, lead, end, by_rows, t.count, dim);
-    mix({gradients + lead, 1, CHUNK}, rows, 0, t.count, by_keys + lead, end - lead, dim);
-    mix({weights + lead, 1, CHUNK}, by_ends, 0, t.count, by_values + lead, end - lead, dim);
   }
+  const auto of = [&](const Heads &x) { return Rows{(float *)head(x, s.key + c.chunk + lead, kv_head), x.by_row}; };
+  mix<CHUNK, 1>(gradients + lead, of(k), count, {by_queries, dim}, t.count, dim);
+  mix<1, CHUNK>(gradients + lead, {queries, dim}, t.count, of(by.k), count, dim);
+  mix<1, CHUNK>(weights + lead, {by_outs, dim}, t.count, of(by.v), count, dim);
+  scatter(t, by_queries, dim, by.q);
 }
 
 INLINE long tiles_of(const Segment &s, const Rule &rule) { return (s.rows * (rule.heads / rule.kv) + TILE - 1) / TILE; }
@@ -288,12 +346,21 @@ extern "C" void weft_attend(const Arguments *given) {
 extern "C" void weft_attend_backward(const Arguments *given) {
   const Arguments a = *given;
   const Rule rule = rule_of(a);
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads((int)a.threads)
-  for (long s = 0; s < a.count; s++)
-    for (long h = 0; h < a.kv; h++)
-      for (long tile = 0; tile < tiles_of(a.segments[s], rule); tile++)
-        backward(a.segments[s], rule, tile_of(a.segments[s], rule, h, tile * TILE), h, a.q, a.k, a.v, a.out, a.lse, a.by_out,
-                 {a.by_q, a.by_k, a.by_v});
+  const Shares shares(a.count * a.kv, a.threads);
+#pragma omp parallel num_threads((int)a.threads)
+  {
+    const Buffer columns(2 * CHUNK * a.dim);
+    shares.take([&](long part) {
+      const Segment &s = a.segments[part / a.kv];
+      const long h = part % a.kv;
+      for (long chunk = 0; chunk < s.keys; chunk += CHUNK) {
+        const Chunk c = {chunk, s.keys - chunk < CHUNK ? s.keys - chunk : CHUNK, columns, columns + CHUNK * a.dim};
+        columns_of(s, rule, h, a.k, a.v, c);
+        for (long tile = 0; tile < tiles_of(s, rule); tile++)
+          backward(s, rule, tile_of(s, rule, h, tile * TILE), c, h, a.q, a.k, a.out, a.lse, a.by_out, {a.by_q, a.by_k, a.by_v});
+      }
+    });
+  }
 }
 
 // Attention of some rows over other keys, more [count, heads, dim] and more_lse [count, heads], joined into that of rows[i] of

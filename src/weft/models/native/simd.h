@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <utility>
 
 #include <omp.h>
 
@@ -33,6 +34,14 @@ INLINE long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
 INLINE vec splat(float x) { return x - vec{}; }
 INLINE vec load(const float *from) { return *(const loose *)from; }
 INLINE void store(float *to, vec x) { *(loose *)to = x; }
+
+// x, kept in a register: GCC would read it from memory again at every use.
+INLINE vec once(vec x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
 INLINE vec largest(vec a, vec b) { return a > b ? a : b; }
 
 // The first `count` < LANES floats, then zeros.
@@ -83,24 +92,27 @@ private:
   const std::unique_ptr<Share[]> shares;
 };
 
-// The lanes that are `half` further on, for the first `half` lanes.
-INLINE ivec beyond(int half) {
-  ivec from;
-  for (int l = 0; l < LANES; l++) from[l] = (l + half) % LANES;
-  return from;
+constexpr auto EACH_LANE = std::make_integer_sequence<int, LANES>();
+
+// 0, 1, 2, ...
+template <int... L> INLINE ivec numbers(std::integer_sequence<int, L...>) { return ivec{L...}; }
+
+// Lane l gets what lane l + HALF has, round and round.
+template <int HALF, int... L> INLINE vec turned(vec x, std::integer_sequence<int, L...>) {
+  return __builtin_shufflevector(x, x, ((L + HALF) % LANES)...);
 }
 
 // Sums of all lanes, halves first: always in the same order.
-INLINE float sum(vec x) {
-#pragma GCC unroll 4
-  for (int half = LANES / 2; half; half /= 2) x += __builtin_shuffle(x, beyond(half));
-  return x[0];
+template <int HALF = LANES / 2> INLINE float sum(vec x) {
+  x += turned<HALF>(x, EACH_LANE);
+  if constexpr (HALF == 1) return x[0];
+  else return sum<HALF / 2>(x);
 }
 
-INLINE float largest(vec x) {
-#pragma GCC unroll 4
-  for (int half = LANES / 2; half; half /= 2) x = largest(x, __builtin_shuffle(x, beyond(half)));
-  return x[0];
+template <int HALF = LANES / 2> INLINE float largest(vec x) {
+  x = largest(x, turned<HALF>(x, EACH_LANE));
+  if constexpr (HALF == 1) return x[0];
+  else return largest<HALF / 2>(x);
 }
 
 // e to the x for x <= 88, within 2 units in the last place; 0 below -87. After Cephes' expf: x = n log 2 + r, a polynomial in r.
