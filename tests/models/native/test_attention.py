@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from weft.models import rope
 from weft.models.native import attention
 
 
@@ -73,6 +74,25 @@ def test_values_and_gradients(
         torch.autograd.grad(out, leaves, by_out), torch.autograd.grad(expected, wide, by_out.double()), strict=True
     ):
         assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2)])
+def test_queries_and_keys_turn_before_and_their_gradients_after(heads: int, kv: int) -> None:
+    lengths = [5, 40, 1, 20]
+    own, angles = packed(lengths), torch.randn(sum(lengths), 1, 12)
+    joined = torch.cat(tensors(sum(lengths), heads, kv, 24), dim=1).requires_grad_()
+    wide = joined.detach().double().requires_grad_()
+    out = attention.attend(joined, kv, (angles.cos(), angles.sin()), attention.Seen(own), 0.2)
+    q, k, v = wide.split([heads, kv, kv], dim=1)
+    q, k = (rope.rotate(x, angles.double().cos(), angles.double().sin()) for x in (q, k))
+    expected = plain(q, k, v, own, None, 0.2, None)
+    assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
+    by_out = torch.randn_like(out)
+    (made,) = torch.autograd.grad(out, joined, by_out, retain_graph=True)
+    (again,) = torch.autograd.grad(out, joined, by_out)
+    (wanted,) = torch.autograd.grad(expected, wide, by_out.double())
+    assert_close(made.double(), wanted, atol=1e-5, rtol=1e-4)
+    assert torch.equal(made, again), "what is kept for the backward pass stays as it is"
 
 
 def test_it_does_not_depend_on_the_threads() -> None:

@@ -47,7 +47,7 @@ def test_products(
 
 def test_products_do_not_depend_on_the_threads() -> None:
     left, right = torch.randn(400, 500), torch.randn(300, 500)
-    turned = left.T.contiguous().T
+    turned, many = left.T.contiguous().T, torch.randn(1700, 500)  # many: which threads share row by row
     threads = torch.get_num_threads()
     try:
         made = []
@@ -58,12 +58,14 @@ def test_products_do_not_depend_on_the_threads() -> None:
                 product.product(turned, right),
                 product.product(left[:, :270], right[:, :270]),
                 product.product(left[:70], right),
+                product.product(many, right),
             ]
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(one, made[at % 4]) for at, one in enumerate(made))
+    assert all(torch.equal(one, made[at % 5]) for at, one in enumerate(made))
     assert torch.equal(made[0], made[1])
     assert torch.equal(made[0][:70], made[3])
+    assert_close(made[4].double(), many.double() @ right.double().T, atol=3e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,11 @@ def test_rotations_go_there_and_back(half: int) -> None:
     assert_close(turned[..., : 2 * half], torch.cat([as_complex.real, as_complex.imag], -1), atol=1e-6, rtol=1e-6)
     assert torch.equal(turned[..., 2 * half :], x[..., 2 * half :])
     assert_close(rows.rotate(turned, angles.cos(), angles.sin(), -1.0), x, atol=1e-6, rtol=1e-6)
+    part = rows.rotate(x, angles.cos(), angles.sin(), 1.0, turned=2)
+    assert torch.equal(part[:, :2], turned[:, :2]) and torch.equal(part[:, 2], x[:, 2])
+    rows.rotate_back(part, angles.cos(), angles.sin(), 2)
+    assert_close(part, x, atol=1e-6, rtol=1e-6)
+    assert torch.equal(part[:, 2], x[:, 2])
 
 
 @pytest.mark.parametrize("gated", [True, False])
