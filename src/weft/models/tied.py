@@ -14,7 +14,11 @@ from torch.autograd.function import once_differentiable
 
 
 class Tied:
-    """The gradient of one pass's output layer, between the head's backward pass and the look-up's."""
+    """The gradient of one pass's output layer, between the head's backward pass and the look-up's.
+
+    Both belong to one call of `backward`, as they do where the matrix is trained: what the head leaves in a call that asks for
+    other gradients alone would join the look-up's next ones.
+    """
 
     def __init__(self) -> None:
         self._by_weight: Tensor | None = None

@@ -76,6 +76,17 @@ def test_values_and_gradients(
         assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
 
 
+def test_heads_and_gradients_may_lie_otherwise() -> None:
+    joined, seen = torch.randn(9, 6, 16), attention.Seen(packed([9]))
+    turned = joined.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    out, same = (attention.attend(x, 2, None, seen, 0.2) for x in (turned, joined.requires_grad_()))
+    assert turned.stride(2) != 1 and torch.equal(out, same)
+    for by_out in (torch.randn(16, 2, 9).permute(2, 1, 0), torch.randn(9, 1, 1).expand(9, 2, 16)):
+        (made,) = torch.autograd.grad(out, turned, by_out, retain_graph=True)
+        (wanted,) = torch.autograd.grad(same, joined, by_out.contiguous(), retain_graph=True)
+        assert torch.equal(made, wanted)
+
+
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2)])
 def test_queries_and_keys_turn_before_and_their_gradients_after(heads: int, kv: int) -> None:
     lengths = [5, 40, 1, 20]
