@@ -34,7 +34,7 @@ class Tied:
 
 
 def serves(weight: Tensor) -> bool:
-    """Whether the two gradients are added where the parameter's own dtype is wide enough for sums."""
+    """Whether a matrix gets one gradient: on a CPU, where its own dtype is wide enough for sums."""
     return weight.is_cpu and weight.dtype in (torch.float32, torch.float64)
 
 

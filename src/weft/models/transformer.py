@@ -125,10 +125,8 @@ class Attention(nn.Module):
         self.scores = Scores(scale, config.window(layer), config.attention_softcap, config.attention_dropout)
 
     def forward(self, x: Tensor, at: Surroundings) -> Tensor:
-        heads, kv = (
-            apply_all((self.q, self.k, self.v), x, at.noise).unflatten(-1, (-1, self.head_dim)),
-            self.num_kv_heads,
-        )
+        heads = apply_all((self.q, self.k, self.v), x, at.noise).unflatten(-1, (-1, self.head_dim))
+        kv = self.num_kv_heads
         if self.qk_norm is not None:
             q, k, v = heads.split([self.num_heads, kv, kv], dim=1)
             heads = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k), v], dim=1)
