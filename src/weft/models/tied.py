@@ -33,7 +33,7 @@ class Tied:
         return torch.zeros_like(weight) if found is None else found
 
 
-def serves(weight: Tensor) -> bool:
+def may_tie(weight: Tensor) -> bool:
     """Whether a matrix gets one gradient: on a CPU, where its own dtype is wide enough for sums."""
     return weight.is_cpu and weight.dtype in (torch.float32, torch.float64)
 

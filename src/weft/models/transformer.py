@@ -40,8 +40,7 @@ from weft.models.moe import MoE
 from weft.models.native import attention, forward, library
 from weft.models.packed import AttentionContext, Cached, Packed
 from weft.models.products import linear
-from weft.models.tied import Tied, look_up
-from weft.models.tied import serves as may_tie
+from weft.models.tied import Tied, look_up, may_tie
 
 Head = Literal["lm", "value", "score"]
 Pooling = Literal["last", "mean"]

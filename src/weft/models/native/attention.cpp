@@ -50,7 +50,7 @@ INLINE Tile tile_of(const Segment &s, const Rule &rule, long kv_head, long first
 }
 
 // The rows of a tile dimension by dimension: row i of dimension d is at [d * TILE + i].
-typedef float Turned[WIDEST * TILE] __attribute__((aligned(64)));
+typedef float Transposed[WIDEST * TILE] __attribute__((aligned(64)));
 
 template <long Q> INLINE void dot_some(const float *rows, const float *columns, long dim, float *to) {
   vec total[Q] = {};
@@ -144,7 +144,7 @@ INLINE void scatter(const Tile &t, const float *from, long dim, const Heads &x) 
 }
 
 // Rows side by side, dimension by dimension; zeros beside them.
-INLINE void turn(const float *rows, long count, long dim, float *to) {
+INLINE void transpose_rows(const float *rows, long count, long dim, float *to) {
   for (long i = 0; i < TILE; i += LANES) {
     const long left = count > i ? count - i : 0;
     transpose(rows + i * dim, dim, left < LANES ? left : LANES, dim, to + i, TILE);
@@ -152,7 +152,7 @@ INLINE void turn(const float *rows, long count, long dim, float *to) {
 }
 
 // Whether all rows of the tile see all of LANES keys from `at` on.
-INLINE bool open(const Tile &t, long at) { return at >= t.latest && at + LANES <= t.least; }
+INLINE bool seen_by_all(const Tile &t, long at) { return at >= t.latest && at + LANES <= t.least; }
 
 // Scaled scores of these keys, minus infinity for those that row i of the tile does not see.
 INLINE vec seen(vec scores, const Tile &t, long i, long at) {
@@ -173,7 +173,7 @@ template <long Q> INLINE void weigh(
   float top[Q];
   for (long i = 0; i < Q; i++) high[i] = splat(so_far.most[first + i]);
   for (long j = lead; j < end; j += LANES) {
-    const bool all = open(t, chunk + j);
+    const bool all = seen_by_all(t, chunk + j);
     for (long i = 0; i < Q; i++) {
       float *at = scores + (first + i) * CHUNK + j;
       vec x = load(at) * rule.scale;
@@ -205,7 +205,7 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
   const long dim = rule.dim;
   Columns columns;
   Scores scores;
-  Turned rows;
+  Transposed rows;
   SoFar so_far;
   for (long i = 0; i < t.count; i++) {
     so_far.most[i] = -INFINITY, so_far.total[i] = 0.f;
@@ -213,7 +213,7 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
   }
   if (t.count > 1) {
     float side_by_side[TILE * WIDEST];
-    gather(t, q, dim, side_by_side), turn(side_by_side, t.count, dim, rows);
+    gather(t, q, dim, side_by_side), transpose_rows(side_by_side, t.count, dim, rows);
   }
   for (long chunk = t.from / CHUNK * CHUNK; chunk < t.to; chunk += CHUNK) {
     const long end = t.to - chunk < CHUNK ? t.to - chunk : CHUNK;
@@ -263,15 +263,15 @@ struct Gradients {
   Heads q, k, v;
 };
 
-// Keys `chunk` to `chunk + count` of a segment and their values, LANES by LANES as columns.
+// Keys `first` to `first + count` of a segment and their values, LANES by LANES as columns.
 struct Chunk {
-  long chunk, count;
+  long first, count;
   float *keys, *values; // [CHUNK / LANES][dim * LANES] each
 };
 
-INLINE void columns_of(const Segment &s, const Rule &rule, long kv_head, Heads k, Heads v, const Chunk &c) {
+INLINE void fill(const Segment &s, const Rule &rule, long kv_head, Heads k, Heads v, const Chunk &c) {
   for (long j = 0; j < c.count; j += LANES) {
-    const long there = c.count - j < LANES ? c.count - j : LANES, key = s.key + c.chunk + j;
+    const long there = c.count - j < LANES ? c.count - j : LANES, key = s.key + c.first + j;
     transpose(head(k, key, kv_head), k.by_row, there, rule.dim, c.keys + j * rule.dim);
     transpose(head(v, key, kv_head), v.by_row, there, rule.dim, c.values + j * rule.dim);
   }
@@ -281,14 +281,14 @@ INLINE void columns_of(const Segment &s, const Rule &rule, long kv_head, Heads k
 void backward(
     const Segment &s, const Rule &rule, const Tile &t, const Chunk &c, long kv_head, Heads q, Heads k, Heads out, const float *lse,
     Heads by_out, Gradients by) {
-  const long dim = rule.dim, end = t.to - c.chunk < c.count ? t.to - c.chunk : c.count;
-  const long lead = t.from > c.chunk ? (t.from - c.chunk) / LANES * LANES : 0, count = end - lead;
+  const long dim = rule.dim, end = t.to - c.first < c.count ? t.to - c.first : c.count;
+  const long lead = t.from > c.first ? (t.from - c.first) / LANES * LANES : 0, count = end - lead;
   if (count <= 0) return;
   Scores weights, gradients; // softmax weights, then what they get; gradients of scores
-  Turned rows, by_ends;
+  Transposed rows, by_ends;
   float queries[TILE * WIDEST], by_queries[TILE * WIDEST], by_outs[TILE * WIDEST], delta[TILE], sums[TILE];
   gather(t, q, dim, queries), gather(t, by_out, dim, by_outs), gather(t, by.q, dim, by_queries);
-  turn(queries, t.count, dim, rows), turn(by_outs, t.count, dim, by_ends);
+  transpose_rows(queries, t.count, dim, rows), transpose_rows(by_outs, t.count, dim, by_ends);
   for (long i = 0; i < t.count; i++) {
     const float *end = head(out, t.row[i], t.head[i]), *by_end = by_outs + i * dim;
     vec total = {};
@@ -299,17 +299,17 @@ void backward(
   for (long j = lead; j < end; j += LANES) {
     dot(rows, t.count, c.keys + j * dim, dim, weights + j);
     dot(by_ends, t.count, c.values + j * dim, dim, gradients + j);
-    const bool all = open(t, c.chunk + j);
+    const bool all = seen_by_all(t, c.first + j);
     for (long i = 0; i < t.count; i++) {
       float *at = weights + i * CHUNK + j, *by_at = gradients + i * CHUNK + j;
       vec score = load(at) * rule.scale - sums[i];
-      if (!all) score = seen(score, t, i, c.chunk + j);
+      if (!all) score = seen(score, t, i, c.first + j);
       const vec weight = exponential(score);
       store(at, weight);
       store(by_at, weight * (load(by_at) - delta[i]) * rule.scale);
     }
   }
-  const auto of = [&](const Heads &x) { return Rows{(float *)head(x, s.key + c.chunk + lead, kv_head), x.by_row}; };
+  const auto of = [&](const Heads &x) { return Rows{(float *)head(x, s.key + c.first + lead, kv_head), x.by_row}; };
   mix<CHUNK, 1>(gradients + lead, of(k), count, {by_queries, dim}, t.count, dim);
   mix<1, CHUNK>(gradients + lead, {queries, dim}, t.count, of(by.k), count, dim);
   mix<1, CHUNK>(weights + lead, {by_outs, dim}, t.count, of(by.v), count, dim);
@@ -355,7 +355,7 @@ extern "C" void weft_attend_backward(const Arguments *given) {
       const long h = part % a.kv;
       for (long chunk = 0; chunk < s.keys; chunk += CHUNK) {
         const Chunk c = {chunk, s.keys - chunk < CHUNK ? s.keys - chunk : CHUNK, columns, columns + CHUNK * a.dim};
-        columns_of(s, rule, h, a.k, a.v, c);
+        fill(s, rule, h, a.k, a.v, c);
         for (long tile = 0; tile < tiles_of(s, rule); tile++)
           backward(s, rule, tile_of(s, rule, h, tile * TILE), c, h, a.q, a.k, a.out, a.lse, a.by_out, {a.by_q, a.by_k, a.by_v});
       }

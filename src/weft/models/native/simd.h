@@ -98,19 +98,19 @@ constexpr auto EACH_LANE = std::make_integer_sequence<int, LANES>();
 template <int... L> INLINE ivec numbers(std::integer_sequence<int, L...>) { return ivec{L...}; }
 
 // Lane l gets what lane l + HALF has, round and round.
-template <int HALF, int... L> INLINE vec turned(vec x, std::integer_sequence<int, L...>) {
+template <int HALF, int... L> INLINE vec shifted(vec x, std::integer_sequence<int, L...>) {
   return __builtin_shufflevector(x, x, ((L + HALF) % LANES)...);
 }
 
 // Sums of all lanes, halves first: always in the same order.
 template <int HALF = LANES / 2> INLINE float sum(vec x) {
-  x += turned<HALF>(x, EACH_LANE);
+  x += shifted<HALF>(x, EACH_LANE);
   if constexpr (HALF == 1) return x[0];
   else return sum<HALF / 2>(x);
 }
 
 template <int HALF = LANES / 2> INLINE float largest(vec x) {
-  x = largest(x, turned<HALF>(x, EACH_LANE));
+  x = largest(x, shifted<HALF>(x, EACH_LANE));
   if constexpr (HALF == 1) return x[0];
   else return largest<HALF / 2>(x);
 }
