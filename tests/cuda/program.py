@@ -95,3 +95,7 @@ def main(name: str, folder: Path, reads_pages: bool) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "pages")
+    sys.stdout.flush()
+    # The thread of a backward pass may still hold the stand-in, a Python object, when it is done: to let go of it while the
+    # interpreter ends would end the process by a signal.
+    os._exit(0)
