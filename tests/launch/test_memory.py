@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 from tests.engine.common import Nll, batch_of, engine_of, tiny
 from tests.launch.cases import prepare, sft
 from tests.tiny import make_tokenizer, write_jsonl
+from weft.engine import memory
 from weft.engine.memory import NetworkShape, RoleMemory
 from weft.engine.spec import LoRASpec
+from weft.experiments import SFTConfig
 from weft.launch import run
 from weft.launch.memory import Forecast
 
@@ -95,6 +97,32 @@ def test_the_estimate_is_printed_and_stored(tmp_path: Path, capsys: pytest.Captu
         )
         assert held is not None and held.group(1) == held.group(2)
         assert text.index("memory: about ") < text.index("were needed at most")
+
+
+def test_the_estimate_counts_what_rows_share_where_they_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten batches of one template, and among them one of fewer tokens without: that one needs most."""
+    prepare(tmp_path)
+    draw, template = random.Random(0), "What is said to all of them, over and over and over again, is this: "
+    prompts = [template + digits(draw, 8, 8) if at // 4 != 4 else digits(draw, 24, 24) for at in range(44)]
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "yes"} for prompt in prompts])
+    works: list[list[int]] = []
+
+    def estimate(shape: NetworkShape, settings: memory.Settings, calls: Iterable[memory.Work]) -> RoleMemory:
+        given = list(calls)
+        works.append([call.tokens for call in given])
+        return real(shape, settings, given)
+
+    real = memory.estimate
+    monkeypatch.setattr(memory, "estimate", estimate)
+    config = SFTConfig(
+        experiment_name="e", trial_name="t", fileroot=str(tmp_path / "runs"), progress=False, max_steps=1
+    )
+    config.model.path, config.dataset.train_path = str(tmp_path / "model"), str(tmp_path / "rows.jsonl")
+    config.dataset.train_bs_n_seqs, config.dataset.shuffle, config.dataset.max_seqlen = 4, False, 400
+    run(config)
+    [tokens] = works
+    assert len(set(tokens)) == 2
+    assert max(tokens) > tokens[0]  # the batch of the most tokens shares a template
 
 
 def sizes_of(path: Path, **changes: object) -> Mapping[str, Any]:

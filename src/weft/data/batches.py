@@ -17,6 +17,8 @@ from weft.data.mixture import Index, Share, epoch_order, per_epoch
 from weft.data.sample import SequenceSample
 from weft.errors import DataError, UserError
 
+LARGE = 8  # batches of the most tokens, and as many others, that the forecast of memory looks at
+
 
 @dataclass(frozen=True)
 class Batching:
@@ -99,9 +101,9 @@ class Loader(Protocol):
         """Batches of the first `epochs` epochs together."""
         ...
 
-    def largest_batch(self) -> SequenceSample:
-        """The batch of the first epoch with the most tokens, as far as that is known. Asked before the first batch; the
-        position stays."""
+    def large_batches(self) -> list[SequenceSample]:
+        """Batches of the first epoch, the one with the most tokens first, as far as that is known, and others that may need
+        as much memory though they have fewer. Asked before the first batch; the position stays."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -145,14 +147,17 @@ class MapLoader:
             return epochs * self.batches_per_epoch
         return sum(len(self._plan(epoch)[1]) - 1 for epoch in range(epochs))
 
-    def largest_batch(self) -> SequenceSample:
-        """The first one where the lengths of some source are not known without reading it."""
+    def large_batches(self) -> list[SequenceSample]:
+        """Those with the most tokens, and as many from all over the epoch, where rows may begin less alike. The first one alone
+        where the lengths of some source are not known without reading it."""
         (source, index), bounds = self._plan(0)
         if not all(isinstance(part.dataset, Tokenized) for part in self._parts):
-            return self._batch(0, 0)
+            return [self._batch(0, 0)]
         costs = [part.costs() for part in self._parts]
         tokens = np.asarray([costs[s][i] for s, i in zip(source, index, strict=True)])
-        return self._batch(0, int(np.add.reduceat(tokens, bounds[:-1]).argmax()))
+        largest = np.argsort(-np.add.reduceat(tokens, bounds[:-1]), kind="stable")[:LARGE]
+        spread = np.linspace(0, len(bounds) - 2, LARGE).astype(int)
+        return [self._batch(0, batch) for batch in dict.fromkeys([*largest.tolist(), *spread.tolist()])]
 
     def _batch(self, epoch: int, batch: int) -> SequenceSample:
         (source, index), bounds = self._plan(epoch)
@@ -242,12 +247,12 @@ class StreamLoader:
     def num_batches(self, epochs: int) -> int:
         return epochs * self.batches_per_epoch
 
-    def largest_batch(self) -> SequenceSample:
-        """Raises `DataError` where the first epoch has no batch."""
+    def large_batches(self) -> list[SequenceSample]:
+        """The largest. Raises `DataError` where the first epoch has no batch."""
         self._count()
         if self._largest is None:
             raise DataError(f"{self._name}: an iterable dataset yields SequenceSamples, the first epoch gave nothing")
-        return self._largest
+        return [self._largest]
 
     def next_batch(self) -> SequenceSample:
         epoch, batch = self._position

@@ -1,8 +1,8 @@
 """From a SequenceSample to what a network is fed (`Packed`) and to what a loss reads (the `RowBatch` of algorithms/base.py).
 
-Completion s of a group is laid out as its prompt and then its tokens; K completions repeat their prompt, or share it where that
-is asked for. The row of a completion token is the hidden state before it. Where the prompt is empty nothing comes before the
-first token: its row stands on the token itself, with mask 0, log-prob 0 and value 0.
+Completion s of a group is laid out as its prompt and then its tokens; sequences that begin alike repeat that, or share it where
+that is asked for. The row of a completion token is the hidden state before it. Where the prompt is empty nothing comes before
+the first token: its row stands on the token itself, with mask 0, log-prob 0 and value 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.data.sample import SequenceSample
+from weft.engine.shared_prefixes import shared_prefixes
 from weft.errors import DataError
 from weft.models.heads import Support
 from weft.models.packed import Dense, Join, Packed, Prefixed
@@ -27,21 +28,22 @@ from weft.models.transfer import put
 Index = npt.NDArray[np.int64]
 
 
-LEAST_PREFIX = 16  # tokens of a prompt that is worth joining; a shorter one is repeated
+LEAST_PROMPT = 16  # tokens of a prompt that is worth sharing, but for its last one; a shorter one is repeated
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the sequences of a micro-batch lie in the pack; all int64 `[S]` but `shared`.
+    """Where the sequences of a micro-batch lie in the pack; all int64 `[S]`.
 
-    All but the last token of a shared id's prompt stand in the pack once, before its completions, and the last stands before
-    each of them (the generator computes it so, and rounding is then the same). Elsewhere every completion has its own prompt.
+    Sequences may share a prefix of their prompts, which stands in the pack once, before all of them. A prompt's last token
+    always stands before its own completion (the generator computes it so, and rounding is then the same).
     """
 
     group: Index  # the id a sequence belongs to
     prompt: Index  # tokens of its prompt
     length: Index  # tokens of its completion
-    shared: npt.NDArray[np.bool_]  # [G]: ids whose completions share one prompt
+    first: Index  # the first of those that share its prefix; itself where none do
+    prefix: Index  # tokens of its shared prefix
 
     @classmethod
     def of(cls, sample: SequenceSample) -> Places:
@@ -59,46 +61,63 @@ class Places:
         empty = np.flatnonzero(length + prompts[group] == 0)
         if len(empty):
             raise DataError(f"id {sample.ids[group[empty[0]]]!r}: a sequence without any token cannot be computed")
-        return cls(group, prompts[group], length, np.zeros(sample.num_ids, np.bool_))
+        return cls(group, prompts[group], length, np.arange(len(group)), np.zeros_like(length))
 
-    def sharing(self, *, least: int | None = None, spared: int = 0) -> Places:
-        """The same sequences; ids with several completions share a prompt of `least` tokens (`LEAST_PREFIX`) or more,
+    def by_id(self, *, least: int | None = None, spared: int = 0) -> Places:
+        """The same sequences; ids with several completions share a prompt of `least` tokens (`LEAST_PROMPT`) or more,
         where that spares `spared` of them."""
+        first = np.searchsorted(self.group, self.group)
         others = np.bincount(self.group)[self.group] - 1
         worth = (
             (others > 0)
-            & (self.prompt >= (LEAST_PREFIX if least is None else least))
+            & (self.prompt >= (LEAST_PROMPT if least is None else least))
             & ((self.prompt - 1) * others >= spared)
         )
-        shared = self.shared.copy()
-        shared[self.group[worth]] = True
-        return replace(self, shared=shared)
+        return replace(self, first=np.where(worth, first, self.first), prefix=np.where(worth, self.prompt - 1, 0))
+
+    def by_prefix(self, sample: SequenceSample) -> Places:
+        """The same sequences, those of `sample`; whatever their ids, prompts share what they begin with alike, from
+        `LEAST_PROMPT` - 1 tokens on and never their last one (`weft.engine.shared_prefixes`)."""
+        if "prompt" not in sample.data:
+            return self
+        prompts = [prompt.cpu().numpy() for prompt in sample.sequences("prompt")]
+        first, prefix = self.first.copy(), self.prefix.copy()
+        for shared in shared_prefixes([prompts[id] for id in self.group], max(1, LEAST_PROMPT - 1)):
+            first[list(shared.sequences)], prefix[list(shared.sequences)] = shared.sequences[0], shared.size
+        return replace(self, first=first, prefix=prefix)
 
     @property
     def lengths(self) -> Index:
         """`[S]`: tokens of each sequence."""
         return self.prompt + self.length
 
+    @property
+    def spared(self) -> int:
+        """Tokens that the pack need not hold."""
+        return int((self.prefix - self.lead).sum())
+
     @cached_property
-    def stem(self) -> Index:
-        """`[S]`: tokens of the shared part of its prompt."""
-        return np.where(self.shared[self.group], self.prompt - 1, 0)
+    def order(self) -> Index:
+        """`[S]`: the sequences as they follow one another in the pack: those with one prefix together."""
+        return np.argsort(self.first, kind="stable")
 
     @cached_property
     def lead(self) -> Index:
-        """`[S]`: tokens of a shared part that stands in the pack right before this sequence, the first of its id."""
-        return np.where(np.diff(self.group, prepend=-1) != 0, self.stem, 0)
+        """`[S]`: tokens of a shared prefix that stand in the pack right before this sequence, the first to go on from it."""
+        return np.where(self.first == np.arange(len(self.first)), self.prefix, 0)
 
     @cached_property
     def segments(self) -> Index:
-        """Lengths of what lies end to end in the pack: shared parts, what goes on from each, whole sequences; in order."""
-        both = np.stack([self.lead, self.lengths - self.stem], axis=1)
-        return both[np.stack([self.lead > 0, np.ones(len(both), np.bool_)], axis=1)]
+        """Lengths of what lies end to end in the pack: shared prefixes, what goes on from each, whole sequences; in order."""
+        both = np.stack([self.lead, self.lengths - self.prefix], axis=1)[self.order]
+        return both[np.stack([both[:, 0] > 0, np.ones(len(both), np.bool_)], axis=1)]
 
     @cached_property
     def starts(self) -> Index:
         """`[S]`: where each completion begins in the pack."""
-        return np.cumsum(self.lead + self.lengths - self.stem) - self.length
+        ends = np.empty_like(self.length)
+        ends[self.order] = np.cumsum((self.lead + self.lengths - self.prefix)[self.order])
+        return ends - self.length
 
     def rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
         """(index in the pack, whether it exists) of each sequence's rows: one a completion token, and `extra` after."""
@@ -109,35 +128,36 @@ class Places:
         return np.where(exists, row, row + 1), exists
 
     def joins(self) -> tuple[Join, ...]:
-        """The shared parts and what goes on from each, as spans of the pack."""
+        """The shared prefixes and what goes on from each, as spans of the pack."""
         ends = self.starts + self.length
         found = []
-        for first in np.flatnonzero(self.lead):
-            last = np.searchsorted(self.group, self.group[first], side="right") - 1
-            start = int(self.starts[first] - self.prompt[first] + self.stem[first])
+        for first in self.order[self.lead[self.order] > 0]:
+            last = np.flatnonzero(self.first == first)[-1]
+            start = int(ends[first] - self.lengths[first] + self.prefix[first])
             found.append(Join((start - int(self.lead[first]), start), (start, int(ends[last]))))
         return tuple(found)
 
     @property
     def pairs_across(self) -> float:
-        """(query, key) pairs between what goes on from shared parts and these."""
-        return float(((self.lengths - self.stem) * self.stem).sum())
+        """(query, key) pairs between what goes on from shared prefixes and these."""
+        return float(((self.lengths - self.prefix) * self.prefix).sum())
 
 
 def pack(sample: SequenceSample, places: Places, device: torch.device, *, extra: int = 0) -> Packed:
-    """The network's input: every sequence once, in order. `extra` rows a sequence after the last token (values have one).
+    """The network's input: every sequence once. `extra` rows a sequence after the last token (values have one).
 
     The label of an extra row is the sequence's last token, which nothing reads.
     """
     prompts = sample.sequences("prompt") if "prompt" in sample.data else None
+    completions = sample.sequences("completion")
     tokens, positions = [], []
-    for s, completion in enumerate(sample.sequences("completion")):
-        lead, stem = int(places.lead[s]), int(places.stem[s])
+    for s in places.order:
+        lead, prefix = int(places.lead[s]), int(places.prefix[s])
         if prompts is not None:
             prompt = prompts[places.group[s]]
-            tokens += [prompt[:lead], prompt[stem:]]
-        tokens.append(completion)
-        positions += [np.arange(lead), np.arange(stem, places.lengths[s])]
+            tokens += [prompt[:lead], prompt[prefix:]]
+        tokens.append(completions[s])
+        positions += [np.arange(lead), np.arange(prefix, places.lengths[s])]
     flat = put(torch.cat(tokens).to(torch.int64), device)
     rows, exists = places.rows(extra)
     last = np.repeat(places.starts + places.length - 1, places.length + extra)

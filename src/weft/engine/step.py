@@ -32,6 +32,11 @@ from weft.models.transfer import put
 Veto = Callable[[Mapping[str, float]], str | None]
 Want = frozenset[Output]
 SHOWN = 8  # sample ids that an error names
+SCORED = ("logprobs", "ref_logprobs", "values")
+# Of all tokens, those that prefixes across ids must spare: to join parts takes a second pass of attention, on an accelerator by
+# a slower kernel.
+LEAST_SHARE = {"cpu": 0.02}
+DEFAULT_LEAST_SHARE = 0.25
 SEQUENCES = "sequences of the minibatch"  # what the balance is divided by, among the denominators
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
@@ -51,7 +56,7 @@ class Pass:
 
 
 class Shares(Protocol):
-    """What a network says of prompts that several completions go on from."""
+    """What a network says of prefixes that several sequences go on from."""
 
     def shares_prefixes(self, longest: int) -> bool:
         """Whether it computes them once, where no sequence has more than `longest` tokens."""
@@ -63,7 +68,19 @@ def sharing(places: Places, keys: Container[str]) -> Places:
 
     What was sampled is joined where the generator joined it: its log-probs then come out with the same rounding.
     """
-    return places.sharing(least=STRIDE + 1, spared=LEAST_SPARED) if "logprobs" in keys else places.sharing()
+    return places.by_id(least=STRIDE + 1, spared=LEAST_SPARED) if "logprobs" in keys else places.by_id()
+
+
+def sharing_in_training(places: Places, keys: Container[str], sample: SequenceSample, device: torch.device) -> Places:
+    """As `sharing`, of a `sample` that is trained: ids may share a prefix too (of one template or system prompt, say).
+
+    Not where another pass has scored the same tokens: it shares by id, and rounding is then the same.
+    """
+    if not any(key in keys for key in SCORED):
+        across = places.by_prefix(sample)
+        if across.spared >= LEAST_SHARE.get(device.type, DEFAULT_LEAST_SHARE) * across.lengths.sum():
+            return across
+    return sharing(places, keys)
 
 
 def counting_rows(part: SequenceSample, places: Places, how: Pass) -> npt.NDArray[np.bool_]:
@@ -83,7 +100,8 @@ def compute(
     """
     places = Places.of(part)
     if how.noise is None and how.balance is None and cast(Shares, network).shares_prefixes(int(places.lengths.max())):
-        places = sharing(places, part.data)
+        keys = part.data
+        places = sharing_in_training(places, keys, part, device) if how.trained_only else sharing(places, keys)
     packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance, gradient=how.gradient)
     if how.noise is not None:
         packed = replace(packed, noise=Noise.of(*how.noise, microbatches.sequence_keys(part), device))

@@ -19,7 +19,7 @@ from weft.engine.generation.generate import DEFAULT_SEQUENCES, SEQUENCES
 from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
 from weft.engine.rows import Places
 from weft.engine.spec import GenerationSpec, ModelSpec
-from weft.engine.step import sharing
+from weft.engine.step import sharing, sharing_in_training
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.models.heads import CHUNK_CELLS, DEFAULT_CHUNK_CELLS
@@ -88,7 +88,7 @@ def forecast(
     baseline: float,
 ) -> Forecast:
     """`facts` are the engines' descriptions by role."""
-    batch = _completed(experiment, data.train.largest_batch())
+    batches = [_completed(experiment, batch) for batch in data.train.large_batches()]
     roles, incomplete = {}, []
     for role, spec in experiment.roles.items():
         if not facts[role].get("num_parameters"):
@@ -97,6 +97,7 @@ def forecast(
             w
             for call in experiment.graph.model_calls()
             if call.role == role
+            for batch in batches
             for w in _works(experiment, call, batch, device, facts[role].get("shared_prompts", {}))
         ]
         sizes = facts[role].get("sizes")
@@ -172,7 +173,8 @@ def _works(
         for cut in cuts:
             at = Places.of(cut)
             if shares and int(at.lengths.max()) <= shared["longest"]:
-                at = sharing(at, (*call.input_keys, *call.optional_keys))
+                keys = (*call.input_keys, *call.optional_keys)
+                at = sharing_in_training(at, keys, cut, device) if trains else sharing(at, keys)
             rows = (
                 int(cut.data["loss_mask"].count_nonzero())
                 if trains and "loss_mask" in cut.data

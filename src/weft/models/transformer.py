@@ -269,7 +269,7 @@ class Transformer(nn.Module):
         return states if last.rows is rows else _at(states, rows)
 
     def shares_prefixes(self, longest: int) -> bool:
-        """Whether a prompt that several sequences go on from is computed once, where none has more than `longest` tokens.
+        """Whether a prefix that several sequences go on from is computed once, where none has more than `longest` tokens.
 
         Not where a token's state depends on what comes after it in its sequence (rotations by length, mean pooling), nor where
         attention has a limit that the joined form lacks.

@@ -87,7 +87,7 @@ def _set_dropout(network: Transformer, rate: float) -> None:
 
 
 def _longest_shared(network: Transformer) -> int:
-    """The most tokens of a sequence that goes on from a prompt which others share and which is computed once; 0: no such."""
+    """The most tokens of a sequence that goes on from a prefix which others share and which is computed once; 0: no such."""
     longest = min((window for window in network.config.windows if window is not None), default=sys.maxsize)
     return longest if network.shares_prefixes(longest) else 0
 
