@@ -55,7 +55,10 @@ def main(words: Sequence[str] | None = None) -> None:
         tokenizer = arguments.data / "tokenizers" / "llama2"
         directory = model.write_model(Path(folder) / "model", shape, tokenizer)
         ids = _text(arguments.data, tokenizer / "tokenizer.json")
-        sides = {name: stack.enter_context(Side(target, Path(folder) / name)) for name, target in SIDES.items()}
+        sides = {
+            name: stack.enter_context(Side(target, Path(folder) / name, rest=arguments.rest))
+            for name, target in SIDES.items()
+        }
         runs, rows = {}, []
         try:
             for work in chosen:
@@ -65,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> None:
         except SideFailed as error:
             raise SystemExit(str(error)) from error
     notes = ["tokens/s: medians; ratios: medians of the pairs (least to most); the first run of each side is left out"]
-    settings = {"shape": asdict(shape), "works": [asdict(work) for work in chosen]}
+    settings = {"shape": asdict(shape), "works": [asdict(work) for work in chosen], "rest": arguments.rest}
     results.report(results.Results("generate", rows, settings, runs, notes), arguments)
 
 

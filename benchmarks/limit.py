@@ -29,7 +29,9 @@ def main(words: Sequence[str] | None = None) -> None:
     quick = arguments.quick
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder, ExitStack() as stack:
         work, tokenizer = Path(folder), arguments.data / "tokenizers" / "llama2"
-        sides = {name: stack.enter_context(Side(target, work / "log")) for name, target in SIDES.items()}
+        sides = {
+            name: stack.enter_context(Side(target, work / "log", rest=arguments.rest)) for name, target in SIDES.items()
+        }
         try:
             large, small = ("tiny", "tiny") if quick else ("40M", "12.7M")
             path = model.write_model(work / "large", model.SHAPES[large], tokenizer)
@@ -52,7 +54,8 @@ def main(words: Sequence[str] | None = None) -> None:
         except SideFailed as error:
             raise SystemExit(str(error)) from error
     notes = ["the limit is measured in turn with the work, with the same threads; medians over the rounds"]
-    results.report(results.Results("limit", rows, {"repeats": arguments.repeats}, runs, notes), arguments)
+    settings = {"repeats": arguments.repeats, "rest": arguments.rest}
+    results.report(results.Results("limit", rows, settings, runs, notes), arguments)
 
 
 def training(sides: dict[str, Side], path: str, lengths: list[int], repeats: int) -> dict[str, list[Measured]]:

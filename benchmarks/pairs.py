@@ -1,7 +1,8 @@
 """Sides measured in turn: A B A B, each in a process of its own, compared pair by pair.
 
 Other work on the machine slows both parts of a pair alike, so the median of the pairs' ratios says more than the ratio of two
-medians taken one after the other. The shorter the parts, the better: training runs take turns after every step.
+medians taken one after the other. The shorter the parts, the better: training runs take turns after every step. What a side
+leaves behind for the host of a virtual machine to do is no part of the other's time, so turns begin after a rest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,13 +49,14 @@ class Side:
     """A process that runs `target(settings, pause)` until it is closed. `target` is `module:function`; `log` takes its prints.
 
     Where the function calls `pause(measured)`, the other side has its turn: `begin` and `advance` return at the next pause.
-    `path` comes first in its `sys.path`, for a library of another version than the installed one.
+    `rest` is the time before each turn, in seconds, in which no side does anything. `path` comes first in its `sys.path`, for a
+    library of another version than the installed one.
     """
 
-    def __init__(self, target: str, log: Path, path: Path | None = None) -> None:
+    def __init__(self, target: str, log: Path, path: Path | None = None, *, rest: float = 0.0) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
-        self._target = target
+        self._target, self._rest = target, rest
         self._process = spawn.Process(target=_serve, args=(theirs, target, str(log), str(path or "")))
         self._process.start()
         theirs.close()
@@ -67,6 +70,7 @@ class Side:
         return self._exchange(None)
 
     def _exchange(self, message: Any) -> Measured:
+        time.sleep(self._rest)
         try:
             self._connection.send(message)
             answered, value = self._connection.recv()

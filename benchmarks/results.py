@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("weft", "torch", "transformers", "trl", "numpy")
 GIB = 2**30
+REST = 1.0  # seconds; what a step of gigabytes gives back keeps the host of a virtual machine busy for some tenths
 
 
 class DirtyTree(SystemExit):
@@ -44,14 +46,24 @@ def parser(name: str, about: str, repeats: int) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; writes no file")
     made.add_argument("--repeats", type=int, default=repeats, help="pairs of runs (default: %(default)s)")
     made.add_argument("--threads", type=int, default=2, help="threads of either side (default: %(default)s)")
+    made.add_argument(
+        "--rest", type=seconds, default=REST, help="seconds of rest before each turn (default: %(default)s)"
+    )
     made.add_argument("--data", type=Path, default=_data(), help="folder of real data (default: $WEFT_TEST_DATA)")
     return made
+
+
+def seconds(word: str) -> float:
+    value = float(word)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{word} is no time: give 0 or more seconds")
+    return value
 
 
 def start(arguments: argparse.Namespace) -> None:
     """To be called first: refuses a dirty tree before anything is measured, and sets what child processes inherit."""
     if arguments.quick:
-        arguments.dry, arguments.repeats = True, 1
+        arguments.dry, arguments.repeats, arguments.rest = True, 1, 0.0
     if not arguments.dry:
         require_clean(ROOT)
     if not arguments.data.is_dir():

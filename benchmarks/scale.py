@@ -69,13 +69,13 @@ def main(words: Sequence[str] | None = None) -> None:
                         if not path.exists():
                             model.write_model(path, replace(shape, vocabulary=size), tokenizer)
                         settings = {**axis.settings(value), "model": str(path), "times": times}
-                        with Side(f"benchmarks.scale_sides:{axis.side}", work / "log") as side:
+                        with Side(f"benchmarks.scale_sides:{axis.side}", work / "log", rest=arguments.rest) as side:
                             points[axis.name][value].append(side.begin(settings))
         except SideFailed as error:
             raise SystemExit(str(error)) from error
     rows = [row for axis in axes for row in axis_rows(axis, points[axis.name])]
     notes = [note for axis in axes for note in axis_notes(axis, points[axis.name])]
-    results.report(results.Results("scale", rows, {"shape": shape}, points, notes), arguments)
+    results.report(results.Results("scale", rows, {"shape": shape, "rest": arguments.rest}, points, notes), arguments)
 
 
 def axis_rows(axis: Axis, points: dict[int, list[Measured]]) -> list[dict[str, Any]]:

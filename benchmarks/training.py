@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks import data, model, results
@@ -58,7 +59,7 @@ def main(case: Case, words: Sequence[str] | None = None, trl_path: Path | None =
     case = case.quick() if arguments.quick else case
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         work = Path(folder)
-        settings = prepare(case, arguments.data, work, arguments.threads)
+        settings = {**prepare(case, arguments.data, work, arguments.threads), "rest": arguments.rest}
         try:
             runs = measure(settings, arguments.repeats, work, getattr(arguments, "trl", None))
         except SideFailed as error:
@@ -89,7 +90,9 @@ def measure(settings: dict[str, Any], repeats: int, work: Path, trl_path: Path |
     for repeat in range(repeats):
         with ExitStack() as stack:
             sides = {
-                name: stack.enter_context(Side(target, work / f"{name}.log", trl_path if name == "trl" else None))
+                name: stack.enter_context(
+                    Side(target, work / f"{name}.log", trl_path if name == "trl" else None, rest=settings["rest"])
+                )
                 for name, target in SIDES.items()
             }
             for name, side in sides.items():
@@ -119,6 +122,7 @@ def summary(case: Case, settings: dict[str, Any], steps: dict[str, list[Measured
                 "least": seconds.least,
                 "most": seconds.most,
                 "CPU s a step": Spread.of([step["cpu_seconds"] for step in done]).median,
+                "stolen CPU s": fmean(step["stolen_seconds"] for step in done),
                 "peak GiB": max(step["peak_bytes"] for step in done) / results.GIB,
             }
         )
@@ -129,6 +133,7 @@ def summary(case: Case, settings: dict[str, Any], steps: dict[str, list[Measured
         f"weft is {speed} times as fast (median of {count} pairs of steps, least to most) and takes {memory:.2f} of the "
         f"memory; to reach: {case.target}",
         f"by CPU time, which other work on the machine hardly lengthens, it is {cpu} times as fast",
+        "stolen CPU s: what the host of a virtual machine took from all its processors meanwhile, a mean over the steps",
         f"{sum(settings['tokens']) / len(settings['tokens']):.0f} real tokens a step; {WARM} step before the clock starts",
     ]
     settings = {**settings, "speed_ratio": asdict(speed), "cpu_ratio": asdict(cpu), "memory_ratio": memory}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks import clock
+from benchmarks.clock import Stopwatch
 from benchmarks.pairs import Side, SideFailed, Spread, alternate, ratios
 
 HERE = "tests.benchmarks.sides"
@@ -51,6 +54,26 @@ def test_alternating_runs_a_round_of_all_sides_before_the_next(tmp_path: Path) -
         runs = alternate({"one": one, "other": other}, {}, 2)
     times = [run["time"] for pair in zip(runs["one"], runs["other"], strict=True) for run in pair]
     assert len(times) == 4 and times == sorted(times)
+
+
+def test_nobody_does_anything_before_a_turn(tmp_path: Path) -> None:
+    with Side(f"{HERE}:clock", tmp_path / "log", rest=0.3) as side:
+        side.begin({})  # the process is there
+        before = time.monotonic()
+        assert side.begin({})["time"] - before >= 0.3
+
+
+def test_a_stopwatch_reads_three_clocks() -> None:
+    watch = Stopwatch()
+    sum(range(10**6))
+    read = watch.read()
+    assert 0 < read["cpu_seconds"] <= 1.1 * read["seconds"] + 0.01 and read["stolen_seconds"] >= 0
+
+
+def test_stolen_time_is_the_eighth_number_of_all_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stat").write_text("cpu  1 2 3 4 5 6 7 250 9 10\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+    monkeypatch.setattr(clock, "STAT", tmp_path / "stat")
+    assert clock.stolen() == 250 / os.sysconf("SC_CLK_TCK")
 
 
 def test_ratios_are_taken_pair_by_pair() -> None:

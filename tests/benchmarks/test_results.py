@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -84,3 +85,18 @@ def test_data_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureF
         results.start(arguments)
     assert raised.value.code == 2
     assert "WEFT_TEST_DATA" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["-1", "nan", "inf", "soon"])
+def test_a_rest_that_is_no_time_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        results.parser("sft", "", 1).parse_args(["--rest", word])
+    assert ended.value.code == 2 and "--rest" in capsys.readouterr().err
+
+
+def test_a_quick_look_takes_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    arguments = results.parser("sft", "", 1).parse_args(["--quick", "--data", str(tmp_path)])
+    assert arguments.rest == results.REST
+    results.start(arguments)
+    assert arguments.rest == 0
