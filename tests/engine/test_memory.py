@@ -72,10 +72,14 @@ def test_a_soft_cap_takes_two_more_chunks(backward: bool) -> None:
     assert capped - plain == 2 * 50_000 * 4  # one row a chunk
 
 
-def test_a_look_up_that_adds_its_rows_takes_one_matrix_less() -> None:
+def test_a_look_up_that_adds_its_rows_makes_no_matrix_but_of_a_later_micro_batch() -> None:
     tied = replace(SHAPE, tied=True, embedding=1_000_000, parameters=9_000_000, trainable=9_000_000)
-    whole, rows = (estimate(tied, replace(TRAINED, adds_rows=way), [TRAIN]).call for way in (False, True))
-    assert whole - rows == 1_000_000 * 4
+    whole, rows, later = (
+        estimate(tied, replace(TRAINED, adds_rows=way), [replace(TRAIN, parts=parts)])
+        for way, parts in ((False, 1), (True, 1), (True, 2))
+    )
+    assert whole.call - rows.call == 2 * 1_000_000 * 4
+    assert later.call == later.activations + (9_000_000 + 1_000_000) * 4
 
 
 def test_a_cache_by_hand() -> None:

@@ -164,8 +164,9 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     gradients = trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
     # Early in a backward pass all activations are there and of the gradients that of a tied matrix (or all, where another
-    # micro-batch came before); at its end the gradients, and the look-up's, or of a tied one what it is added to.
+    # micro-batch came before); at its end the gradients, and apart from these the look-up's (of rows that are added in place
+    # only where an earlier micro-batch has left one) and of a tied matrix the head's.
     early = activations + (gradients + embedding if work.parts > 1 else embedding * shape.tied)
-    apart = 1 if settings.adds_rows else 1 + shape.tied
+    apart = int(work.parts > 1) if settings.adds_rows else 1 + shape.tied
     late = gradients + embedding * apart + ends
     return activations, 0, max(early, late)

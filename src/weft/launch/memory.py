@@ -28,7 +28,7 @@ from weft.models.native import library
 GIB, MIB = 2.0**30, 2.0**20
 # On a CPU the heap keeps what is free, with holes between tensors of many sizes, and more of them where torch cuts its blocks;
 # the room of a cache serves little else once it is free, and kernels bring buffers and pages of code. As measured.
-HOLES, HOLES_OF_TORCH, KERNELS = 1.22, 1.4, 40 * 2**20
+HOLES, HOLES_OF_TORCH, KERNELS = 1.15, 1.4, 40 * 2**20
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
 
 
