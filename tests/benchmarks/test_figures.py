@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import data, limit, scale
 from benchmarks.model import SHAPES
-from benchmarks.training import Case, prepare
+from benchmarks.training import Case, prepare, summary
 
 
 def test_parameters_are_those_of_the_network() -> None:
@@ -51,6 +51,15 @@ def test_the_fit_of_a_line(ys: list[float], fit: float, bend: float) -> None:
 )  # fmt: skip
 def test_a_line_fits_and_does_not_bend(fit: float, bend: float, straight: bool) -> None:
     assert scale.is_straight(fit, bend) is straight
+
+
+def test_what_is_written_of_a_comparison_names_no_folder(tmp_path: Path) -> None:
+    case = Case("sft", "", rows="instructions", batch=8, longest=512, steps=1, target="")
+    settings = {"work": str(tmp_path), "rows": str(tmp_path / "rows.jsonl"), "tokens": [300], "rest": 1.0}
+    step = {"seconds": 1.0, "cpu_seconds": 2.0, "stolen_seconds": 0.0, "tokens": 300, "peak_bytes": 1 << 20}
+    made = summary(case, settings, {"weft": [step], "trl": [{**step, "seconds": 3.0}]})
+    assert str(tmp_path) not in str(made) and made.settings["rows"] == "instructions" and made.settings["rest"] == 1.0
+    assert made.settings["speed_ratio"]["median"] == 3.0
 
 
 def test_a_curve_that_a_line_fits_well_is_no_line() -> None:
