@@ -109,7 +109,7 @@ def provenance(threads: int) -> dict[str, Any]:
     """How a result came about: command, commit, hardware, versions, date."""
     module = Path(sys.argv[0]).stem
     return {
-        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *map(_without_folder, sys.argv[1:])]),
         "commit": _git(ROOT, "rev-parse", "HEAD").strip(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "threads": threads,
@@ -120,6 +120,12 @@ def provenance(threads: int) -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), **versions()},
     }
+
+
+def _without_folder(word: str) -> str:
+    """A word of a command; `DIR` instead of a folder of this machine."""
+    option, sign, value = word.rpartition("=")
+    return f"{option}{sign}DIR" if Path(value).is_absolute() else word
 
 
 def versions() -> dict[str, str]:

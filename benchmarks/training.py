@@ -136,8 +136,7 @@ def summary(case: Case, settings: dict[str, Any], steps: dict[str, list[Measured
         "stolen CPU s: what the host of a virtual machine took from all its processors meanwhile, a mean over the steps",
         f"{sum(settings['tokens']) / len(settings['tokens']):.0f} real tokens a step; {WARM} step before the clock starts",
     ]
-    kept = {name: value for name, value in settings.items() if name != "work"} | {
-        "rows": case.rows
-    }  # no folder of a day
+    # Folders are of one machine and one day.
+    kept = {name: value for name, value in settings.items() if name != "work"} | {"rows": case.rows}
     settings = {**kept, "speed_ratio": asdict(speed), "cpu_ratio": asdict(cpu), "memory_ratio": memory}
     return results.Results(case.name, rows, settings, steps, notes)

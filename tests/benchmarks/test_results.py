@@ -100,3 +100,10 @@ def test_a_quick_look_takes_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert arguments.rest == results.REST
     results.start(arguments)
     assert arguments.rest == 0
+
+
+def test_a_command_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["/a/benchmarks/ppo.py", "--trl", "/home/me/trl", "--data=/home/me/data", "--steps", "3"]
+    )
+    assert results.provenance(2)["command"] == "python -m benchmarks.ppo --trl DIR --data=DIR --steps 3"

@@ -82,6 +82,16 @@ def test_a_look_up_that_adds_its_rows_makes_no_matrix_but_of_a_later_micro_batch
     assert later.call == later.activations + (9_000_000 + 1_000_000) * 4
 
 
+def test_the_gradient_of_an_output_matrix_is_there_with_all_activations() -> None:
+    """A score's is one row, and no such matrix."""
+    tied, untied, scores = (
+        estimate(replace(SHAPE, **changes), replace(TRAINED, adds_rows=True), [TRAIN])
+        for changes in ({}, {"tied": False}, {"tied": False, "vocab": 1})
+    )
+    assert tied.call - tied.activations == untied.call - untied.activations == 400 * 4
+    assert scores.call == scores.activations
+
+
 def test_a_cache_by_hand() -> None:
     role = estimate(SHAPE, TRAINED, [Work(cache_tokens=64, sequences=2)])
     assert role.cache == 2 * 4 * 4 * 64 * 4 and role.activations == 3 * 2 * 50 * 4

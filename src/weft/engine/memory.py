@@ -163,10 +163,10 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
-    # Early in a backward pass all activations are there and of the gradients that of a tied matrix (or all, where another
-    # micro-batch came before); at its end the gradients, and apart from these the look-up's (of rows that are added in place
-    # only where an earlier micro-batch has left one) and of a tied matrix the head's.
-    early = activations + (gradients + embedding if work.parts > 1 else embedding * shape.tied)
+    # Early in a backward pass all activations are there and of the gradients that of the output matrix, as large as the
+    # embedding (or all, where another micro-batch came before); at its end the gradients, and apart from these the look-up's
+    # (of rows that are added in place only where an earlier micro-batch has left one) and of a tied matrix the head's.
+    early = activations + (gradients + embedding if work.parts > 1 else embedding * (shape.tied or shape.vocab > 1))
     apart = int(work.parts > 1) if settings.adds_rows else 1 + shape.tied
     late = gradients + embedding * apart + ends
     return activations, 0, max(early, late)

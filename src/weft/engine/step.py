@@ -33,8 +33,8 @@ Veto = Callable[[Mapping[str, float]], str | None]
 Want = frozenset[Output]
 SHOWN = 8  # sample ids that an error names
 SCORED = ("logprobs", "ref_logprobs", "values")
-# Of all tokens, those that prefixes across ids must spare: to join parts takes a second pass of attention, on an accelerator by
-# a slower kernel.
+# Of all tokens, those that sharing whatever the ids must spare in all: to join parts takes a second pass of attention, on an
+# accelerator by a slower kernel.
 LEAST_SHARE = {"cpu": 0.02}
 DEFAULT_LEAST_SHARE = 0.25
 SEQUENCES = "sequences of the minibatch"  # what the balance is divided by, among the denominators

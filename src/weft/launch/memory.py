@@ -148,7 +148,7 @@ def _works(
     experiment: Experiment, call: MFCDef, batch: SequenceSample, device: torch.device, shared: Mapping[str, Any]
 ) -> Iterator[Work]:
     """What a call asks of its role's network, one a micro-batch. `shared`: up to which length of its sequences the network
-    computes the prompt of several completions once, and whether it does so in training."""
+    computes a prefix of several sequences once, and whether it does so in training."""
     if "completion" not in batch.data:
         return
     places = Places.of(batch)
