@@ -72,7 +72,7 @@ def test_a_soft_cap_takes_two_more_chunks(backward: bool) -> None:
     assert capped - plain == 2 * 50_000 * 4  # one row a chunk
 
 
-def test_a_look_up_that_adds_its_rows_makes_no_matrix_but_of_a_later_micro_batch() -> None:
+def test_a_look_up_that_adds_its_rows_makes_no_matrix_of_its_own() -> None:
     tied = replace(SHAPE, tied=True, embedding=1_000_000, parameters=9_000_000, trainable=9_000_000)
     whole, rows, later = (
         estimate(tied, replace(TRAINED, adds_rows=way), [replace(TRAIN, parts=parts)])

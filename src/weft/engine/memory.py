@@ -164,9 +164,8 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     gradients = trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
     # Early in a backward pass all activations are there and of the gradients that of the output matrix, as large as the
-    # embedding (or all, where another micro-batch came before); at its end the gradients, and apart from these the look-up's
-    # (of rows that are added in place only where an earlier micro-batch has left one) and of a tied matrix the head's.
-    early = activations + (gradients + embedding if work.parts > 1 else embedding * (shape.tied or shape.vocab > 1))
-    apart = int(work.parts > 1) if settings.adds_rows else 1 + shape.tied
-    late = gradients + embedding * apart + ends
+    # embedding (or all, where another micro-batch came before); at its end the gradients and, where its rows are not added in
+    # place, the look-up's apart, with the head's where they are tied.
+    early = activations + (gradients + embedding if work.parts > 1 else embedding * (shape.vocab > 1))
+    late = gradients + ends + (0 if settings.adds_rows else embedding * (1 + shape.tied))
     return activations, 0, max(early, late)
