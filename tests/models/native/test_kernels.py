@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,12 +16,27 @@ from weft.models.activations import activate
 from weft.models.native import library, logits, product, rows
 
 
+@pytest.fixture(params=["tiles", "vectors"])
+def products_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In the processor's tiles, where it has such, and in its vectors."""
+    kernels = library.library()
+    assert kernels is not None
+    tiles = request.param == "tiles"
+    try:
+        if kernels.weft_tiles(int(tiles)) != tiles:
+            pytest.skip("the processor has no tiles of bfloat16")
+        yield
+    finally:
+        kernels.weft_tiles(1)
+
+
 def laid(x: Tensor, transposed: bool, gap: int) -> Tensor:
     """The same matrix, within a larger one; where it is transposed, column after column."""
     around = F.pad(x.T if transposed else x, (1, gap)).contiguous()[:, 1 : -gap or None]
     return around.T if transposed else around
 
 
+@pytest.mark.usefixtures("products_by")
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 300), st.integers(1, 330), st.integers(1, 1100), st.tuples(*[st.booleans()] * 2),
@@ -45,6 +62,7 @@ def test_products(
     assert_close(total.double(), whole, atol=1e-5 * terms**0.5, rtol=0)
 
 
+@pytest.mark.usefixtures("products_by")
 def test_products_do_not_depend_on_the_threads() -> None:
     left, right = torch.randn(400, 500), torch.randn(300, 500)
     turned, many = left.T.contiguous().T, torch.randn(1700, 500)  # many: which threads share row by row
@@ -66,6 +84,34 @@ def test_products_do_not_depend_on_the_threads() -> None:
     assert torch.equal(made[0], made[1])
     assert torch.equal(made[0][:70], made[3])
     assert_close(made[4].double(), many.double() @ right.double().T, atol=3e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("products_by")
+@pytest.mark.parametrize("rows", [3, 300])  # by either kernel
+def test_products_are_as_exact_as_float32(rows: int) -> None:
+    torch.manual_seed(0)
+    spread = torch.logspace(-18, 18, 40).repeat_interleave(16)  # each pair of terms comes to about one, or to nothing beside it
+    x, weight = torch.randn(rows, 640) * spread, torch.randn(200, 640) / spread
+    wide = x.double() @ weight.double().T
+    error = (product.product(x, weight).double() - wide).square().mean().sqrt()
+    assert error < 1e-5  # of 25; with two parts instead of three 1e-4
+    one = torch.zeros(rows, 640)
+    one[:, 7] = 1 + 2**-23  # all digits of either side reach the result
+    assert torch.equal(product.product(one, weight), one[:, 7:8] * weight[:, 7])
+    assert torch.equal(product.product(x, one[:1]), one[:1, 7] * x[:, 7:8])
+
+
+@pytest.mark.usefixtures("products_by")
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
+def test_products_of_numbers_that_are_none_are_none(rows: int, odd: float) -> None:
+    x, weight = torch.randn(rows, 70), torch.randn(90, 70)
+    clean = product.product(x, weight)
+    x[1, 33] = weight[5, 2] = odd
+    made = product.product(x, weight)
+    there = torch.ones(rows, 90, dtype=torch.bool)
+    there[1], there[:, 5] = False, False
+    assert torch.equal(made.isfinite(), there) and torch.equal(made[there], clean[there])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,13 @@
 #pragma once
 
 struct Arguments;
+struct Matrices;
+
+// The products in the processor's tiles; whether it has such.
+bool weft_product_amx(
+    const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
+    long threads);
+bool weft_matmul_amx(const Matrices &m, long threads);
 
 extern "C" {
 void weft_attend(const Arguments *given);

@@ -105,6 +105,7 @@ INLINE void pack(const float *x, long row, long rows, long terms, float *packed)
 extern "C" void weft_product(
     const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
     long threads) {
+  if (weft_product_amx(x, weight, bias, out, by_row, rows, size, terms, threads)) return;
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
   // Columns that a thread takes at a time: some parts for each thread, tiles of them, and no more than a core's cache holds.
   constexpr long TILES = 24, WIDEST = 192;

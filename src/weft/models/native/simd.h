@@ -22,7 +22,8 @@ constexpr long LANES = 8;
 constexpr long LANES = 4;
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINED inline __attribute__((always_inline))
+#define INLINE static INLINED
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int ivec __attribute__((vector_size(4 * LANES)));
