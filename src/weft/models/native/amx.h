@@ -74,15 +74,30 @@ template <int COUNT, typename Work> INLINE void each(const Work &work) { each(st
 // bits. `meanwhile(step)` is other work, which the processor does at the same time.
 template <int I, int J, int OF_A, int OF_B, Side LEFT_IS, typename Work>
 INLINE void add_block(const float *a, const float *b, const Work &meanwhile) {
-  constexpr int A = I * J, ROOM = 8 - A - I, B = A + I; // where blocks are read to, and for how many of b there is room
+  constexpr int A = I * J, B = A + I; // where blocks are read to
+  static_assert(B + J <= 8, "eight tiles");
   each<STEPS>([&](auto step) {
     constexpr bool flip = LEFT_IS == RIGHT;
     constexpr int last = step ? step - 1 : 0, p = PARTS[step][flip], q = PARTS[step][!flip];
     if constexpr (step == 0 || p != PARTS[last][flip]) each<I>([&](auto i) { read<A + i>(a + (p * OF_A + i) * CELLS); });
-    each<J>([&](auto j) {
-      if constexpr (step == 0 || q != PARTS[last][!flip] || J > ROOM) read<B + j % ROOM>(b + (q * OF_B + j) * CELLS);
-      each<I>([&](auto i) { add_product<i * J + j, A + i, B + j % ROOM>(); });
-    });
+    if constexpr (step == 0 || q != PARTS[last][!flip]) each<J>([&](auto j) { read<B + j>(b + (q * OF_B + j) * CELLS); });
+    each<I>([&](auto i) { each<J>([&](auto j) { add_product<i * J + j, A + i, B + j>(); }); });
+    meanwhile(step);
+  });
+}
+
+// The same for one block of a, the right side, and four of b: all parts of a stay, and there is a single tile for those of b.
+template <typename Work> INLINE void add_row(const float *a, const float *b, const Work &meanwhile) {
+  constexpr int J = 4, A = J, B = A + 3;
+  each<3>([&](auto p) { read<A + p>(a + p * CELLS); });
+  each<STEPS>([&](auto step) {
+    constexpr int last = step ? step - 1 : 0, next = step + 1 < STEPS ? step + 1 : step, q = PARTS[step][LEFT];
+    if constexpr (step == 0 || q != PARTS[last][LEFT])
+      each<J>([&](auto j) {
+        read<B>(b + (q * J + j) * CELLS);
+        add_product<j, A + PARTS[step][RIGHT], B>();
+        if constexpr (next != step && q == PARTS[next][LEFT]) add_product<j, A + PARTS[next][RIGHT], B>();
+      });
     meanwhile(step);
   });
 }

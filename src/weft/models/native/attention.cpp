@@ -222,10 +222,7 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
     for (long j = lead; j < end; j += LANES) {
       if (t.count < TILE) // memory is what few rows wait for: into the second cache, the values that come next
         for (long l = j; l < j + LANES; l++)
-          for (long d = 0; d < dim; d += 16) {
-            __builtin_prefetch(head(k, s.key + chunk + l + 2 * LANES, kv_head) + d, 0, 2);
-            __builtin_prefetch(head(v, s.key + chunk + l, kv_head) + d, 0, 2);
-          }
+          for (long d = 0; d < dim; d += 16) __builtin_prefetch(head(v, s.key + chunk + l, kv_head) + d, 0, 2);
       const float *keys = head(k, s.key + chunk + j, kv_head);
       const long there = end - j < LANES ? end - j : LANES;
       if (t.count == 1) {

@@ -54,9 +54,12 @@ template <int I, int J> void columns(
         const bool last = block + 1 == blocks;
         const long next = last ? column + WIDE : column, term = last ? 0 : (block + 1) * DEEP;
         const long count = next < w.end ? there(next) : 0;
-        add_block<I, J, I, J, RIGHT>(now, x + block * J * BLOCK, [&](long step) {
+        const float *terms = x + block * J * BLOCK;
+        const auto meanwhile = [&](long step) {
           split_rows(w, next, WIDE, term, count * step / STEPS, count * (step + 1) / STEPS, coming);
-        });
+        };
+        if constexpr (J == 4) add_row(now, terms, meanwhile);
+        else add_block<I, J, I, J, RIGHT>(now, terms, meanwhile);
         std::swap(now, coming);
       }
       each<I * J>([&](auto tile) { write<tile>((first ? part : sums) + tile * CELLS, SIDE); });
@@ -85,7 +88,7 @@ bool weft_product_amx(
   if (!ready()) return false;
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
   constexpr long WIDEST = 256; // columns that a thread takes at a time, of which each gets some parts
-  const long each = 4 * SIDE, even = (size / (4 * team) + each - 1) / each * each;
+  const long each = 2 * SIDE, even = (size / (4 * team) + each - 1) / each * each;
   const long wide = even < each ? each : even < WIDEST ? even : WIDEST;
   const long blocks = blocks_of(terms), most = rows < MOST ? rows : MOST, room = (most + SIDE - 1) / SIDE * blocks * BLOCK;
   const bool alone = team <= FEW;
