@@ -29,7 +29,7 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int ivec __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); // anywhere in memory
 
-constexpr long LARGE = 1 << 15; // cells of work that are worth a second thread
+constexpr long LARGE = 12 << 10; // cells of work that are worth a second thread
 
 INLINE long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
 INLINE vec splat(float x) { return x - vec{}; }
