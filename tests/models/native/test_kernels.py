@@ -90,7 +90,9 @@ def test_products_do_not_depend_on_the_threads() -> None:
 @pytest.mark.parametrize("rows", [3, 300])  # by either kernel
 def test_products_are_as_exact_as_float32(rows: int) -> None:
     torch.manual_seed(0)
-    spread = torch.logspace(-18, 18, 40).repeat_interleave(16)  # each pair of terms comes to about one, or to nothing beside it
+    spread = torch.logspace(-18, 18, 40).repeat_interleave(
+        16
+    )  # each pair of terms comes to about one, or to nothing beside it
     x, weight = torch.randn(rows, 640) * spread, torch.randn(200, 640) / spread
     wide = x.double() @ weight.double().T
     error = (product.product(x, weight).double() - wide).square().mean().sqrt()

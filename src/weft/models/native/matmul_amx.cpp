@@ -13,7 +13,7 @@ public:
   static constexpr long SIDE = amx::SIDE, ROWS = 2 * SIDE, COLUMNS = 2 * SIDE, BLOCK = ROWS, PART = 512, PIECES = 3;
   static long piece_of(long terms) { return amx::piece_of(terms); }
 
-  explicit Parts(const Matrices &m) : m(m), columns(PIECES * PANEL * PART / COLUMNS), rows(2 * PANEL) {}
+  explicit Parts(const Matrices &m) : m(m), columns(room()), rows(columns + WIDEST) {}
 
   // Some columns of b from `part` on as panels [blocks of terms][parts][2] of tiles.
   void pack_columns(long part, long wide, long first, long count) {
@@ -48,8 +48,14 @@ public:
   void finish() { add(done.rows); }
 
 private:
-  // Of 32 rows or columns.
-  static constexpr long PANEL = amx::PIECE / amx::DEEP * 2 * amx::BLOCK;
+  // Of 32 rows or columns, and of all columns of a part.
+  static constexpr long PANEL = amx::PIECE / amx::DEEP * 2 * amx::BLOCK, WIDEST = PIECES * PANEL * PART / COLUMNS;
+
+  // A thread keeps it: so much memory, given back after each product, would come with a page fault for each of its pages.
+  static float *room() {
+    static thread_local const Buffer kept(WIDEST + 2 * PANEL);
+    return kept;
+  }
 
   static long blocks_of(const Rows &some) { return 2 * amx::blocks_of(some.count); }
 
@@ -99,7 +105,7 @@ private:
 
   const amx::Session session;
   const Matrices &m;
-  const Buffer columns, rows;
+  float *const columns, *const rows;
   alignas(64) float sums[ROWS * COLUMNS];
   const float *waiting = sums;   // rows of sums that belong to
   Place done = {};               // this place
