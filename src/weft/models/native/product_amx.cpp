@@ -1,5 +1,5 @@
-// `weft_product` in the tiles of Intel's AMX. The matrix is read once, as it lies, and taken to parts while the tiles multiply
-// what was taken to parts before.
+// `weft_product` in the tiles of Intel's AMX. The matrix is read as it lies, once for each 64 rows, and taken to parts while the tiles
+// multiply what was taken to parts before.
 #include "amx.h"
 #include "kernels.h"
 

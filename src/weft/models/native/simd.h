@@ -208,8 +208,8 @@ INLINE void transpose(const float *rows, long stride, long count, long dim, floa
   for (; d < dim; d++) store(to + d * by, column_of(rows + d, stride, count));
 }
 
-// Terms of a product that are summed from zero before the sum joins the others: the same for all kernels, so that they give the
-// same bits.
+// Terms of a product that are summed from zero before the sum joins the others: the same for all kernels that multiply in vectors, so
+// that they give the same bits.
 constexpr long PIECE = 320;
 INLINE long piece_of(long terms) {
   const long pieces = (terms + PIECE - 1) / PIECE, even = (terms + pieces - 1) / pieces;
