@@ -56,6 +56,12 @@ def serves(x: Tensor) -> bool:
     return x.is_cpu and x.dtype == torch.float32 and library() is not None
 
 
+def in_tiles() -> bool:
+    """Whether products are computed in the processor's tiles (`amx.h`)."""
+    kernels = library()
+    return kernels is not None and bool(kernels.weft_tiles(1))
+
+
 def call(name: str, *arguments: Any) -> int:
     """A kernel on structures, or on contiguous tensors and numbers; None is a null pointer. The last argument of those on
     tensors, the number of threads, is added here. What comes back means nothing but where the kernel says so."""
