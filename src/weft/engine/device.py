@@ -94,11 +94,10 @@ def cgroup_limits(mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/
 
 
 def set_up_heap() -> None:
-    """Have this process keep memory that is freed, in one heap for all threads, where the C library is glibc; tensors come
-    from it in blocks that leave no holes of their own, where the kernels are compiled (`heap.cpp`).
+    """Have this process keep memory that is freed. Where the kernels are compiled tensors lie in a range of their own
+    (`heap.cpp`); what else is large lies, where the C library is glibc, in one heap for all threads.
 
-    Given back and asked for again, each of its pages costs a fault: a tenth to a fifth of a training step of a 13M-parameter
-    model. And a heap a thread keeps holes of its own: from one heap the same training takes an eighth less.
+    Given back and asked for again, each page costs a fault: up to a quarter of a training step of a 13M-parameter model.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library

@@ -1,36 +1,121 @@
 // Where torch's tensors on a CPU come from.
-#include <cstdint>
+//
+// Large ones lie in one range of addresses, of which ever more is in use and none is given back: a page that is given back and
+// asked for again costs a fault. A tensor takes the first free piece that holds it, what is left over stays free, and free
+// neighbours join. Small ones, some of which live long, lie elsewhere: between large ones they would keep what is free from
+// joining. Where the system has large pages for those who ask, the range lies in them.
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstddef>
 #include <cstdlib>
-#include <limits>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <unordered_map>
 
 #include <c10/core/CPUAllocator.h>
 
 namespace {
 
-constexpr std::uintptr_t ALIGNED = 64;             // bytes, as torch's own
-constexpr size_t MORE = ALIGNED + sizeof(void *);  // room to move to an aligned address behind a pointer to the block
+constexpr size_t LINE = 64;              // bytes that every tensor is aligned to, as torch's own are
+constexpr size_t LARGE = 1 << 15;        // bytes from which on a tensor is large
+constexpr size_t STEP = 1 << 21;         // bytes by which the part in use grows, or a multiple
+constexpr size_t ROOM = size_t{1} << 43; // bytes of addresses, which cost nothing: more than machines have memory
+
+class Range {
+public:
+  // Where the system has no such room (a limit on addresses) nothing can be taken. It counts as memory what is in use.
+  Range() {
+    void *const given = mmap(nullptr, ROOM, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (given == MAP_FAILED) return;
+    madvise(given, ROOM, MADV_HUGEPAGE);
+    begin = end = static_cast<char *>(given);
+  }
+
+  // Null where there is no room.
+  char *take(size_t bytes) {
+    if (!begin || bytes > ROOM / 2) return nullptr;
+    // A line more than is asked for: without it tensors of 2^n bytes would all begin at one place of a page, and of a cache.
+    const size_t size = bytes / LINE * LINE + 2 * LINE;
+    const std::lock_guard<std::mutex> held(mutex);
+    auto found = std::find_if(free.begin(), free.end(), [&](const auto &piece) { return piece.second >= size; });
+    if (found == free.end()) {
+      if (!grow(size)) return nullptr;
+      found = std::prev(free.end());
+    }
+    const auto [at, whole] = *found;
+    free.erase(found);
+    if (whole > size) free.emplace(at + size, whole - size);
+    taken.emplace(at, size);
+    return at;
+  }
+
+  bool holds(const char *at) const { return begin && at >= begin && at < begin + ROOM; }
+
+  void give_back(char *at) {
+    const std::lock_guard<std::mutex> held(mutex);
+    const auto block = taken.find(at);
+    add(at, block->second);
+    taken.erase(block);
+  }
+
+  std::mutex mutex;
+
+private:
+  // By what a free piece at the end lacks.
+  bool grow(size_t size) {
+    const auto last = free.empty() ? free.end() : std::prev(free.end());
+    const size_t there = last != free.end() && last->first + last->second == end ? last->second : 0;
+    const size_t more = (size - there + STEP - 1) / STEP * STEP;
+    if (more > static_cast<size_t>(begin + ROOM - end) || mprotect(end, more, PROT_READ | PROT_WRITE) != 0) return false;
+    end += more;
+    add(end - more, more);
+    return true;
+  }
+
+  void add(char *at, size_t size) {
+    auto next = free.upper_bound(at);
+    if (next != free.end() && next->first == at + size) {
+      size += next->second;
+      next = free.erase(next);
+    }
+    if (next != free.begin() && std::prev(next)->first + std::prev(next)->second == at)
+      std::prev(next)->second += size;
+    else
+      free.emplace(at, size);
+  }
+
+  char *begin = nullptr, *end = nullptr; // of the part in use; it may grow to ROOM bytes
+  std::map<char *, size_t> free;         // sizes of the free pieces
+  std::unordered_map<char *, size_t> taken;
+};
+
+// Never destroyed: tensors may outlive what is.
+Range &range() {
+  static Range *const range = new Range;
+  return *range;
+}
 
 void give_back(void *data) {
   if (!data) return;
   c10::profiledCPUMemoryReporter().Delete(data);
-  std::free(static_cast<void **>(data)[-1]);
+  if (auto *const at = static_cast<char *>(data); range().holds(at))
+    range().give_back(at);
+  else
+    std::free(data);
 }
 
-// Aligned inside a larger block of malloc's. `posix_memalign`, which torch calls, frees what it cuts off in front and behind
-// on its own (glibc before 2.38): pieces of some 50 bytes, which small things of long life then fill, and what lies between
-// two of them no longer joins when it is free.
 struct Heap final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0) return {nullptr, nullptr, &give_back, cpu};
-    void *const block = bytes <= std::numeric_limits<size_t>::max() - MORE ? std::malloc(bytes + MORE) : nullptr;
-    if (!block) {
+    void *data = bytes >= LARGE ? range().take(bytes) : nullptr;
+    if (!data && posix_memalign(&data, LINE, bytes) != 0) {
       c10::profiledCPUMemoryReporter().OutOfMemory(bytes);
       TORCH_CHECK(false, "not enough memory: you tried to allocate ", bytes, " bytes");
     }
-    const auto behind = reinterpret_cast<std::uintptr_t>(block) + MORE;
-    void *const data = reinterpret_cast<void *>(behind - behind % ALIGNED);
-    static_cast<void **>(data)[-1] = block;
     c10::profiledCPUMemoryReporter().New(data, bytes);
     return {data, data, &give_back, cpu};
   }
@@ -43,5 +128,9 @@ struct Heap final : c10::Allocator {
 // Tensors made from now on come from here; it stays to the end of the process.
 extern "C" void weft_heap() {
   static Heap heap;
+  if (c10::GetCPUAllocator() == &heap) return;
+  range();
+  // A child begins with what its parent's threads have left: none of them may be in the middle of something.
+  pthread_atfork([] { range().mutex.lock(); }, [] { range().mutex.unlock(); }, [] { range().mutex.unlock(); });
   c10::SetCPUAllocator(&heap, 1);
 }
