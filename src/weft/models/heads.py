@@ -25,8 +25,8 @@ from weft.models.tied import Tied
 # rows not computed yet are 0, and that of the log-probs is always there.
 Gradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
-# Logits held at once. On a CPU 32 MB in float32, with which its products run at full speed; an accelerator needs more rows.
-CHUNK_CELLS = {"cpu": 1 << 23}
+# Logits held at once. On a CPU 64 MB in float32; an accelerator needs more rows to run at full speed.
+CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
 
 

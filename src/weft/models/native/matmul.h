@@ -77,7 +77,7 @@ template <typename Way> void multiply_tiles(Way &way, const Matrices &m, long pa
             const float *bias = m.bias && start + piece >= m.terms ? m.bias + part + c : nullptr;
             const Place out = {m.out + row * m.columns + part + c, bias, m.columns, least(m.rows - row, ROWS), wide - c,
                                m.adds || start > 0};
-            ahead.fetch(each);
+            if constexpr (Way::FETCHES) ahead.fetch(each);
             way.tile(rows, row, c, out);
           }
       }
@@ -86,7 +86,7 @@ template <typename Way> void multiply_tiles(Way &way, const Matrices &m, long pa
 }
 
 // All tiles. A `Way` computes those of one thread, which have Way::ROWS rows and Way::COLUMNS columns: it packs Way::BLOCK rows
-// together, and at most Way::PART columns and Way::PIECES pieces of the terms.
+// together, and at most Way::PART columns and Way::PIECES pieces of the terms; Way::FETCHES is whether these are asked for early.
 template <typename Way> void multiply(const Matrices &m, long threads) {
   constexpr long ROWS = Way::ROWS, COLUMNS = Way::COLUMNS, PART = Way::PART;
   constexpr long MANY = 512; // rows for which a thread may as well pack all columns

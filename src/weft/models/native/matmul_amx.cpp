@@ -11,6 +11,7 @@ namespace {
 class Parts {
 public:
   static constexpr long SIDE = amx::SIDE, ROWS = 2 * SIDE, COLUMNS = 2 * SIDE, BLOCK = ROWS, PART = 512, PIECES = 3;
+  static constexpr bool FETCHES = false; // it would stand in the way of the tiles, which are read from the second cache
   static long piece_of(long terms) { return amx::piece_of(terms); }
 
   explicit Parts(const Matrices &m) : m(m), columns(room()), rows(columns + WIDEST) {}
