@@ -83,6 +83,17 @@ resolve_device("cpu")
 x = torch.ones(1 << 20)
 print(int(x.sum()), x.data_ptr() % 64)
 """
+
+LARGE_PAGES = """
+import re, torch
+from weft.engine.device import resolve_device
+resolve_device("cpu")
+x = torch.ones(1 << 24)
+for mapping in re.split(r"\\n(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read()):
+    start, end = (int(bound, 16) for bound in mapping.split()[0].split("-"))
+    if start <= x.data_ptr() < end:
+        print(start % (1 << 21), end % (1 << 21), "hg" in re.search("VmFlags:(.*)", mapping)[1].split())
+"""
 compiled = pytest.mark.skipif(library() is None, reason="the heap is compiled with the kernels")
 
 
@@ -129,6 +140,12 @@ def test_no_tensor_lies_in_another_whichever_thread_makes_it() -> None:
 @compiled
 def test_a_child_of_a_process_whose_threads_make_tensors_makes_its_own() -> None:
     assert int(printed(FORKS)) == 50
+
+
+@compiled
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
+def test_tensors_lie_where_large_pages_are_asked_for_and_whole_ones_fit() -> None:
+    assert printed(LARGE_PAGES) == "0 0 True\n"
 
 
 @compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +33,13 @@ def nothing_asked_for() -> Iterator[None]:
     large_pages._collapse.cache_clear()
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
 def test_a_matrix_comes_to_lie_in_large_pages() -> None:
-    x = torch.arange(40 * large_pages.SIZE // 4, dtype=torch.float32)  # a mapping of its own
+    own = mmap.mmap(-1, 40 * large_pages.SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    own.madvise(mmap.MADV_NOHUGEPAGE)
+    x = torch.frombuffer(own, dtype=torch.float32).copy_(torch.arange(len(own) // 4))
+    assert held_large(x) == 0
+    own.madvise(mmap.MADV_HUGEPAGE)
     if not large_pages.collapse(x):
         pytest.skip("this system makes no large pages when it is asked to")
     assert held_large(x) >= 39 * large_pages.SIZE
@@ -43,10 +49,15 @@ def test_a_matrix_comes_to_lie_in_large_pages() -> None:
 def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(large_pages, "_collapse", lambda first, size: asked.append(size) or True)
-    assert not large_pages.collapse(torch.ones(large_pages.LEAST // 4)) and not asked
-    assert large_pages.collapse(torch.ones(large_pages.LEAST))  # four times as many bytes
-    (size,) = asked
-    assert size % large_pages.SIZE == 0 and 0 <= 4 * large_pages.LEAST - size < 2 * large_pages.SIZE
+    x = torch.ones(4 * large_pages.LEAST, dtype=torch.uint8)
+    page = (
+        -x.data_ptr() % large_pages.SIZE
+    )  # where the first begins: not every system has it at the same place of a tensor
+    assert not large_pages.collapse(x[page : page + large_pages.LEAST - 1])
+    assert not large_pages.collapse(x[page + 1 : page + 1 + large_pages.LEAST]) and not asked
+    assert large_pages.collapse(x[page : page + large_pages.LEAST])
+    assert large_pages.collapse(x[page + 1 : page + 1 + 2 * large_pages.LEAST])
+    assert asked == [large_pages.LEAST, 2 * large_pages.LEAST - large_pages.SIZE]
 
 
 def test_a_system_that_cannot_leaves_everything_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

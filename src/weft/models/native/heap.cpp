@@ -21,17 +21,17 @@ namespace {
 
 constexpr size_t LINE = 64;              // bytes that every tensor is aligned to, as torch's own are
 constexpr size_t LARGE = 1 << 15;        // bytes from which on a tensor is large
-constexpr size_t STEP = 1 << 21;         // bytes by which the part in use grows, or a multiple
+constexpr size_t STEP = 1 << 21;         // bytes of a large page: the part in use begins at one and grows by whole ones
 constexpr size_t ROOM = size_t{1} << 43; // bytes of addresses, which cost nothing: more than machines have memory
 
 class Range {
 public:
   // Where the system has no such room (a limit on addresses) nothing can be taken. It counts as memory what is in use.
   Range() {
-    void *const given = mmap(nullptr, ROOM, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *const given = mmap(nullptr, ROOM + STEP, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (given == MAP_FAILED) return;
-    madvise(given, ROOM, MADV_HUGEPAGE);
-    begin = end = static_cast<char *>(given);
+    begin = end = static_cast<char *>(given) + STEP - reinterpret_cast<size_t>(given) % STEP;
+    madvise(begin, ROOM, MADV_HUGEPAGE);
   }
 
   // Null where there is no room.
