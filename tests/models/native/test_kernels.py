@@ -87,6 +87,18 @@ def test_products_do_not_depend_on_the_threads() -> None:
 
 
 @pytest.mark.usefixtures("products_by")
+@pytest.mark.parametrize("size", [33, 290])
+def test_products_of_a_result_that_no_cache_holds(size: int) -> None:
+    """It is gone over less often: more of the columns is packed at once."""
+    one, weight = torch.randn(1, 5000), torch.randn(size, 5000)
+    many, expected = one.expand(40_000, 5000), product.product(one, weight)
+    assert bool((product.product(many, weight) == expected).all())
+    total = torch.zeros(40_000, size)
+    product.add_product(total, many, weight)
+    assert bool((total == expected).all())
+
+
+@pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("rows", [3, 300])  # by either kernel
 def test_products_are_as_exact_as_float32(rows: int) -> None:
     torch.manual_seed(0)

@@ -11,9 +11,10 @@ namespace {
 class Vectors {
 public:
   static constexpr long WIDE = LANES == 16 ? 4 : 2, ROWS = 6; // of a tile: vectors of columns, and rows; as many sums as fit registers
-  static constexpr long COLUMNS = WIDE * LANES, BLOCK = 8 * ROWS, PART = 256, PIECES = 1;
+  static constexpr long COLUMNS = WIDE * LANES, BLOCK = 8 * ROWS, PART = 256;
   static constexpr bool FETCHES = true;
   static long piece_of(long terms) { return ::piece_of(terms); }
+  static long pieces_of(long, long) { return 1; }
 
   explicit Vectors(const Matrices &m) : m(m), columns(PIECE * PART), rows(PIECE * BLOCK) {}
 

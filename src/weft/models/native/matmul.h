@@ -57,11 +57,12 @@ struct Rows {
 // Tiles `from` to `to` of the rows, of the columns from `part` on; `next` columns behind these are this thread's too.
 template <typename Way> void multiply_tiles(Way &way, const Matrices &m, long part, long wide, long next, long from, long to) {
   constexpr long ROWS = Way::ROWS, COLUMNS = Way::COLUMNS, BLOCK = Way::BLOCK;
-  const long piece = Way::piece_of(m.terms), chunk = piece * Way::PIECES;
+  const long width = (wide + COLUMNS - 1) / COLUMNS * COLUMNS;
+  const long piece = Way::piece_of(m.terms), chunk = piece * Way::pieces_of(width, (to - from) * ROWS * width);
   const long stop = to * ROWS < m.rows ? to * ROWS : m.rows;
   const auto least = [](long a, long b) { return a < b ? a : b; };
   for (long first = 0; first < m.terms; first += chunk) {
-    const long end = least(first + chunk, m.terms), tiles = (to - from) * ((wide + COLUMNS - 1) / COLUMNS);
+    const long end = least(first + chunk, m.terms), tiles = (to - from) * (width / COLUMNS);
     way.pack_columns(part, wide, first, end - first);
     Coming ahead = end < m.terms ? coming(m, part, wide, end, least(m.terms - end, chunk))
                                  : coming(m, part + wide, next, 0, least(m.terms, chunk));
@@ -86,7 +87,8 @@ template <typename Way> void multiply_tiles(Way &way, const Matrices &m, long pa
 }
 
 // All tiles. A `Way` computes those of one thread, which have Way::ROWS rows and Way::COLUMNS columns: it packs Way::BLOCK rows
-// together, and at most Way::PART columns and Way::PIECES pieces of the terms; Way::FETCHES is whether these are asked for early.
+// together, and at most Way::PART columns and Way::pieces_of(columns, cells of the result) pieces of the terms; Way::FETCHES is
+// whether these are asked for early.
 template <typename Way> void multiply(const Matrices &m, long threads) {
   constexpr long ROWS = Way::ROWS, COLUMNS = Way::COLUMNS, PART = Way::PART;
   constexpr long MANY = 512; // rows for which a thread may as well pack all columns

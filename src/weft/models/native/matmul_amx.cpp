@@ -10,9 +10,11 @@ namespace {
 // next block are packed.
 class Parts {
 public:
-  static constexpr long SIDE = amx::SIDE, ROWS = 2 * SIDE, COLUMNS = 2 * SIDE, BLOCK = ROWS, PART = 512, PIECES = 3;
+  static constexpr long SIDE = amx::SIDE, ROWS = 2 * SIDE, COLUMNS = 2 * SIDE, BLOCK = ROWS, PART = 512, PIECES = 3, CACHED = 1 << 20;
   static constexpr bool FETCHES = false; // it would stand in the way of the tiles, which are read from the second cache
   static long piece_of(long terms) { return amx::piece_of(terms); }
+  // A result that no cache holds is gone over as seldom as there is room for packed columns.
+  static long pieces_of(long width, long cells) { return cells > CACHED ? PIECES * PART / width : PIECES; }
 
   explicit Parts(const Matrices &m) : m(m), columns(room()), rows(columns + WIDEST) {}
 
