@@ -11,7 +11,8 @@ from weft.engine.memory import NetworkShape, Settings, Work, estimate, total
 SHAPE = NetworkShape(
     parameters=1000, trainable=1000, layers=4, hidden=8, query=8, key=4, inner=16, vocab=50, embedding=400, tied=True
 )
-TRAINED = Settings("float32", True, "adamw", recompute=0, offload_optimizer=False, chunk_cells=500)
+TRAINED = Settings("float32", True, "adamw", recompute=0, offload_optimizer=False, chunk_rows=10)
+ROW_BY_ROW = replace(TRAINED, chunk_rows=1)
 TRAIN = Work(tokens=100, rows=60, backward=True)
 
 
@@ -47,8 +48,10 @@ def test_adapters_keep_their_products_and_open_the_mlp() -> None:
 
 def test_an_entropy_with_a_gradient_takes_two_more_chunks() -> None:
     wide = replace(SHAPE, vocab=5000)
-    plain, more = (estimate(wide, TRAINED, [replace(TRAIN, entropy=entropy)]).activations for entropy in (False, True))
-    assert more - plain == 2 * 5000 * 4  # one row a chunk
+    plain, more = (
+        estimate(wide, ROW_BY_ROW, [replace(TRAIN, entropy=entropy)]).activations for entropy in (False, True)
+    )
+    assert more - plain == 2 * 5000 * 4
 
 
 def test_logits_that_become_their_gradients_take_one_chunk() -> None:
@@ -58,7 +61,7 @@ def test_logits_that_become_their_gradients_take_one_chunk() -> None:
         (replace(TRAIN, backward=False), 1),
         (Work(cache_tokens=64, sequences=1), 2),
     ):
-        copied, in_place = (estimate(wide, replace(TRAINED, in_place=way), [work]).call for way in (False, True))
+        copied, in_place = (estimate(wide, replace(ROW_BY_ROW, in_place=way), [work]).call for way in (False, True))
         assert copied - in_place == less * 50_000 * 4
 
 
@@ -66,10 +69,10 @@ def test_logits_that_become_their_gradients_take_one_chunk() -> None:
 def test_a_soft_cap_takes_two_more_chunks(backward: bool) -> None:
     wide, work = replace(SHAPE, vocab=50_000), replace(TRAIN, backward=backward)
     plain, capped = (
-        estimate(replace(wide, capped=way), replace(TRAINED, in_place=True), [work]).activations
+        estimate(replace(wide, capped=way), replace(ROW_BY_ROW, in_place=True), [work]).activations
         for way in (False, True)
     )
-    assert capped - plain == 2 * 50_000 * 4  # one row a chunk
+    assert capped - plain == 2 * 50_000 * 4
 
 
 def test_a_look_up_that_adds_its_rows_makes_no_matrix_of_its_own() -> None:

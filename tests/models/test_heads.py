@@ -127,10 +127,17 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(heads, "_project", watch)
     monkeypatch.setattr(heads, "CHUNK_CELLS", {"cpu": 2 * V})
+    monkeypatch.setattr(heads, "LEAST_ROWS", 1)
     hidden, weight, _, labels = inputs()
     out = token_outputs(hidden, labels, Projection(weight), ALL)
     (out["logprobs"].sum() + out["entropy"].sum()).backward()
     assert largest == 2 * V
+
+
+def test_chunks_of_a_large_vocabulary_have_rows_enough() -> None:
+    cpu = torch.device("cpu")
+    assert [heads.chunk_rows(size, cpu) for size in (1 << 14, 1 << 15, 1 << 17)] == [1024, 512, 256]
+    assert heads.chunk_rows(1 << 17, torch.device("cuda")) == 1024
 
 
 def test_only_what_is_wanted_comes() -> None:

@@ -67,7 +67,7 @@ class NetworkShape:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a role's spec says, and the device: `chunk_cells` logits are held at once; every `recompute`-th layer is computed
+    """What a role's spec says, and the device: logits of `chunk_rows` tokens are held at once; every `recompute`-th layer is computed
     again (0: none); `packs`: products copy their right side into a form of their own; `in_place`: logits become their
     statistics and gradients without a copy (weft's own kernels); `adds_rows`: a tied embedding's look-up adds its rows to the
     head's gradient. The last three are for float32 on CPUs."""
@@ -77,7 +77,7 @@ class Settings:
     optimizer: str
     recompute: int
     offload_optimizer: bool
-    chunk_cells: int
+    chunk_rows: int
     packs: bool = False
     in_place: bool = False
     adds_rows: bool = False
@@ -140,7 +140,7 @@ def total(roles: Mapping[str, RoleMemory]) -> int:
 def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -> tuple[int, int, int]:
     """(activations, cache, most at once) of one call."""
     width = BYTES[settings.dtype]
-    head = shape.vocab * WIDE * min(work.rows, max(1, settings.chunk_cells // shape.vocab))
+    head = shape.vocab * WIDE * min(work.rows, settings.chunk_rows)
     packed = int(PACKED * shape.embedding * WIDE) if settings.packs and shape.vocab > 1 else 0
     if work.cache_tokens:
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width

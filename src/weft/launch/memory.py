@@ -22,7 +22,7 @@ from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.step import sharing, sharing_in_training
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
-from weft.models.heads import CHUNK_CELLS, DEFAULT_CHUNK_CELLS
+from weft.models.heads import chunk_rows
 from weft.models.native import library
 
 GIB, MIB = 2.0**30, 2.0**20
@@ -109,14 +109,14 @@ def forecast(
                 dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {"vocab": 1},
             )
         shape = NetworkShape(facts[role]["num_parameters"], facts[role]["num_trainable"], **sizes)
-        found = memory.estimate(shape, _settings(spec, device), works)
+        found = memory.estimate(shape, _settings(spec, device, shape.vocab), works)
         if any(shares_base(spec, other) for other in experiment.roles.values()):
             found = replace(found, parameters=0, masters=0, optimizer=0, gradients=0)
         roles[role] = found
     return Forecast(roles, device, tuple(incomplete), baseline)
 
 
-def _settings(spec: ModelSpec, device: torch.device) -> Settings:
+def _settings(spec: ModelSpec, device: torch.device, vocab_size: int) -> Settings:
     plain = device.type == "cpu" and spec.dtype == "float32"
     return Settings(
         dtype=spec.dtype,
@@ -124,7 +124,7 @@ def _settings(spec: ModelSpec, device: torch.device) -> Settings:
         optimizer=spec.optimizer.type,
         recompute=spec.recomputed_layers,
         offload_optimizer=spec.optimizer.offload and device.type != "cpu",
-        chunk_cells=CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS),
+        chunk_rows=chunk_rows(vocab_size, device),
         packs=plain and library.library() is None,
         in_place=plain and library.library() is not None,
         adds_rows=plain,

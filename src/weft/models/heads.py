@@ -28,6 +28,7 @@ Gradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 # Logits held at once. On a CPU 64 MB in float32; an accelerator needs more rows to run at full speed.
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
+LEAST_ROWS = 256  # of a chunk: each takes all of the output matrix, which fewer rows are not worth
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def token_outputs(
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
     """Rows whose logits are held at once."""
-    return max(1, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
+    return max(LEAST_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
 
 
 @dataclass(frozen=True)
