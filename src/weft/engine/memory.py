@@ -67,10 +67,10 @@ class NetworkShape:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a role's spec says, and the device: logits of `chunk_rows` tokens are held at once; every `recompute`-th layer is computed
-    again (0: none); `packs`: products copy their right side into a form of their own; `in_place`: logits become their
-    statistics and gradients without a copy (weft's own kernels); `adds_rows`: a tied embedding's look-up adds its rows to the
-    head's gradient. The last three are for float32 on CPUs."""
+    """What a role's spec says, and the device: `chunk_rows` tokens' logits are held at once; every `recompute`-th layer is
+    computed again (0: none); `packs`: products copy their right side into a form of their own; `in_place`: logits become
+    their statistics and gradients without a copy (weft's own kernels); `adds_rows`: a tied embedding's look-up adds its
+    rows to the head's gradient. The last three are for float32 on CPUs."""
 
     dtype: str
     trained: bool
