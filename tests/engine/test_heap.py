@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -40,6 +39,7 @@ import random, torch
 from weft.engine.device import resolve_device
 from weft.observe.memory import peak_memory_gb
 resolve_device("cpu")
+torch.set_num_threads(1)
 kept = [torch.empty(size) for size in (0, 1, 10, 50, 100, 300, 1000) for _ in range(2000)]
 draw, before, most = random.Random(0), peak_memory_gb(), 0
 for _ in range(60):
@@ -63,14 +63,14 @@ def work():
         torch.empty(1 << 20)
 threads = [threading.Thread(target=work) for _ in range(2)]
 for thread in threads: thread.start()
-children = []
+well = 0
 for _ in range(50):
     child = os.fork()
     if child == 0:
         torch.empty(1 << 20)
         os._exit(0)
-    children.append(child)
-print([os.waitpid(child, 0)[1] for child in children].count(0))
+    well += os.waitpid(child, 0)[1] == 0
+print(well)
 ends.set()
 """
 
@@ -94,12 +94,12 @@ for mapping in re.split(r"\\n(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps")
     if start <= x.data_ptr() < end:
         print(start % (1 << 21), end % (1 << 21), "hg" in re.search("VmFlags:(.*)", mapping)[1].split())
 """
-compiled = pytest.mark.skipif(library() is None, reason="the heap is compiled with the kernels")
+compiled = pytest.mark.skipif(not hasattr(library(), "weft_heap"), reason="the heap is compiled with the kernels")
 
 
 def printed(code: str) -> str:
     """By a process of its own."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600).stdout
 
 
 @compiled
@@ -169,7 +169,7 @@ def test_what_is_too_large_says_so() -> None:
     resolve_device("cpu")
     sizes = [1 << 60]
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "1":
-        sizes.append(4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        sizes.append(1 << 42)
     for size in sizes:
         with pytest.raises(RuntimeError, match=f"not enough memory: you tried to allocate {size} bytes"):
             torch.empty(size, dtype=torch.uint8)

@@ -25,10 +25,11 @@ from weft.models.tied import Tied
 # rows not computed yet are 0, and that of the log-probs is always there.
 Gradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
-# Logits held at once. On a CPU 64 MB in float32; an accelerator needs more rows to run at full speed.
+# Logits held at once, and rows at least. On a CPU 64 MB in float32, or what few rows of a large vocabulary take; an
+# accelerator needs more rows to run at full speed.
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
-LEAST_ROWS = 256  # of a chunk: each takes all of the output matrix, which fewer rows are not worth
+LEAST_ROWS = 256  # each chunk reads all of the output matrix, which fewer are not worth
 
 
 @dataclass(frozen=True)

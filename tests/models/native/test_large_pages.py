@@ -37,7 +37,8 @@ def nothing_asked_for() -> Iterator[None]:
 def test_a_matrix_comes_to_lie_in_large_pages() -> None:
     own = mmap.mmap(-1, 40 * large_pages.SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     own.madvise(mmap.MADV_NOHUGEPAGE)
-    x = torch.frombuffer(own, dtype=torch.float32).copy_(torch.arange(len(own) // 4))
+    x = torch.frombuffer(own, dtype=torch.float32)
+    torch.arange(len(x), out=x)
     assert held_large(x) == 0
     own.madvise(mmap.MADV_HUGEPAGE)
     if not large_pages.collapse(x):

@@ -13,7 +13,7 @@
 #include <iterator>
 #include <map>
 #include <mutex>
-#include <unordered_map>
+#include <utility>
 
 #include <c10/core/CPUAllocator.h>
 
@@ -23,6 +23,8 @@ constexpr size_t LINE = 64;              // bytes that every tensor is aligned t
 constexpr size_t LARGE = 1 << 15;        // bytes from which on a tensor is large
 constexpr size_t STEP = 1 << 21;         // bytes of a large page: the part in use begins at one and grows by whole ones
 constexpr size_t ROOM = size_t{1} << 43; // bytes of addresses, which cost nothing: more than machines have memory
+
+using Pieces = std::map<char *, size_t>; // sizes by where they begin
 
 class Range {
 public:
@@ -46,9 +48,10 @@ public:
       found = std::prev(free.end());
     }
     const auto [at, whole] = *found;
-    free.erase(found);
-    if (whole > size) free.emplace(at + size, whole - size);
-    taken.emplace(at, size);
+    taken.emplace(at, size); // may throw, and nothing is changed yet
+    auto piece = free.extract(found);
+    piece.key() = at + size, piece.mapped() = whole - size;
+    if (whole > size) free.insert(std::move(piece));
     return at;
   }
 
@@ -56,9 +59,7 @@ public:
 
   void give_back(char *at) {
     const std::lock_guard<std::mutex> held(mutex);
-    const auto block = taken.find(at);
-    add(at, block->second);
-    taken.erase(block);
+    add(taken.extract(at));
   }
 
   std::mutex mutex;
@@ -70,26 +71,27 @@ private:
     const size_t there = last != free.end() && last->first + last->second == end ? last->second : 0;
     const size_t more = (size - there + STEP - 1) / STEP * STEP;
     if (more > static_cast<size_t>(begin + ROOM - end) || mprotect(end, more, PROT_READ | PROT_WRITE) != 0) return false;
+    Pieces made = {{end, more}};
     end += more;
-    add(end - more, more);
+    add(made.extract(made.begin()));
     return true;
   }
 
-  void add(char *at, size_t size) {
-    auto next = free.upper_bound(at);
-    if (next != free.end() && next->first == at + size) {
-      size += next->second;
+  // Needs no memory: what was taken must always find its way back.
+  void add(Pieces::node_type piece) {
+    auto next = free.upper_bound(piece.key());
+    if (next != free.end() && next->first == piece.key() + piece.mapped()) {
+      piece.mapped() += next->second;
       next = free.erase(next);
     }
-    if (next != free.begin() && std::prev(next)->first + std::prev(next)->second == at)
-      std::prev(next)->second += size;
+    if (next != free.begin() && std::prev(next)->first + std::prev(next)->second == piece.key())
+      std::prev(next)->second += piece.mapped();
     else
-      free.emplace(at, size);
+      free.insert(std::move(piece));
   }
 
   char *begin = nullptr, *end = nullptr; // of the part in use; it may grow to ROOM bytes
-  std::map<char *, size_t> free;         // sizes of the free pieces
-  std::unordered_map<char *, size_t> taken;
+  Pieces free, taken;
 };
 
 // Never destroyed: tensors may outlive what is.
@@ -127,10 +129,9 @@ struct Heap final : c10::Allocator {
 
 // Tensors made from now on come from here; it stays to the end of the process.
 extern "C" void weft_heap() {
-  static Heap heap;
-  if (c10::GetCPUAllocator() == &heap) return;
-  range();
+  static Heap &heap = *new Heap; // as the range
   // A child begins with what its parent's threads have left: none of them may be in the middle of something.
-  pthread_atfork([] { range().mutex.lock(); }, [] { range().mutex.unlock(); }, [] { range().mutex.unlock(); });
-  c10::SetCPUAllocator(&heap, 1);
+  static const int registered =
+      pthread_atfork([] { range().mutex.lock(); }, [] { range().mutex.unlock(); }, [] { range().mutex.unlock(); });
+  if (registered == 0) c10::SetCPUAllocator(&heap, 1);
 }
