@@ -127,7 +127,7 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(heads, "_project", watch)
     monkeypatch.setattr(heads, "CHUNK_CELLS", {"cpu": 2 * V})
-    monkeypatch.setattr(heads, "LEAST_ROWS", 1)
+    monkeypatch.setattr(heads, "LEAST_CHUNK_ROWS", 1)
     hidden, weight, _, labels = inputs()
     out = token_outputs(hidden, labels, Projection(weight), ALL)
     (out["logprobs"].sum() + out["entropy"].sum()).backward()

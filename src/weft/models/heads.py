@@ -29,7 +29,7 @@ Gradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 # accelerator needs more rows to run at full speed.
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
-LEAST_ROWS = 256  # each chunk reads all of the output matrix, which fewer are not worth
+LEAST_CHUNK_ROWS = 256  # each chunk reads all of the output matrix, which fewer are not worth
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def token_outputs(
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
     """Rows whose logits are held at once."""
-    return max(LEAST_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
+    return max(LEAST_CHUNK_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
 
 
 @dataclass(frozen=True)

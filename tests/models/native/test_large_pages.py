@@ -51,9 +51,7 @@ def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(large_pages, "_collapse", lambda first, size: asked.append(size) or True)
     x = torch.ones(4 * large_pages.LEAST, dtype=torch.uint8)
-    page = (
-        -x.data_ptr() % large_pages.SIZE
-    )  # where the first begins: not every system has it at the same place of a tensor
+    page = -x.data_ptr() % large_pages.SIZE  # where the first begins: tensors lie anywhere
     assert not large_pages.collapse(x[page : page + large_pages.LEAST - 1])
     assert not large_pages.collapse(x[page + 1 : page + 1 + large_pages.LEAST]) and not asked
     assert large_pages.collapse(x[page : page + large_pages.LEAST])

@@ -3,8 +3,8 @@
 // Three bfloat16 hold a float32 to its last digit: its first eight binary digits, of the rest the first eight, and what is left.
 // Of the nine products of two numbers' parts the six largest are taken (Henry, Tang and Heinecke 2019, "Leveraging the bfloat16
 // Artificial Intelligence Datatype For Higher-Precision Computations"). The other three come to 2^-22 of the whole at most, and
-// to 2^-25.7 in the root mean square, where rounding to float32 takes 2^-25.2. Parts below 2^-126 become zero; infinities, and on the left side numbers from 3.396e38 on,
-// which round to one, become NaN.
+// to 2^-25.7 in the root mean square, where rounding to float32 takes 2^-25.2. Parts below 2^-126 become zero; infinities, and
+// on the left side numbers from 3.396e38 on, which round to one, become NaN.
 #pragma once
 
 #include "simd.h"
