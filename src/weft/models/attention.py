@@ -49,7 +49,7 @@ def attend_heads(
     turned by `rotation` (`weft.models.rope`) first."""
     served = native.serves(heads, heads, heads) and not _limited(scores, noise)
     if served and isinstance(context, Dense | Prefixed):
-        return native.attend(heads, kv_heads, rotation, _seen(context, scores), scores.scale)
+        return native.attend(heads, kv_heads, rotation, who_sees(context, scores), scores.scale)
     qk, v = heads.split([heads.shape[1] - kv_heads, kv_heads], dim=1)
     if v.requires_grad:
         v = v.contiguous()  # it is kept for the backward pass, and a view would keep all heads
@@ -78,7 +78,7 @@ def attend(
         if isinstance(context, Cached):
             return _cached(q, context, scores, layer)
         heads = torch.cat([q, k, v], dim=1)
-        return native.attend(heads, k.shape[1], None, _seen(context, scores), scores.scale)
+        return native.attend(heads, k.shape[1], None, who_sees(context, scores), scores.scale)
     if isinstance(context, Cached):
         if context.max_len == 1:
             return _decode(q, context, scores, layer)
@@ -108,7 +108,8 @@ def _limited(scores: Scores, noise: TokenNoise | None) -> bool:
     return scores.softcap is not None or (noise is not None and scores.dropout > 0.0)
 
 
-def _seen(context: Dense | Prefixed, scores: Scores) -> native.Seen:
+def who_sees(context: Dense | Prefixed, scores: Scores) -> native.Seen:
+    """Which keys of a pack each of its rows sees."""
     if isinstance(context, Prefixed):  # whose networks have no window that a sequence exceeds
         return native.Seen(context.dense.segments, context.across)
     return native.Seen(context.segments, None, scores.window)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
 from weft.models import dropout, flex, heads, rope
-from weft.models.attention import Scores, attend_heads
+from weft.models.attention import Scores, attend_heads, who_sees
 from weft.models.balance import Balance
 from weft.models.config import TransformerConfig
 from weft.models.dropout import TokenNoise
@@ -38,7 +38,8 @@ from weft.models.fused_linear import fused_linear
 from weft.models.lora import Adapted
 from weft.models.moe import MoE
 from weft.models.native import attention, forward, library
-from weft.models.packed import AttentionContext, Cached, Packed
+from weft.models.native import block as native
+from weft.models.packed import AttentionContext, Cached, Dense, Packed, Prefixed
 from weft.models.products import linear
 from weft.models.tied import Tied, look_up, may_tie
 
@@ -61,6 +62,11 @@ class Surroundings:
     noise: TokenNoise | None
     balance: Balance | None = None
     rows: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens of a pack attend to each other alone, and nothing is dropped."""
+        return self.noise is None and isinstance(self.context, Dense | Prefixed)
 
     def wanted(self, x: Tensor) -> Tensor:
         """x [T, ...] at the tokens whose states are wanted."""
@@ -200,6 +206,12 @@ class Block(nn.Module):
         return x if noise is None else noise.drop(x, self.dropout, dropout.site(self.layer, place))
 
 
+def _by_kernels(block: nn.Module, x: Tensor, at: Surroundings) -> Tensor:
+    """What the block makes of x, in one call."""
+    assert isinstance(block, Block) and isinstance(at.context, Dense | Prefixed)
+    return native.run(block, x, at.rotation, who_sees(at.context, block.attention.scores), at.rows)
+
+
 class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last") -> None:
         super().__init__()
@@ -260,12 +272,13 @@ class Transformer(nn.Module):
         """Embeddings [T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`."""
         # What others than `rows` do in the last block nobody sees but the balance of its experts.
         last = at if at.balance is not None else replace(at, rows=rows)
+        compute = _by_kernels if at.plain and native.serves(self.config, self.blocks, states, rows) else Block.__call__
         for layer, block in enumerate(self.blocks, 1):
             around = last if layer == len(self.blocks) else at
             if self.checkpointing and layer % self.checkpointing == 0 and torch.is_grad_enabled():
-                states = checkpoint(block, states, around, use_reentrant=False, preserve_rng_state=False)
+                states = checkpoint(compute, block, states, around, use_reentrant=False, preserve_rng_state=False)
             else:
-                states = block(states, around)
+                states = compute(block, states, around)
         return states if last.rows is rows else _at(states, rows)
 
     def shares_prefixes(self, longest: int) -> bool:

@@ -50,7 +50,7 @@ long steps_of(const Block *blocks, const Draws &d, Step s) {
     long *ids = d.ids + step * s.rows;
     float *logprobs = d.logprobs + step * s.rows;
     if (const long outcome = weft_forward(blocks, &s)) return outcome;
-    multiply(s.states, {d.head, d.bias}, logits, s.rows, s.vocabulary, s.hidden, s);
+    multiply(s.states, {d.head, d.bias}, logits, s.rows, s.vocabulary, s.hidden, s.few, s.threads);
     const float temperature = (float)d.temperature;
     if (temperature != 1.f) {
 #pragma omp parallel for num_threads((int)s.threads)

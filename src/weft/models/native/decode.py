@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from weft.models.native import library
-from weft.models.native.forward import Prepared, failure, pointer
+from weft.models.native.block import pointer
+from weft.models.native.forward import Prepared, failure
 from weft.models.packed import Cached, Packed
 
 

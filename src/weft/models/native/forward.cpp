@@ -16,17 +16,10 @@ struct Asking {
   std::vector<float> cos, sin;          // [rows, half]
 };
 
-// to[i] = from[at[i]], rows of `size`.
-void gather(const float *from, const long *at, long rows, long size, float *to, long threads) {
-  const int team = rows * size > LARGE ? (int)threads : 1;
-#pragma omp parallel for num_threads(team)
-  for (long i = 0; i < rows; i++) memcpy(to + i * size, from + at[i] * size, 4 * size);
-}
-
 void rotations(Asking &asking, const long *positions, const Step &s) {
   asking.cos.resize(asking.rows * s.half), asking.sin.resize(asking.rows * s.half);
-  gather(s.cos, positions, asking.rows, s.half, asking.cos.data(), s.threads);
-  gather(s.sin, positions, asking.rows, s.half, asking.sin.data(), s.threads);
+  weft_gather(s.cos, positions, asking.rows, s.half, asking.cos.data(), s.threads);
+  weft_gather(s.sin, positions, asking.rows, s.half, asking.sin.data(), s.threads);
 }
 
 Asking all_of(const Step &s) {
@@ -102,7 +95,7 @@ void forward(const Block *blocks, const Step &s) {
     weft_rms_norm(from, weight, to, inverse, rows, s.hidden, s.eps, s.offset, s.threads);
   };
   const auto apply = [&](const float *from, Linear layer, float *out, long size, long terms) {
-    multiply(from, layer, out, rows, size, terms, s);
+    multiply(from, layer, out, rows, size, terms, s.few, s.threads);
   };
   const auto turn = [&](const Asking &asking, Heads &from, long heads, float *to) {
     weft_rotate(
@@ -111,7 +104,7 @@ void forward(const Block *blocks, const Step &s) {
     from = {to, heads * s.dim, s.dim};
   };
 
-  gather(s.embedding, s.tokens, rows, s.hidden, states, s.threads);
+  weft_gather(s.embedding, s.tokens, rows, s.hidden, states, s.threads);
   std::vector<long> places; // where each row's keys and values go
   for (const Segment &own : all.segments)
     for (long r = 0; r < own.rows; r++) places.push_back(own.key + own.keys - own.rows + r);
@@ -127,8 +120,8 @@ void forward(const Block *blocks, const Step &s) {
       apply(normed, {b->qkv.weight + inner * s.hidden, b->qkv.bias ? b->qkv.bias + inner : nullptr}, opened, 2 * shared, s.hidden);
       k = {opened, 2 * shared, s.dim}, v = {opened + shared, 2 * shared, s.dim};
       x = late_rows, y = late_rows + s.wants * s.hidden, rows = s.wants;
-      gather(states, s.wanted, rows, s.hidden, x, s.threads);
-      gather(normed, s.wanted, rows, s.hidden, y, s.threads);
+      weft_gather(states, s.wanted, rows, s.hidden, x, s.threads);
+      weft_gather(normed, s.wanted, rows, s.hidden, y, s.threads);
       q = {opened + s.rows * 2 * shared, inner, s.dim};
       apply(y, b->qkv, q.at, inner, s.hidden);
     }
@@ -154,12 +147,12 @@ void forward(const Block *blocks, const Step &s) {
     for (long p = 0; p < s.shared; p++)
       if (!asking.after[p].empty()) attend_prefix(s.prefixes[p], asking.after[p], b - blocks, a, s);
     apply(mixed, b->o, y, s.hidden, inner);
-    weft_add(x, y, rows * s.hidden, s.threads);
+    weft_add_rows(x, y, nullptr, rows, s.hidden, s.threads);
     norm(x, b->norm2, y);
     apply(y, b->gate_up, opened, 2 * s.inner, s.hidden);
     weft_silu(opened, opened + s.inner, mixed, 2 * s.inner, rows, s.inner, s.threads);
     apply(mixed, b->down, y, s.hidden, s.inner);
-    weft_add(x, y, rows * s.hidden, s.threads);
+    weft_add_rows(x, y, nullptr, rows, s.hidden, s.threads);
   }
   norm(x, s.norm, s.states);
 }

@@ -3,10 +3,6 @@
 
 #include "kernels.h"
 
-struct Linear {
-  const float *weight, *bias; // [out, in], and [out] or null
-};
-
 // Pointers that may be null: q_norm and k_norm, weights [dim] of the norms of each head.
 struct Block {
   const float *norm1, *norm2, *q_norm, *k_norm;
@@ -31,17 +27,11 @@ struct Step {
   const long *wanted;             // [wants], wants <= rows: those whose states are asked for; null for all
   const long *slots, *news, *lengths; // [count]: of each sequence its slot, its new tokens, and all it has there with them
   long rows, wants, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room;
-  long few, threads;  // `few`: rows that `weft_product` multiplies, and `weft_matmul` more
+  long few, threads;
   double eps, offset; // of the norms
   const Prefix *prefixes;
   long shared; // how many prefixes
 };
-
-// out [rows, size] = x [rows, terms] weight^T + bias.
-inline void multiply(const float *x, Linear layer, float *out, long rows, long size, long terms, const Step &s) {
-  if (rows <= s.few) weft_product(x, layer.weight, layer.bias, out, size, rows, size, terms, s.threads);
-  else weft_matmul(x, layer.weight, layer.bias, out, terms, 1, 1, terms, rows, terms, size, 0, s.threads);
-}
 
 // How a pass ended. Where a token is outside the vocabulary, or a wanted row is none, nothing was computed.
 enum Outcome : long { DONE = 0, OUTSIDE = -1, NO_MEMORY = -2 };

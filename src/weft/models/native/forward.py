@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from weft.models import rope
 from weft.models.config import TransformerConfig
-from weft.models.fused_linear import side_by_side
-from weft.models.native import attention, large_pages, library
+from weft.models.native import large_pages, library
+from weft.models.native.block import FUSED, fused, layers_of, plain, pointer
 from weft.models.native.product import MOST_ROWS
 from weft.models.packed import Cached, Packed, Sharers
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from weft.models.transformer import Block, Norm, Transformer
 
 NORMS = ("norm1", "norm2", "q_norm", "k_norm")
-FUSED = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # layers that read the same input are one product
 NO_MEMORY = -2  # of `Outcome` in forward.h
 
 
@@ -74,17 +74,7 @@ def fits(config: TransformerConfig) -> bool:
         and config.learned_positions is None
         and config.final_norm
     )
-    plain = config.placement == "pre" and not config.parallel_residual and config.experts is None
-    normed = config.norm != "layer" and config.norm_weight and not config.norm_bias and config.qk_norm in (None, "head")
-    gated = config.gated and config.activation == "silu"
-    return (
-        ends
-        and plain
-        and normed
-        and gated
-        and config.attention_softcap is None
-        and config.head_dim <= attention.MOST_DIM
-    )
+    return ends and plain(config) and config.qk_norm in (None, "head")
 
 
 @dataclass
@@ -172,7 +162,7 @@ def prepared(network: Transformer, cache: KVCache) -> Prepared | None:
         return None
     if cache.prepared is None or cache.prepared.network is not network:
         blocks, weight = cast(Any, network.blocks), network.embed.weight
-        layers = (layer for block in blocks for layers in _linear(block) for layer in layers)
+        layers = (layer for block in blocks for layers in layers_of(block) for layer in layers)
         # What fails soonest comes first: a network that does not fit is asked in every step.
         linear = fits(network.config) and all(isinstance(layer, nn.Linear) for layer in layers)
         served = linear and library.serves(weight) and cache.dtype == weight.dtype
@@ -203,11 +193,6 @@ def failure(outcome: int, x: Packed, wanted: Tensor | None, step: _Step) -> Exce
     return IndexError(f"there is no row {next(row for row in rows if not 0 <= row < step.rows)} in {step.rows}")
 
 
-def _linear(block: Block) -> list[list[Any]]:
-    """The layers that `FUSED` names."""
-    return [[getattr(block.attention if name in "qkvo" else block.mlp, name) for name in names] for names in FUSED]
-
-
 def _reads(projection: Projection, shape: torch.Size) -> bool:
     """Whether the kernel takes this output matrix, of the embedding's shape."""
     read = [projection.weight, *([] if projection.bias is None else [projection.bias])]
@@ -222,11 +207,10 @@ def _plain(parameter: Tensor) -> bool:
 def _parameters(block: Block) -> list[Tensor | None]:
     """Weights of the norms, then weight and bias of each product."""
     norms = [getattr(block if name in block._modules else block.attention, name, None) for name in NORMS]
-    fused: list[Tensor | None] = []
-    for layers in _linear(block):
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        fused += side_by_side([layer.weight for layer in layers]), side_by_side(biases) if biases else None
-    return [None if norm is None else _weight(norm) for norm in norms] + fused
+    layers = layers_of(block)
+    weights = fused([[layer.weight for layer in each] for each in layers])
+    biases = fused([[layer.bias for layer in each if layer.bias is not None] for each in layers])
+    return [*(None if norm is None else _weight(norm) for norm in norms), *chain(*zip(weights, biases, strict=True))]
 
 
 def _weight(norm: Norm) -> Tensor:
@@ -238,7 +222,3 @@ def _prefix(prefix: KVCache, rows: Tensor) -> _Prefix:
     stored = [pointer(x) for pair in zip(prefix.keys, prefix.values, strict=True) for x in pair]
     pointers = (ctypes.c_void_p * len(stored))(*stored)
     return _Prefix(pointer(rows), len(rows), int(prefix.used[0]), prefix.capacity, pointers)
-
-
-def pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()

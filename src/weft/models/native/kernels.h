@@ -12,6 +12,7 @@ bool weft_matmul_amx(const Matrices &m, long threads);
 
 extern "C" {
 void weft_attend(const Arguments *given);
+void weft_attend_backward(const Arguments *given);
 void weft_join(
     float *out, float *lse, const float *more, const float *more_lse, const long *rows, long count, long heads, long dim,
     long by_row, long threads);
@@ -21,8 +22,16 @@ void weft_rms_norm(
 void weft_rotate(
     const float *x, const float *cos, const float *sin, float *out, long by_token, long by_head, long tokens, long heads,
     long turned, long dim, long half, double direction, long threads);
-void weft_add(float *x, const float *more, long count, long threads);
+void weft_gather(const float *from, const long *at, long rows, long size, float *to, long threads);
+void weft_add_rows(float *to, const float *from, const long *at, long rows, long size, long threads);
+void weft_add_to_rows(float *to, const float *from, const long *at, long rows, long size, long threads);
+void weft_rms_norm_backward(
+    const float *x, const float *weight, const float *inverse, const float *by_y, float *by_x, float *by_weight, long rows,
+    long size, double offset, long threads);
 void weft_silu(const float *opened, const float *factor, float *out, long by_row, long rows, long size, long threads);
+void weft_silu_backward(
+    const float *opened, const float *factor, const float *by_out, float *out, float *by_opened, float *by_factor, long by_row,
+    long rows, long size, long threads);
 void weft_store(
     const float *k, const float *v, float *keys, float *values, const long *places, long k_token, long k_head, long v_token,
     long v_head, long tokens, long heads, long dim, long room, long threads);
@@ -36,6 +45,17 @@ void weft_product(
 void weft_matmul(
     const float *a, const float *b, const float *bias, float *out, long a_row, long a_term, long b_term, long b_column, long rows,
     long terms, long columns, long adds, long threads);
+}
+
+struct Linear {
+  const float *weight, *bias; // [out, in], and [out] or null
+};
+
+// out [rows, size] = x [rows, terms] weight^T + bias; `few`: rows that `weft_product` multiplies, and `weft_matmul` more.
+inline void multiply(
+    const float *x, Linear layer, float *out, long rows, long size, long terms, long few, long threads) {
+  if (rows <= few) weft_product(x, layer.weight, layer.bias, out, size, rows, size, terms, threads);
+  else weft_matmul(x, layer.weight, layer.bias, out, terms, 1, 1, terms, rows, terms, size, 0, threads);
 }
 
 // [tokens, heads, dim]; `by_row` and `by_head` in floats.

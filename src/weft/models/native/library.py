@@ -68,6 +68,7 @@ def call(name: str, *arguments: Any) -> int:
     kernels = library()
     assert kernels is not None
     kernel = getattr(kernels, name)
+    kernel.restype = ctypes.c_long
     if isinstance(arguments[-1], ctypes.Structure):
         return int(kernel(*map(ctypes.byref, arguments)))
     if kernel.argtypes is None:

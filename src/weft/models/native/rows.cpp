@@ -87,11 +87,33 @@ extern "C" void weft_rotate(
     }
 }
 
-// x += more.
-extern "C" void weft_add(float *x, const float *more, long count, long threads) {
-  const int team = count > LARGE ? (int)threads : 1;
+// to[i] = from[at[i]], rows of `size`.
+extern "C" void weft_gather(const float *from, const long *at, long rows, long size, float *to, long threads) {
+  const int team = rows * size > LARGE ? (int)threads : 1;
 #pragma omp parallel for num_threads(team)
-  for (long i = 0; i < count; i++) x[i] += more[i];
+  for (long i = 0; i < rows; i++) memcpy(to + i * size, from + at[i] * size, 4 * size);
+}
+
+// to[i] += from[at[i]], rows of `size`; each its own where `at` is null.
+extern "C" void weft_add_rows(float *to, const float *from, const long *at, long rows, long size, long threads) {
+  const int team = rows * size > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long i = 0; i < rows; i++) {
+    const float *more = from + (at ? at[i] : i) * size;
+    for (long d = 0; d < size; d++) to[i * size + d] += more[d];
+  }
+}
+
+// to[at[i]] += from[i], rows of `size`, in order; a row may be named more than once, so threads share the columns.
+extern "C" void weft_add_to_rows(float *to, const float *from, const long *at, long rows, long size, long threads) {
+  constexpr long PART = 64;
+  const int team = rows * size > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long part = 0; part < size; part += PART) {
+    const long end = part + PART < size ? part + PART : size;
+    for (long i = 0; i < rows; i++)
+      for (long d = part; d < end; d++) to[at[i] * size + d] += from[i * size + d];
+  }
 }
 
 // 1 / (1 + exp(-x)), 0 where x is so low that x times it vanishes.
