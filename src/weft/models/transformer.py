@@ -64,7 +64,7 @@ class Surroundings:
     rows: Tensor | None = None
 
     @property
-    def plain(self) -> bool:
+    def alone(self) -> bool:
         """Whether tokens of a pack attend to each other alone, and nothing is dropped."""
         return self.noise is None and isinstance(self.context, Dense | Prefixed)
 
@@ -272,7 +272,7 @@ class Transformer(nn.Module):
         """Embeddings [T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`."""
         # What others than `rows` do in the last block nobody sees but the balance of its experts.
         last = at if at.balance is not None else replace(at, rows=rows)
-        compute = _by_kernels if at.plain and native.serves(self.config, self.blocks, states, rows) else Block.__call__
+        compute = _by_kernels if at.alone and native.serves(self.config, self.blocks, states, rows) else Block.__call__
         for layer, block in enumerate(self.blocks, 1):
             around = last if layer == len(self.blocks) else at
             if self.checkpointing and layer % self.checkpointing == 0 and torch.is_grad_enabled():

@@ -40,7 +40,7 @@ namespace {
 
 long most(long a, long b) { return a > b ? a : b; }
 
-// What the backward pass reads of the forward pass; without one, what is not needed at once shares its place.
+// What the backward pass reads of the forward pass; without one `normed2` takes the place of `normed1`, and `opened` of `turned`.
 struct Kept {
   float *normed1, *inverse1;          // [rows, hidden], [rows]
   float *turned, *lse;                // [rows, (heads + 2 kv) dim], queries and keys turned; [rows, heads]
@@ -70,13 +70,18 @@ void fill_with_zeros(float *to, long rows, long size, long threads) {
   for (long i = 0; i < rows; i++) memset(to + i * size, 0, 4 * size);
 }
 
-// by_bias[d] = sum of by[r, d] over the rows, in order.
+// by_bias[d] = sum of by[r, d] over the rows, which are summed in blocks, then these in order.
 void add_up(const float *by, float *by_bias, long rows, long size, long threads) {
+  constexpr long BLOCK = 64;
   const int team = rows * size > LARGE ? (int)threads : 1;
 #pragma omp parallel for num_threads(team)
   for (long d = 0; d < size; d += LANES) {
     vec total = {};
-    for (long r = 0; r < rows; r++) total += load_up_to(by + r * size + d, size - d);
+    for (long block = 0; block < rows; block += BLOCK) {
+      vec part = {};
+      for (long r = block; r < rows && r < block + BLOCK; r++) part += load_up_to(by + r * size + d, size - d);
+      total += part;
+    }
     store_up_to(by_bias + d, total, size - d);
   }
 }
@@ -164,14 +169,17 @@ void backward(const Weights &w, const ByWeights &to, const Pass &p) {
   weft_add_rows(by_middle, p.by_out, nullptr, p.wants, p.hidden, p.threads);
 
   // Attention.
+  const bool passes = p.by_x || to.norm1, asks = passes || to.qkv.weight || to.qkv.bias; // anything before the norm, or it
   float *const by_mixed = room, *const by_normed1 = by_mixed + p.rows * query, *const by_turned = by_normed1 + p.rows * p.hidden;
   if (p.wanted) {
-    float *const by_asked = by_turned; // whose turn comes later
+    float *const by_asked = asks ? by_turned : nullptr; // whose turn comes later
     multiply_back(by_middle, k.asked, w.o.weight, to.o, by_asked, p.wants, p.hidden, query, p.threads);
+    if (!asks) return;
     fill_with_zeros(by_mixed, p.rows, query, p.threads);
     weft_add_to_rows(by_mixed, by_asked, p.wanted, p.wants, query, p.threads);
   } else {
-    multiply_back(by_middle, k.mixed, w.o.weight, to.o, by_mixed, p.rows, p.hidden, query, p.threads);
+    multiply_back(by_middle, k.mixed, w.o.weight, to.o, asks ? by_mixed : nullptr, p.rows, p.hidden, query, p.threads);
+    if (!asks) return;
   }
   fill_with_zeros(by_turned, p.rows, wide, p.threads);
   Arguments a = attention_of(p, k);
@@ -186,7 +194,6 @@ void backward(const Weights &w, const ByWeights &to, const Pass &p) {
     weft_rotate(
         by_turned, p.cos, p.sin, by_turned, wide, p.dim, p.rows, p.heads + 2 * p.kv, p.heads + p.kv, p.dim, p.half, -1.0,
         p.threads);
-  const bool passes = p.by_x || to.norm1; // whether anything before the norm wants a gradient
   multiply_back(by_turned, k.normed1, w.qkv.weight, to.qkv, passes ? by_normed1 : nullptr, p.rows, wide, p.hidden, p.threads);
   if (passes)
     weft_rms_norm_backward(p.x, w.norm1, k.inverse1, by_normed1, p.by_x, to.norm1, p.rows, p.hidden, p.offset, p.threads);
@@ -214,8 +221,14 @@ extern "C" long weft_block_backward_room(const Pass *pass) {
   return p.wants * p.hidden + most(p.wants * (4 * p.inner + p.hidden), p.rows * (p.query() + p.hidden) + turns);
 }
 
-// Fills `out` and what is kept.
-extern "C" void weft_block_forward(const Weights *weights, const Pass *pass) { forward(*weights, *pass); }
+// Fills `out` and what is kept; an `Outcome`.
+extern "C" long weft_block_forward(const Weights *weights, const Pass *pass) {
+  const Pass &p = *pass;
+  for (long i = 0; p.wanted && i < p.wants; i++)
+    if (p.wanted[i] < 0 || p.wanted[i] >= p.rows) return OUTSIDE;
+  forward(*weights, p);
+  return DONE;
+}
 
 // Fills `by_x` and the weights' gradients, those that are wanted.
 extern "C" void weft_block_backward(const Weights *weights, const ByWeights *to, const Pass *pass) {

@@ -1,7 +1,8 @@
 """A block of a network over a pack in one call, and its backward pass in another: the same kernels as part by part, in the same
-order, with nothing of Python, autograd or torch between them.
+order, with nothing of Python, autograd or torch between them; only gradients of biases are added up otherwise than by torch.
 
 For networks of Llama's form: RMS norms before attention and MLP, a gated MLP with SiLU, no experts, no adapters, no dropout.
+The modules that make up a block are not called, and so no hooks of theirs.
 """
 
 from __future__ import annotations
@@ -83,17 +84,19 @@ def fused(parts: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
 
 def serves(config: TransformerConfig, blocks: nn.ModuleList, x: Tensor, rows: Tensor | None) -> bool:
     """Whether `run` computes these blocks of states like x [T, hidden], and of the last one's those of `rows`."""
-    some = len(x) > 0 and (rows is None or len(rows) > 0)
+    some = len(x) > 0 and (rows is None or (rows.dim() == 1 and len(rows) > 0))
     return some and library.serves(x) and plain(config) and config.qk_norm is None and all(map(_fits, blocks))
 
 
 def _fits(block: Any) -> bool:
     """Whether the layers are no others than the kernels read, and their parameters lie as these do."""
-    layers = [layer for layers in layers_of(block) for layer in layers]
-    if not all(isinstance(layer, nn.Linear) for layer in layers):
+    groups = layers_of(block)
+    if not all(isinstance(layer, nn.Linear) for layers in groups for layer in layers):
         return False
-    weights = (layer.weight for layer in (block.norm1, block.norm2, *layers))
-    return all(weight.dtype == torch.float32 and weight.is_contiguous() for weight in weights)
+    biases = [[layer.bias for layer in layers if layer.bias is not None] for layers in groups]
+    whole = all(len(given) in (0, len(layers)) for given, layers in zip(biases, groups, strict=True))
+    weights = (layer.weight for layers in ((block.norm1, block.norm2), *groups) for layer in layers)
+    return whole and all(one.dtype == torch.float32 and one.is_contiguous() for one in chain(weights, *biases))
 
 
 def run(
@@ -121,10 +124,12 @@ class _Call:
         self._weights = [[layer.weight for layer in each] for each in layers]
         self._biases = [[layer.bias for layer in each if layer.bias is not None] for each in layers]
         self.parameters = [*self._norms, *chain(*self._weights), *chain(*self._biases)]
-        tensors = [*self._norms, *chain(*zip(fused(self._weights), fused(self._biases), strict=True))]
+        tensors = [
+            *(weight.detach() for weight in self._norms),
+            *chain(*zip(fused(self._weights), fused(self._biases), strict=True)),
+        ]
         angles = None if rotation is None else (rotation[0].contiguous(), rotation[1].contiguous())
-        wanted, across = None if rows is None else rows.contiguous(), seen.across
-        assert wanted is None or wanted.dtype == torch.int64
+        wanted, across = None if rows is None else rows.long().contiguous(), seen.across
         assert seen.own.is_contiguous() and (across is None or across.is_contiguous())
         self._held = tensors, angles, wanted, seen  # what is pointed to
         self._read, own = _Weights.of(tensors), block.attention
@@ -144,7 +149,8 @@ class _Call:
         made = self._pass
         made.keeps, made.kept = keeps, None
         out, kept = x.new_empty(made.wants, made.hidden), x.new_empty(library.call("weft_block_kept", made))
-        self._run("weft_block_forward", x=x, out=out, kept=kept)
+        if self._run("weft_block_forward", x=x, out=out, kept=kept):
+            raise IndexError(f"a row that is wanted is not among the {made.rows} of the pack")
         return out, kept
 
     def backward(self, x: Tensor, kept: Tensor, by_out: Tensor, needed: Iterable[bool]) -> list[Tensor | None]:
@@ -153,19 +159,19 @@ class _Call:
         by_x = torch.empty_like(x) if next(wanted) else None
         norms = [torch.empty_like(weight) if next(wanted) else None for weight in self._norms]
         (weights, by_weights), (biases, by_biases) = (
-            _by_parts(parts, wanted) for parts in (self._weights, self._biases)
+            _gradients_of(parts, wanted) for parts in (self._weights, self._biases)
         )
         to = _Weights.of([*norms, *chain(*zip(weights, biases, strict=True))])
         self._run("weft_block_backward", to, x=x, kept=kept, by_out=by_out, by_x=by_x)
         return [by_x, *norms, *by_weights, *by_biases]
 
-    def _run(self, name: str, *to: _Weights, **tensors: Tensor | None) -> None:
-        made = self._pass
-        for field, tensor in tensors.items():
+    def _run(self, name: str, *to: _Weights, x: Tensor, **tensors: Tensor | None) -> int:
+        made = self._pass  # what it points to beside what is held and given here is of passes before, and not read
+        for field, tensor in {"x": x, **tensors}.items():
             setattr(made, field, pointer(tensor))
-        room = torch.empty(library.call(f"{name}_room", made))
+        room = x.new_empty(library.call(f"{name}_room", made))
         made.room = room.data_ptr()
-        library.call(name, self._read, *to, made)
+        return library.call(name, self._read, *to, made)
 
 
 class _Block(torch.autograd.Function):
@@ -187,7 +193,7 @@ class _Block(torch.autograd.Function):
         return by_x, None, *rest
 
 
-def _by_parts(parts: list[list[Tensor]], wanted: Iterator[bool]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+def _gradients_of(parts: list[list[Tensor]], wanted: Iterator[bool]) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Room for the gradients of what is multiplied together, for each product, and each part's own; None where none of a
     product's is wanted."""
     whole, own = list[Tensor | None](), list[Tensor | None]()

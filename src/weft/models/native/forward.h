@@ -33,7 +33,4 @@ struct Step {
   long shared; // how many prefixes
 };
 
-// How a pass ended. Where a token is outside the vocabulary, or a wanted row is none, nothing was computed.
-enum Outcome : long { DONE = 0, OUTSIDE = -1, NO_MEMORY = -2 };
-
 extern "C" long weft_forward(const Block *blocks, const Step *given);

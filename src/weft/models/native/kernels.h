@@ -47,6 +47,9 @@ void weft_matmul(
     long terms, long columns, long adds, long threads);
 }
 
+// How a pass ended. Where a token is outside the vocabulary, or a wanted row is none, nothing was computed.
+enum Outcome : long { DONE = 0, OUTSIDE = -1, NO_MEMORY = -2 };
+
 struct Linear {
   const float *weight, *bias; // [out, in], and [out] or null
 };
