@@ -146,5 +146,7 @@ def test_groups_are_cut_only_where_the_loss_allows() -> None:
     batch = batch_of([(4, [3, 3, 3])])
     assert len(microbatches.cut(batch, 14, "sequence")) == 2
     assert len(microbatches.cut(batch, 21, "group")) == 1
+    assert microbatches.cut(batch, 42, "sequence") == [batch]  # what fits stays as it is
+    assert microbatches.cut(batch.select(ids=[]), 42, "sequence") == []
     with pytest.raises(ConfigError, match="max_tokens_per_microbatch=20"):
         microbatches.cut(batch, 20, "group")

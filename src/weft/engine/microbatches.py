@@ -13,7 +13,7 @@ def cut(batch: SequenceSample, max_tokens: int, unit: Literal["sequence", "group
     """Parts of at most `max_tokens` tokens. `group` keeps an id whole; `sequence` cuts the completions of an id that is
     too large for one part. Raises `ConfigError` naming `max_tokens_per_microbatch` where that cannot be done.
     """
-    if batch.token_costs().sum() <= max_tokens:
+    if 0 < batch.token_costs().sum() <= max_tokens:
         return [batch]
     parts = batch.ungroup(max_tokens) if unit == "sequence" else batch
     return parts.split_by_tokens(max_tokens)

@@ -158,6 +158,21 @@ def test_threads_change_no_bit(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+def test_the_last_block_goes_on_with_what_is_wanted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    wants: list[int] = []
+    call = block.library.call
+
+    def seen(name: str, *given: Any) -> int:
+        if name == "weft_block_forward":
+            wants.append(given[-1].wants)
+        return call(name, *given)
+
+    monkeypatch.setattr(block.library, "call", seen)
+    network = tiny()
+    network.hidden(dense([9, 3]), torch.tensor([3, 11]))
+    assert wants == [12] * (network.config.num_layers - 1) + [2]
+
+
 def test_no_rows_are_wanted() -> None:
     network, x = tiny(), dense([9, 3])
     states = network.hidden(x, torch.zeros(0, dtype=torch.int64))

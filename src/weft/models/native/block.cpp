@@ -161,7 +161,7 @@ void backward(const Weights &w, const ByWeights &to, const Pass &p) {
   float *const by_normed2 = by_opened + 2 * whole;
   multiply_back(p.by_out, nullptr, w.down.weight, {}, by_value, p.wants, p.hidden, p.inner, p.threads);
   weft_silu_backward(
-      k.opened, k.opened + p.inner, by_value, value, by_opened, by_opened + p.inner, 2 * p.inner, p.wants, p.inner, p.threads);
+      k.opened, k.opened + p.inner, by_value, to.down.weight ? value : nullptr, by_opened, by_opened + p.inner, 2 * p.inner, p.wants, p.inner, p.threads);
   multiply_back(p.by_out, value, w.down.weight, to.down, nullptr, p.wants, p.hidden, p.inner, p.threads);
   multiply_back(by_opened, k.normed2, w.gate_up.weight, to.gate_up, by_normed2, p.wants, 2 * p.inner, p.hidden, p.threads);
   weft_rms_norm_backward(

@@ -25,25 +25,7 @@ if TYPE_CHECKING:
     from weft.models.transformer import Block
 
 FUSED = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # layers that read the same input are one product
-NORMS = ("norm1", "norm2")
-_Pointers: Any = ctypes.c_void_p * (len(NORMS) + 2 * len(FUSED))
-POINTERS = ("x", "cos", "sin", "own", "across", "wanted", "out", "kept", "room", "by_out", "by_x")
-SIZES = (
-    "owns",
-    "acrosses",
-    "rows",
-    "wants",
-    "hidden",
-    "heads",
-    "kv",
-    "dim",
-    "half",
-    "inner",
-    "window",
-    "keeps",
-    "few",
-    "threads",
-)
+_Pointers: Any = ctypes.c_void_p * (2 + 2 * len(FUSED))
 
 
 class _Weights(ctypes.Structure):
@@ -58,8 +40,10 @@ class _Weights(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_long) for name in SIZES),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "own", "across", "wanted")),
+        *((name, ctypes.c_void_p) for name in ("out", "kept", "room", "by_out", "by_x")),
+        *((name, ctypes.c_long) for name in ("owns", "acrosses", "rows", "wants", "hidden", "heads", "kv", "dim")),
+        *((name, ctypes.c_long) for name in ("half", "inner", "window", "keeps", "few", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "offset", "scale")),
     )
 
@@ -203,7 +187,7 @@ def _gradients_of(parts: list[list[Tensor]], wanted: Iterator[bool]) -> tuple[li
         if any(asked):
             made = tensors[0].new_empty(sum(sizes), *tensors[0].shape[1:])
         whole.append(made)
-        own += [None] * len(tensors) if made is None else made.split(sizes) if len(sizes) > 1 else [made]
+        own += [None] * len(tensors) if made is None else made.split(sizes)
     return whole, own
 
 
