@@ -50,10 +50,8 @@ def make_llama(directory: Path, *, chat: bool = True, seed: int = 0, **changes: 
         "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
     }  # fmt: skip
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, **{**shape, **changes},
-    )  # fmt: skip
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = LlamaConfig(vocab_size=len(tokenizer), **{**ids, **shape, **changes})
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 

@@ -75,12 +75,13 @@ def test_reversed_sums(rows: list[list[float]], factor: float) -> None:
 
 def test_whitening() -> None:
     values, mask = np.array([1.0, 3.0, 99.0, 5.0]), np.array([1.0, 1.0, 0.0, 1.0])
-    std = math.sqrt(8 / 3)
+    std = math.sqrt(8 / 2)  # n - 1, as verl and TRL
     assert whiten(values, mask, eps=0.0).tolist() == pytest.approx([-2 / std, 0.0, 0.0, 2 / std])
     kept = whiten(values, mask, shift_mean=False, eps=0.0)
     assert kept.tolist() == pytest.approx([3 - 2 / std, 3.0, 0.0, 3 + 2 / std])
     assert whiten(values, np.zeros(4)).tolist() == [0.0] * 4
     assert np.isfinite(whiten(np.ones(3), np.ones(3))).all()
+    assert whiten(np.ones(1), np.ones(1)).tolist() == [0.0]
 
 
 REWARDS, GROUP = np.array([1.0, 0.0, 0.0, 2.0, 2.0]), np.array([0, 0, 0, 1, 1])

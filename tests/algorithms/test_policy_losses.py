@@ -49,7 +49,12 @@ def trl_grpo(**options: Any) -> tuple[float, np.ndarray, dict[str, list[float]]]
     stand_in = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
-        args=SimpleNamespace(delta=options.pop("delta", None), use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(
+            delta=options.pop("delta", None),
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+            **options.pop("arguments", {}),
+        ),
         _get_per_token_logps_and_entropies=lambda *_, **__: (live, entropy, None),
         _metrics=metrics,
         _entropy_bonus_enabled=False,
@@ -82,7 +87,7 @@ def trl_grpo(**options: Any) -> tuple[float, np.ndarray, dict[str, list[float]]]
 def test_grpo_equals_trl(loss_type: str, level: str, beta: float) -> None:
     loss, gradient, metrics = trl_grpo(loss_type=loss_type, importance_sampling_level=level, beta=beta)
     sample, out = policy_sample()
-    ours = GRPOLoss(loss_type=loss_type, importance_level=level, kl_coef=beta, max_completion_length=16)
+    ours = GRPOLoss(loss_type=loss_type, importance_level=level, kl_coef=beta, max_completion_length=16, eps_clip=0.2)
     value, stats, found = gradients(ours, sample, out)
     assert value == pytest.approx(loss)
     np.testing.assert_allclose(found["logprobs"], gradient, atol=1e-15)
@@ -149,7 +154,7 @@ def test_gspo_by_hand() -> None:
     # Ratios e^0.3 and e^-0.1 in one completion: both tokens get e^0.1, within the clip of 0.2.
     keys = {"logprobs": [-1.3, -0.9], "advantages": [2.0, 2.0]}
     sample, out = make_sample([[2]], keys), {"logprobs": [-1.0, -1.0], "entropy": [0.0, 0.0]}
-    loss = GRPOLoss(loss_type="grpo", importance_level="sequence")
+    loss = GRPOLoss(loss_type="grpo", importance_level="sequence", eps_clip=0.2)
     value, _, found = gradients(loss, sample, out)
     assert value == pytest.approx(-2.0 * math.exp(0.1))
     assert found["logprobs"].tolist() == pytest.approx([-math.exp(0.1)] * 2)

@@ -180,7 +180,7 @@ def test_ctrl_c_keeps_what_came(chat_model: Path) -> None:
 def test_set_changes_how_answers_are_sampled(chat_model: Path) -> None:
     view = Seen("/set temperature 0.5", "/set top_k=7", "/set", "/set temperature 0", "/set heat 2", "/set top_p 3")
     chat, _ = talk(chat_model, view, spec=GenerationSpec(seed=5))
-    assert "temperature 0.5, top_k 7, at most 256 tokens" in view.text
+    assert "temperature 0.5, top_k 7, at most 1024 tokens" in view.text
     assert "unknown setting 'heat'" in view.text and "top_p=3.0: must be at most 1.0" in view.text
     assert (chat.spec.greedy, chat.spec.top_k, chat.spec.top_p, chat.spec.seed) == (True, 7, 1.0, 5)
 

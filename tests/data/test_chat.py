@@ -224,3 +224,44 @@ def test_tools_come_as_text_or_lists() -> None:
 def test_a_tokenizer_without_a_template_says_so(with_template: Make) -> None:
     with pytest.raises(UserError, match=r"no chat template.*set tokenizer\.chat_template"):
         with_template(None).encode_chat(TALK)
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "look_up", "arguments": {"q": "x"}}]}
+
+
+@pytest.mark.parametrize("template", ["CHATML", "MARKED", "HEADERS", "WORDS"])
+@pytest.mark.parametrize(
+    ("reply", "lost"),
+    [
+        (CALL, "tool_calls"),
+        ({**CALL, "content": "Let me see."}, "tool_calls"),
+        ({"role": "assistant", "content": "", "reasoning_content": "2+2"}, "reasoning_content"),
+    ],
+)
+def test_what_a_template_does_not_render_is_no_turn_to_learn(
+    with_template: Make, template: str, reply: dict[str, Any], lost: str
+) -> None:
+    tokenizer = with_template(getattr(templates, template))
+    with pytest.raises(DataError, match=rf"message 3: the chat template of .* does not render the assistant's {lost}"):
+        tokenizer.encode_chat_with_mask([*TALK[:2], reply, *TALK[3:]])
+    ids, mask = tokenizer.encode_chat_with_mask([*TALK[:2], {**reply, "train": False}, *TALK[3:]])
+    assert len(trained(tokenizer, ids, mask)) == 1
+
+
+def test_reasoning_that_a_template_leaves_out_beside_an_answer_is_told(with_template: Make) -> None:
+    talk = [TALK[1], {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]
+    assert with_template(templates.CHATML).mask_chat(talk).unused == {"messages[].reasoning_content"}
+    assert with_template(templates.THINKING).mask_chat(talk).unused == frozenset()
+    earlier = [*talk, TALK[3], TALK[4]]  # left out of earlier turns on purpose
+    assert with_template(templates.THINKING).mask_chat(earlier).unused == frozenset()
+
+
+def test_marked_turns_can_be_left_out_too(with_template: Make) -> None:
+    talk = [TALK[1], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
+    check(with_template(templates.MARKED), talk, ["🤗 ok <b>\n\nbye<|im_end|>"])
+
+
+def test_a_template_that_marks_some_turns_only_is_refused(with_template: Make) -> None:
+    once = templates.MARKED.replace("m.role == 'assistant' %}{% gen", "m.role == 'assistant' and loop.last %}{% gen")
+    with pytest.raises(DataError, match=r"marks 1 parts with \{% generation %\}, and the assistant has 2 turns"):
+        with_template(once).encode_chat_with_mask(TALK)

@@ -122,7 +122,10 @@ def test_prompt(opened: Open, tokenizer: Tokenizer) -> None:
     chat = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     prompts = [tokenizer.decode(found[i].data["prompt"].tolist()) for i in range(4)]
     assert prompts == ["2+2=", chat, chat, "\n\nHuman: a\n\nAssistant:"]
-    assert dict(found[0].metadata) == {"answer": ("4",), "kwargs": ([{"n": 1}],), "ground_truth": (None,)}
+    assert dict(found[0].metadata) == {
+        "answer": ("4",), "kwargs": ([{"n": 1}],), "ground_truth": (None,), "prompt_messages": (None,),
+    }  # fmt: skip
+    assert found[2].metadata["prompt_messages"] == ([{"role": "user", "content": "Hi"}],)
     assert found[1].metadata["ground_truth"] == (3,)
     assert found[0].keys == ("prompt",)
     assert tokenizer.decode(opened("prompt", [{"prompt": "Hi"}], as_chat=True)[0].data["prompt"].tolist()) == chat
@@ -315,7 +318,11 @@ BAD: list[tuple[str, Any, str]] = [
         "message 2: .* is empty",
     ),
     ("chat", {"messages": [{"role": "asistant", "content": "x"}]}, "did you mean assistant"),
-    ("preference", {"prompt": "a", "completion": "b", "label": 1}, "'label' must be true or false, not 1"),
+    (
+        "preference",
+        {"prompt": "a", "completion": "b", "label": 2},
+        r"'label' must be true or false \(or 1 or 0\), not 2",
+    ),
     ("preference", {"chosen": "a"}, "lacks the key 'rejected'"),
     ("preference", {"prompt": "a", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
     (
@@ -400,27 +407,43 @@ def test_overlong_rows(opened: Open, tokenizer: Tokenizer) -> None:
     dropped = opened("prompt_answer", rows, max_seqlen=10, overlong="drop")
     assert len(dropped) == 1 and dropped[0].ids == ("2",)
     assert dropped.table.report.dropped == 2  # type: ignore[attr-defined]
-    with pytest.raises(
-        DataError, match=r"rows.jsonl:1: the row has 22 tokens, more than dataset.max_seqlen=10.*\n.*:2: "
-    ):
+    with pytest.raises(DataError) as caught:
         opened("prompt_answer", rows, max_seqlen=10, overlong="error")
+    (told,) = caught.value.reports
+    assert (
+        "rows.jsonl:1, " in told and "rows.jsonl:2: 2 of 3 rows are too long (the row has 22 tokens, more than " in told
+    )
+    assert "raise dataset.max_seqlen" in told and "dataset.overlong=drop" in told
     with pytest.raises(DataError, match=r"the prompt has 20 tokens, more than dataset.max_prompt_len=4"):
         opened("prompt_answer", rows, max_prompt_len=4, overlong="error")
     with pytest.raises(DataError, match="no row is left"):
         opened("prompt_answer", rows[:2], max_seqlen=5, overlong="drop")
 
 
+def test_answers_give_way_before_prompts(opened: Open, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": " a" * 9, "answer": " b" * 9}, {"prompt": " a" * 10, "answer": " b" * 9}]
+    found = opened("prompt_answer", rows, max_seqlen=10)
+    assert texts(tokenizer, found[0]) == (" a" * 9, [" b"])
+    assert texts(tokenizer, found[1]) == (" a" * 5, [" b" * 5])  # no room for an answer beside all of the prompt
+
+
 def test_a_cut_prompt_keeps_its_bos(opened: Open, with_template: Make) -> None:
     tokenizer = with_template(None, add_bos=True)
-    sample = opened("prompt", [{"prompt": " ".join(["a"] * 20)}], use=tokenizer, max_prompt_len=4)[0]
+    rows = [{"prompt": " ".join(["a"] * 20)}]
+    sample = opened("prompt", rows, use=tokenizer, max_prompt_len=4, overlong="truncate")[0]
     assert tokenizer.decode(sample.data["prompt"].tolist()) == "<s> a a a"
 
 
-def test_prompts_are_cut_to_256_unless_asked(opened: Open) -> None:
-    rows = [{"prompt": "a " * 400, "answer": "b"}]
-    assert opened("prompt", rows)[0].num_tokens("prompt") == 256
-    assert opened("prompt", rows, max_prompt_len=300)[0].num_tokens("prompt") == 300
-    assert opened("prompt_answer", rows)[0].num_tokens("prompt") == 400
+def test_prompts_that_are_too_long_are_an_error_unless_asked_otherwise(opened: Open) -> None:
+    rows = [{"prompt": "a " * 400, "answer": "b"}, {"prompt": "a"}]
+    assert opened("prompt", rows)[0].num_tokens("prompt") == 401
+    with pytest.raises(
+        DataError, match=r"1 of 2 rows are too long \(the prompt has 401 tokens.*max_prompt_len=300\); raise"
+    ):
+        opened("prompt", rows, max_prompt_len=300)
+    assert opened("prompt", rows, max_prompt_len=300, overlong="drop")[0].ids == ("1",)
+    assert opened("prompt", rows, max_prompt_len=300, overlong="truncate")[0].num_tokens("prompt") == 300
+    assert opened("prompt_answer", rows[:1], max_prompt_len=300)[0].num_tokens("prompt") == 300
 
 
 def test_pairs_lose_both_ends_alike(opened: Open) -> None:

@@ -289,8 +289,10 @@ def test_dropped_rows_are_counted(files: Path, tokenizer: Tokenizer) -> None:
     path = str(files / "long.jsonl")
     data = load(tokenizer, files, path=path, max_seqlen=4, remove_truncated_samples=True)
     assert data.notes == ("long: of 2 rows, 1 left out (dataset.max_seqlen=4, dataset.overlong=drop)",)
-    prompts = load(tokenizer, files, "prompt", path=path, max_prompt_len=3)
-    assert "1 with the prompt cut (dataset.max_seqlen=1024, dataset.max_prompt_len=3" in prompts.notes[0]
+    prompts = load(tokenizer, files, "prompt", path=path, max_prompt_len=3, overlong="truncate")
+    assert "1 with the prompt cut (dataset.max_prompt_len=3, dataset.overlong=truncate" in prompts.notes[0]
+    with pytest.raises(DataError, match="1 of 2 rows are too long"):
+        load(tokenizer, files, "prompt", path=path, max_prompt_len=3)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_processes_give_what_one_gives(source: Source, rows: Path, tokenizer: To
     seen: list[int] = []
     shared = tokenizing._in_processes(job, chunks, 2, seen.append)
     assert shared == [tokenizing.encode_rows(job, chunk) for chunk in chunks]
-    (index, wrong), *others = shared[1][2]
+    (index, wrong, _), *others = shared[1][2]
     assert index == 512 and wrong.startswith("lacks the key 'answer'") and not others and sorted(seen) == [76, 512, 513]
 
 

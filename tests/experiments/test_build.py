@@ -152,8 +152,8 @@ def test_sizes_of_a_ppo_step() -> None:
         ("grpo", {"grpo__gen__greedy": True}, "all the same"),
         ("ppo", {"dataset__train_tokens_per_batch": 4096}, "ppo counts prompts"),
         ("ppo", {"rew__path": None}, "rew.path and reward are both missing"),
-        ("ppo", {"ppo__gen__max_new_tokens": 20000}, "cannot hold the longest sequence, 20256 tokens"),
-        ("ppo", {"ppo__gen__min_new_tokens": 300}, "min_new_tokens=300 exceeds"),
+        ("ppo", {"ppo__gen__max_new_tokens": 20000}, "cannot hold the longest sequence, 20001 tokens"),
+        ("ppo", {"ppo__gen__max_new_tokens": 256, "ppo__gen__min_new_tokens": 300}, "min_new_tokens=300 exceeds"),
         ("ppo", {"ppo__kl_ctl": 0.0, "ppo__ref_ema_eta": 0.1}, "kl_ctl=0 leaves it out"),
         ("ppo", {"ppo__kl_ctl": 0.0, "ref_inf__max_tokens_per_microbatch": 4096}, "ref_inf.*: these options change a call"),
         ("ppo", {"rew__path": None, "reward": "json:dumps", "ppo__critic_init": "rew"}, "there is no reward model"),
@@ -394,7 +394,7 @@ def test_a_derived_configuration_changes_what_build_returns() -> None:
 def test_a_configuration_made_in_code_is_checked_like_a_command_line() -> None:
     config = config_of("sft")
     config.model.optimizer.lr = "1e-5"
-    with pytest.raises(ConfigError, match=r"model\.optimizer\.lr='1e-5': must be float; write 1e-05"):
+    with pytest.raises(ConfigError, match=r"model\.optimizer\.lr='1e-5': must be float or null; write 1e-05"):
         config.build()
     config = config_of("sft")
     config.model.optimizer.warmup_steps, config.model.optimizer.warmup_epochs = 1, 1.0

@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef, ParamSync
-from weft.graph.ready import Buffer, Firing, ready, wants_rows
+from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus, wants_rows
 
 
-def ppo(sizes: dict[str, int] | int = 4, staleness: int = 0, ref_follows: bool = False) -> DataflowGraph:
+def ppo(
+    sizes: dict[str, int] | int = 4, staleness: int = 0, ref_follows: bool = False, rounds: int = 0
+) -> DataflowGraph:
     size = sizes if isinstance(sizes, dict) else defaultdict(lambda: sizes)
     nodes = [
         MFCDef("gen", "actor", "g", "generate", size["gen"], ["prompt"], ["completion"], max_staleness=staleness),
         MFCDef("ref_inf", "ref", "i", "inference", size["ref_inf"], ["completion"], ["ref"], max_staleness=staleness),
         HostFunction("reward", "r", size["reward"], ["completion"], ["rewards"]),
-        HostFunction("filter", "f", size["filter"], ["rewards"], ["kept"]),
+        HostFunction("filter", "f", size["filter"], ["rewards"], ["kept"], refill_rounds=rounds),
         MFCDef(
             "critic_inf", "critic", "i", "inference", size["critic_inf"], ["kept"], ["values"], max_staleness=staleness
         ),
@@ -39,6 +41,7 @@ class Simulation:
         self.epochs = [[f"{e}-{i}" for i in range(num_ids)] for e in range(epochs)]
         self.batch, self.buffer, self.versions = batch, Buffer(), {}
         self.log: list[Firing] = []
+        self.surplus: list[str] = []
         self.used: dict[tuple[str, str], dict[str, int]] = {}  # (node, id) -> versions when it was taken
 
     def run(self) -> Simulation:
@@ -65,6 +68,9 @@ class Simulation:
         kept = [i for i in firing.ids if not (firing.node == "filter" and self.drop(i))]
         self.buffer.finish(firing, kept, node.outputs, len(self.graph.nodes))
         self.versions[firing.node] = self.versions.get(firing.node, 0) + 1
+        left_over = surplus(self.graph, self.buffer, firing.node)
+        self.surplus += left_over
+        self.buffer.drop(left_over)
 
     def ids(self, node: str) -> list[str]:
         return [id for f in self.log if f.node == node for id in f.ids]
@@ -115,6 +121,70 @@ def test_a_filter_is_refilled_before_training():
     assert [len(f.ids) for f in done.log if f.node == "actor_train"] == [4, 4]
     assert [len(f.ids) for f in done.log if f.node == "gen"][:2] == [4, 2], "only what is missing is sampled again"
     assert set(done.ids("critic_inf")).isdisjoint(dropped)
+
+
+def sizes_of(done: Simulation, node: str) -> list[int]:
+    return [len(f.ids) for f in done.log if f.node == node]
+
+
+def test_a_filter_that_refills_samples_whole_batches():
+    dropped = {f"0-{i}" for i in (0, 1, 2, 5, 8, 13)}
+    done = Simulation(ppo(4, rounds=5), 24, 4, drop=dropped.__contains__).run()
+    assert sizes_of(done, "gen") == [4] * 6, "never fewer than a batch"
+    assert sizes_of(done, "actor_train") == [4, 4, 4, 4]
+    trained = [3, 4, 6, 7, 9, 10, 11, 12, *range(16, 24)]
+    assert done.ids("actor_train") == [f"0-{i}" for i in trained]
+    assert done.surplus == ["0-14", "0-15"]
+    assert set(done.ids("actor_train")).isdisjoint(dropped)
+
+
+def test_what_a_refill_brings_too_much_is_let_go_of():
+    dropped = {"0-0"}
+    done = Simulation(ppo(4, rounds=5), 12, 4, drop=dropped.__contains__).run()
+    assert done.ids("actor_train") == ["0-1", "0-2", "0-3", "0-4", *(f"0-{i}" for i in range(8, 12))]
+    assert done.surplus == ["0-5", "0-6", "0-7"], "sampled with weights that are old by then"
+    lagging = Simulation(ppo(4, staleness=1, rounds=5), 12, 4, drop=dropped.__contains__).run()
+    assert len(lagging.ids("actor_train")) >= len(done.ids("actor_train"))
+
+
+def test_rounds_are_bounded_and_what_is_there_is_trained_on():
+    keep = {"0-3", "0-9"}
+    done = Simulation(ppo(4, rounds=3), 40, 4, drop=lambda id: id not in keep and int(id[2:]) < 20).run()
+    assert sizes_of(done, "actor_train")[0] == 2, "two of twelve"
+    assert [f.node for f in done.log].index("actor_train") > [i for i, f in enumerate(done.log) if f.node == "gen"][2]
+
+
+def test_rounds_that_leave_nothing_are_seen():
+    graph, buffer = ppo(2, rounds=2), Buffer()
+    for first in range(2):
+        buffer.add([f"{first}a", f"{first}b"], ["prompt"])
+        for name in ("gen", "ref_inf", "reward", "filter"):
+            firing = next(f for f in ready(graph, buffer, {}, []) if f.node == name)
+            buffer.start(firing)
+            kept = () if name == "filter" else firing.ids
+            buffer.finish(firing, kept, graph.node(name).outputs, 8)
+        assert (exhausted(graph, buffer) is not None) == (first == 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2), st.integers(1, 30), st.integers(1, 6), st.integers(1, 5), st.sets(st.integers(0, 29)))
+def test_no_weights_are_too_old_behind_a_filter_that_refills(staleness, num_ids, batch, size, dropped):
+    drop = lambda id: int(id.split("-")[1]) in dropped  # noqa: E731
+    graph = ppo(size, staleness, rounds=100)
+    done = Simulation(graph, num_ids, batch, epochs=2, drop=drop).run()
+    everything = [id for epoch in done.epochs for id in epoch]
+    kept = [id for id in everything if not drop(id)]
+    for name in ("advantages", "actor_train", "critic_train"):
+        seen = done.ids(name)
+        assert seen == [id for id in kept if id in set(seen)] and len(seen) == len(set(seen))
+    assert set(kept) - set(done.ids("actor_train")) == set(done.surplus)
+    for edge in graph.version_edges:
+        for id in done.ids("actor_train"):
+            age = done.used[edge.producer, id].get(edge.producer, 0) - done.used[edge.consumer, id].get(
+                edge.producer, 0
+            )
+            assert 0 <= age <= edge.max_staleness
+    assert done.buffer.entries == {}
 
 
 def test_generation_waits_for_the_weights_of_the_step_before():

@@ -115,7 +115,7 @@ def test_a_token_that_nothing_precedes_is_not_trained() -> None:
 def test_whitening_is_over_the_whole_batch() -> None:
     batch = sample([[1], [1]], rewards=[1.0, 3.0], values=[0.0] * 4, finished=[1.0, 1.0])
     made, metrics = call(GAEAdvantages(kl_ctl=0.0, value_norm=False), batch)
-    assert made["advantages"] == pytest.approx([-1.0, 1.0], abs=1e-4)
+    assert made["advantages"] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-4)
     assert metrics["advantage_std"] == pytest.approx(1.0)
 
 
@@ -173,7 +173,7 @@ def test_equals_gae_on_its_parts() -> None:
     lengths = batch.lengths["completion"].astype(np.int64)
     last = np.cumsum(lengths + 1) - 1
     ratio = data["logprobs"] - data["ref_logprobs"]
-    rewards = -0.3 * (np.exp(-ratio) - 1 + ratio)
+    rewards = -0.3 * np.minimum(np.exp(-ratio) - 1 + ratio, 10.0)
     ends = np.cumsum(lengths) - 1
     rewards[ends] += np.where(data["finished"] == 1, data["rewards"], 0.0)
     after = np.where(data["finished"] == 1, 0.0, data["values"][last])
@@ -224,7 +224,7 @@ def test_remax_penalises_the_greedy_completion_as_it_does_samples() -> None:
 def test_reinforce_plus_plus_whitens_tokens() -> None:
     batch = sample([[3], [1]], rewards=[1.0, 0.0], finished=[1.0, 1.0])
     made, _ = call(GroupAdvantages(baseline="none", scale="none", whiten=True), batch)
-    std = math.sqrt(3) / 4  # of 1 1 1 0, mean 3/4
+    std = 0.5  # of 1 1 1 0, mean 3/4, by n - 1
     assert made["advantages"] == pytest.approx([0.25 / std] * 3 + [-0.75 / std], rel=1e-4)
 
 
@@ -312,3 +312,74 @@ def test_plain_functions_become_host_functions() -> None:
     functions.register("test-no-state", Stateful)
     with pytest.raises(ConfigError, match="state_dict"):
         make_host_function("test-no-state", {})
+
+
+# -- clips, KL in the reward, parts, steps
+
+
+def test_no_clip_unless_asked_and_what_is_clipped_is_told() -> None:
+    batch = sample([[1, 1], [1, 1]], rewards=[100.0, 0.0, 60.0, 10.0], finished=[1.0] * 4)
+    made, metrics = call(GroupAdvantages(scale="none"), batch)
+    assert made["advantages"] == pytest.approx([50.0, -50.0, 25.0, -25.0]) and "reward_clipped_fraction" not in metrics
+    made, metrics = call(GroupAdvantages(scale="none", max_reward_clip=20.0), batch)
+    assert made["advantages"] == pytest.approx([10.0, -10.0, 5.0, -5.0]) and metrics["reward_clipped_fraction"] == 0.5
+    values = sample([[1, 1]], rewards=[100.0, 1.0], values=[0.0] * 4, finished=[1.0, 1.0])
+    _, metrics = call(GAEAdvantages(kl_ctl=0.0, **PLAIN), values)
+    assert metrics["reward_clipped_fraction"] == 0.5
+
+
+def test_kl_in_the_reward_by_hand() -> None:
+    # KL (k1) 0.5, 0.5 in the first completion, 0 in the second; coefficient 2.
+    keys = {"logprobs": [-1.0] * 3, "ref_logprobs": [-1.5, -1.5, -1.0], "rewards": [3.0, 0.0], "finished": [1.0, 1.0]}
+    batch = sample([[2, 1]], **keys)
+    made, metrics = call(GroupAdvantages(scale="none", kl_coef=2.0), batch)
+    assert made["advantages"] == pytest.approx([0.5, 0.5, -0.5]), "3 - 2 against 0, mean 0.5"
+    assert metrics["kl"] == pytest.approx(1 / 3) and metrics["kl_per_completion"] == pytest.approx(0.5)
+    made, _ = call(GroupAdvantages(baseline="leave_one_out", scale="none", kl_coef=2.0), batch)
+    assert made["advantages"] == pytest.approx([1.0, 1.0, -1.0])
+    made, _ = call(GroupAdvantages(baseline="none", scale="none", kl_coef=2.0), batch)
+    assert made["advantages"] == pytest.approx([1.0, 2.0, 0.0]), "a token feels its own penalty and those after it"
+
+
+def test_opo_pass_k_and_gpg_as_nodes() -> None:
+    batch = sample([[1, 3], [2, 2]], rewards=[1.0, 0.0, 1.0, 1.0], finished=[1.0] * 4)
+    made, _ = call(GroupAdvantages(baseline="opo", scale="none"), batch)
+    assert made["advantages"] == pytest.approx([0.75, -0.25, -0.25, -0.25, 0.0, 0.0, 0.0, 0.0])
+    made, _ = call(GroupAdvantages(scale="none", rescale_informative=True), batch)
+    assert made["advantages"][:4] == pytest.approx([1.0, -1.0, -1.0, -1.0]), (
+        "twice 0.5: one group of two teaches nothing"
+    )
+    made, metrics = call(GroupAdvantages(pass_k=1), batch)
+    assert made["advantages"] == pytest.approx([1.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0])
+    assert metrics["pass@1"] == 0.75
+
+
+def test_parts_are_normalised_one_by_one() -> None:
+    batch = sample([[1, 1], [1, 1]], rewards=[0.0] * 4, finished=[1.0] * 4)
+    parts = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 9.0], [0.0, 3.0]])
+    with_parts = batch.update(
+        SequenceSample.from_groups(batch.ids, {"reward_parts": [[1, 1]] * 2}, {"reward_parts": parts})
+    )
+    made, _ = call(GroupAdvantages(part_weights=[1.0, 1.0]), with_parts)
+    half = 1 / math.sqrt(2)
+    total = np.array([half, -half, 2 * half, -2 * half])
+    assert made["advantages"] == pytest.approx((total / total.std(ddof=1)).tolist(), rel=1e-3)
+
+
+def test_rewards_of_steps_have_advantages_of_their_own() -> None:
+    nan = math.nan
+    batch = sample([[2, 2]], rewards=[3.0, 1.0], token_rewards=[1.0, 0.0, nan, 1.0], finished=[1.0, 1.0])
+    made, _ = call(GroupAdvantages(scale="none"), batch)
+    # What is no step's reward: 2 and 0, so 1 and -1. Steps 1, 0 and 1 less their mean 2/3, summed to the end.
+    assert made["advantages"] == pytest.approx([1 + 1 / 3 - 2 / 3, 1 - 2 / 3, -1 + 1 / 3, -1 + 1 / 3])
+    values = batch.update(SequenceSample.from_groups(batch.ids, {"values": [[3, 3]]}, {"values": torch.zeros(6)}))
+    made, _ = call(GAEAdvantages(kl_ctl=0.0, gae_lambda=1.0, **PLAIN), values)
+    assert made["returns"] == pytest.approx([3.0, 2.0, 1.0, 1.0]), (
+        "1, then 0 and the outcome 2; 0, then 1 and the outcome 0"
+    )
+
+
+def test_a_loss_mask_reaches_ppos_advantages() -> None:
+    batch = sample([[3]], rewards=[1.0], values=[0.0] * 4, finished=[1.0], loss_mask=[1.0, 0.0, 1.0])
+    made, _ = call(GAEAdvantages(kl_ctl=0.0, discount=0.5, **PLAIN), batch)
+    assert made["advantages"] == pytest.approx([0.5, 0.0, 1.0]), "what is not trained takes no time and gets no reward"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -104,3 +106,72 @@ def test_values_a_token_are_refused_across_tokenizers(tokenizers: tuple[Tokenize
     first, second = tokenizers
     with pytest.raises(ConfigError, match="logprobs"):
         Infer(["logprobs"]).inference(model_of(Scores(), second, first), batch_of(first))
+
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+QUESTION = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is two?"}]
+
+
+def with_messages(batch: SequenceSample) -> SequenceSample:
+    """The batch whose first prompt was made of messages."""
+    return replace(batch, metadata={"prompt_messages": (QUESTION, None)})
+
+
+def test_messages_are_rendered_in_the_roles_own_template(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    data, own = tokenizers
+    own = replace(own, hf=deepcopy(own.hf))
+    own.hf.chat_template = CHATML
+    engine = Scores()
+    batch = with_messages(batch_of(data))
+    Infer(outputs=["scores"]).inference(model_of(engine, own, data), batch)
+    assert engine.read is not None
+    prompts = [own.decode(ids.tolist()) for ids in engine.read.sequences("prompt")]
+    assert prompts == ["<s>[system]Be kind.</s>[user]What is two?</s>[assistant]", "Once upon"]
+    said = [own.decode(ids.tolist()) for ids in engine.read.sequences("completion")]
+    assert said == [" The answer</s>", " Lily", " a time</s>"]  # the second was cut by its length: no end
+    whole = own.encode_chat([*QUESTION, {"role": "assistant", "content": " The answer"}])
+    first = torch.cat([engine.read.sequences("prompt")[0], engine.read.sequences("completion")[0]])
+    assert first.tolist() == whole
+
+
+def test_messages_need_a_template_or_a_form(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    data, own = tokenizers
+    bare = replace(own, hf=deepcopy(own.hf))
+    bare.hf.chat_template = None
+    batch = with_messages(batch_of(data))
+    with pytest.raises(ConfigError, match=r"role 'rew' has .* no chat template.*set rew.tokenizer.chat_template"):
+        Infer(outputs=["scores"]).inference(model_of(Scores(), bare, data), batch)
+    engine = Scores()
+    Infer(outputs=["scores"], prompt_suffix=" =").inference(model_of(engine, bare, data), batch)
+    assert engine.read is not None
+    assert bare.decode(engine.read.sequences("prompt")[0].tolist()) == "What is two? ="
+
+
+def test_one_vocabulary_with_another_template_is_another_form(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    data, _ = tokenizers
+    own = replace(data, hf=deepcopy(data.hf))
+    engine, batch = Scores(), with_messages(batch_of(data))
+    Infer(outputs=["scores"]).inference(model_of(engine, own, data), batch)
+    assert engine.read is batch  # the same template
+    own.hf.chat_template = CHATML
+    Infer(outputs=["scores"]).inference(model_of(engine, own, data), batch)
+    assert engine.read is not batch
+    Infer(outputs=["logprobs"]).inference(model_of(engine, own, data), batch)
+    assert engine.read is batch  # values a token are those of the batch's tokens
+
+
+def test_templates_that_end_turns_with_nothing(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    data, own = tokenizers
+    plain = replace(own, hf=deepcopy(own.hf))
+    plain.hf.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    engine = Scores()
+    Infer(outputs=["scores"]).inference(model_of(engine, plain, data), with_messages(batch_of(data)))
+    assert engine.read is not None
+    said = [plain.decode(ids.tolist()) for ids in engine.read.sequences("completion")]
+    assert said[0].endswith("The answer\n</s>") and said[1].endswith("Lily\n")

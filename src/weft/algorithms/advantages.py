@@ -14,7 +14,7 @@ from weft.errors import ConfigError, unknown_name
 Vector = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 
-BASELINES = ("group", "leave_one_out", "given", "none")
+BASELINES = ("group", "leave_one_out", "opo", "given", "none")
 SCALES = ("group", "batch", "none")
 
 
@@ -71,19 +71,19 @@ def gae(
 
 
 def whiten(
-    values: Float[Vector, "T"], mask: Float[Vector, "T"], *, shift_mean: bool = True, eps: float = 1e-5
+    values: Float[Vector, "T"], mask: Float[Vector, "T"], *, shift_mean: bool = True, eps: float = 1e-8
 ) -> Float[Vector, "T"]:
-    """(x - mean) / (std + eps) over the entries with mask 1; 0 elsewhere. `shift_mean` False puts the mean back.
+    """(x - mean) / sqrt(variance + eps) over the entries with mask 1; 0 elsewhere. `shift_mean` False puts the mean back.
 
-    Over the whole batch, with the population's standard deviation (ReaLHF, verl). TRL's and trlX's divide the sum of squares
-    by n - 1, and whiten each minibatch, which makes the gradient depend on how it was cut.
+    Over the whole batch; the squares are divided by n - 1. So do verl (`masked_whiten`) and TRL, eps included; ReaLHF
+    divides by n. A single entry becomes 0 (its variance is taken to be 0).
     """
     count = mask.sum()
     if count == 0:
         return np.zeros_like(values)
     mean = (values * mask).sum() / count
-    std = np.sqrt((np.square(values - mean) * mask).sum() / count)
-    return ((values - mean) / (std + eps) + (0.0 if shift_mean else mean)) * mask
+    variance = (np.square(values - mean) * mask).sum() / max(count - 1.0, 1.0)
+    return ((values - mean) / np.sqrt(variance + eps) + (0.0 if shift_mean else mean)) * mask
 
 
 def group_means(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> tuple[Float[Vector, "S"], Int[Index, "S"]]:
@@ -91,6 +91,14 @@ def group_means(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> tuple[Fl
     size = np.bincount(group)
     sums = np.bincount(group, weights=rewards)
     return (sums / np.maximum(size, 1))[group], size[group].astype(np.int64)
+
+
+def weighted_means(
+    values: Float[Vector, "S"], weights: Float[Vector, "S"], group: Int[Index, "S"]
+) -> Float[Vector, "S"]:
+    """sum of weight * value / sum of weights over the completion's group, at each completion; 0 in a group without weight."""
+    sums, total = np.bincount(group, weights=values * weights), np.bincount(group, weights=weights)
+    return np.divide(sums, total, out=np.zeros_like(sums), where=total > 0)[group]
 
 
 def group_stds(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> Float[Vector, "S"]:
@@ -105,22 +113,28 @@ def baselined(
     group: Int[Index, "S"],
     baseline: str,
     given: Float[Vector, "S"] | None = None,
+    lengths: Float[Vector, "S"] | None = None,
 ) -> Float[Vector, "S"]:
     """Reward less its baseline, one a completion.
 
     group          mean of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
     leave_one_out  mean of the others of the group (RLOO, Ahmadian et al. 2024, eq. 4) = K / (K - 1) times the above
+    opo            sum of length * reward / sum of lengths over the group (OPO, Hao et al. 2025, arXiv:2505.23585): the
+                   baseline of least variance where gradients of tokens are independent; `lengths` are trained tokens
     given          a value from elsewhere: the reward of the greedy completion (ReMax, Li et al. 2023, eq. 5)
     none           0 (REINFORCE; REINFORCE++ of Hu 2025, which whitens over the batch instead)
     Raises `ConfigError` where a group baseline meets a group of 1: its advantages would all be 0.
     """
-    if baseline in ("group", "leave_one_out"):
+    if baseline in ("group", "leave_one_out", "opo"):
         mean, size = group_means(rewards, group)
         if (size < 2).any():
             raise ConfigError(
                 f"baseline={baseline!r} compares the completions of one prompt, and a prompt has only one here: every "
                 "advantage would be 0; set group_size (samples_per_prompt) to 2 or more"
             )
+        if baseline == "opo":
+            assert lengths is not None, "opo weighs rewards by lengths"
+            return rewards - weighted_means(rewards, lengths, group)
         scale = size / (size - 1) if baseline == "leave_one_out" else np.ones_like(mean)
         return (rewards - mean) * scale
     if baseline == "given":
@@ -178,3 +192,98 @@ def soft_overlong(lengths: Int[Index, "S"], max_length: int, buffer: int) -> Flo
     """
     over = (lengths - (max_length - buffer)) / buffer
     return -np.clip(over, 0.0, 1.0)
+
+
+def pass_at_k(passed: Float[Vector, "S"], group: Int[Index, "S"], k: int) -> Float[Vector, "S"]:
+    """The chance that k completions of the completion's group, drawn without putting back, hold one that passed.
+
+        1 - C(N - c, k) / C(N, k) of N completions, c of which passed             Chen et al. 2021 (Codex), eq. 1
+
+    `passed` is 1 or 0. Raises `ConfigError` for groups of fewer than k.
+    """
+    size = np.bincount(group).astype(np.float64)
+    if (size[size > 0] < k).any():
+        raise ConfigError(f"pass@{k} needs {k} completions of each prompt, and one has {int(size[size > 0].min())}")
+    wrong = np.bincount(group, weights=1.0 - passed).astype(np.float64)
+    return (1.0 - _choose_ratio(wrong, size, k))[group]
+
+
+def pass_at_k_advantages(passed: Float[Vector, "S"], group: Int[Index, "S"], k: int) -> Float[Vector, "S"]:
+    """Advantages for the reward "one of k completions passes" (Chen et al. 2025, "Pass@k Training",
+    arXiv:2508.10751, analytical derivation).
+
+    With N completions of a prompt, c of which passed, R = pass@k and s = sqrt(R (1 - R)) (mean and standard deviation of the
+    reward over all subsets of k): (1 - R) / s for a completion that passed, since every subset with it does, and
+    (1 - R - C(N - c - 1, k - 1) / C(N - 1, k - 1)) / s for one that failed. A group that always passes, or never, gives 0.
+    k = 1 is GRPO's advantage of rewards 0 and 1 (with the population's deviation).
+    """
+    rate = pass_at_k(passed, group, k)
+    size: Vector = np.bincount(group).astype(np.float64)[group]
+    wrong = np.bincount(group, weights=1.0 - passed)[group]
+    missed = np.where(wrong > 0, _choose_ratio(np.maximum(wrong - 1.0, 0.0), size - 1.0, k - 1), 0.0)
+    deviation = np.sqrt(rate * (1.0 - rate))
+    gain = np.where(passed > 0, 1.0 - rate, 1.0 - rate - missed)
+    return np.divide(gain, deviation, out=np.zeros_like(gain), where=deviation > 1e-12)
+
+
+def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
+    """C(part, k) / C(whole, k) as a product of k factors; 0 where `part` is below k."""
+    ratio = np.ones_like(part)
+    for taken in range(k):
+        ratio = ratio * np.maximum(part - taken, 0.0) / np.maximum(whole - taken, 1.0)
+    return ratio
+
+
+def informative_factor(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> float:
+    """Groups / groups whose rewards differ: makes up for those that teach nothing (GPG, Chu et al. 2025,
+    arXiv:2504.02546); 1 without any.
+
+    (verl's `gpg` divides by the number of rewards that are not 0.)
+    """
+    same = zero_variance(rewards, group)
+    return len(same) / max(int((~same).sum()), 1) if (~same).any() else 1.0
+
+
+def decoupled(
+    parts: Float[Vector, "S P"], weights: Float[Vector, "P"], group: Int[Index, "S"], eps: float = 1e-4
+) -> Float[Vector, "S"]:
+    """Advantages of several rewards that are normalised one by one (GDPO, Liu et al. 2026, arXiv:2601.05242).
+
+    Each column of `parts` becomes (r - group mean) / (group deviation + eps); their weighted sum is brought to mean 0 and
+    deviation 1 over the batch. A part that does not apply to a completion (NaN) counts as its group's mean. TRL's
+    `normalize_then_sum`.
+    """
+    total = np.zeros(len(parts))
+    for column, weight in zip(parts.T, weights, strict=True):
+        held = (~np.isnan(column)).astype(np.float64)
+        values = np.nan_to_num(column)
+        mean = weighted_means(values, held, group)
+        count = np.bincount(group, weights=held)[group]
+        squares = np.bincount(group, weights=np.square(values - mean) * held)[group]
+        deviation = np.sqrt(squares / np.maximum(count - 1.0, 1.0))
+        total += weight * held * (values - mean) / (deviation + eps)
+    deviation_of_all = total.std(ddof=1 if len(total) > 1 else 0)
+    return (total - total.mean()) / (deviation_of_all + eps)
+
+
+def step_advantages(
+    rewards: Float[Vector, "T"], lengths: Int[Index, "S"], group: Int[Index, "S"], scale: str, eps: float = 1e-4
+) -> Float[Vector, "T"]:
+    """Advantages of each token from rewards of steps (process supervision, DeepSeekMath 2024, section 4.1.3).
+
+    `rewards` is NaN but at tokens that end a step. Step rewards are brought to their group's mean 0 and, as `scale` says
+    (`group`, `batch` or `none`), divided by a standard deviation; a token's advantage is the sum over the steps that end with
+    it or later.
+    """
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    steps = np.flatnonzero(~np.isnan(rewards))
+    found, of = rewards[steps], group[owner[steps]]
+    mean, size = group_means(found, of) if len(found) else (found, np.zeros(0, np.int64))
+    centred = found - mean
+    if scale == "group" and len(found):
+        centred = centred / (group_stds(found, of) + eps)
+    elif scale == "batch" and len(found) > 1:
+        centred = centred / (found.std(ddof=1) + eps)
+    rows = np.zeros(len(rewards))
+    rows[steps] = np.where(size > 1, centred, 0.0)
+    return reversed_discounted_sums(rows, lengths, 1.0)

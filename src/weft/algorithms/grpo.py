@@ -12,9 +12,21 @@ import array_api_compat
 import numpy as np
 from jaxtyping import Float
 
-from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, fixed, masked_mean, masked_sum, trained_rows
+from weft.algorithms.base import (
+    Array,
+    Loss,
+    RowBatch,
+    Sample,
+    Stat,
+    exp_ratio,
+    fixed,
+    log_sigmoid,
+    masked_mean,
+    masked_sum,
+    trained_rows,
+)
 from weft.algorithms.kl import ESTIMATORS, kl_estimate
-from weft.algorithms.ppo import Clip, EarlyStop, clipped_surrogate, policy_stats
+from weft.algorithms.ppo import Clip, Control, EarlyStop, clipped_surrogate, old_logprobs, policy_stats, weighted
 from weft.algorithms.sft import row_weights
 from weft.errors import ConfigError, unknown_name
 from weft.registry import register_loss
@@ -22,14 +34,52 @@ from weft.registry import register_loss
 CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo"),
     "importance_level": ("token", "sequence"),
-    "surrogate": ("clip", "reinforce"),
+    "surrogate": ("clip", "reinforce", "cispo", "sapo"),
     "kl_estimator": ESTIMATORS,
+}
+
+# What eps_clip and eps_clip_high are where they are absent: GSPO's own range for ratios of whole sequences (Zheng et al. 2025,
+# section 5.1), for CISPO a bound of 5 above alone (ScaleRL, Khatri et al. 2025; TRL).
+RANGES: Mapping[tuple[str, str], tuple[float, float | None]] = {
+    ("clip", "token"): (0.2, None),
+    ("clip", "sequence"): (3e-4, 4e-4),
+    ("cispo", "token"): (1.0, 4.0),
+    ("cispo", "sequence"): (1.0, 4.0),
 }
 
 
 def policy_gradient(logprobs: Float[Array, "N"], advantages: Float[Array, "N"]) -> Float[Array, "N"]:
-    """-A log pi(token): REINFORCE (Williams 1992), the loss of RLOO and REINFORCE++ on-policy, without a ratio."""
+    """-A log pi(token): REINFORCE (Williams 1992), the loss of RLOO, REINFORCE++ and GPG on-policy, without a ratio."""
     return -advantages * logprobs
+
+
+def cispo(
+    logprobs: Float[Array, "N"], log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], clip: Clip
+) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """(loss, 1 where the weight is cut) of each token: -sg(clip(w, 1 - low, 1 + high)) A log pi(token).
+
+    The ratio is cut as a weight and has no gradient, so every token keeps its own (CISPO, MiniMax-M1 2025, arXiv:2506.13585,
+    section 3.1). The paper leaves the lower side open, as here by default; TRL has the upper bound alone.
+    """
+    xp = array_api_compat.array_namespace(logprobs)
+    ratio = exp_ratio(fixed(log_ratio))
+    weight = xp.clip(ratio, 1.0 - clip.low, clip.upper)
+    return -weight * advantages * logprobs, xp.astype(weight != ratio, logprobs.dtype)
+
+
+def sapo(
+    log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], positive: float, negative: float
+) -> Float[Array, "N"]:
+    """-sigmoid(t (w - 1)) * 4 / t * A with t = `positive` where A > 0, else `negative` (SAPO, Gao et al. 2025,
+    arXiv:2511.20347).
+
+    A soft gate in place of the clip: its gradient is that of w A on-policy and fades as w leaves 1, sooner with a larger t.
+    """
+    xp = array_api_compat.array_namespace(log_ratio, advantages)
+    ones = xp.ones_like(advantages)
+    temperature = xp.where(advantages > 0, positive * ones, negative * ones)
+    gate = xp.exp(log_sigmoid(temperature * (exp_ratio(log_ratio) - 1.0)))
+    return -gate * 4.0 / temperature * advantages
 
 
 def sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) -> Float[Array, "N"]:
@@ -50,18 +100,20 @@ class GRPOLoss(Loss):
       dapo      mean over all tokens of the minibatch (DAPO 2025, eq. 8)
       bnpo      the same here: elsewhere a mean over each micro-batch, which depends on the micro-batch size
       dr_grpo   sum / (all completions * max_completion_length) (Liu et al. 2025, eq. 4): no length bias
-    `importance_level`: "token", each token its own ratio; "sequence", GSPO's one ratio a completion (its clip range is of the
-    order of 3e-4, so `eps_clip` must be set too; TRL and the paper pair it with `grpo`).
-    `surrogate`: "clip", or "reinforce", which has no ratio and so is for one update a batch.
+    `importance_level`: "token", each token its own ratio; "sequence", GSPO's one ratio a completion (TRL and the paper pair it
+    with `grpo`).
+    `surrogate`: "clip" (PPO's), "cispo", "sapo", or "reinforce", which has no ratio and so is for one update a batch.
+    `eps_clip` and `eps_clip_high` are those of `RANGES` where they are absent.
     `kl_estimator`: k3 as DeepSeekMath and TRL; k2 has the true gradient; k1's vanishes in expectation (`kl_estimate`). TRL
     multiplies the KL by the ratio by default; here, as in the paper, it is not.
-    Keys: `advantages`, `logprobs`, and `ref_logprobs` where `kl_coef` is above 0.
+    Keys: `advantages`, `logprobs`, and `ref_logprobs` where `kl_coef` is above 0; `old_logprobs`, `sampler_weights` where there
+    are any; `high_covariance` where `covariance` is not none.
     """
 
     loss_type: str = "dapo"
     importance_level: str = "token"
     surrogate: str = "clip"
-    eps_clip: float = 0.2
+    eps_clip: float | None = None
     eps_clip_high: float | None = None
     dual_clip: float | None = None
     kl_coef: float = 0.0
@@ -70,15 +122,22 @@ class GRPOLoss(Loss):
     max_completion_length: int | None = None
     early_stop_imp_ratio: float | None = None
     early_stop_kl: float | None = None
+    sapo_positive: float = 1.0
+    sapo_negative: float = 1.05
+    covariance: str = "none"
+    kl_cov_coef: float = 1.0
 
     outputs = frozenset({"logprobs", "entropy"})
     unit = "sequence"
 
     def __post_init__(self) -> None:
-        _ = self.clip  # checks the bounds
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise unknown_name(f"grpo.{name}", getattr(self, name), choices)
+        _ = self.clip, self.control  # checks the values
+        for name in ("sapo_positive", "sapo_negative"):
+            if not getattr(self, name) > 0.0:
+                raise ConfigError(f"grpo.{name}={getattr(self, name)} must be above 0")
         if self.kl_coef < 0.0:
             raise ConfigError(f"grpo.kl_coef={self.kl_coef} must be at least 0")
         if self.loss_type == "dr_grpo" and not self.max_completion_length:
@@ -86,7 +145,14 @@ class GRPOLoss(Loss):
 
     @property
     def clip(self) -> Clip:
-        return Clip(self.eps_clip, self.eps_clip_high, self.dual_clip)
+        low, high = RANGES.get((self.surrogate, self.importance_level), (0.2, None))
+        if self.eps_clip is not None:  # one that is given holds for both sides, unless both are
+            low, high = self.eps_clip, high if self.surrogate == "cispo" else None
+        return Clip(low, high if self.eps_clip_high is None else self.eps_clip_high, self.dual_clip)
+
+    @property
+    def control(self) -> Control:
+        return Control(self.covariance, self.kl_cov_coef)
 
     @property
     def by_row(self) -> bool:
@@ -102,14 +168,11 @@ class GRPOLoss(Loss):
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
         logprobs, advantages = out["logprobs"], batch["advantages"]
-        xp = array_api_compat.array_namespace(logprobs)
-        if self.surrogate == "reinforce":
-            each, clipped = policy_gradient(logprobs, advantages), xp.zeros_like(advantages)
-        else:
-            log_ratio = logprobs - batch["logprobs"]
-            if self.importance_level == "sequence":
-                log_ratio = sequence_log_ratio(log_ratio, batch)
-            each, clipped = clipped_surrogate(log_ratio, advantages, self.clip)
+        log_ratio = logprobs - old_logprobs(batch)
+        if self.importance_level == "sequence":
+            log_ratio = sequence_log_ratio(log_ratio, batch)
+        each, clipped = self._surrogate(logprobs, log_ratio, advantages)
+        each = weighted(each, log_ratio, batch, self.control)
         stats = policy_stats(out, batch, fixed(clipped))
         stats["policy_loss"] = masked_mean(each, batch.mask)
         if self.kl_coef:
@@ -117,6 +180,20 @@ class GRPOLoss(Loss):
         if self.entropy_coef:
             each = each - self.entropy_coef * out["entropy"]
         return masked_sum(each, self._weights(batch, total)), stats
+
+    def _surrogate(
+        self, logprobs: Float[Array, "N"], log_ratio: Float[Array, "N"], advantages: Float[Array, "N"]
+    ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+        """(policy loss, 1 where a bound acts) of each token."""
+        xp = array_api_compat.array_namespace(logprobs)
+        if self.surrogate == "clip":
+            return clipped_surrogate(log_ratio, advantages, self.clip)
+        if self.surrogate == "cispo":
+            return cispo(logprobs, log_ratio, advantages, self.clip)
+        none = xp.zeros_like(advantages)
+        if self.surrogate == "sapo":
+            return sapo(log_ratio, advantages, self.sapo_positive, self.sapo_negative), none
+        return policy_gradient(logprobs, advantages), none
 
     def _weights(self, batch: RowBatch, total: Mapping[str, float]) -> Float[Array, "N"]:
         if self.loss_type == "dr_grpo":

@@ -16,6 +16,7 @@ from weft.errors import ConfigError, unknown_name
 
 ESTIMATORS = ("k1", "k2", "k3")
 NORMALIZERS = ("exp", "ma")
+K3_BOUND = 10.0  # nats a token
 Vector = npt.NDArray[np.float64]
 
 
@@ -26,9 +27,10 @@ def kl_estimate(
 
     With r = log policy - log reference of tokens drawn from the policy (Schulman 2020, "Approximating KL divergence"):
     k1 = r (unbiased, large variance, may be negative); k2 = r^2 / 2 (biased, small variance); k3 = exp(-r) - 1 + r
-    (unbiased, never negative). In a loss they differ from what they estimate: the gradient of k1 vanishes in expectation
-    and that of k2 is the one of the true KL; k3 is what DeepSeekMath (2024, eq. 4) and TRL add to the loss.
-    r is cut before `exp` (rule 5.4), which TRL and verl leave open in places.
+    (unbiased, never negative). k3 is cut at `K3_BOUND` = 10 nats a token, where its gradient ends too, as verl's is: a token
+    that the reference finds impossible would add e^20. In a loss they differ from what they estimate: the gradient of
+    k1 vanishes in expectation and that of k2 is the one of the true KL; k3 is what DeepSeekMath (2024, eq. 4) and TRL
+    add to the loss. r is cut before `exp` (rule 5.4). TRL bounds neither.
     """
     xp = array_api_compat.array_namespace(logprobs, reference)
     ratio = logprobs - reference
@@ -37,7 +39,7 @@ def kl_estimate(
     if estimator == "k2":
         return xp.square(ratio) / 2
     if estimator == "k3":
-        return exp_ratio(-ratio) - 1 + ratio
+        return xp.clip(exp_ratio(-ratio) - 1 + ratio, None, K3_BOUND)
     raise unknown_name("KL estimator", estimator, ESTIMATORS)
 
 

@@ -21,8 +21,9 @@ from weft.algorithms.base import (
     masked_sum,
     trained_rows,
 )
+from weft.algorithms.covariance import METHODS
 from weft.algorithms.kl import kl_estimate
-from weft.errors import ConfigError
+from weft.errors import ConfigError, unknown_name
 from weft.registry import register_loss
 
 
@@ -39,8 +40,8 @@ class Clip:
     dual: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.low < 1.0:
-            raise ConfigError(f"eps_clip={self.low} must be at least 0 and below 1")
+        if not 0.0 <= self.low <= 1.0:
+            raise ConfigError(f"eps_clip={self.low} must be at least 0 and at most 1, where there is no lower bound")
         if self.high is not None and self.high < 0.0:
             raise ConfigError(
                 f"eps_clip_high={self.high} must be at least 0; leave it out to use eps_clip on both sides"
@@ -53,6 +54,18 @@ class Clip:
     @property
     def upper(self) -> float:
         return 1.0 + (self.low if self.high is None else self.high)
+
+
+@dataclass(frozen=True)
+class Control:
+    """What happens to tokens of high covariance: `none`, `clip` (no loss), or `kl` (a penalty of kl_coef |log-ratio|)."""
+
+    method: str = "none"
+    kl_coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise unknown_name("covariance control", self.method, METHODS)
 
 
 def clipped_surrogate(
@@ -77,26 +90,48 @@ def clipped_surrogate(
     return loss, xp.astype(held, log_ratio.dtype)
 
 
+def old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
+    """Log-probs of the policy that the ratio compares with: `old_logprobs`, by the trained network before its first update of
+    the batch, where the batch holds them, else `logprobs`, as sampled."""
+    found: Array = batch["old_logprobs"] if "old_logprobs" in batch else batch["logprobs"]
+    return found
+
+
+def weighted(
+    each: Float[Array, "N"], log_ratio: Float[Array, "N"], batch: RowBatch, control: Control
+) -> Float[Array, "N"]:
+    """The policy loss of each token as its batch weighs it: times `sampler_weights` (`weft.algorithms.sampler`), and with the
+    tokens of `high_covariance` left out or penalised (`weft.algorithms.covariance`)."""
+    xp = array_api_compat.array_namespace(each)
+    if control.method != "none":
+        chosen = batch["high_covariance"] != 0
+        held = xp.zeros_like(each) if control.method == "clip" else each + control.kl_coef * xp.abs(log_ratio)
+        each = xp.where(chosen, held, each)
+    return each * batch["sampler_weights"] if "sampler_weights" in batch else each
+
+
 def policy_stats(out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array, "N"]) -> dict[str, Stat]:
     """What every policy node logs, means over trained tokens unless said otherwise.
 
-    `entropy` nats; `clip_ratio` share of tokens held back by a bound; `approx_kl` k3 of the policy that sampled against the
-    one trained; `importance_ratio` and its largest, `importance_ratio_max`; `sampler_logprob_diff` |log-prob as sampled -
-    log-prob now| and its largest (before the first update of a batch: the gap between sampler and trainer); `kl` k3 to the
-    reference, or where the batch holds no `ref_logprobs` to the policy that sampled, the one there is: `approx_kl` again.
+    `entropy` nats; `clip_ratio` share of tokens held back by a bound; `approx_kl` k3 of the policy before the first
+    update of the batch against the one trained; `importance_ratio` and its largest, `importance_ratio_max`;
+    `sampler_logprob_diff` |log-prob as sampled - log-prob now| and its largest (before the first update of a batch: the
+    gap between sampler and trainer); `kl` k3 to the reference, or where the batch holds no `ref_logprobs` to the policy
+    that sampled, the one there is: `approx_kl` again.
     """
     now, sampled, mask = fixed(out["logprobs"]), batch["logprobs"], batch.mask
     xp = array_api_compat.array_namespace(now)
-    gap = xp.where(mask != 0, now - sampled, xp.zeros_like(now))
+    gap = xp.where(mask != 0, now - old_logprobs(batch), xp.zeros_like(now))
     ratio = exp_ratio(gap)
+    apart = xp.abs(xp.where(mask != 0, now - sampled, xp.zeros_like(now)))
     stats: dict[str, Stat] = {
         "entropy": masked_mean(out["entropy"], mask),
         "clip_ratio": masked_mean(clipped, mask),
         "approx_kl": masked_mean(ratio - 1 - gap, mask),
         "importance_ratio": masked_mean(ratio, mask),
         "importance_ratio_max": Max(xp.max(xp.where(mask != 0, ratio, xp.zeros_like(ratio)))),
-        "sampler_logprob_diff": masked_mean(xp.abs(gap), mask),
-        "sampler_logprob_diff_max": Max(xp.max(xp.abs(gap))),
+        "sampler_logprob_diff": masked_mean(apart, mask),
+        "sampler_logprob_diff_max": Max(xp.max(apart)),
     }
     held = "ref_logprobs" in batch
     stats["kl"] = masked_mean(kl_estimate(now, batch["ref_logprobs"], "k3"), mask) if held else stats["approx_kl"]
@@ -125,7 +160,8 @@ class EarlyStop:
 class PPOActorLoss(Loss):
     """Mean over the minibatch's trained tokens of `clipped_surrogate` - entropy_coef * entropy.
 
-    Keys: `advantages` (whitened by the host function) and `logprobs` (as sampled: the policy of the ratio's denominator).
+    Keys: `advantages` (whitened by the host function) and `logprobs` (as sampled: the policy of the ratio's denominator, unless
+    there are `old_logprobs`); `sampler_weights` where there are any, `high_covariance` where `covariance` is not none.
     Token mean, as the PPO of InstructGPT's descendants (ReaLHF, OpenRLHF, verl); an average over sequences is GRPO's.
     A minibatch whose mean importance ratio exceeds `early_stop_imp_ratio` takes no step (ReaLHF multiplies its loss by 0,
     which still lets momentum and weight decay move the parameters).
@@ -137,13 +173,19 @@ class PPOActorLoss(Loss):
     entropy_coef: float = 0.0
     early_stop_imp_ratio: float | None = 5.0
     early_stop_kl: float | None = None
+    covariance: str = "none"
+    kl_cov_coef: float = 1.0
 
     outputs = frozenset({"logprobs", "entropy"})
     unit = "sequence"
     by_row = True
 
     def __post_init__(self) -> None:
-        _ = self.clip  # checks the bounds
+        _ = self.clip, self.control  # checks the values
+
+    @property
+    def control(self) -> Control:
+        return Control(self.covariance, self.kl_cov_coef)
 
     @property
     def clip(self) -> Clip:
@@ -156,8 +198,9 @@ class PPOActorLoss(Loss):
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
-        log_ratio = out["logprobs"] - batch["logprobs"]
+        log_ratio = out["logprobs"] - old_logprobs(batch)
         each, clipped = clipped_surrogate(log_ratio, batch["advantages"], self.clip)
+        each = weighted(each, log_ratio, batch, self.control)
         stats = policy_stats(out, batch, fixed(clipped))
         stats["policy_loss"] = masked_mean(each, batch.mask)
         if self.entropy_coef:

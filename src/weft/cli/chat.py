@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--plain", action="store_true", help="continue text as it stands, without the chat template")
     made.add_argument("--backend", default="torch", help="torch (default) or hf")
     made.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
-    made.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
+    made.add_argument(
+        "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
+    )
     return made
 
 
@@ -121,7 +123,9 @@ def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool) ->
     if adapter:
         view.note(f"adapter of {model.path}")
     device = facts.get("device", model.device or "")
-    view.note(f"{facts['family']}, {_amount(facts['num_parameters'])} parameters, {model.dtype} {device}".rstrip())
+    view.note(
+        f"{facts['family']}, {_amount(facts['num_parameters'])} parameters, {facts.get('dtype', '')} {device}".rstrip()
+    )
     view.note(chat.settings())
     if chat.plain:
         why = "--plain" if plain else "this tokenizer has no chat template, so the model is no chat model"

@@ -103,7 +103,7 @@ class Chat:
         words = ["greedy" if spec.greedy else f"temperature {spec.temperature:g}"]
         if not spec.greedy:
             words += [f"{name} {value:g}" for name, value in _limits(spec).items()]
-        return ", ".join([*words, f"at most {spec.max_new_tokens} tokens"])
+        return ", ".join([*words, f"at most {spec.most_new_tokens} tokens"])
 
     # -- commands
 

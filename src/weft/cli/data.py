@@ -346,10 +346,9 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     made = datasets.get(type_name)
     if not isinstance(made, Tokenized) and "form" not in vars(made):
         raise ConfigError(f"--type={type_name}: scan tokenizes weft's own types; leave out --tokenizer for others")
-    longest = spec.longest_prompt if type_name == "prompt" else spec.max_prompt_len
     limits = {
         "max_seqlen": spec.max_seqlen,
-        "max_prompt_len": longest,
+        "max_prompt_len": spec.max_prompt_len,
         "overlong": "truncate",
         "truncate_side": spec.truncate_side,
     }
@@ -357,10 +356,11 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     tokenizer = _tokenizer(config)
     form.check(tokenizer)
     _, report, problems = encode_rows(Job(form, lengths, tokenizer), rows)
-    where = f"dataset.max_seqlen={spec.max_seqlen}" + (f", dataset.max_prompt_len={longest}" if longest else "")
+    sizes = [f"dataset.{name}={limits[name]}" for name in ("max_seqlen", "max_prompt_len") if limits[name] is not None]
+    where = ", ".join(sizes) or "no dataset.max_seqlen is set"
     overlong = report.prompts_cut + report.answers_cut + report.dropped
     _finding(console, f"samples that are too long ({where})", overlong, [])
-    bad = [f"{rows[index][0]}: {wrong}" for index, wrong in problems]
+    bad = [f"{rows[index][0]}: {wrong}" for index, wrong, _ in problems]
     _finding(console, f"rows that cannot be used as {type_name}", len(bad), bad)
 
 

@@ -27,7 +27,8 @@ ROLES = {
     "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
     "function_call": "assistant",
 }  # fmt: skip
-KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")
+REASONING = ("reasoning_content", "thinking")
+KEPT = ("name", "tool_call_id", *REASONING)
 REPLY = "weft-looks-for-this-reply"
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -39,7 +40,7 @@ def normalise(messages: Any) -> list[Message]:
     """`[{role, content, ...}]` from `role/content` or `from/value` rows, roles by their usual names.
 
     `prompter` and `human` are the user, `gpt` and `bot` the assistant, `observation` a tool; content parts are joined; a
-    `function_call` becomes `tool_calls`; `train: false` (or `loss_weight: 0`) keeps a turn out of the loss.
+    `function_call` becomes `tool_calls`; `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the loss.
     Raises `DataError` saying which message is wrong and how. Applied twice it changes nothing.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
@@ -90,7 +91,7 @@ def _message(message: Any, number: int) -> Message:
     if calls:
         found["tool_calls"] = [_call(call, number) for call in calls]
     found |= {key: message[key] for key in KEPT if message.get(key) is not None}
-    if message.get("train") is False or message.get("loss_weight") == 0:
+    if message.get("train") is False or 0 in (message.get("loss_weight"), message.get("weight")):
         found["train"] = False
     return found
 
@@ -178,6 +179,7 @@ class Template:
     offsets: Callable[[str], tuple[list[int], list[Span]] | None]
     marked: Callable[[Sequence[Message], Any], list[Span] | None]
     turn_end: str | None = None
+    name: str = "the tokenizer"
 
 
 def after_reply(render: Callable[[Sequence[Message], Any, bool], str]) -> str:
@@ -189,19 +191,60 @@ def after_reply(render: Callable[[Sequence[Message], Any, bool], str]) -> str:
 # -- which tokens the assistant wrote
 
 
-def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> tuple[list[int], list[bool]]:
-    """(ids, mask) of a conversation, True on the assistant's turns and their end tokens.
+@dataclass(frozen=True)
+class Masked:
+    """The token ids of a conversation; `mask` is True on what is trained; `unused` names what the template does not render."""
+
+    ids: list[int]
+    mask: list[bool]
+    unused: frozenset[str] = frozenset()
+
+
+def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> Masked:
+    """A conversation's tokens, marked on the assistant's trained turns and their end tokens.
 
     A token that holds characters of both the template and the assistant is the assistant's: the generation prompt alone
-    does not contain it. Raises `DataError` where a turn cannot be found.
+    does not contain it. Raises `DataError` where a turn cannot be found, and where the template leaves out a trained turn's
+    tool calls, or all that it says.
     """
     text = template.render(messages, tools, False)
-    spans = template.marked(messages, tools)
-    if spans is None:
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    marked = template.marked(messages, tools)
+    if marked is None:
         spans = assistant_spans(template, messages, tools, text)
     else:
-        spans = [(a, _with_end(text, b, template.turn_end)) for a, b in spans]
-    return mask_spans(template.encode, template.offsets, text, spans)
+        spans = [(a, _with_end(text, b, template.turn_end)) for a, b in marked]
+        if len(spans) != len(turns):
+            raise DataError(
+                f"the chat template of {template.name} marks {len(spans)} parts with {{% generation %}}, and the assistant has "
+                f"{len(turns)} turns; it must mark each of them once"
+            )
+    trained, unused = [], set[str]()
+    for turn, (a, b) in zip(turns, spans, strict=True):
+        if messages[turn].get("train", True):
+            lost = _not_rendered(template, messages[turn], text[a:b], turn + 1)
+            unused |= lost if turn == turns[-1] else set()  # of earlier turns many templates leave out the reasoning
+            trained.append((a, b))
+    return Masked(*mask_spans(template.encode, template.offsets, text, trained), frozenset(unused))
+
+
+def _not_rendered(template: Template, message: Message, said: str, number: int) -> set[str]:
+    """Fields of an assistant's message that are not in `said`, the turn as rendered.
+
+    Raises `DataError` where these are tool calls, or where nothing of the message is left.
+    """
+    body = said.removesuffix(template.turn_end or "").strip()
+    lost = set()
+    if not all(call["function"]["name"] in body for call in message.get("tool_calls", ())):
+        lost.add("tool_calls")
+    lost |= {key for key in REASONING if message.get(key) and str(message[key]).strip() not in body}
+    if "tool_calls" in lost or (not body and (lost or message["content"].strip())):
+        what = " and ".join(sorted(lost)) or "content"
+        raise DataError(
+            f"message {number}: the chat template of {template.name} does not render the assistant's {what}, so the turn would "
+            f"be learned without it; set tokenizer.chat_template to a template that does, or take {what} out of the row"
+        )
+    return {f"messages[].{key}" for key in lost}
 
 
 def mask_spans(
@@ -226,7 +269,7 @@ def mask_spans(
 
 
 def assistant_spans(template: Template, messages: Sequence[Message], tools: Any, text: str) -> list[Span]:
-    """Characters [start, stop) of every trained assistant turn in the rendered `text`, its end token included."""
+    """Characters [start, stop) of every assistant turn in the rendered `text`, its end token included."""
     spans, at = [], 0
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -240,8 +283,7 @@ def assistant_spans(template: Template, messages: Sequence[Message], tools: Any,
                 "put {% generation %} markers into the template"
             )
         stop = _turn_stop(template, messages[: index + 1], tools, text, start)
-        if message.get("train", True):
-            spans.append((start, stop))
+        spans.append((start, stop))
         at = stop
     return spans
 

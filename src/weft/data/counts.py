@@ -31,11 +31,11 @@ class SourceCount:
         cut = ("", "", "") if done is None else (f"{done.prompts_cut:,}", f"{done.answers_cut:,}", f"{done.dropped:,}")
         return self.label, self.type, f"{self.train:,}", f"{self.evaluation:,}", f"{self.per_epoch:,}", *cut
 
-    def note(self, limits: str) -> str | None:
-        """What was cut or left out in words, or None where nothing was."""
+    def notes(self, limits: str) -> list[str]:
+        """What was cut or left out, and columns that are not used, in words; nothing where there is none of it."""
         done = self.report
         if done is None:
-            return None
+            return []
         parts = [
             f"{count:,} {what}"
             for count, what in (
@@ -45,7 +45,9 @@ class SourceCount:
             )
             if count
         ]
-        return f"{self.label}: of {done.rows:,} rows, {', '.join(parts)} ({limits})" if parts else None
+        told = [f"{self.label}: of {done.rows:,} rows, {', '.join(parts)} ({limits})"] if parts else []
+        unused = f"{self.label}: columns that rows of type {self.type} do not use: {', '.join(done.unused)}"
+        return [*told, unused] if done.unused else told
 
 
 def render(counts: Sequence[SourceCount]) -> str:

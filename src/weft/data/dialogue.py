@@ -29,6 +29,28 @@ def assistant_spans(text: str) -> list[tuple[int, int]]:
     return spans
 
 
+def messages(text: str) -> list[dict[str, str]]:
+    """The turns of a dialogue as chat messages, what stands before the first one as the system's. A turn without words is left
+    out, such as the one that the assistant is about to begin."""
+    marks = [
+        (at, role, mark) for mark, role in ((HUMAN, "user"), (ASSISTANT, "assistant")) for at in _places(text, mark)
+    ]
+    marks.sort()
+    turns = [("system", text[: marks[0][0]] if marks else text)]
+    for (at, role, mark), (stop, _, _) in zip(marks, [*marks[1:], (len(text), "", "")], strict=True):
+        turns.append((role, text[at + len(mark) : stop]))
+    return [{"role": role, "content": said.strip()} for role, said in turns if said.strip()]
+
+
+def _places(text: str, mark: str) -> list[int]:
+    """Where `mark` stands in the text."""
+    found, at = [], text.find(mark)
+    while at >= 0:
+        found.append(at)
+        at = text.find(mark, at + 1)
+    return found
+
+
 def shared_words(one: str, other: str) -> int:
     """Characters of the beginning that two texts share, whole words only."""
     length = min(_shared_length(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.data.rows import BadRow
+from weft.data.rows import TooLong
 from weft.data.spec import OVERLONG
 from weft.errors import ConfigError
 
@@ -15,7 +15,8 @@ from weft.errors import ConfigError
 class Encoded:
     """The token ids of one id: a prompt, K completions with their masks, values of each completion, metadata.
 
-    `part` tells the samples of one row apart where it makes several. A prompt alone has no completions.
+    `part` tells the samples of one row apart where it makes several. A prompt alone has no completions. `unused` names what of
+    the row's messages is in no token.
     """
 
     prompt: list[int]
@@ -24,13 +25,14 @@ class Encoded:
     values: Mapping[str, list[float]] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
+    unused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The limits on a row. `max_prompt_len` None: only `max_seqlen` counts. `truncate_side`: which end of a prompt is cut."""
+    """The limits on a row; None is no limit. `truncate_side`: which end of a prompt is cut."""
 
-    max_seqlen: int = 1024
+    max_seqlen: int | None = None
     max_prompt_len: int | None = None
     overlong: str = "truncate"
     truncate_side: str = "left"
@@ -40,7 +42,7 @@ class Lengths:
             raise ConfigError(f"dataset.overlong={self.overlong!r}: must be one of {', '.join(OVERLONG)}")
         if self.truncate_side not in ("left", "right"):
             raise ConfigError(f"dataset.truncate_side={self.truncate_side!r}: must be left or right")
-        if self.max_seqlen < 2:
+        if self.max_seqlen is not None and self.max_seqlen < 2:
             raise ConfigError(
                 f"dataset.max_seqlen={self.max_seqlen}: must be at least 2, a prompt's token and an answer's"
             )
@@ -49,20 +51,22 @@ class Lengths:
 def fit(encoded: Encoded, lengths: Lengths, bos_id: int | None) -> tuple[Encoded | None, str]:
     """(the row within its limits or None where it is dropped, what was done: "", "prompt", "answer", "dropped").
 
-    A prompt is cut to `max_prompt_len`; where prompt and longest completion exceed `max_seqlen`, the prompt gives way first,
-    down to half of it, then completions lose their ends. A prompt cut from the left keeps its BOS. A row without a trained
-    token left in each completion is dropped. Raises `BadRow` where `overlong` is error.
+    A prompt is cut to `max_prompt_len`. Where prompt and longest completion exceed `max_seqlen`, completions lose their ends;
+    a prompt that leaves no room for any is cut too, to at least half of `max_seqlen`. A prompt cut from the left keeps its
+    BOS. A row without a trained token left in each completion is dropped. Raises `TooLong` where `overlong` is error.
     """
     num_prompt = len(encoded.prompt)
     longest = max(map(len, encoded.completions), default=0)
-    limit = min(num_prompt, lengths.max_prompt_len or num_prompt, lengths.max_seqlen)
-    if encoded.completions:
-        limit = min(limit, max(lengths.max_seqlen // 2, lengths.max_seqlen - longest))
-    room = lengths.max_seqlen - limit
+    limit = min(num_prompt, lengths.max_prompt_len or num_prompt)
+    room = longest
+    if lengths.max_seqlen is not None:
+        if limit + min(longest, 1) > lengths.max_seqlen:
+            limit = max(lengths.max_seqlen // 2, lengths.max_seqlen - longest)
+        room = lengths.max_seqlen - limit
     if limit == num_prompt and longest <= room:
         return encoded, ""
     if lengths.overlong == "error":
-        raise BadRow(_too_long(num_prompt, longest, lengths))
+        raise _too_long(num_prompt, longest, lengths)
     if lengths.overlong == "drop":
         return None, "dropped"
     short = replace(
@@ -76,12 +80,11 @@ def fit(encoded: Encoded, lengths: Lengths, bos_id: int | None) -> tuple[Encoded
     return short, "answer" if longest > room else "prompt"
 
 
-def _too_long(num_prompt: int, longest: int, lengths: Lengths) -> str:
+def _too_long(num_prompt: int, longest: int, lengths: Lengths) -> TooLong:
     if lengths.max_prompt_len is not None and num_prompt > lengths.max_prompt_len:
-        what = f"the prompt has {num_prompt} tokens, more than dataset.max_prompt_len={lengths.max_prompt_len}"
-    else:
-        what = f"the row has {num_prompt + longest} tokens, more than dataset.max_seqlen={lengths.max_seqlen}"
-    return f"{what}; raise the limit, or set dataset.overlong to truncate or drop"
+        return TooLong("prompt", num_prompt, "dataset.max_prompt_len", lengths.max_prompt_len)
+    assert lengths.max_seqlen is not None, "without limits nothing is too long"
+    return TooLong("row", num_prompt + longest, "dataset.max_seqlen", lengths.max_seqlen)
 
 
 def _cut(prompt: list[int], limit: int, side: str, bos_id: int | None) -> list[int]:

@@ -19,15 +19,21 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets
 
+UNSET = ("path", "overlong")  # options that a dataset class is not given where they are absent
+
 
 @dataclass(frozen=True)
 class LoadedData:
-    """What a run reads: training batches, a validation set a source, the counts, and lines to print before the start."""
+    """What a run reads: training batches, a validation set a source, the counts, and lines to print before the start.
+
+    `longest`: most tokens of a prompt and one of its completions, 0 where no source tells before it is read.
+    """
 
     train: Loader
     valid: Mapping[str, Part] = field(default_factory=dict)
     counts: tuple[SourceCount, ...] = ()
     notes: tuple[str, ...] = ()
+    longest: int = 0
 
     def table(self) -> str:
         """The counts as a plain-text table."""
@@ -68,8 +74,10 @@ def load_data(
         part, count = reader.validation(SourceSpec(spec.valid_path, args=spec.args), _name(spec.valid_path))
         valid[part.name] = part
         counts.append(count)
-    notes = [note for count in counts if (note := count.note(reader.limits(count.type)))]
-    return LoadedData(_loader(spec, built, seed), valid, tuple(counts), tuple(notes))
+    notes = [note for count in counts for note in count.notes(reader.limits(count.type))]
+    read = [one.train for one in built if isinstance(one.train, Part)] + list(valid.values())
+    longest = [part.dataset.table.longest() for part in read if isinstance(part.dataset, Tokenized)]
+    return LoadedData(_loader(spec, built, seed), valid, tuple(counts), tuple(notes), max(longest, default=0))
 
 
 def _loader(spec: DatasetSpec, built: list[Built], seed: int) -> Loader:
@@ -106,12 +114,16 @@ class Reader:
     def limits(self, type: str) -> str:
         """The options that decide what is too long, in words."""
         spec = self.spec
-        longest = spec.longest_prompt if type == "prompt" else spec.max_prompt_len
-        prompt = "" if longest is None else f"dataset.max_prompt_len={longest}, "
-        return f"dataset.max_seqlen={spec.max_seqlen}, {prompt}dataset.overlong={self.overlong}"
+        sizes = {
+            "max_seqlen": spec.max_seqlen,
+            "max_prompt_len": spec.max_prompt_len,
+            "overlong": self.overlong or "truncate",
+        }
+        return ", ".join(f"dataset.{name}={value}" for name, value in sizes.items() if value is not None)
 
     @property
-    def overlong(self) -> str:
+    def overlong(self) -> str | None:
+        """What happens to longer rows, or None for what is usual for their type."""
         return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
 
     def source(self, source: SourceSpec, name: str, *, several: bool) -> Built:
@@ -170,7 +182,7 @@ class Reader:
                 f"{make.__name__}{signature}; use dataset.args"
             )
         open_ended = "path" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        given = {n: v for n, v in offered.items() if (n in takes or open_ended) and not (v is None and n == "path")}
+        given = {n: v for n, v in offered.items() if (n in takes or open_ended) and not (v is None and n in UNSET)}
         arguments = {**given, **source.args}
         try:
             signature.bind(util=self.util, **arguments)

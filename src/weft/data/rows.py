@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.errors import nearest
@@ -33,6 +33,38 @@ LOOKS_LIKE = (
 
 class BadRow(Exception):
     """What is wrong with one row; becomes `FILE:LINE: what is wrong` in a `DataError`."""
+
+
+class TooLong(BadRow):
+    """A row over its limits where `overlong` is error: its prompt or all of it (`what`) has more `tokens` than `limit`."""
+
+    def __init__(self, what: str, tokens: int, option: str, limit: int) -> None:
+        super().__init__(what, tokens, option, limit)
+        self.what, self.tokens, self.option, self.limit = what, tokens, option, limit
+
+    def __str__(self) -> str:
+        return f"the {self.what} has {self.tokens:,} tokens, more than {self.option}={self.limit}"
+
+
+class Watched(Mapping[str, Any]):
+    """A row that knows which of its columns were read; asking whether a column is there (`in`) does not count."""
+
+    def __init__(self, row: Row) -> None:
+        self.row, self.read = row, set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.row[key]
+        self.read.add(key)
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.row
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.row)
+
+    def __len__(self) -> int:
+        return len(self.row)
 
 
 def first_of(row: Row, keys: Sequence[str]) -> str | None:

@@ -10,7 +10,6 @@ from weft.errors import ConfigError, nearest
 from weft.options import option
 
 OVERLONG = ("truncate", "drop", "error")
-PROMPT_LEN = 256
 
 
 @dataclass
@@ -126,13 +125,23 @@ class DatasetSpec:
         "a mixture: list of {path, type, fraction | size | weight, split, name, args, valid_path, valid_split}",
         check=sources_problem,
     )
-    max_seqlen: int = option(1024, "most tokens of a sequence, prompt and answer", at_least=2)
+    max_seqlen: int | None = option(
+        None,
+        "most tokens of a sequence, prompt and answer; absent: the model's context",
+        at_least=2,
+    )
     max_prompt_len: int | None = option(
         None,
-        f"most tokens of a prompt; absent: {PROMPT_LEN} where completions are generated, max_seqlen where rows hold answers",
+        "most tokens of a prompt; absent: what gen.max_new_tokens leaves of the model's context where completions are "
+        "generated, max_seqlen where rows hold answers",
         at_least=1,
     )
-    overlong: str = option("truncate", "what happens to longer rows; counted per source and printed", choices=OVERLONG)
+    overlong: str | None = option(
+        None,
+        "what happens to longer rows: truncate, drop (both counted per source and printed), error; absent: error for prompts "
+        "to complete, truncate for rows with answers",
+        choices=OVERLONG,
+    )
     remove_truncated_samples: bool = option(False, "the same as overlong=drop")
     truncate_side: str = option("left", "which end of a prompt is cut", choices=("left", "right"))
     train_bs_n_seqs: int | None = option(None, "ids a training batch holds", at_least=1)
@@ -149,8 +158,3 @@ class DatasetSpec:
         None, "processes that tokenize; 0 is none but this one; absent: as many as cores, for large files", at_least=0
     )
     cache_dir: str | None = option(None, "where tokenized rows are kept; ~/.cache/weft when absent")
-
-    @property
-    def longest_prompt(self) -> int:
-        """Most tokens of a prompt that a model completes (dataset type `prompt`)."""
-        return PROMPT_LEN if self.max_prompt_len is None else self.max_prompt_len

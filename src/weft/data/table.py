@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -30,15 +30,38 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the rows of a source: how many there were, were cut, were left out."""
+    """What became of the rows of a source: how many there were, were cut, were left out; columns `read`, columns that hold
+    anything."""
 
     rows: int = 0
     prompts_cut: int = 0
     answers_cut: int = 0
     dropped: int = 0
+    read: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
 
     def __add__(self, other: Report) -> Report:
-        return Report(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+        return Report(
+            self.rows + other.rows,
+            self.prompts_cut + other.prompts_cut,
+            self.answers_cut + other.answers_cut,
+            self.dropped + other.dropped,
+            self.read | other.read,
+            self.held | other.held,
+        )
+
+    @property
+    def unused(self) -> list[str]:
+        """Columns that no row's form reads."""
+        return sorted(self.held - self.read)
+
+    def to_values(self) -> dict[str, Any]:
+        """The report as JSON holds it."""
+        return {**asdict(self), "read": sorted(self.read), "held": sorted(self.held)}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Report:
+        return cls(**{**values, "read": frozenset(values["read"]), "held": frozenset(values["held"])})
 
 
 @dataclass(frozen=True)
@@ -74,6 +97,14 @@ class TokenTable:
         """Tokens of each sample, its prompt counted for every completion."""
         return self.sample.token_costs()
 
+    def longest(self) -> int:
+        """Most tokens of a sequence: a prompt and one of its completions."""
+        lengths = self.sample.lengths
+        prompts = lengths["prompt"].astype(np.int64)
+        if "completion" not in lengths:
+            return int(prompts.max(initial=0))
+        return int((prompts[self.sample.group_of("completion")] + lengths["completion"]).max(initial=0))
+
     @classmethod
     def build(cls, ids: Sequence[str], encoded: Sequence[Encoded], rows: Sequence[int], report: Report) -> TokenTable:
         """Pack encoded rows, in order; the keys are those of the first."""
@@ -86,7 +117,7 @@ class TokenTable:
         return cls(sample, np.asarray(rows, dtype=np.int32), report)
 
     def to_bytes(self) -> bytes:
-        values = {"ids": self.sample.ids, "metadata": dict(self.sample.metadata), "report": asdict(self.report)}
+        values = {"ids": self.sample.ids, "metadata": dict(self.sample.metadata), "report": self.report.to_values()}
         tensors = {"rows": torch.from_numpy(self.rows.copy())}
         for key in self.sample.keys:
             tensors[f"lengths/{key}"] = torch.from_numpy(self.sample.lengths[key].copy())
@@ -106,7 +137,7 @@ class TokenTable:
         sample = SequenceSample(
             tuple(values["ids"]), fields["lengths"], fields["offsets"], fields["data"], values["metadata"]
         )
-        return cls(sample, rows, Report(**values["report"]))
+        return cls(sample, rows, Report.from_values(values["report"]))
 
 
 def _kinds(row: Encoded) -> tuple[str, ...]:

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from weft.data import chat, spm
+from weft.data import chat, tokenizer_files
 from weft.data.spec import TokenizerSpec
-from weft.errors import ConfigError, DataError, UserError, nearest
-
-SENTENCEPIECE = "tokenizer.model"
-CLASSES_WITH_BOS = (
-    "Llama",
-    "CodeLlama",
-    "Gemma",
-)  # their sentencepiece tokenizers begin with BOS unless told otherwise
+from weft.errors import ConfigError, DataError, UserError
 
 
 @dataclass(frozen=True)
@@ -39,6 +31,7 @@ class Tokenizer:
     hf: PreTrainedTokenizerBase
     add_bos: bool = False  # whether `encode` begins with BOS
     chat_bos: bool = False  # whether a conversation gets BOS where its template writes none (add_bos_token=true)
+    model_stops: tuple[int, ...] = ()  # ids that end a completion by the model's own configuration
 
     @classmethod
     def load(cls, spec: TokenizerSpec, model_path: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
@@ -50,18 +43,19 @@ class Tokenizer:
         path = spec.path or model_path
         if path is None:
             raise ConfigError("tokenizer.path is not set and there is no model path to take a tokenizer from; set one")
-        with _quiet():
-            hf = _read(path, trust_remote_code)
+        with tokenizer_files.quiet():
+            hf = tokenizer_files.read(path, trust_remote_code)
         for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
-            _override(hf, name, getattr(spec, name), path)
+            tokenizer_files.override(hf, name, getattr(spec, name), path)
         if spec.chat_template is not None:
-            hf.chat_template = _template(spec.chat_template)
-        add_bos = _begins_with_bos(hf) if spec.add_bos_token is None else spec.add_bos_token
+            hf.chat_template = tokenizer_files.read_template(spec.chat_template)
+        add_bos = tokenizer_files.begins_with_bos(hf) if spec.add_bos_token is None else spec.add_bos_token
         if spec.add_bos_token:
-            _need_bos(hf, path)
+            tokenizer_files.need_bos(hf, path)
         if spec.add_bos_token is not None:
-            _set_habit(hf, spec.add_bos_token)
-        return cls(hf, add_bos, chat_bos=bool(spec.add_bos_token))
+            tokenizer_files.set_habit(hf, spec.add_bos_token)
+        stops = tokenizer_files.stop_ids_of_model(model_path or path)
+        return cls(hf, add_bos, chat_bos=bool(spec.add_bos_token), model_stops=stops)
 
     # -- ids and text
 
@@ -128,10 +122,15 @@ class Tokenizer:
     def encode_chat_with_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], list[bool]]:
-        """(ids, mask): the mask is True on what the assistant wrote and the token that ends each of its turns.
+        """(ids, mask): the mask is True on what the assistant wrote and the token that ends each of its turns."""
+        found = self.mask_chat(messages, tools)
+        return found.ids, found.mask
+
+    def mask_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> chat.Masked:
+        """A conversation's tokens, marked on what the assistant wrote and the token that ends each of its turns.
 
         Built from spans of the rendered text (`weft.data.chat`), never from ids. A template that ends the last reply with no
-        token of its own gets EOS there. Raises `DataError` where the assistant's turns cannot be found.
+        token of its own gets EOS there. Raises `DataError` where the assistant's turns cannot be found or are not rendered.
         """
         template = chat.Template(
             self.render,
@@ -139,11 +138,13 @@ class Tokenizer:
             self.encode_with_offsets,
             self._marked,
             self.turn_end,
+            self.name,
         )
-        ids, mask = chat.mask_tokens(template, chat.normalise(messages), chat.normalise_tools(tools))
+        found = chat.mask_tokens(template, chat.normalise(messages), chat.normalise_tools(tools))
+        ids, mask = found.ids, found.mask
         if self.chat_bos and ids[:1] != [self.bos_id]:
             ids, mask = [int(self.bos_id or 0), *ids], [False, *mask]
-        return self._ended(ids, mask)
+        return chat.Masked(*self._ended(ids, mask), found.unused)
 
     def _ended(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
         """The conversation with EOS after a last reply that the template ends with no token of its own."""
@@ -170,11 +171,26 @@ class Tokenizer:
         return next((token for token in added if token and after.lstrip().startswith(token)), None)
 
     def stop_ids(self) -> list[int]:
-        """Ids that end a completion: EOS, and the template's end-of-turn token where that is another."""
-        found = [self.eos_id, None if self.turn_end is None else self.hf.convert_tokens_to_ids(self.turn_end)]
+        """Ids that end a completion: EOS, the template's end-of-turn token, and what the model's configuration names."""
+        found = [self.eos_id, None if self.turn_end is None else self.special_id(self.turn_end), *self.model_stops]
         return list(dict.fromkeys(id for id in found if isinstance(id, int)))
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the added token that is written so, or None where there is none."""
+        return next((id for id, token in self.hf.added_tokens_decoder.items() if token.content == text), None)
+
+    def with_padding(self, token: str | None) -> Tokenizer:
+        """The same tokenizer with another padding token of its vocabulary, or without one."""
+        hf = deepcopy(self.hf)
+        hf.pad_token = token
+        return replace(self, hf=hf)
+
     # -- what it is
+
+    @property
+    def name(self) -> str:
+        """Where it was read."""
+        return str(self.hf.name_or_path or "the tokenizer")
 
     @property
     def eos_id(self) -> int | None:
@@ -271,105 +287,3 @@ class StreamDecoder:
         window = self._ids[self._start :]
         decode = self._tokenizer.decode
         return decode(window[: self._read - self._start], self._skip_special), decode(window, self._skip_special)
-
-
-def _read(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    place = Path(path).expanduser()
-    if place.is_file():
-        if place.suffix == ".json":
-            return PreTrainedTokenizerFast(tokenizer_file=str(place))
-        if place.suffix == ".model" and spm.is_sentencepiece(place):
-            return _from_sentencepiece(place, {})
-        raise UserError(f"tokenizer.path={path}: a file must be a tokenizer.json or a sentencepiece tokenizer.model")
-    if place.is_dir() and not (place / "tokenizer.json").exists():
-        model = place / SENTENCEPIECE
-        if model.exists() and spm.is_sentencepiece(model):
-            config = place / "tokenizer_config.json"
-            return _from_sentencepiece(model, json.loads(config.read_text()) if config.exists() else {})
-    if not place.exists() and (place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
-        raise UserError(f"tokenizer.path={path}: no such file or directory")
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(place) if place.is_dir() else path, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"tokenizer.path={path}: no tokenizer can be read there ({reason}); "
-            "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
-        ) from error
-
-
-def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a sentencepiece file, with the special tokens of `config` (a tokenizer_config.json)."""
-    model = spm.read_model(path)
-    names = {"unk_token": model.unk_id, "bos_token": model.bos_id, "eos_token": model.eos_id, "pad_token": model.pad_id}
-    tokens: dict[str, str | None] = {name: model.piece(id) for name, id in names.items()}
-    for name in (*names, "sep_token"):
-        token = config.get(name)
-        tokens[name] = (token["content"] if isinstance(token, Mapping) else token) or tokens.get(name)
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=spm.convert(model), **{name: token for name, token in tokens.items() if token is not None}
-    )
-    added = sorted((int(id), token) for id, token in config.get("added_tokens_decoder", {}).items())
-    known = hf.get_vocab()
-    hf.add_tokens([token["content"] for _, token in added if token["content"] not in known], special_tokens=True)
-    hf.chat_template = config.get("chat_template")
-    habit = str(config.get("tokenizer_class", "")).startswith(CLASSES_WITH_BOS)
-    _set_habit(hf, bool(config.get("add_bos_token", habit)) and hf.bos_token is not None)
-    return hf
-
-
-def _set_habit(hf: Any, add_bos: bool) -> None:
-    """Tell `transformers` too, so that the saved tokenizer does the same."""
-    if isinstance(hf, PreTrainedTokenizerFast):
-        hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
-
-
-def _override(hf: PreTrainedTokenizerBase, name: str, token: str | None, path: str) -> None:
-    if token is None:
-        return
-    vocab = hf.get_vocab()
-    if token not in vocab:
-        near = nearest(token, [known for known in vocab if known.startswith(token[:1])])
-        hint = f"near it: {', '.join(near)}" if near else "name a token that it has"
-        raise ConfigError(
-            f"tokenizer.{name}={token!r} is not in the vocabulary of {path} ({len(vocab)} tokens); {hint}"
-        )
-    hf.add_special_tokens({name: token})
-
-
-def _template(given: str) -> str:
-    """The template's text: `given` is that, or a file that holds it. Raises `ConfigError` where it is neither."""
-    path = Path(given).expanduser()
-    if "{" not in given:
-        if not path.is_file():
-            raise ConfigError(
-                f"tokenizer.chat_template={given!r}: neither a file nor a jinja template; give one of them"
-            )
-        given = path.read_text()
-    problem = chat.template_problem(given)
-    if problem:
-        raise ConfigError(f"tokenizer.chat_template does not compile, {problem}; mend the template")
-    return given
-
-
-def _begins_with_bos(hf: PreTrainedTokenizerBase) -> bool:
-    return hf.bos_token_id is not None and list(hf("a", verbose=False)["input_ids"])[:1] == [hf.bos_token_id]
-
-
-def _need_bos(hf: PreTrainedTokenizerBase, path: str) -> None:
-    if hf.bos_token_id is None:
-        raise ConfigError(f"tokenizer.add_bos_token=true, but {path} has no BOS token; set tokenizer.bos_token")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep `transformers` from narrating while it tries one file format after another; errors are raised, not logged."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Protocol
 
 from weft.data.lengths import Encoded, Lengths, fit
 from weft.data.progress import Reporter, show
-from weft.data.rows import BadRow, Row, row_id
+from weft.data.rows import BadRow, Row, TooLong, Watched, row_id
 from weft.data.sources import Unreadable, content_hash, find_files, read_rows
 from weft.data.table import Report, TokenTable
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError
 
-VERSION = 1  # part of the cache's key; raised when the same rows give other ids
+VERSION = 2  # part of the cache's key; raised when the same rows give other ids
 PARALLEL_BYTES = 8 << 20  # smaller files are tokenized about as soon as a second process has started
 CHUNK = 512
 LACKS = re.compile(r"lacks the key '[^']*'")
@@ -72,7 +72,8 @@ class Source:
 
 
 Chunk = list[tuple[str, Row | Unreadable]]  # (place, row)
-Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[tuple[int, str]]]
+Problem = tuple[int, str, TooLong | None]  # (row, what is wrong, by how much it is too long where that is it)
+Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[Problem]]
 
 
 def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable:
@@ -90,7 +91,7 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
     if not len(table):
         raise DataError(
             f"{source.path}: no row is left: all {table.report.rows} are longer than the limits; "
-            "raise dataset.max_seqlen or dataset.max_prompt_len, or set dataset.overlong=truncate"
+            "raise dataset.max_seqlen or dataset.max_prompt_len"
         )
     return table
 
@@ -98,21 +99,27 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
 def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outcome:
     """(samples as (row, own id, ids), what became of the rows, reports as (row, what is wrong)) of some rows."""
     samples: list[tuple[int, str | None, Encoded]] = []
-    problems: list[tuple[int, str]] = []
+    problems: list[Problem] = []
     counts = {"": 0, "prompt": 0, "answer": 0, "dropped": 0}
-    for index, (_, row) in enumerate(chunk):
+    read, held = set[str](), set[str]()
+    for index, (_, given) in enumerate(chunk):
         try:
-            if isinstance(row, Unreadable):
-                raise BadRow(row.wrong)
+            if isinstance(given, Unreadable):
+                raise BadRow(given.wrong)
+            row = Watched(given)
+            held.update(name for name, value in given.items() if value not in (None, "", []))
             own = row_id(row, job.form.id_key)
             for encoded in job.form.encode(row, job.tokenizer):
+                held |= encoded.unused
                 kept, done = fit(encoded, job.lengths, job.tokenizer.bos_id)
                 counts[done] += 1
                 if kept is not None:
                     samples.append((index, own, kept))
+            read |= row.read
         except (BadRow, DataError) as error:
-            problems.append((index, str(error)))
-    report = Report(len(chunk), counts["prompt"], counts["answer"], counts["dropped"])
+            problems.append((index, str(error), error if isinstance(error, TooLong) else None))
+    cut = counts["prompt"], counts["answer"], counts["dropped"]
+    report = Report(len(chunk), *cut, frozenset(read), frozenset(held))
     return samples, report, problems
 
 
@@ -136,39 +143,57 @@ def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTab
 
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     """One table of all chunks; ids are checked, and rows without one are numbered."""
-    problems: list[tuple[int, str]] = []
+    problems: list[Problem] = []
     ids: list[str] = []
     encoded: list[Encoded] = []
     numbers: list[int] = []
     seen: dict[str, int] = {}
     start = 0
     for samples, report, found in outcomes:
-        problems += [(start + index, wrong) for index, wrong in found]
+        problems += [(start + index, wrong, long) for index, wrong, long in found]
         for index, own, sample in samples:
             row = start + index
             id = own if own is not None else str(row)
             first = seen.setdefault(id, row)
             if first != row:
-                problems.append((row, f"the id {id!r} is taken by {rows[first][0]}; ids are unique in a source"))
+                problems.append((row, f"the id {id!r} is taken by {rows[first][0]}; ids are unique in a source", None))
                 continue
             ids.append(f"{id}/{sample.part}" if sample.part else id)
             encoded.append(sample)
             numbers.append(row)
         start += report.rows
     if problems:
-        raise DataError(_reports(rows, sorted(problems)))
+        raise DataError(_reports(rows, sorted(problems, key=lambda problem: problem[0])))
     return TokenTable.build(ids, encoded, numbers, sum((report for _, report, _ in outcomes), Report()))
 
 
-def _reports(rows: Chunk, problems: Sequence[tuple[int, str]]) -> list[str]:
-    """`FILE:LINE: what is wrong`, by line; one report where every row lacks the same key, for then it is the option."""
-    lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong in problems}
+def _reports(rows: Chunk, problems: Sequence[Problem]) -> list[str]:
+    """`FILE:LINE: what is wrong`, by line. One report where every row lacks the same key, for then it is the option; one on all
+    rows that are too long."""
+    lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong, _ in problems}
     if len(problems) == len(rows) > 1 and len(lacks) == 1 and None not in lacks:
-        places = ", ".join(rows[row][0] for row, _ in problems[:FIRST])
         wrong = problems[0][1]
         hint = "" if "dataset.type=" in wrong else "; set dataset.type to the form of these rows"
-        return [f"{places}{', ...' if len(rows) > FIRST else ''}: each of the {len(rows)} rows {wrong}{hint}"]
-    return [f"{rows[row][0]}: {wrong}" for row, wrong in problems]
+        return [f"{_places(rows, problems)}: each of the {len(rows)} rows {wrong}{hint}"]
+    long = [problem for problem in problems if problem[2] is not None]
+    told = [_too_long(rows, long)] if long else []
+    return told + [f"{rows[row][0]}: {wrong}" for row, wrong, too_long in problems if too_long is None]
+
+
+def _places(rows: Chunk, problems: Sequence[Problem]) -> str:
+    """The first few places of some problems."""
+    places = list(dict.fromkeys(rows[row][0] for row, _, _ in problems))
+    return ", ".join(places[:FIRST]) + (", ..." if len(places) > FIRST else "")
+
+
+def _too_long(rows: Chunk, problems: Sequence[Problem]) -> str:
+    """How many rows are too long, the longest of them, and what to do."""
+    longest = max((problem[2] for problem in problems if problem[2] is not None), key=lambda long: long.tokens)
+    count = len({row for row, _, _ in problems})
+    return (
+        f"{_places(rows, problems)}: {count:,} of {len(rows):,} rows are too long ({longest}); raise {longest.option} "
+        f"as far as the model's context allows, or set dataset.overlong=drop to leave them out (truncate to cut them)"
+    )
 
 
 def _in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance: Any) -> list[Outcome]:

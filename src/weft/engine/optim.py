@@ -28,13 +28,13 @@ def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
     What follows goes from `lr` towards `last_lr`, which it would reach one step after the last, as `transformers`' does.
     """
     if step < schedule.warmup_steps:
-        return spec.lr * (step + 1) / schedule.warmup_steps
+        return spec.peak_lr * (step + 1) / schedule.warmup_steps
     rest = schedule.total_steps - schedule.warmup_steps
     done = min((step - schedule.warmup_steps) / rest, 1.0) if rest > 0 else 1.0
     if spec.lr_scheduler_type == "constant":
-        return spec.lr
+        return spec.peak_lr
     share = 1.0 - done if spec.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return spec.last_lr + (spec.lr - spec.last_lr) * share
+    return spec.last_lr + (spec.peak_lr - spec.last_lr) * share
 
 
 def decayed(network: nn.Module) -> frozenset[str]:
@@ -75,10 +75,10 @@ def make(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Opt
     fused = parameters[0].device.type in FUSED
     betas = (spec.beta1, spec.beta2)
     if spec.type == "adamw":
-        return torch.optim.AdamW(parameters, lr=spec.lr, betas=betas, eps=spec.eps, weight_decay=0.0, fused=fused)
+        return torch.optim.AdamW(parameters, lr=spec.peak_lr, betas=betas, eps=spec.eps, weight_decay=0.0, fused=fused)
     if spec.type == "lion":
-        return Lion(parameters, lr=spec.lr, betas=betas)
-    return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.beta1, fused=fused)
+        return Lion(parameters, lr=spec.peak_lr, betas=betas)
+    return torch.optim.SGD(parameters, lr=spec.peak_lr, momentum=spec.beta1, fused=fused)
 
 
 class Optimizer:

@@ -13,6 +13,8 @@ from weft.topology import Layout
 SCHEDULERS = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16", "float16")
 Head = Literal["lm", "value", "score"]
+LEARNING_RATE = 1e-5
+MAX_NEW_TOKENS = 1024  # of a completion, where nobody says and the model's context allows
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,11 @@ class Schedule:
 @dataclass
 class OptimizerSpec:
     type: str = option("adamw", "optimizer: adamw, sgd, or lion", choices=("adamw", "sgd", "lion"))
-    lr: float = option(1e-5, "peak learning rate", at_least=0.0)
+    lr: float | None = option(
+        None,
+        "peak learning rate; absent: 1e-5; for policies and DPO 1e-6, with adapters 1e-5; for critics 5e-6",
+        at_least=0.0,
+    )
     weight_decay: float = option(
         0.0, "decoupled weight decay of matrices; norms and biases are not decayed", at_least=0.0
     )
@@ -85,8 +91,13 @@ class OptimizerSpec:
         return Schedule(total_steps, min(warmup, total_steps), frozen)
 
     @property
+    def peak_lr(self) -> float:
+        """`lr`, or what holds where nobody says."""
+        return LEARNING_RATE if self.lr is None else self.lr
+
+    @property
     def last_lr(self) -> float:
-        return self.end_lr if self.end_lr is not None else self.lr * (self.min_lr_ratio or 0.0)
+        return self.end_lr if self.end_lr is not None else self.peak_lr * (self.min_lr_ratio or 0.0)
 
 
 @dataclass
@@ -113,8 +124,11 @@ class ModelSpec:
     path: str | None = option(None, "Hugging Face directory or hub name with config.json, weights and tokenizer")
     type: str | None = option(None, "model family; read from config.json when absent")
     init_from_scratch: bool = option(False, "take config and tokenizer from path, weights at random")
-    dtype: str = option(
-        "float32", "dtype of computation and of frozen weights; trained weights are float32", choices=DTYPES
+    dtype: str | None = option(
+        None,
+        "dtype of computation and of frozen weights; trained weights are float32; absent: the actor's, and of an actor or "
+        "model float32 on a CPU, on a GPU what its checkpoint is stored in",
+        choices=DTYPES,
     )
     backend: str = option(
         "torch", "torch (weft's own network), hf (the transformers module), or null (a tokenizer alone)"
@@ -198,7 +212,11 @@ class ModelSpec:
 class GenerationSpec:
     """How completions are sampled: the `gen.*` options."""
 
-    max_new_tokens: int = option(256, "most tokens of a completion", at_least=1)
+    max_new_tokens: int | None = option(
+        None,
+        f"most tokens of a completion; absent: {MAX_NEW_TOKENS}, or half of the model's context where that is less",
+        at_least=1,
+    )
     min_new_tokens: int = option(
         0,
         "no stop before this many tokens; log-probs stay those of the whole vocabulary, the end tokens held back included",
@@ -226,12 +244,17 @@ class GenerationSpec:
     tokenizer: Any = option(None, "", hidden=True)  # what stop texts are read with; the generate interface sets it
 
     def __post_init__(self) -> None:
-        if self.min_new_tokens > self.max_new_tokens:
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"gen.min_new_tokens={self.min_new_tokens} exceeds gen.max_new_tokens={self.max_new_tokens}; lower the first"
             )
         if self.temperature == 0.0 and not self.greedy:
             raise ConfigError("gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token")
+
+    @property
+    def most_new_tokens(self) -> int:
+        """`max_new_tokens`, or what holds where it is absent and no model's context is known."""
+        return MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     @property
     def truncates(self) -> bool:

@@ -33,6 +33,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PARAMETERS, OPTIMIZER, STATE = "parameters.safetensors", "optimizer.safetensors", "state.json"
 
 
+def dtype_of(spec: ModelSpec) -> str:
+    """The role's dtype, which a backend has settled before it builds anything."""
+    assert spec.dtype is not None, "a backend settles the dtype first"
+    return spec.dtype
+
+
 @dataclass(frozen=True)
 class Built:
     """What a backend makes of a spec.
@@ -75,7 +81,7 @@ class TorchEngine:
         self._built, self._spec, self._device = built, spec, device
         self._network = built.network.eval()
         self._home = home_of_masters(spec, device)
-        self._masters = Masters(self._network, DTYPES[spec.dtype], self._home)
+        self._masters = Masters(self._network, DTYPES[dtype_of(spec)], self._home)
         self._optimizer: Optimizer | None = None
         if spec.trained:
             trained = self._masters.trained

@@ -134,30 +134,40 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
         steps = sorted(directory.glob("step*/config.json"), key=lambda p: int(re.sub(r"\D", "", p.parent.name) or 0))
         hint = f"did you mean {steps[-1].parent}?" if steps else "give a Hugging Face model directory"
         raise CheckpointError(f"{option}: has no config.json; {hint}")
-    read_config(role, directory)
+    read_config(f"{role}.path", directory)
     if not spec.init_from_scratch and not any(next(directory.glob(p), None) for p in WEIGHTS):
         raise CheckpointError(
             f"{option}: has no weights (*.safetensors); add them, or write {role}.init_from_scratch=true for random ones"
         )
 
 
-def read_config(role: str, directory: Path) -> Mapping[str, Any]:
-    """The directory's config.json. Raises `CheckpointError` where it is no JSON object."""
+def read_config(where: str, directory: Path) -> Mapping[str, Any]:
+    """The directory's config.json. Raises `CheckpointError` that begins with `where` where it is no JSON object."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{role}.path: {directory / 'config.json'} is not JSON: {error}") from error
+        raise CheckpointError(f"{where}: {directory / 'config.json'} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{role}.path: {directory / 'config.json'} does not hold a JSON object")
+        raise CheckpointError(f"{where}: {directory / 'config.json'} does not hold a JSON object")
     return config
 
 
-def vocab_size(role: str, spec: ModelSpec) -> int | None:
-    """The vocabulary that a local model's config.json states, or None where it is not known yet."""
-    directory = Path(spec.path).expanduser() if spec.path else None
-    if directory is None or not (directory / "config.json").is_file():
-        return None
-    size = read_config(role, directory).get("vocab_size")
+def model_config(spec: ModelSpec) -> Mapping[str, Any]:
+    """The config.json of a role's model: on this machine or in the hub's cache; empty where it is in neither."""
+    if spec.path is None:
+        return {}
+    directory = Path(spec.path).expanduser()
+    if not directory.is_dir() and HUB_NAME.fullmatch(spec.path):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(spec.path, "config.json")
+        directory = Path(cached).parent if isinstance(cached, str) else directory
+    return read_config(spec.path, directory) if (directory / "config.json").is_file() else {}
+
+
+def vocab_size(spec: ModelSpec) -> int | None:
+    """The vocabulary that a model's config.json states, or None where it is not known yet."""
+    size = model_config(spec).get("vocab_size")
     return size if isinstance(size, int) else None
 
 

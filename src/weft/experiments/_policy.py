@@ -1,96 +1,23 @@
-"""What PPO and GRPO share: their options, and the calls that sample, reward and score completions."""
+"""What policy gradient methods share: the calls that sample, reward, score and evaluate completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from weft.data.spec import DatasetSpec
-from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
+from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiments import _checks as checks
-from weft.experiments.common import MFCOptions, RunConfig
+from weft.experiments._assemble import batches
+from weft.experiments._lengths import Lengths, asked_for
+from weft.experiments._policy_options import PolicyConfig, PolicyOptions
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
-from weft.host.spec import locate, parse_reward
-from weft.options import option
+from weft.host.spec import parse_reward
 
 SAMPLED = ("completion", "logprobs", "versions", "finished")
 SUPPORT = ("support", "support_counts")
-
-
-def _reward_problem(reward: Any) -> str | None:
-    try:
-        for part in parse_reward(reward):
-            locate(part)
-    except ConfigError as error:
-        return str(error).removeprefix("reward: ")
-    return None
-
-
-@dataclass
-class PolicyOptions:
-    """What every policy gradient method has; the defaults are PPO's."""
-
-    gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
-    ppo_n_minibatches: int = option(4, "optimizer steps of one pass over a batch", at_least=1)
-    mini_batch_size: int | None = option(
-        None, "completions of one optimizer step, in place of ppo_n_minibatches", at_least=1
-    )
-    ppo_epochs: int = option(1, "passes over a batch", at_least=1)
-    eps_clip: float = option(0.2, "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip")
-    eps_clip_high: float | None = option(None, "above 1 + eps_clip_high instead (clip-higher)")
-    dual_clip: float | None = option(None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)")
-    entropy_coef: float = option(0.0, "weight of the entropy bonus")
-    early_stop_imp_ratio: float | None = option(
-        5.0, "a minibatch whose mean importance ratio is above takes no step; null for no bound"
-    )
-    early_stop_kl: float | None = option(None, "a minibatch whose approx_kl is above takes no step; null for no bound")
-    max_reward_clip: float = option(20.0, "rewards are clipped to +- this, after scale and bias", at_least=0.0)
-    reward_output_scaling: float = option(1.0, "rewards are multiplied by it, after the bias is taken off")
-    reward_output_bias: float = option(0.0, "taken off rewards first")
-    missing_eos_penalty: float = option(0.0, "taken off the reward of a completion that was cut by its length")
-    ref_ema_eta: float | None = option(
-        None,
-        "after every step the reference moves this share of the way to the actor; null keeps it fixed",
-        at_least=0.0,
-        at_most=1.0,
-    )
-
-    def clip_args(self) -> dict[str, Any]:
-        """The arguments that the two policy losses share."""
-        names = ("eps_clip", "eps_clip_high", "dual_clip", "entropy_coef", "early_stop_imp_ratio", "early_stop_kl")
-        return {name: getattr(self, name) for name in names}
-
-
-@dataclass
-class PolicyConfig(RunConfig):
-    """Options of PPO and GRPO alike."""
-
-    main_role: ClassVar[str] = "actor"
-    trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
-    host_nodes: ClassVar[tuple[str, ...]] = ("advantages", "reward")
-
-    actor: ModelSpec = option(ModelSpec(optimizer=OptimizerSpec(lr=1e-6)), "the policy that is trained")
-    ref: ModelSpec = option(ModelSpec(), "the frozen reference of the KL; the actor's own path when absent")
-    rew: ModelSpec = option(ModelSpec(), "reward model; none when rew.path is absent")
-    reward: Any = option(
-        None,
-        "reward function: a verifier (gsm8k, math, format, ifeval, length, code), module:function, FILE.py:function, weights "
-        "by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of [name, weight] or of {name, weight, args}; added to "
-        "the reward model's score where both are given",
-        check=_reward_problem,
-    )
-    reward_timeout_s: float = option(60.0, "seconds that a reward function has for a batch", at_least=0.001)
-    reward_on_timeout: float | None = option(
-        None, "reward of completions whose function has not come back by then; the run stops when absent"
-    )
-    rew_weight: float = option(1.0, "weight of the reward model's score where a reward function is given too")
-    dataset: DatasetSpec = option(DatasetSpec(), "rows of the form prompt, with columns for the reward function")
-    actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
-    rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")
-    ref_inf: MFCOptions = option(MFCOptions(), "the call that scores completions with the reference")
-    actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
 
 
 @dataclass(frozen=True)
@@ -105,23 +32,18 @@ class Policy:
     gen: GenerationSpec
 
     @classmethod
-    def of(cls, config: PolicyConfig, options: PolicyOptions, name: str, dataset: DatasetSpec, samples: int) -> Policy:
-        """Raises `ConfigError` for sizes that do not divide, and where nothing gives a reward."""
-        if config.rew.path is None and config.reward is None and config.rew.backend != "null":
-            raise ConfigError("rew.path and reward are both missing; set a reward model, a reward function, or both")
-        if config.rew_weight != 1.0 and (
-            config.reward is None or (config.rew.path is None and config.rew.backend != "null")
-        ):
-            raise ConfigError(
-                f"rew_weight={config.rew_weight} weighs a reward model against a reward function; set both, or leave it out"
-            )
+    def of(cls, config: PolicyConfig, options: PolicyOptions, name: str, samples: int) -> Policy:
+        """Raises `ConfigError` for sizes that do not divide or fit, and where nothing gives a reward."""
+        dataset = batches(config.dataset)
+        _check_rewards(config)
         if dataset.train_tokens_per_batch is not None:
             raise ConfigError(
                 f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} counts prompts, since completions "
                 "are not written yet; set dataset.train_bs_n_seqs"
             )
-        vocab = checks.vocab_size("actor", config.actor)
-        gen = options.gen
+        vocab = checks.vocab_size(config.actor)
+        lengths = Lengths.of(config, dataset, options.gen, f"{name}.gen")
+        dataset, gen = lengths.dataset, lengths.gen
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
         return cls(config, options, name, dataset, samples, replace(gen, record_support=gen.truncates))
@@ -133,6 +55,11 @@ class Policy:
     @property
     def completions(self) -> int:
         return self.batch * self.samples
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a prompt and its completion, where the user says so."""
+        return asked_for(self.config.dataset, self.options.gen)
 
     @property
     def minibatches(self) -> int:
@@ -151,18 +78,46 @@ class Policy:
         return 1.0 if self.gen.greedy else self.gen.temperature
 
     @property
-    def longest(self) -> int:
-        return self.dataset.longest_prompt + self.gen.max_new_tokens
-
-    @property
     def has_model(self) -> bool:
         """Whether a reward model gives the reward, or a part of it."""
-        return self.config.rew.path is not None or self.config.rew.backend == "null"
+        return has_model(self.config)
+
+    @property
+    def has_function(self) -> bool:
+        """Whether reward functions give the reward, or a part of it."""
+        return self.config.reward is not None or self.config.reward_column is not None
+
+    @property
+    def by_token(self) -> tuple[str, ...]:
+        """The key of rewards that lie on single tokens, where there are such."""
+        return ("token_rewards",) if self.config.reward_by_token or self.config.rew_step is not None else ()
+
+    @property
+    def part_weights(self) -> list[float]:
+        """Weights of the reward functions, and of the reward model's score behind them."""
+        return [
+            *(part.weight for part in parse_reward(self.config.reward)),
+            *([self.config.rew_weight] * self.has_model),
+        ]
+
+    @property
+    def corrected(self) -> tuple[str, ...]:
+        """Keys that a policy loss reads where the sampler's log-probs are made up for."""
+        return ("old_logprobs", "sampler_weights") if self.options.sampler_correction != "none" else ()
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The key of the tokens that Clip-Cov or KL-Cov acts on."""
+        return ("high_covariance",) if self.options.covariance != "none" else ()
 
     @property
     def rescored(self) -> tuple[str, ...]:
         """Keys that calls on sampled tokens read where sampling was limited to some ids."""
         return SUPPORT if self.gen.record_support else ()
+
+    def actor(self) -> ModelSpec:
+        """The policy, with the learning rate that holds where none is set."""
+        return with_lr(self.config.actor.with_head("lm", trained=True), 1e-6)
 
     def generate(self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any) -> MFCDef:
         """Samples completions; with a prefix its outputs get names of their own."""
@@ -176,64 +131,124 @@ class Policy:
             args={**args, "samples_per_prompt": samples},
         )  # fmt: skip
 
-    def rewards(self, size: int, *, prefix: str = "") -> list[Node]:
-        """The reward model's call, the reward function's node, or both: then the second adds the first's scores."""
+    def rewards(self, size: int, *, prefix: str = "", parts: bool = False) -> list[Node]:
+        """The reward model's call, the reward function's node, or both: then the second adds the first's scores. `parts`: the
+        reward of every function by itself is kept, too."""
         config, nodes = self.config, list[Node]()
-        made = f"{prefix}rewards"
         if self.has_model:
-            nodes.append(self._reward_model(size, prefix, made if config.reward is None else f"{prefix}scores"))
-        if config.reward is not None:
+            nodes.append(self._reward_model(size, prefix, "scores" if self.has_function else "rewards"))
+        if self.has_function:
             remap = {key: prefix + key for key in ("completion", *(("scores",) if self.has_model else ()))}
+            made = (
+                "rewards",
+                *(("token_rewards",) if config.reward_by_token else ()),
+                *(("reward_parts",) if parts else ()),
+            )
             reward = HostFunction(
                 name=f"{prefix}reward", function="reward", batch_size=size,
-                input_keys=("prompt", *remap), output_keys=("rewards",),
-                input_key_remap=remap if prefix else {}, output_key_remap={"rewards": made} if prefix else {},
-                args=self._reward_args(), tokenizer_role="actor",
+                input_keys=("prompt", *remap), output_keys=made,
+                input_key_remap=remap if prefix else {},
+                output_key_remap={key: prefix + key for key in made} if prefix else {},
+                args=self._reward_args(parts), tokenizer_role="actor",
             )  # fmt: skip
             nodes.append(reward)
         return nodes
 
-    def _reward_args(self) -> dict[str, Any]:
+    def _reward_args(self, parts: bool) -> dict[str, Any]:
         config = self.config
+        chosen = {
+            "column": config.reward_column,
+            "by_token": config.reward_by_token or None,
+            "keep_parts": parts or None,
+            "scores_weight": config.rew_weight if self.has_model else None,
+        }
         args = {"reward": config.reward, "timeout_s": config.reward_timeout_s, "on_timeout": config.reward_on_timeout}
-        return {**args, "scores_weight": config.rew_weight} if self.has_model else args
+        return args | {name: value for name, value in chosen.items() if value is not None}
 
     def _reward_model(self, size: int, prefix: str, scores: str) -> MFCDef:
-        form = {"prompt_prefix": self.config.rew.prompt_prefix, "prompt_suffix": self.config.rew.prompt_suffix}
+        config = self.config
+        form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
+        asked: dict[str, Any] = {"outputs": ["scores"], **{key: text for key, text in form.items() if text}}
+        made = {"scores": prefix + scores}
+        if config.rew_step is not None:
+            asked, made = {"step": config.rew_step}, {**made, "token_rewards": f"{prefix}token_rewards"}
         return MFCDef(
-            name=f"{prefix}rew_inf", role="rew", interface="infer", method="inference", batch_size=size,
-            input_keys=("prompt", "completion"), output_keys=("scores",),
-            input_key_remap={"completion": f"{prefix}completion"} if prefix else {}, output_key_remap={"scores": scores},
-            args={"outputs": ["scores"], **{key: text for key, text in form.items() if text}},
+            name=f"{prefix}rew_inf", role="rew", interface="infer" if config.rew_step is None else "process_reward",
+            method="inference", batch_size=size,
+            input_keys=("prompt", "completion"), output_keys=tuple(made),
+            input_key_remap={"completion": f"{prefix}completion"} if prefix else {}, output_key_remap=made, args=asked,
         )  # fmt: skip
 
     def reference(self, waits: Sequence[str] = ()) -> MFCDef:
         """Scores the completions with the reference; `waits` are keys of nodes that it lets go first."""
+        return self._scoring("ref_inf", "ref", "ref_logprobs", waits)
+
+    def _scoring(self, name: str, role: str, made: str, waits: Sequence[str]) -> MFCDef:
         return MFCDef(
-            name="ref_inf", role="ref", interface="infer", method="inference", batch_size=self.batch,
+            name=name, role=role, interface="infer", method="inference", batch_size=self.batch,
             input_keys=("prompt", "completion", *self.rescored, *waits),
-            output_keys=("logprobs",), output_key_remap={"logprobs": "ref_logprobs"},
+            output_keys=("logprobs",), output_key_remap={"logprobs": made},
             args={"outputs": ["logprobs"], "temperature": self.temperature},
         )  # fmt: skip
 
+    def corrections(self, waits: Sequence[str] = ()) -> list[Node]:
+        """The actor's own log-probs before its first update, and what they make of the sampler's."""
+        options = self.options
+        if not self.corrected:
+            return []
+        correction = HostFunction(
+            name="sampler_correction", function="sampler_correction", batch_size=self.batch,
+            input_keys=("prompt", "completion", "logprobs", "old_logprobs"), optional_keys=("loss_mask",),
+            output_keys=("sampler_weights",),
+            args={
+                "correction": options.sampler_correction, "high": options.sampler_correction_high,
+                "low": options.sampler_correction_low,
+            },
+        )  # fmt: skip
+        return [self._scoring("actor_inf", "actor", "old_logprobs", waits), correction]
+
+    def covariance(self) -> list[Node]:
+        """Which tokens Clip-Cov or KL-Cov acts on."""
+        options = self.options
+        if not self.chosen:
+            return []
+        args: dict[str, Any] = {"method": options.covariance, "share": options.covariance_share}
+        if options.covariance == "clip":
+            args |= {"low": options.clip_cov_low, "high": options.clip_cov_high}
+        return [
+            HostFunction(
+                name="high_covariance", function="high_covariance", batch_size=self.batch,
+                input_keys=("prompt", "completion", "logprobs", "advantages"), optional_keys=("loss_mask",),
+                output_keys=("high_covariance",), args=args,
+            )
+        ]  # fmt: skip
+
     def train(self, node: str, role: str, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str]) -> MFCDef:
-        """A call that trains on the sampled completions; `keys` are what its loss reads."""
+        """A call that trains on the sampled completions; `keys` are what its loss reads. What a sample's `loss_mask` leaves out
+        is not trained."""
         samples = role == "actor"  # its log-probs are compared with those of the sampler
         args = {
             "loss": loss, "loss_args": dict(loss_args),
             "num_minibatches": self.minibatches, "epochs": self.options.ppo_epochs,
         }  # fmt: skip
+        if samples:
+            args["temperature"] = self.temperature
+        optional = ("loss_mask", *(("ref_logprobs",) if samples else ()))
+        read = (*keys, *((*self.rescored, *self.corrected, *self.chosen) if samples else ()))
         return MFCDef(
             name=node, role=role, interface="train", method="train_step", batch_size=self.batch,
-            input_keys=("prompt", "completion", *keys, *(self.rescored if samples else ())),
-            optional_keys=("ref_logprobs",) if samples and "ref_logprobs" not in keys else (),
-            args={**args, "temperature": self.temperature} if samples else args,
+            input_keys=("prompt", "completion", *read),
+            optional_keys=tuple(key for key in optional if key not in read), args=args,
         )  # fmt: skip
 
     def evaluation(self) -> list[Node]:
-        """One completion for each validation prompt and its reward."""
-        size = self.dataset.valid_bs_n_seqs or 0
-        return [self.generate(size, 1, record_support=False), *self.rewards(size)]
+        """`eval_samples` completions of each validation prompt, sampled as in training, their rewards, and how many pass."""
+        size, count = self.dataset.valid_bs_n_seqs or 0, self.options.eval_samples
+        rates = HostFunction(
+            name="pass_rates", function="pass_rates", batch_size=size, input_keys=("rewards",),
+            args={"count": count, "pass_reward": self.options.pass_reward},
+        )  # fmt: skip
+        return [self.generate(size, count, record_support=False), *self.rewards(size), rates]
 
     def syncs(self) -> list[ParamSync]:
         """The reference as a moving average of the actor, where that is asked for."""
@@ -254,3 +269,36 @@ class Policy:
 SAMPLING = tuple(
     spec.name for spec in fields(GenerationSpec) if spec.name == "record_support" or not spec.metadata.get("hidden")
 )
+
+
+def has_model(config: PolicyConfig) -> bool:
+    """Whether a reward model is named."""
+    return config.rew.path is not None or config.rew.backend == "null"
+
+
+def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
+    """The role with a learning rate: its own, else `full`, or 1e-5 for adapters."""
+    if spec.optimizer.lr is not None:
+        return spec
+    return replace(spec, optimizer=replace(spec.optimizer, lr=1e-5 if spec.has_adapters else full))
+
+
+def _check_rewards(config: PolicyConfig) -> None:
+    """That something gives a reward, and that options about one that is not there are not set."""
+    functions = config.reward is not None or config.reward_column is not None
+    if not functions and not has_model(config):
+        raise ConfigError(
+            "rew.path and reward are both missing; set a reward model, a reward function (or reward_column), or both"
+        )
+    if config.rew_weight != 1.0 and not (functions and has_model(config)):
+        raise ConfigError(
+            f"rew_weight={config.rew_weight} weighs a reward model against a reward function; set both, or leave it out"
+        )
+    if config.reward_by_token and not functions:
+        raise ConfigError("reward_by_token=true is about reward functions; set reward, or leave it out")
+    if config.rew_step is not None and (not has_model(config) or config.reward_by_token or not config.rew_step):
+        raise ConfigError(
+            f"rew_step={config.rew_step!r}: has the reward model score every step that ends with this text; set "
+            f"rew.path, and not "
+            "reward_by_token beside it"
+        )

@@ -11,6 +11,7 @@ from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
+from weft.experiments._lengths import with_answers
 from weft.experiments._roles import reference
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
@@ -73,7 +74,7 @@ class DPOConfig(RunConfig):
         Raises `UserError` with the option, its value and the rule.
         """
         check(self)
-        dataset = batches(self.dataset)
+        dataset = with_answers(self, batches(self.dataset))
         if self.dpo.loss_type == "kto":
             _check_kto(dataset)
         roles = {"actor": self.actor.with_head("lm", trained=True)}
@@ -90,7 +91,7 @@ class DPOConfig(RunConfig):
                 dataset_type=type_of(dataset, "paired_comparison"),
                 data_role="actor",
                 steps_follow="actor_train",
-                longest=dataset.max_seqlen,
+                longest=self.dataset.max_seqlen,
                 evaluation=evaluating(nodes, dataset),
                 init_from=init_from,
                 updates_per_firing={"actor_train": 1},

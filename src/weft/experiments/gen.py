@@ -9,6 +9,7 @@ from weft.data.spec import DatasetSpec
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
+from weft.experiments._lengths import Lengths, asked_for
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import MFCDef
 from weft.options import option
@@ -42,8 +43,8 @@ class GenConfig(RunConfig):
     def build(self) -> Experiment:
         """The graph is the node `gen` alone. Raises `UserError` with the option, its value and the rule."""
         check(self)
-        dataset = batches(self.dataset)
-        gen = asdict(self.gen)
+        lengths = Lengths.of(self, batches(self.dataset), self.gen, "gen")
+        dataset, gen = lengths.dataset, asdict(lengths.gen)
         names = [spec.name for spec in fields(GenerationSpec) if not spec.metadata.get("hidden")]
         node = MFCDef(
             "gen",
@@ -64,6 +65,6 @@ class GenConfig(RunConfig):
                 dataset_type=type_of(dataset, "prompt"),
                 data_role="model",
                 steps_follow="gen",
-                longest=dataset.longest_prompt + self.gen.max_new_tokens,
+                longest=asked_for(self.dataset, self.gen),
             ),
         )

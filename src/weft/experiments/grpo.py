@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from weft.algorithms.grpo import GRPOLoss
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, batches, check, type_of
-from weft.experiments._policy import Policy, PolicyConfig, PolicyOptions
+from weft.experiments._assemble import Plan, assemble, check, type_of
+from weft.experiments._policy import Policy
+from weft.experiments._policy_options import PolicyConfig, PolicyOptions
 from weft.experiments._roles import reference
 from weft.experiments.common import MFCOptions
 from weft.graph.mfc import HostFunction, Node
 from weft.options import option
 from weft.registry import register_quickstart
 
-BASELINES = ("group", "leave_one_out", "greedy", "none")
-OF_GROUPS = ("group", "leave_one_out")
+BASELINES = ("group", "leave_one_out", "opo", "greedy", "none")
+OF_GROUPS = ("group", "leave_one_out", "opo")
 
 
 @dataclass
@@ -27,37 +30,66 @@ class GRPOOptions(PolicyOptions):
     early_stop_imp_ratio: float | None = option(
         None, "a minibatch whose mean importance ratio is above takes no step; null for no bound"
     )
+    eps_clip: float | None = option(
+        None,
+        "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip; absent: 0.2, for sequences "
+        "GSPO's own 3e-4 "
+        "below and 4e-4 above; cispo's has no bound below",
+    )
+    eps_clip_high: float | None = option(None, "above 1 + eps_clip_high instead (clip-higher); absent for cispo: 4")
     baseline: str = option(
         "group",
-        "taken off each reward: mean of the group (GRPO), leave_one_out mean of the others (RLOO), greedy completion's "
-        "reward (ReMax), or none (REINFORCE++, with adv_norm)",
+        "taken off each reward: mean of the group (GRPO), leave_one_out mean of the others (RLOO), opo mean weighted by length "
+        "(OPO), greedy completion's reward (ReMax), or none (REINFORCE++, with adv_norm)",
         choices=BASELINES,
     )
-    scale_rewards: str = option(
-        "group",
-        "advantages are divided by the rewards' deviation in the group or batch, or not",
+    scale_rewards: str | None = option(
+        None,
+        "advantages are divided by the rewards' deviation in the group or batch, or not (none); absent: group, for "
+        "dr_grpo none",
         choices=("group", "batch", "none"),
     )
     adv_norm: bool = option(False, "whiten advantages over the whole batch (REINFORCE++)")
+    rescale_informative: bool = option(
+        False,
+        "multiply advantages by prompts / prompts whose rewards differ, to make up for those that teach nothing (GPG)",
+    )
+    normalize_each_reward: bool = option(
+        False, "normalise every reward function by itself in its group, then their weighted sum over the batch (GDPO)"
+    )
+    pass_k: int | None = option(
+        None, "train for one of k completions to pass instead (pass@k); excludes baseline and scale", at_least=1
+    )
     loss_type: str = option(
         "dapo",
         "average: dapo (all tokens), grpo (tokens of a completion, then completions), dr_grpo (sum / longest completion)",
         choices=("dapo", "grpo", "dr_grpo", "bnpo"),
     )
     importance_level: str = option(
-        "token",
-        "importance ratio of each token, or of a sequence (GSPO; set eps_clip to 3e-4 or so)",
-        choices=("token", "sequence"),
+        "token", "importance ratio of each token, or of a sequence (GSPO)", choices=("token", "sequence")
     )
     surrogate: str = option(
-        "clip", "clipped ratio, or reinforce without one (one update a batch)", choices=("clip", "reinforce")
+        "clip",
+        "clipped ratio (clip), a cut ratio as a weight (cispo), a soft gate (sapo), or no ratio (reinforce; one update "
+        "a batch)",
+        choices=("clip", "cispo", "sapo", "reinforce"),
     )
-    kl_coef: float = option(
-        0.001, "weight of the KL to the reference in the loss; 0 leaves the reference out", at_least=0.0
+    sapo_positive: float = option(1.0, "temperature of sapo's gate where the advantage is above 0")
+    sapo_negative: float = option(1.05, "temperature of sapo's gate where it is below")
+    kl_coef: float = option(0.001, "weight of the KL to the reference; 0 leaves the reference out", at_least=0.0)
+    kl_in: str = option(
+        "loss",
+        "where the KL counts: in the loss (GRPO), or taken off the reward (RLOO, REINFORCE++)",
+        choices=("loss", "reward"),
     )
-    kl_estimator: str = option("k3", "estimator of the KL in the loss", choices=("k1", "k2", "k3"))
+    kl_estimator: str | None = option(
+        None, "estimator of the KL; absent: k3 in the loss, k1 in the reward", choices=("k1", "k2", "k3")
+    )
     dynamic_sampling: bool = option(
         False, "drop prompts whose completions all have one reward and sample others in their place (DAPO)"
+    )
+    dynamic_sampling_rounds: int = option(
+        10, "rounds of sampling a step at most; what is there then is trained on", at_least=1
     )
     mask_truncated: bool = option(False, "leave completions that were cut by their length out of the loss")
     overlong_buffer: int = option(
@@ -69,9 +101,9 @@ class GRPOOptions(PolicyOptions):
 @register_quickstart("grpo")
 @dataclass
 class GRPOConfig(PolicyConfig):
-    """Group relative policy optimization and its kin: RLOO, REINFORCE++, ReMax, Dr. GRPO, DAPO, GSPO."""
+    """Group relative policy optimization and its kin: RLOO, REINFORCE++, ReMax, OPO, GPG, Dr. GRPO, DAPO, GSPO, CISPO, SAPO."""
 
-    host_nodes: ClassVar[tuple[str, ...]] = ("advantages", "reward", "greedy_reward", "filter")
+    host_nodes: ClassVar[tuple[str, ...]] = (*PolicyConfig.host_nodes, "greedy_reward", "filter")
     algorithm: ClassVar[str] = "grpo"
     generation: ClassVar[str] = "grpo.gen"
     spellings: ClassVar[dict[str, str]] = {
@@ -101,25 +133,16 @@ class GRPOConfig(PolicyConfig):
         """The graph of a GRPO step. Raises `UserError` with the option, its value and the rule."""
         check(self)
         grpo = self.grpo
-        if grpo.group_size < 2 and (grpo.baseline in OF_GROUPS or grpo.scale_rewards == "group"):
-            raise ConfigError(
-                f"grpo.group_size={grpo.group_size}: a group of 1 is its own baseline and every advantage is 0; "
-                "set it to 2 or more, or grpo.baseline=greedy or none with grpo.scale_rewards=none"
-            )
-        if grpo.gen.greedy:
-            raise ConfigError(
-                "grpo.gen.greedy=true: greedy completions of one prompt are all the same, so no group teaches anything"
-            )
-        dataset = batches(self.dataset)
-        policy = Policy.of(self, grpo, "grpo", dataset, grpo.group_size)
+        policy = Policy.of(self, grpo, "grpo", grpo.group_size)
+        _check(grpo, self, policy)
         roles, init_from = self._roles(policy)
         return assemble(
             self,
             Plan(
                 roles=roles,
                 nodes=self._nodes(policy),
-                dataset=dataset,
-                dataset_type=type_of(dataset, "prompt"),
+                dataset=policy.dataset,
+                dataset_type=type_of(policy.dataset, "prompt"),
                 data_role="actor",
                 steps_follow="actor_train",
                 longest=policy.longest,
@@ -127,7 +150,7 @@ class GRPOConfig(PolicyConfig):
                 syncs=policy.syncs() if self._has_ref else [],
                 init_from=init_from,
                 updates_per_firing={"actor_train": policy.updates},
-                notes=policy.notes(["actor"]),
+                notes=[*policy.notes(["actor"]), *_notes(grpo)],
             ),
         )
 
@@ -135,9 +158,13 @@ class GRPOConfig(PolicyConfig):
     def _has_ref(self) -> bool:
         return self.grpo.kl_coef > 0
 
+    @property
+    def _kl_in_reward(self) -> bool:
+        return self._has_ref and self.grpo.kl_in == "reward"
+
     def _roles(self, policy: Policy) -> tuple[dict[str, ModelSpec], dict[str, str]]:
         """(roles, which role begins as a copy of which)."""
-        roles = {"actor": self.actor.with_head("lm", trained=True)}
+        roles = {"actor": policy.actor()}
         init_from: dict[str, str] = {}
         if self._has_ref:
             roles["ref"], init_from = reference(self.ref, self.actor)
@@ -151,53 +178,127 @@ class GRPOConfig(PolicyConfig):
 
     def _nodes(self, policy: Policy) -> list[Node]:
         grpo, size = self.grpo, policy.batch
-        nodes: list[Node] = [policy.generate(size, grpo.group_size), *policy.rewards(size)]
+        nodes: list[Node] = [
+            policy.generate(size, grpo.group_size),
+            *policy.rewards(size, parts=grpo.normalize_each_reward),
+        ]
         if grpo.baseline == "greedy":
             nodes.append(
                 policy.generate(size, 1, name="greedy_gen", prefix="greedy_", greedy=True, record_support=False)
             )
             nodes += policy.rewards(size, prefix="greedy_")
+        waits = ("kept",) if grpo.dynamic_sampling else ()
         if grpo.dynamic_sampling:
-            kept = HostFunction("filter", "dynamic_sampling", size, input_keys=("rewards",), output_keys=("kept",))
+            kept = HostFunction(
+                "filter", "dynamic_sampling", size, input_keys=("rewards",), output_keys=("kept",),
+                refill_rounds=grpo.dynamic_sampling_rounds,
+            )  # fmt: skip
             nodes.append(kept)
         if self._has_ref:
-            nodes.append(policy.reference(("kept",) if grpo.dynamic_sampling else ()))
+            nodes.append(policy.reference(waits))
         loss = {
             **grpo.clip_args(),
             "loss_type": grpo.loss_type,
             "importance_level": grpo.importance_level,
             "surrogate": grpo.surrogate,
-            "kl_coef": grpo.kl_coef,
-            "kl_estimator": grpo.kl_estimator,
+            "sapo_positive": grpo.sapo_positive,
+            "sapo_negative": grpo.sapo_negative,
+            "kl_coef": 0.0 if self._kl_in_reward else grpo.kl_coef,
+            "kl_estimator": grpo.kl_estimator or "k3",
             "max_completion_length": policy.gen.max_new_tokens,
         }
+        clip = GRPOLoss(**loss).clip
+        loss |= {"eps_clip": clip.low, "eps_clip_high": clip.high}
         extra = (("ref_logprobs",) if self._has_ref else ()) + (("loss_mask",) if grpo.mask_truncated else ())
         keys = ("logprobs", "advantages", *extra)
-        return [*nodes, self._advantages(size), policy.train("actor_train", "actor", "grpo", loss, keys)]
+        return [
+            *nodes,
+            *policy.corrections(waits),
+            self._advantages(policy, waits),
+            *policy.covariance(),
+            policy.train("actor_train", "actor", "grpo", loss, keys),
+        ]
 
-    def _advantages(self, size: int) -> HostFunction:
+    def _advantages(self, policy: Policy, waits: Sequence[str]) -> HostFunction:
         grpo = self.grpo
         greedy = grpo.baseline == "greedy"
+        same = (
+            "overlong_buffer", "overlong_penalty", "mask_truncated", "max_reward_clip", "reward_output_scaling",
+            "reward_output_bias", "missing_eos_penalty", "rescale_informative", "pass_k", "pass_reward",
+        )  # fmt: skip
         args: dict[str, Any] = {
+            **{name: getattr(grpo, name) for name in same},
             "baseline": "given" if greedy else grpo.baseline,
-            "scale": grpo.scale_rewards,
+            "scale": grpo.scale_rewards or ("none" if grpo.loss_type == "dr_grpo" else "group"),
             "whiten": grpo.adv_norm,
-            "overlong_buffer": grpo.overlong_buffer,
-            "overlong_penalty": grpo.overlong_penalty,
-            "max_new_tokens": grpo.gen.max_new_tokens,
-            "mask_truncated": grpo.mask_truncated,
-            "max_reward_clip": grpo.max_reward_clip,
-            "reward_output_scaling": grpo.reward_output_scaling,
-            "reward_output_bias": grpo.reward_output_bias,
-            "missing_eos_penalty": grpo.missing_eos_penalty,
+            "max_new_tokens": policy.gen.max_new_tokens,
         }
+        more: list[str] = [*waits, *policy.by_token]
+        if self._kl_in_reward:
+            args |= {"kl_coef": grpo.kl_coef, "kl_estimator": grpo.kl_estimator or "k1"}
+            more += ["logprobs", "ref_logprobs"]
+        if grpo.normalize_each_reward:
+            args["part_weights"] = policy.part_weights
+            more.append("reward_parts")
         baselines = (
             {f"baseline_{key}": f"greedy_{key}" for key in ("rewards", "finished", "completion")} if greedy else {}
         )
-        waits = (*baselines, *(("kept",) if grpo.dynamic_sampling else ()))
         return HostFunction(
-            name="advantages", function="group_advantages", batch_size=size,
-            input_keys=("prompt", "completion", "rewards", "finished", *waits),
+            name="advantages", function="group_advantages", batch_size=policy.batch,
+            input_keys=("prompt", "completion", "rewards", "finished", *baselines, *more),
+            optional_keys=() if grpo.mask_truncated else ("loss_mask",),
             output_keys=("advantages", *(("loss_mask",) if grpo.mask_truncated else ())),
             input_key_remap=baselines, args=args,
         )  # fmt: skip
+
+
+def _check(grpo: GRPOOptions, config: GRPOConfig, policy: Policy) -> None:
+    """Options of one algorithm that do not go with each other."""
+    scaled = grpo.scale_rewards == "group" or (grpo.scale_rewards is None and grpo.loss_type != "dr_grpo")
+    if grpo.group_size < 2 and (grpo.baseline in OF_GROUPS or scaled):
+        raise ConfigError(
+            f"grpo.group_size={grpo.group_size}: a group of 1 is its own baseline and every advantage is 0; "
+            "set it to 2 or more, or grpo.baseline=greedy or none with grpo.scale_rewards=none"
+        )
+    if grpo.gen.greedy:
+        raise ConfigError(
+            "grpo.gen.greedy=true: greedy completions of one prompt are all the same, so no group teaches anything"
+        )
+    if grpo.surrogate == "reinforce" and policy.updates > 1:
+        raise ConfigError(
+            f"grpo.surrogate=reinforce: has no importance ratio, so it is for one optimizer step a batch, and this run makes "
+            f"{policy.updates} (grpo.ppo_n_minibatches, mini_batch_size, ppo_epochs); set these to 1, or surrogate=clip"
+        )
+    if grpo.pass_k is not None and grpo.pass_k > grpo.group_size:
+        raise ConfigError(
+            f"grpo.pass_k={grpo.pass_k}: is more than grpo.group_size={grpo.group_size}; lower the first or raise the second"
+        )
+    if grpo.pass_k is not None and (grpo.normalize_each_reward or grpo.baseline == "greedy"):
+        raise ConfigError(
+            "grpo.pass_k makes advantages of its own; leave out grpo.normalize_each_reward and grpo.baseline=greedy"
+        )
+    if grpo.normalize_each_reward:
+        _check_parts(grpo, config)
+
+
+def _check_parts(grpo: GRPOOptions, config: GRPOConfig) -> None:
+    """GDPO normalises the parts themselves, so what shapes their sum has no place."""
+    if config.reward is None or config.reward_column is not None:
+        raise ConfigError("grpo.normalize_each_reward=true: needs reward functions in reward (and no reward_column)")
+    usual = GRPOOptions()
+    for name in ("max_reward_clip", "reward_output_scaling", "reward_output_bias", "baseline", "scale_rewards"):
+        if getattr(grpo, name) != getattr(usual, name):
+            raise ConfigError(
+                f"grpo.{name}={getattr(grpo, name)}: has no meaning with grpo.normalize_each_reward=true; leave it out"
+            )
+
+
+def _notes(grpo: GRPOOptions) -> list[str]:
+    """What the filter does, for the plan that is printed before the run."""
+    if not grpo.dynamic_sampling:
+        return []
+    rounds = grpo.dynamic_sampling_rounds
+    return [
+        f"filter: prompts whose completions all have one reward are replaced by whole batches of others, {rounds} rounds of "
+        "sampling a step at most; what is over then is not trained on"
+    ]

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, batches, check, type_of
-from weft.experiments._policy import Policy, PolicyConfig, PolicyOptions
+from weft.experiments._assemble import Plan, assemble, check, type_of
+from weft.experiments._policy import Policy, with_lr
+from weft.experiments._policy_options import PolicyConfig, PolicyOptions
 from weft.experiments._roles import critic, reference
 from weft.experiments.common import MFCOptions
 from weft.graph.mfc import HostFunction, MFCDef, Node
@@ -19,7 +20,12 @@ from weft.registry import register_quickstart
 
 @dataclass
 class PPOOptions(PolicyOptions):
+    eps_clip: float = option(0.2, "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip")
+    eps_clip_high: float | None = option(None, "above 1 + eps_clip_high instead (clip-higher)")
     samples_per_prompt: int = option(1, "completions of each prompt", at_least=1)
+    max_reward_clip: float | None = option(
+        20.0, "rewards are clipped to +- this, after scale and bias; null for no bound", at_least=0.0
+    )
     kl_ctl: float = option(
         0.05, "weight of the KL to the reference in the reward; 0 leaves the reference out", at_least=0.0
     )
@@ -77,7 +83,8 @@ class PPOConfig(PolicyConfig):
     }
 
     critic: ModelSpec = option(
-        ModelSpec(optimizer=OptimizerSpec(lr=5e-6)), "the critic; see ppo.critic_init when critic.path is absent"
+        ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")),
+        "the critic; see ppo.critic_init when critic.path is absent",
     )
     ppo: PPOOptions = option(PPOOptions(), "the algorithm")
     critic_inf: MFCOptions = option(MFCOptions(), "the call that predicts values")
@@ -86,16 +93,15 @@ class PPOConfig(PolicyConfig):
     def build(self) -> Experiment:
         """The graph of a PPO step. Raises `UserError` with the option, its value and the rule."""
         check(self)
-        dataset = batches(self.dataset)
-        policy = Policy.of(self, self.ppo, "ppo", dataset, self.ppo.samples_per_prompt)
+        policy = Policy.of(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
         roles, init_from = self._roles(policy)
         return assemble(
             self,
             Plan(
                 roles=roles,
                 nodes=self._nodes(policy),
-                dataset=dataset,
-                dataset_type=type_of(dataset, "prompt"),
+                dataset=policy.dataset,
+                dataset_type=type_of(policy.dataset, "prompt"),
                 data_role="actor",
                 steps_follow="actor_train",
                 longest=policy.longest,
@@ -113,11 +119,12 @@ class PPOConfig(PolicyConfig):
 
     def _roles(self, policy: Policy) -> tuple[dict[str, ModelSpec], dict[str, str]]:
         """(roles, which role begins as a copy of which)."""
-        actor = self.actor.with_head("lm", trained=True)
+        actor = policy.actor()
         warmup = replace(actor.optimizer, frozen_epochs=self.ppo.critic_warmup_epochs)
         roles = {"actor": replace(actor, optimizer=warmup)}
         init_from: dict[str, str] = {}
-        roles["critic"], copied = critic(self.critic, self.ppo.critic_init, self.actor, self.rew)
+        valued, copied = critic(self.critic, self.ppo.critic_init, self.actor, self.rew)
+        roles["critic"] = with_lr(valued, 5e-6)
         init_from |= copied
         if self._has_ref:
             roles["ref"], copied = reference(self.ref, self.actor)
@@ -143,22 +150,24 @@ class PPOConfig(PolicyConfig):
             *policy.rewards(size),
             *references,
             critic_inf,
-            self._advantages(size),
+            *policy.corrections(),
+            self._advantages(policy),
+            *policy.covariance(),
             actor_loss,
             critic_loss,
         ]
 
-    def _advantages(self, size: int) -> HostFunction:
-        ppo = self.ppo
+    def _advantages(self, policy: Policy) -> HostFunction:
+        ppo, size = self.ppo, policy.batch
         same = (
             "kl_ctl", "kl_estimator", "discount", "gae_lambda", "adv_norm", "value_norm", "value_norm_type",
             "value_norm_beta", "value_norm_eps", "max_reward_clip", "reward_output_scaling", "reward_output_bias",
             "missing_eos_penalty", "truncated", "use_adaptive_kl_ctl", "adaptive_kl_target", "adaptive_kl_horizon",
         )  # fmt: skip
         args: dict[str, Any] = {name: getattr(ppo, name) for name in same}
-        references = ("ref_logprobs",) if self._has_ref else ()
+        more = (*(("ref_logprobs",) if self._has_ref else ()), *policy.by_token)
         return HostFunction(
             name="advantages", function="gae_advantages", batch_size=size,
-            input_keys=("prompt", "completion", "logprobs", "rewards", "values", "finished", *references),
-            output_keys=("advantages", "returns"), args=args,
+            input_keys=("prompt", "completion", "logprobs", "rewards", "values", "finished", *more),
+            optional_keys=("loss_mask",), output_keys=("advantages", "returns"), args=args,
         )  # fmt: skip

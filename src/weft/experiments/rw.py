@@ -9,6 +9,7 @@ from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
+from weft.experiments._lengths import with_answers
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import MFCDef
 from weft.options import option
@@ -39,7 +40,7 @@ class RWConfig(RunConfig):
     def build(self) -> Experiment:
         """The graph is the node `train` alone. Raises `UserError` with the option, its value and the rule."""
         check(self)
-        dataset = batches(self.dataset)
+        dataset = with_answers(self, batches(self.dataset))
         train = MFCDef(
             name="train", role="model", interface="train", method="train_step", batch_size=batch_size(dataset),
             input_keys=("prompt", "completion", "rank"), optional_keys=("comparison", "margin"),
@@ -54,7 +55,7 @@ class RWConfig(RunConfig):
                 dataset_type=type_of(dataset, "paired_comparison"),
                 data_role="model",
                 steps_follow="train",
-                longest=dataset.max_seqlen,
+                longest=self.dataset.max_seqlen,
                 evaluation=evaluating([train], dataset),
                 updates_per_firing={"train": 1},
             ),

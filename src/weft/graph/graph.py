@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.errors import GraphError, nearest, unknown_name
-from weft.graph.mfc import MFCDef, Node, ParamSync
+from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 
 DATASET = "dataset"
 
@@ -71,6 +71,22 @@ class DataflowGraph:
     def waits_for(self, consumer: str) -> tuple[VersionEdge, ...]:
         """The version edges into `consumer`."""
         return tuple(e for e in self.version_edges if e.consumer == consumer)
+
+    def refills(self, edge: VersionEdge) -> HostFunction | None:
+        """The filter between a call and the training node it waits for that makes the call sample again, in whole batches."""
+        between = self._after(edge.consumer) & {n for n in self.order if edge.producer in self._after(n)}
+        filters = [n for n in self.nodes if isinstance(n, HostFunction) and n.refill_rounds and n.name in between]
+        return filters[0] if filters else None
+
+    def _after(self, name: str) -> set[str]:
+        """Every node that reads what `name` makes, directly or through others."""
+        found, front = set[str](), [name]
+        while front:
+            now = front.pop()
+            new = {edge.consumer for edge in self.edges if edge.producer == now} - found
+            found |= new
+            front += sorted(new)
+        return found
 
     def model_calls(self) -> tuple[MFCDef, ...]:
         return tuple(n for n in self.nodes if isinstance(n, MFCDef))

@@ -104,7 +104,9 @@ class MFCDef(OnEdges):
 class HostFunction(OnEdges):
     """A node without a role: CPU code on a whole batch. `function` is a registered name (see `docs/host-functions.md`).
 
-    It may return fewer ids than it got (a filter); the loader refills. `tokenizer_role` names the role whose tokenizer
+    It may return fewer ids than it got (a filter); the loader refills. `refill_rounds` lets calls before a filter that wait
+    for new weights take whole batches until the training node has a full one, so many rounds a step at most; 0 lets them take
+    as many ids as are missing, in rounds that get smaller and smaller. `tokenizer_role` names the role whose tokenizer
     `context.tokenizer` is, for functions that read text.
     """
 
@@ -119,6 +121,7 @@ class HostFunction(OnEdges):
     output_key_remap: Mapping[str, str] = field(default_factory=dict)
     tokenizer_role: str | None = None
     deadline_s: float | None = None
+    refill_rounds: int = 0
 
     trains = False
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.graph.graph import DataflowGraph, VersionEdge
+from weft.graph.mfc import HostFunction
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,15 @@ class Entry:
 class Buffer:
     """(id, key) descriptions in loader order; never tensors. Ids of one epoch at a time, so an id is here at most once.
 
-    `closed`: the loader has given all ids of this epoch. `fired` counts the firings of each node.
+    `closed`: the loader has given all ids of this epoch. `fired` counts the firings of each node, `marks[node]` those of all
+    nodes up to the last firing of this one.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     fired: dict[str, int] = field(default_factory=dict)
     closed: bool = False
     num_batches: int = 0
+    marks: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
         """Take in one batch of the loader. An id that is still here is a broken loader: ids are unique in an epoch."""
@@ -54,6 +57,17 @@ class Buffer:
         for id in firing.ids:
             self.entries[id].started.add(firing.node)
         self.fired[firing.node] = self.fired.get(firing.node, 0) + 1
+        self.marks[firing.node] = dict(self.fired)
+
+    def rounds(self, node: str, since: str) -> int:
+        """Firings of `node` since the last firing of `since`."""
+        return self.fired.get(node, 0) - self.marks.get(since, {}).get(node, 0)
+
+    def drop(self, ids: Iterable[str]) -> None:
+        """Forget ids that nobody needs any more; none of them may be in a firing under way."""
+        for id in ids:
+            assert self.entries[id].started == self.entries[id].done, f"id {id!r} is still in a firing"
+            del self.entries[id]
 
     def finish(self, firing: Firing, kept: Collection[str], keys: Iterable[str], num_nodes: int) -> list[str]:
         """Note what a firing made. Ids outside `kept` were filtered out. Returns the ids that nobody needs any more."""
@@ -70,13 +84,15 @@ class Buffer:
     def state_dict(self) -> dict[str, Any]:
         """Plain values; only between steps, with nothing in flight."""
         rows = [[e.id, e.batch, sorted(e.keys), sorted(e.done)] for e in self.entries.values()]
-        return {"entries": rows, "fired": dict(self.fired), "closed": self.closed, "num_batches": self.num_batches}
+        counts = {"fired": dict(self.fired), "marks": {node: dict(each) for node, each in self.marks.items()}}
+        return {"entries": rows, **counts, "closed": self.closed, "num_batches": self.num_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.entries = {
             id: Entry(id, batch, set(keys), set(done), set(done)) for id, batch, keys, done in state["entries"]
         }
         self.fired, self.closed, self.num_batches = dict(state["fired"]), state["closed"], state["num_batches"]
+        self.marks = {node: dict(each) for node, each in state["marks"].items()}
 
 
 def ready(
@@ -155,12 +171,13 @@ def _allowed(
     """
     count = len(able)
     for edge in edges:
-        pending = [e for e in buffer.entries.values() if edge.consumer in e.started and edge.producer not in e.started]
+        pending = _pending(buffer, edge)
         under_way = buffer.fired.get(edge.producer, 0) - versions.get(edge.producer, 0)
         free = edge.max_staleness + 1 - under_way
         size = graph.node(edge.producer).batch_size
         if size:
-            count = min(count, max(0, free * size - len(pending)))
+            missing = max(0, free * size - len(pending))
+            count = min(count, _refilled(graph, buffer, edge, missing, pending))
             continue
         batches = {e.batch for e in pending}
         fitting = 0
@@ -171,6 +188,45 @@ def _allowed(
             fitting += 1
         count = min(count, fitting)
     return list(able[:count])
+
+
+def _pending(buffer: Buffer, edge: VersionEdge) -> list[Entry]:
+    """Ids that the call took and the training node has not yet taken."""
+    return [e for e in buffer.entries.values() if edge.consumer in e.started and edge.producer not in e.started]
+
+
+def _refilled(graph: DataflowGraph, buffer: Buffer, edge: VersionEdge, missing: int, pending: Sequence[Entry]) -> int:
+    """How many ids a call may take for a training node that lacks `missing`: behind a filter that refills, a whole batch once
+    all pending ones are through it, and nothing after its rounds."""
+    filter = graph.refills(edge)
+    if filter is None or not missing:
+        return missing
+    rounds = buffer.rounds(edge.consumer, edge.producer)
+    if rounds == 0:
+        return missing
+    if rounds >= filter.refill_rounds or any(filter.name not in entry.done for entry in pending):
+        return 0
+    return max(missing, graph.node(edge.consumer).batch_size)
+
+
+def surplus(graph: DataflowGraph, buffer: Buffer, producer: str) -> list[str]:
+    """Ids that a refill brought beyond what `producer` took, which fired just now: their weights would be too old for it."""
+    found: dict[str, None] = {}
+    for edge in graph.version_edges:
+        if edge.producer == producer and graph.refills(edge) is not None:
+            kept = edge.max_staleness * graph.node(producer).batch_size
+            found |= dict.fromkeys(entry.id for entry in _pending(buffer, edge)[kept:])
+    return list(found)
+
+
+def exhausted(graph: DataflowGraph, buffer: Buffer) -> HostFunction | None:
+    """A filter whose rounds are over without a single id that passed it."""
+    for edge in graph.version_edges:
+        filter = graph.refills(edge)
+        spent = filter is not None and buffer.rounds(edge.consumer, edge.producer) >= filter.refill_rounds
+        if spent and not _pending(buffer, edge):
+            return filter
+    return None
 
 
 def _firing(buffer: Buffer, node: str, ids: tuple[str, ...]) -> Firing:

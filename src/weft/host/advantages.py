@@ -2,80 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from weft.algorithms.advantages import baselined, gae, scaled, segment_sums, soft_overlong, starts_of, whiten
+from weft.algorithms.advantages import (
+    baselined,
+    decoupled,
+    gae,
+    informative_factor,
+    pass_at_k,
+    pass_at_k_advantages,
+    reversed_discounted_sums,
+    scaled,
+    segment_sums,
+    soft_overlong,
+    step_advantages,
+    whiten,
+)
 from weft.algorithms.base import host_array
 from weft.algorithms.kl import AdaptiveController, Controller, FixedController, ValueNormalizer, kl_estimate
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
+from weft.host._rows import RewardShape, Rows, Vector, kl_rows
 from weft.host.base import HostContext, Stateless
 from weft.registry import register_function
-
-Vector = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The tokens and completions of a batch as float64 vectors; `[T]` tokens of `[S]` completions."""
-
-    batch: SequenceSample
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        return self.batch.lengths["completion"].astype(np.int64)
-
-    def tokens(self, key: str) -> Vector:
-        """A key of one value a token. Raises `DataError` where it is laid out in another way."""
-        if not np.array_equal(self.batch.lengths[key], self.lengths):
-            raise DataError(f"key {key!r} does not hold one value a completion token")
-        return host_array(self.batch.data[key]).astype(np.float64)
-
-    def sequences(self, key: str) -> Vector:
-        """A key of one value a completion, or one an id, which all its completions share."""
-        values = host_array(self.batch.data[key]).astype(np.float64)
-        group = self.batch.group_of("completion")
-        if len(values) == len(group):
-            return values
-        if len(values) == self.batch.num_ids:
-            return values[group]
-        raise DataError(f"key {key!r} holds {len(values)} values; there are {len(group)} completions")
-
-    @property
-    def mask(self) -> Vector:
-        """1 where a token is trained: `loss_mask` where the batch holds one, and never what nothing precedes."""
-        mask = self.tokens("loss_mask") if "loss_mask" in self.batch.data else np.ones(int(self.lengths.sum()))
-        if "prompt" in self.batch.lengths:
-            alone = self.batch.lengths["prompt"][self.batch.group_of("completion")] == 0
-            mask[starts_of(self.lengths)[alone & (self.lengths > 0)]] = 0.0
-        return mask
-
-    def sample(self, **keys: Vector) -> SequenceSample:
-        """New keys of one value a token, as float32."""
-        counts = np.diff(self.batch.offsets["completion"])
-        by_id = [part.tolist() for part in np.split(self.lengths, np.cumsum(counts)[:-1])]
-        data = {key: torch.from_numpy(values.astype(np.float32)) for key, values in keys.items()}
-        return SequenceSample.from_groups(self.batch.ids, dict.fromkeys(keys, by_id), data)
-
-
-@dataclass(frozen=True)
-class RewardShape:
-    """clip((reward - bias) * scaling, +-clip), less a penalty where the completion was cut by its length."""
-
-    clip: float
-    scaling: float
-    bias: float
-    missing_eos_penalty: float
-
-    def __call__(self, rewards: Vector, finished: Vector) -> Vector:
-        shaped = np.clip((rewards - self.bias) * self.scaling, -self.clip, self.clip)
-        return shaped - self.missing_eos_penalty * (finished == 0.0)
 
 
 @register_function("gae_advantages")
@@ -88,7 +42,8 @@ class GAEAdvantages:
     then generalised advantage estimation over trained tokens, and whitening over the whole batch (`adv_norm`).
 
     Keys: completion (lengths), `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and `ref_logprobs` where kl_ctl is
-    above 0; `loss_mask`, `prompt` where there are any. `truncated` says what a completion that was cut by its length gets:
+    above 0; `loss_mask`, `prompt` where there are any; `token_rewards` [L], the part of a reward that lies on single tokens
+    and stays there (NaN where there is none). `truncated` says what a completion that was cut by its length gets:
     "bootstrap", the critic's value of what would follow and no reward, whose text is not whole (ReaLHF); "score", its reward
     as if it had ended (TRL). The missing-eos penalty is taken off either way.
 
@@ -108,7 +63,7 @@ class GAEAdvantages:
     value_norm_type: str = "exp"
     value_norm_beta: float = 0.99995
     value_norm_eps: float = 1e-5
-    max_reward_clip: float = 20.0
+    max_reward_clip: float | None = 20.0
     reward_output_scaling: float = 1.0
     reward_output_bias: float = 0.0
     missing_eos_penalty: float = 0.0
@@ -153,10 +108,8 @@ class GAEAdvantages:
             if self.kl_ctl > 0:
                 raise DataError(f"kl_ctl={self.kl_ctl} needs the key ref_logprobs; add it to the node or set kl_ctl=0")
             return np.zeros_like(mask)
-        kl = kl_estimate(rows.tokens("logprobs"), rows.tokens("ref_logprobs"), self.kl_estimator) * mask
+        kl = kl_rows(rows, mask, self.kl_estimator, context)
         by_completion = float(segment_sums(kl, rows.lengths).mean())
-        context.record("kl", float(kl.sum() / max(mask.sum(), 1.0)))
-        context.record("kl_per_completion", by_completion)
         context.record("kl_coef", self.controller.value)
         penalty = kl * self.controller.value
         self.controller.update(by_completion, len(rows.lengths))
@@ -176,16 +129,19 @@ class GAEAdvantages:
     def _token_rewards(
         self, rows: Rows, mask: Vector, penalty: Vector, ended: npt.NDArray[np.bool_], context: HostContext
     ) -> Vector:
-        """-penalty at every token, and at the last trained one the shaped reward."""
+        """-penalty at every token, the rewards of single tokens, and at the last trained one the rest, shaped."""
         raw, finished = rows.sequences("rewards"), rows.sequences("finished")
+        by_token = np.zeros_like(mask)
+        if "token_rewards" in rows.batch.data:
+            by_token = np.nan_to_num(rows.tokens("token_rewards")) * mask
         shape = RewardShape(
             self.max_reward_clip, self.reward_output_scaling, self.reward_output_bias, self.missing_eos_penalty
         )
-        scored = np.where(ended, shape(raw, finished), -self.missing_eos_penalty)
-        rewards = -penalty
+        outcome = shape(raw - segment_sums(by_token, rows.lengths), finished, context)
+        rewards = by_token * self.reward_output_scaling - penalty
         last = _last_trained(mask, rows.lengths)
         held = last >= 0
-        np.add.at(rewards, last[held], scored[held])
+        np.add.at(rewards, last[held], np.where(ended, outcome, -self.missing_eos_penalty)[held])
         context.record("reward", float(raw.mean()))
         context.record("reward_after_kl", float(segment_sums(rewards, rows.lengths).mean()))
         context.record("truncated_fraction", float((finished == 0.0).mean()))
@@ -218,17 +174,24 @@ def _last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDArray[n
 @register_function("group_advantages")
 @dataclass
 class GroupAdvantages(Stateless):
-    """GRPO and kin: `advantages` [L], one value for all trained tokens of a completion, from the rewards of its group.
+    """GRPO and kin: `advantages` [L] of each completion's trained tokens, from the rewards of its group.
 
-    The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's soft overlong penalty), its `baseline` taken off
-    and the rest divided by `scale` (`weft.algorithms.advantages`), then whitened over all trained tokens of the batch where
-    `whiten` is set (REINFORCE++). GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out, none. ReMax: given, none.
-    REINFORCE++: none, none, whiten (its variant with a baseline: group, none, whiten).
+    The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's soft overlong penalty, `kl_coef` times the KL to the
+    reference), its `baseline` taken off and the rest divided by `scale` (`weft.algorithms.advantages`), then whitened over all
+    trained tokens of the batch where `whiten` is set. GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out, none.
+    ReMax: given, none. REINFORCE++: none, none, whiten (its variant with a baseline: group, none, whiten). OPO: opo, none.
+    GPG: group, none, `rescale_informative`. `pass_k` asks for one of k completions to pass (a reward above `pass_reward`), and
+    stands in place of baseline and scale. `part_weights` normalises each part of the reward by itself (GDPO).
+
+    Without a baseline the KL penalty of a token is felt by it and those before it (REINFORCE++); otherwise the whole completion
+    is charged for all of it (verl, TRL's RLOO).
 
     Keys: completion (lengths), `rewards` [1], `finished` [1]; for baseline "given" `baseline_rewards`, `baseline_finished` [1]
-    and `baseline_completion` (lengths), one an id: the baseline is shaped and penalised as the samples are; `loss_mask`,
-    `prompt` where there are any. `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0 is no penalty.
-    `mask_truncated` also gives a `loss_mask` that leaves out completions cut by their length (DAPO's overlong filtering).
+    and `baseline_completion` (lengths), one an id: the baseline is shaped and penalised as the samples are; `logprobs`,
+    `ref_logprobs` for the KL; `reward_parts` [1, parts] for `part_weights`; `token_rewards` [L], rewards of steps (NaN but at
+    their last tokens), which get advantages of their own; `loss_mask`, `prompt` where there are any. `max_new_tokens` and
+    `overlong_buffer` are in tokens; a buffer of 0 is no penalty. `mask_truncated` also gives a `loss_mask` that leaves out
+    completions cut by their length (DAPO's overlong filtering).
     """
 
     baseline: str = "group"
@@ -238,10 +201,16 @@ class GroupAdvantages(Stateless):
     overlong_penalty: float = 1.0
     max_new_tokens: int | None = None
     mask_truncated: bool = False
-    max_reward_clip: float = 20.0
+    max_reward_clip: float | None = None
     reward_output_scaling: float = 1.0
     reward_output_bias: float = 0.0
     missing_eos_penalty: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k1"
+    rescale_informative: bool = False
+    pass_k: int | None = None
+    pass_reward: float = 0.5
+    part_weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.overlong_buffer and not self.overlong_buffer <= (self.max_new_tokens or 0):
@@ -250,41 +219,66 @@ class GroupAdvantages(Stateless):
                 f"({self.max_new_tokens}) to the most tokens a completion may have, at least the buffer"
             )
         pair = np.arange(2.0)
-        baselined(pair, np.zeros(2, np.int64), self.baseline, pair)  # refuses an unknown name
+        baselined(pair, np.zeros(2, np.int64), self.baseline, pair, np.ones(2))  # refuses an unknown name
         scaled(pair, pair, np.zeros(2, np.int64), self.scale)
+        kl_estimate(np.zeros(0), np.zeros(0), self.kl_estimator)
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = Rows(batch)
-        raw, finished, group = rows.sequences("rewards"), rows.sequences("finished"), batch.group_of("completion")
-        overlong = self._overlong(rows.lengths)
+        raw, finished, mask = rows.sequences("rewards"), rows.sequences("finished"), rows.mask
+        context.record("reward", float(raw.mean()))
+        trained = (mask != 0.0).astype(np.float64)
+        if self.mask_truncated:
+            trained = trained * np.repeat(finished != 0.0, rows.lengths)
+        by_token = rows.tokens("token_rewards") if "token_rewards" in batch.data else None
+        if by_token is not None:
+            by_token = np.where(mask != 0.0, by_token, np.nan)
+            raw = raw - segment_sums(np.nan_to_num(by_token), rows.lengths)
+        penalty = (
+            self.kl_coef * kl_rows(rows, mask, self.kl_estimator, context) if self.kl_coef else np.zeros_like(mask)
+        )
+        charged = np.zeros(len(raw)) if self.baseline == "none" else segment_sums(penalty, rows.lengths)
+        each = self._completions(rows, raw, finished, charged, context)
+        context.record("advantage_std", float(each.std()))
+        advantages = np.repeat(each, rows.lengths)
+        if self.baseline == "none":
+            advantages = advantages - reversed_discounted_sums(penalty, rows.lengths, 1.0)
+        if by_token is not None:
+            advantages = advantages + step_advantages(by_token, rows.lengths, rows.group, self.scale)
+        advantages = whiten(advantages, trained) if self.whiten else advantages * trained
+        keys = {"advantages": advantages}
+        return rows.sample(**keys, loss_mask=mask * trained) if self.mask_truncated else rows.sample(**keys)
+
+    def _completions(self, rows: Rows, raw: Vector, finished: Vector, charged: Vector, context: HostContext) -> Vector:
+        """One advantage a completion; `charged` is taken off its reward."""
+        overlong, group = self._overlong(rows.lengths), rows.group
         if self.overlong_buffer:
             context.record("overlong_penalty", float(-overlong.mean()))
-        context.record("reward", float(raw.mean()))
-        rewards = self._shape(raw, finished) + overlong
+        if self.pass_k is not None:
+            passed = (raw > self.pass_reward).astype(np.float64)
+            context.record(f"pass@{self.pass_k}", float(pass_at_k(passed, group, self.pass_k).mean()))
+            return pass_at_k_advantages(passed, group, self.pass_k)
+        if self.part_weights is not None:
+            penalties = overlong - charged - self.missing_eos_penalty * (finished == 0.0)
+            parts = host_array(rows.batch.data["reward_parts"]).astype(np.float64)
+            return decoupled(np.column_stack([parts, penalties]), np.array([*self.part_weights, 1.0]), group)
+        rewards = self._shape(raw, finished, context) + overlong - charged
         given = self._given(rows, context) if self.baseline == "given" else None
-        each = scaled(baselined(rewards, group, self.baseline, given), rewards, group, self.scale)
-        context.record("advantage_std", float(each.std()))
-        trained = (rows.mask != 0.0).astype(np.float64)
-        if self.mask_truncated:
-            trained = trained * np.repeat(rows.sequences("finished") != 0.0, rows.lengths)
-        advantages = np.repeat(each, rows.lengths) * trained
-        if self.whiten:
-            advantages = whiten(advantages, trained)
-        keys = {"advantages": advantages}
-        return rows.sample(**keys, loss_mask=rows.mask * trained) if self.mask_truncated else rows.sample(**keys)
+        lengths = segment_sums((rows.mask != 0.0).astype(np.float64), rows.lengths)
+        each = scaled(baselined(rewards, group, self.baseline, given, lengths), rewards, group, self.scale)
+        return each * informative_factor(rewards, group) if self.rescale_informative else each
 
     def _given(self, rows: Rows, context: HostContext) -> Vector:
         """The baseline's reward at each completion, less what its own length and its missing end cost."""
         raw, finished = rows.sequences("baseline_rewards"), rows.sequences("baseline_finished")
         context.record("baseline_reward", float(raw.mean()))
         lengths = rows.batch.lengths["baseline_completion"].astype(np.int64)
-        overlong = self._overlong(lengths[rows.batch.group_of("completion")])
-        return self._shape(raw, finished) + overlong
+        return self._shape(raw, finished, HostContext()) + self._overlong(lengths[rows.group])
 
-    def _shape(self, rewards: Vector, finished: Vector) -> Vector:
+    def _shape(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
         return RewardShape(
             self.max_reward_clip, self.reward_output_scaling, self.reward_output_bias, self.missing_eos_penalty
-        )(rewards, finished)
+        )(rewards, finished, context)
 
     def _overlong(self, lengths: npt.NDArray[np.int64]) -> Vector:
         """What completions of these lengths lose, 0 or below."""

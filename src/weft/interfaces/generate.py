@@ -17,8 +17,8 @@ from weft.data.sample import SequenceSample
 from weft.engine.base import Request, TokenEvent
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
+from weft.interfaces._own_form import same_tokens
 from weft.interfaces.base import MFCResult, Model
-from weft.interfaces.infer import same_tokens
 from weft.options import read, validate
 from weft.registry import register_interface
 

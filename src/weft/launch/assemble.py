@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-import huggingface_hub
+import torch
 
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
+from weft.engine.backends.common import with_dtype
 from weft.engine.device import resolve_device, set_deterministic
-from weft.errors import CheckpointError, ConfigError, nearest
+from weft.errors import ConfigError
 from weft.experiment import Experiment
+from weft.launch.hub import check_there
 from weft.launch.memory import forecast, held_memory
 from weft.launch.plan import plan_lines
 from weft.runtime.check import check_calls
@@ -25,8 +28,6 @@ from weft.runtime.schedule import Horizon
 from weft.runtime.session import Parts, Session
 from weft.runtime.worker import Worker
 
-HUB_SECONDS = 10.0  # for the hub to say whether it has a model
-
 
 def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing."""
@@ -35,7 +36,9 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     set_deterministic(control.deterministic)
     check_calls(experiment)
     tokenizers = load_tokenizers(experiment)
+    experiment = with_dtypes(experiment, device)
     data = load_data(experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed)
+    check_longest(experiment, data.longest)
     horizon = Horizon.of(experiment, data.train)
     specs = horizon.specs(experiment)
     shared = experiment.dataset.cache_dir
@@ -59,6 +62,31 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     )
 
 
+def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
+    """The experiment with the dtype of every role: its own, else that of the role that reads the data, so that a policy and
+    its reference compute alike."""
+    main = experiment.roles[experiment.data_role]
+    own = main if main.path is None or main.backend == "null" else with_dtype(main, main.path, device)
+    dtype = own.dtype or "float32"
+    roles = {name: replace(spec, dtype=spec.dtype or dtype) for name, spec in experiment.roles.items()}
+    return replace(experiment, roles=roles)
+
+
+def check_longest(experiment: Experiment, rows: int) -> None:
+    """That every call can hold the longest sequence: `rows` tokens, and what is sampled after them. Raises `ConfigError`."""
+    calls = experiment.graph.model_calls()
+    sampled = max((int(call.args.get("max_new_tokens") or 0) for call in calls if call.method == "generate"), default=0)
+    for call in calls:
+        limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
+        if rows and call.method != "generate" and rows + sampled > limit:
+            own = f"{call.name}." if call.max_tokens_per_microbatch else ""
+            what = f"a prompt of {rows:,} tokens and {sampled:,} new ones" if sampled else f"a row of {rows:,} tokens"
+            fix = "gen.max_new_tokens" if sampled else "dataset.max_seqlen, which cuts longer rows"
+            raise ConfigError(
+                f"{own}max_tokens_per_microbatch={limit}: cannot hold the longest sequence, {what}; raise it, or lower {fix}"
+            )
+
+
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
     """Every role's tokenizer; roles that name the same one share it."""
     shared: dict[str, Tokenizer] = {}
@@ -71,32 +99,11 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
             if path is not None and path not in found:
                 check_there(option, path)
                 found.add(path)
-        key = repr((spec.tokenizer, spec.tokenizer.path or spec.path, spec.trust_remote_code))
+        key = repr((spec.tokenizer, spec.path, spec.trust_remote_code))
         if key not in shared:
             shared[key] = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
         tokenizers[role] = shared[key]
     return tokenizers
-
-
-def check_there(option: str, path: str) -> None:
-    """That a path is on this machine, in the hub's cache, or a name that the hub has: asked once, where reading would retry.
-
-    Raises `CheckpointError` naming the option, and the local name most like it.
-    """
-    place = Path(path).expanduser()
-    files = ("config.json", "tokenizer_config.json", "tokenizer.json")
-    try:
-        if place.exists() or any(isinstance(huggingface_hub.try_to_load_from_cache(path, name), str) for name in files):
-            return
-        huggingface_hub.HfApi().model_info(path, timeout=HUB_SECONDS)
-    except Exception as error:  # whatever its HTTP library raises: the hub has not said that it has it
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
-        close = nearest(place.name, siblings, 1)
-        hint = f"did you mean {place.parent / close[0]}?" if close else "check the spelling"
-        raise CheckpointError(
-            f"{option}={path!r}: there is no such directory, and the hub hands out no model of this name ({reason}); {hint}"
-        ) from error
 
 
 def _evaluator(

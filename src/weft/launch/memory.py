@@ -20,6 +20,7 @@ from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
 from weft.engine.rows import Places
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.step import sharing, sharing_in_training
+from weft.engine.torch_engine import dtype_of
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.models.heads import chunk_rows
@@ -117,9 +118,10 @@ def forecast(
 
 
 def _settings(spec: ModelSpec, device: torch.device, vocab_size: int) -> Settings:
-    plain = device.type == "cpu" and spec.dtype == "float32"
+    dtype = dtype_of(spec)
+    plain = device.type == "cpu" and dtype == "float32"
     return Settings(
-        dtype=spec.dtype,
+        dtype=dtype,
         trained=spec.trained,
         optimizer=spec.optimizer.type,
         recompute=spec.recomputed_layers,
@@ -137,7 +139,7 @@ def _completed(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
         if call.method == "generate" and "completion" not in batch.data:
             count, length = (
                 int(call.args.get("samples_per_prompt", 1)),
-                int(call.args.get("max_new_tokens", GenerationSpec().max_new_tokens)),
+                int(call.args.get("max_new_tokens") or GenerationSpec().most_new_tokens),
             )
             made = torch.zeros(batch.num_ids * count * length, dtype=torch.int64)
             groups = {"completion": [[length] * count] * batch.num_ids}

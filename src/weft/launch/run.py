@@ -57,6 +57,10 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
     import_user_code(experiment.control.imports)
     experiment.check()
     check_sinks(experiment.control.loggers)
+    from weft.launch.hub import fetch_configs
+
+    if fetch_configs(experiment) and not isinstance(config, Experiment):
+        experiment = config.build()  # again, with what the models' own files say
     from weft.runtime.directory import RunDirectory, RunLock, admit
 
     directory = RunDirectory.of(experiment.control)

@@ -283,7 +283,8 @@ def save(
 ) -> None:  # fmt: skip
     """Write a directory that `transformers` loads: weights, generation_config.json, and config.json last.
 
-    `parameters` are canonical; they are written in `dtype` (their own by default). Every file stands under another name until
+    `parameters` are canonical; they are written in `dtype` (their own by default). A generation_config.json that is there
+    already keeps what it says of anything but special tokens. Every file stands under another name until
     it is complete, so a directory with a config.json is whole. Raises `RunError` where the disk refuses.
     """
     folder = Path(directory)
@@ -305,8 +306,14 @@ def save(
     if pooling == "mean" and head == "score":
         values[POOLING] = "mean"
     chosen = {key: values[key] for key in GENERATION_KEYS if values.get(key) is not None}
-    weight_files.write_text(folder / GENERATION, json.dumps(chosen, indent=2) + "\n")
+    there = folder / GENERATION
+    write_generation(folder, {**(json.loads(there.read_text()) if there.is_file() else {}), **chosen})
     weight_files.write_text(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
+    """Write generation_config.json, whole or not at all."""
+    weight_files.write_text(Path(directory) / GENERATION, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def assemble(wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -334,16 +341,16 @@ def assemble(wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]) 
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files of a model directory."""
+    """Copy the tokenizer's files of a model directory, and how its model is sampled from."""
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in TOKENIZER_FILES:
+    for pattern in (*TOKENIZER_FILES, GENERATION):
         for file in source.glob(pattern):
             shutil.copyfile(file, target / file.name)
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:
-    """The configuration with `bos_token_id`, `eos_token_id`, `pad_token_id` of its tokenizer; None leaves one as it is."""
-    given = {key: value for key, value in ids.items() if value is not None}
-    unknown = set(given) - set(GENERATION_KEYS)
+    """The configuration with `bos_token_id`, `eos_token_id`, `pad_token_id` of its tokenizer; None takes one out."""
+    unknown = set(ids) - set(GENERATION_KEYS)
     assert not unknown, f"no token ids: {unknown}"
-    return replace(config, extra={**config.extra, **given})
+    extra = {**config.extra, **ids}
+    return replace(config, extra={key: value for key, value in extra.items() if key not in ids or value is not None})

@@ -16,7 +16,7 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import GraphError, RunError
 from weft.experiment import Experiment
-from weft.graph.ready import Buffer, Firing, ready
+from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus
 from weft.runtime import waiting
 from weft.runtime.firing import Fires, Outcome
 from weft.runtime.group import WorkerGroup
@@ -108,10 +108,35 @@ class Master:
         """Start every firing of the wave, then wait for all: what comes next never depends on which was faster."""
         ends = []
         for firing in wave:
+            self._count_rounds(firing.node)
             self._buffer.start(firing)
             ends.append(self._fires.start(firing, self._metas.fetch(firing.ids, ())))
         for end in ends:
             self._over(end())
+        for firing in wave:
+            self._drop_surplus(firing.node)
+        spent = exhausted(self._graph, self._buffer)
+        if spent is not None:
+            raise RunError(
+                f"filter {spent.name!r}: {spent.refill_rounds} rounds of sampling left nothing to train on; its prompts "
+                f"may all be "
+                "too easy or too hard, or rewards never differ; change the data or the reward, or allow more rounds"
+            )
+
+    def _count_rounds(self, node: str) -> None:
+        """Log how often was sampled for a training node that fires now, where a filter asks for more."""
+        for edge in self._graph.version_edges:
+            filter = self._graph.refills(edge) if edge.producer == node else None
+            if filter is not None:
+                rounds = float(self._buffer.rounds(edge.consumer, node))
+                self._ledger.add(filter.name, Measured({f"rounds/{edge.consumer}": rounds}, 1, 0.0))
+
+    def _drop_surplus(self, node: str) -> None:
+        """Let go of what a refill brought beyond what the training node took."""
+        gone = surplus(self._graph, self._buffer, node)
+        if gone:
+            self._buffer.drop(gone)
+            self._forget(gone)
 
     def _over(self, outcome: Outcome) -> None:
         firing, node = outcome.firing, self._graph.node(outcome.firing.node)
@@ -125,6 +150,10 @@ class Master:
         if self.listener is not None:
             self.listener.fired(outcome, self.position.step + 1, firing.node == self._experiment.steps_follow)
         gone = self._buffer.finish(firing, outcome.kept, node.outputs, len(self._graph.nodes))
+        self._forget(gone)
+
+    def _forget(self, gone: Sequence[str]) -> None:
+        """Ids that nobody needs any more leave the workers and the books."""
         self._group.discard(gone)
         self._metas.discard(gone)
         self.position.ids_done += len(gone)

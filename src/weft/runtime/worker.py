@@ -106,7 +106,7 @@ class Worker:
             tokenizer=tokenizers[role],
             data_tokenizer=tokenizers[self._experiment.data_role],
             device=self._device,
-            dtype=self._specs[role].dtype,
+            dtype=self._specs[role].dtype or "float32",
             step=step,
             seed=control.seed,
             schedule=self._specs[role].schedule,

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from weft.data.asked import conversation, prompt_text
 from weft.data.chat import Message, common_prefix
 from weft.data.lengths import Encoded, Lengths
 from weft.data.progress import Reporter, show
-from weft.data.rows import PROMPT_KEYS, BadRow, Row, need, text
+from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.table import TokenTable
 from weft.data.tokenizer import Tokenizer
@@ -103,18 +104,11 @@ class TableDataset:
 # -- token ids of texts
 
 
-def prompt_keys(key: str | None) -> tuple[str, ...]:
-    """Columns a prompt may stand in: the one that was named, or the usual ones."""
-    return (key,) if key else PROMPT_KEYS
-
-
-def prompt_text(row: Row, key: str) -> str:
-    """The prompt of a row. An `instruction` (with its `input` below it) or a `question` gets a line end of its own."""
-    prompt = text(row, key, may_be_empty=True)
-    if key == "instruction" and row.get("input") is not None:
-        more = text(row, "input", may_be_empty=True)
-        prompt = f"{prompt}\n{more}" if more else prompt
-    return f"{prompt}\n" if key in ("instruction", "question") else prompt
+def check_form(tokenizer: Tokenizer, *, as_chat: bool) -> None:
+    """Raise `UserError` where the tokenizer lacks what answers need: EOS, or a chat template."""
+    tokenizer.require_eos()
+    if as_chat:
+        tokenizer.require_chat_template()
 
 
 def ended(tokenizer: Tokenizer, content: str) -> list[int]:
@@ -131,6 +125,20 @@ def answered(prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any)
     bounds = [common_prefix(prompt, sequence) for sequence in sequences]
     masks = [[index >= bound for index in range(len(ids))] for ids, bound in zip(sequences, bounds, strict=True)]
     return grouped(sequences, masks, **more)
+
+
+def replied(
+    tokenizer: Tokenizer, row: Row, key: str, replies: Sequence[str], *, as_chat: bool = False, **more: Any
+) -> Encoded:
+    """A group of replies to the prompt in the column `key`: each is what follows the prompt's text, and EOS.
+
+    A prompt of messages, or any with `as_chat`, is rendered by the chat template, and a reply as the assistant's turn.
+    """
+    if as_chat or not isinstance(row[key], str):
+        turns = [[{"role": "assistant", "content": reply}] for reply in replies]
+        return continued(tokenizer, conversation(row, key), turns, row.get("tools"), **more)
+    prompt = prompt_text(row, key)
+    return answered(tokenizer.encode(prompt), [ended(tokenizer, prompt + reply) for reply in replies], **more)
 
 
 def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any) -> Encoded:
@@ -154,14 +162,13 @@ def continued(
     tokenizer: Tokenizer, context: Sequence[Message], replies: Sequence[Sequence[Message]], tools: Any, **more: Any
 ) -> Encoded:
     """A group of conversations that go on from `context`; only what follows it is trained. Raises `BadRow`."""
-    sequences, masks = [], []
+    found = []
     for number, reply in enumerate(replies, 1):
         check_replies(reply, f" of continuation {number}" if len(replies) > 1 else "")
         before = [{**message, "train": False} for message in context]
-        ids, mask = tokenizer.encode_chat_with_mask([*before, *reply], tools)
-        sequences.append(ids)
-        masks.append(mask)
-    return grouped(sequences, masks, **more)
+        found.append(tokenizer.mask_chat([*before, *reply], tools))
+    unused = frozenset().union(*(each.unused for each in found))
+    return grouped([each.ids for each in found], [each.mask for each in found], unused=unused, **more)
 
 
 def check_replies(messages: Sequence[Message], where: str = "") -> None:
@@ -173,7 +180,3 @@ def check_replies(messages: Sequence[Message], where: str = "") -> None:
         said = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
         if message["role"] == "assistant" and not said:
             raise BadRow(f"message {number}{where}: the assistant's content is empty")
-
-
-def need_prompt(row: Row, key: str | None, form: str) -> str:
-    return need(row, prompt_keys(key), form)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weft.data import trees
-from weft.data.chat import normalise
+from weft.data.asked import with_system
+from weft.data.chat import Message, normalise
 from weft.data.datasets.base import TableDataset, check_replies, grouped
 from weft.data.lengths import Encoded
 from weft.data.rows import MESSAGE_KEYS, Row, need
@@ -17,7 +19,8 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class Chat:
-    """`train_on: last` learns the last turn alone; `all` learns every turn of the assistant."""
+    """`train_on: last` learns the last turn alone; `all` learns every turn of the assistant. A `system` column begins
+    conversations that have no system message."""
 
     messages_key: str | None = None
     id_key: str = "id"
@@ -33,20 +36,20 @@ class Chat:
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         if trees.is_tree(row):
             return [
-                self._conversation(trees.messages(path), None, tokenizer, path[-1]["message_id"])
+                self._conversation(normalise(trees.messages(path)), None, tokenizer, path[-1]["message_id"])
                 for path in trees.threads(row)
             ]
         keys = (self.messages_key,) if self.messages_key else MESSAGE_KEYS
-        return [self._conversation(row[need(row, keys, "chat")], row.get("tools"), tokenizer, "")]
+        messages = with_system(row, normalise(row[need(row, keys, "chat")]))
+        return [self._conversation(messages, row.get("tools"), tokenizer, "")]
 
-    def _conversation(self, given: Any, tools: Any, tokenizer: Tokenizer, part: str) -> Encoded:
-        messages = normalise(given)
+    def _conversation(self, messages: Sequence[Message], tools: Any, tokenizer: Tokenizer, part: str) -> Encoded:
         check_replies(messages)
         if self.train_on == "last":
             last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
             messages = [m if index == last else {**m, "train": False} for index, m in enumerate(messages)]
-        ids, mask = tokenizer.encode_chat_with_mask(messages, tools)
-        return grouped([ids], [mask], part=part)
+        found = tokenizer.mask_chat(messages, tools)
+        return grouped([found.ids], [found.mask], part=part, unused=found.unused)
 
 
 @register_dataset("chat")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.data.datasets.base import TableDataset, answered, ended, need_prompt, prompt_text
+from weft.data.asked import need_prompt
+from weft.data.datasets.base import TableDataset, check_form, replied
 from weft.data.lengths import Encoded
 from weft.data.rows import BadRow, Row, need, number, texts
 from weft.data.tokenizer import Tokenizer
@@ -17,18 +18,20 @@ from weft.registry import register_dataset
 class PairedComparison:
     """Answer j of `pos_answers` is better than answer j of `neg_answers`; `margin` is one number or one a pair.
 
-    `max_pairs_per_prompt` keeps the first pairs of a row that has more.
+    `max_pairs_per_prompt` keeps the first pairs of a row that has more. `as_chat`: the prompt is rendered as the user's
+    message, and each answer as the assistant's.
     """
 
     prompt_key: str | None = None
     id_key: str = "id"
     max_pairs_per_prompt: int | None = None
+    as_chat: bool = False
 
     def check(self, tokenizer: Tokenizer) -> None:
-        tokenizer.require_eos()
+        check_form(tokenizer, as_chat=self.as_chat)
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        prompt = prompt_text(row, need_prompt(row, self.prompt_key, "paired_comparison"))
+        prompt_key = need_prompt(row, self.prompt_key, "paired_comparison")
         better = texts(row, need(row, ("pos_answers",), "paired_comparison"))
         worse = texts(row, need(row, ("neg_answers",), "paired_comparison"))
         if len(better) != len(worse):
@@ -42,8 +45,7 @@ class PairedComparison:
             "margin": [pair[2] for pair in pairs for _ in range(2)],
             "label": [1.0, 0.0] * len(pairs),
         }
-        sequences = [ended(tokenizer, prompt + answer) for answer in answers]
-        return [answered(tokenizer.encode(prompt), sequences, values=values)]
+        return [replied(tokenizer, row, prompt_key, answers, as_chat=self.as_chat, values=values)]
 
 
 def _margins(value: Any, pairs: int) -> list[float]:
@@ -61,7 +63,7 @@ class PairedComparisonDataset(TableDataset):
     """Rows `{prompt, pos_answers[], neg_answers[]}` as groups of 2n completions: better, worse, better, worse, ...
 
     Keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse), `comparison` (the pair), `margin`, `label`.
-    `options`: prompt_key, id_key, max_pairs_per_prompt, max_seqlen, max_prompt_len, overlong, truncate_side.
+    `options`: prompt_key, id_key, max_pairs_per_prompt, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
     form = PairedComparison

@@ -1,14 +1,14 @@
-"""`preference`: a chosen and a rejected reply, as texts, message lists or whole dialogues. Also single labelled replies."""
+"""`preference`: a chosen and a rejected reply, as texts, message lists or whole conversations. Also single labelled replies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from weft.data import dialogue
+from weft.data.asked import as_messages, conversation, need_prompt, prompt_keys, with_system
 from weft.data.chat import Message, normalise
-from weft.data.datasets.base import TableDataset, answered, continued, ended, grouped, prompt_keys
+from weft.data.datasets.base import TableDataset, check_form, continued, grouped, replied
 from weft.data.lengths import Encoded
 from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, BadRow, Row, first_of, need, number, text
 from weft.data.tokenizer import Tokenizer
@@ -16,67 +16,94 @@ from weft.registry import register_dataset
 
 CHOSEN = ("chosen", "chosen_messages")
 REJECTED = ("rejected", "rejected_messages")
+SAID = ("assistant", "tool")  # who speaks in a reply
+PAIR = {"rank": [0.0, 1.0], "comparison": [0.0, 0.0], "label": [1.0, 0.0]}
+
+Values = Mapping[str, list[float]]
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Without a prompt the two are whole dialogues: their common beginning is the prompt, split at the last assistant's turn
-    that both share (`\\n\\nAssistant:` in texts, messages in lists). A row `{prompt, completion, label}` or
-    `{messages, label}` is a single reply that is wanted (true) or not."""
+    """Where the two are whole conversations, what they share is the prompt, and a prompt column beside them is not read: lists
+    that begin with a user's or a system message, or texts of the `\\n\\nHuman:` form (split after the last `\\n\\nAssistant:`
+    that both share). Otherwise they are replies to the row's prompt: `prompt`, `instruction`, `question`, or `messages` without
+    the reply that these may end with.
+
+    `as_chat`: texts are rendered with the chat template too. A row `{prompt, completion, label}` or `{messages, label}` is a
+    single reply that is wanted (true or 1) or not (false or 0).
+    """
 
     prompt_key: str | None = None
     chosen_key: str | None = None
     rejected_key: str | None = None
     id_key: str = "id"
+    as_chat: bool = False
 
     def check(self, tokenizer: Tokenizer) -> None:
-        tokenizer.require_eos()
+        check_form(tokenizer, as_chat=self.as_chat)
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         margin = 0.0 if row.get("margin") is None else number(row["margin"], "margin")
-        if row.get("label") is not None and not any(key in row for key in (*CHOSEN, self.chosen_key)):
-            if not isinstance(row["label"], bool):
-                raise BadRow(f"'label' must be true or false, not {row['label']!r}")
-            values = {"rank": [0.0], "comparison": [0.0], "margin": [margin], "label": [float(row["label"])]}
+        if not any(key in row for key in (*CHOSEN, self.chosen_key)) and row.get("label") is not None:
+            values = {"rank": [0.0], "comparison": [0.0], "margin": [margin], "label": [_label(row["label"])]}
             return [self._single(row, tokenizer, values)]
         chosen = row[need(row, (self.chosen_key,) if self.chosen_key else CHOSEN, "preference")]
         rejected = row[need(row, (self.rejected_key,) if self.rejected_key else REJECTED, "preference")]
-        values = {"rank": [0.0, 1.0], "comparison": [0.0] * 2, "margin": [margin] * 2, "label": [1.0, 0.0]}
-        prompt_key = first_of(row, prompt_keys(self.prompt_key)) or first_of(row, MESSAGE_KEYS)
-        prompt = None if prompt_key is None else row[prompt_key]
-        if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
-            replies = [text({"chosen": chosen}, "chosen"), text({"rejected": rejected}, "rejected")]
-            if prompt is None:
-                return [_dialogues(tokenizer, replies, values)]
-            sequences = [ended(tokenizer, prompt + reply) for reply in replies]
-            return [answered(tokenizer.encode(prompt), sequences, values=values)]
-        context = _messages(prompt, "user") if prompt is not None else []
-        talks = [_messages(chosen, "assistant"), _messages(rejected, "assistant")]
-        shared = _shared(talks) if prompt is None else 0
-        context, talks = context + talks[0][:shared], [talk[shared:] for talk in talks]
+        values = {**PAIR, "margin": [margin] * 2}
+        if isinstance(chosen, str) and isinstance(rejected, str):
+            return [self._texts(row, tokenizer, chosen, rejected, values)]
+        talks = [as_messages(chosen, "assistant"), as_messages(rejected, "assistant")]
+        whole = [talk[0]["role"] not in SAID for talk in talks]
+        if all(whole):
+            shared = _shared(talks)
+            context, talks = with_system(row, talks[0][:shared]), [talk[shared:] for talk in talks]
+        elif any(whole):
+            raise BadRow(
+                "one of the two answers is a whole conversation and the other a reply alone; give both in the same form"
+            )
+        else:
+            key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
+            context = [] if key is None else conversation(row, key)
         return [continued(tokenizer, context, talks, row.get("tools"), values=values)]
 
-    def _single(self, row: Row, tokenizer: Tokenizer, values: Mapping[str, list[float]]) -> Encoded:
+    def _texts(self, row: Row, tokenizer: Tokenizer, chosen: str, rejected: str, values: Values) -> Encoded:
+        """Two texts: replies to the row's prompt, or whole dialogues."""
+        replies = [text({"chosen": chosen}, "chosen"), text({"rejected": rejected}, "rejected")]
+        key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
+        prompt = None if key is None else row[key]
+        dialogues = all(dialogue.HUMAN in reply for reply in replies)
+        if isinstance(prompt, str) and dialogues and all(reply.startswith(prompt) for reply in replies):
+            prompt = None  # the prompt stands in the dialogues already
+        if key is not None and prompt is not None:
+            return replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)
+        if self.as_chat:
+            talks = [normalise(dialogue.messages(reply)) for reply in replies] if dialogues else []
+            if not talks or any(talk[-1]["role"] != "assistant" for talk in talks):
+                raise BadRow("as_chat needs a prompt, or dialogues that end with the assistant's turn")
+            shared = _shared(talks)
+            context = with_system(row, talks[0][:shared])
+            return continued(tokenizer, context, [talk[shared:] for talk in talks], None, values=values)
+        return _dialogues(tokenizer, replies, values)
+
+    def _single(self, row: Row, tokenizer: Tokenizer, values: Values) -> Encoded:
         key = first_of(row, MESSAGE_KEYS)
-        if key is not None:
-            messages = normalise(row[key])
+        if key is not None and first_of(row, ANSWER_KEYS) is None:
+            messages = with_system(row, normalise(row[key]))
             last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
             return continued(tokenizer, messages[:last], [messages[last:]], row.get("tools"), values=values)
-        prompt = row[need(row, prompt_keys(self.prompt_key), "preference")]
-        reply = row[need(row, ANSWER_KEYS, "preference")]
-        if isinstance(prompt, str) and isinstance(reply, str):
-            reply = text({"completion": reply}, "completion")
-            return answered(tokenizer.encode(prompt), [ended(tokenizer, prompt + reply)], values=values)
-        return continued(
-            tokenizer, _messages(prompt, "user"), [_messages(reply, "assistant")], row.get("tools"), values=values
-        )
+        key = need_prompt(row, self.prompt_key, "preference")
+        answer_key = need(row, ANSWER_KEYS, "preference")
+        if isinstance(row[answer_key], str):
+            return replied(tokenizer, row, key, [text(row, answer_key)], as_chat=self.as_chat, values=values)
+        reply = as_messages(row[answer_key], "assistant")
+        return continued(tokenizer, conversation(row, key), [reply], row.get("tools"), values=values)
 
 
-def _messages(value: Any, role: str) -> list[Message]:
-    """A text (said by `role`), one message, or a list of them."""
-    if isinstance(value, str):
-        return normalise([{"role": role, "content": value}])
-    return normalise([value] if isinstance(value, Mapping) else value)
+def _label(value: object) -> float:
+    """1 for a reply that is wanted: true, or the number 1."""
+    if isinstance(value, bool) or value in (0, 1):
+        return float(value)
+    raise BadRow(f"'label' must be true or false (or 1 or 0), not {value!r}")
 
 
 def _shared(talks: Sequence[Sequence[Message]]) -> int:
@@ -89,7 +116,7 @@ def _shared(talks: Sequence[Sequence[Message]]) -> int:
     return min(shared, *(len(talk) - 1 for talk in talks))
 
 
-def _dialogues(tokenizer: Tokenizer, contents: Sequence[str], values: Mapping[str, list[float]]) -> Encoded:
+def _dialogues(tokenizer: Tokenizer, contents: Sequence[str], values: Values) -> Encoded:
     """Two dialogues as texts: after what they share, the assistant's turns are trained.
 
     A last turn without words is a reply too (hh-rlhf has some): its EOS alone is trained.
@@ -114,7 +141,7 @@ class PreferenceDataset(TableDataset):
     """Rows `{chosen, rejected}` as groups of two completions, the chosen first.
 
     Keys `prompt`, `completion`, `loss_mask`, `rank`, `comparison`, `margin`, `label`.
-    `options`: prompt_key, chosen_key, rejected_key, id_key, max_seqlen, max_prompt_len, overlong, truncate_side.
+    `options`: prompt_key, chosen_key, rejected_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
     form = Preference

@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.data import dialogue
-from weft.data.chat import normalise
-from weft.data.datasets.base import TableDataset, prompt_keys, prompt_text
+from weft.data.asked import INPUT, conversation, need_prompt, prompt_keys, prompt_text
+from weft.data.datasets.base import TableDataset
 from weft.data.lengths import Encoded
-from weft.data.rows import MESSAGE_KEYS, BadRow, Row, first_of, need, plain, text
-from weft.data.spec import PROMPT_LEN
+from weft.data.rows import MESSAGE_KEYS, BadRow, Row, first_of, plain, text
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
+
+MESSAGES = "prompt_messages"  # metadata: a prompt's messages, for roles that read the text in a form of their own
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A text, or messages rendered with the template's generation prompt. `as_chat`: a text is the user's message.
 
-    Preference rows in the `\\n\\nHuman:` form give the dialogue up to the assistant's last shared turn.
+    Preference rows in the `\\n\\nHuman:` form give the dialogue up to the assistant's last shared turn. The messages of a
+    rendered prompt go along as `prompt_messages`.
     """
 
     prompt_key: str | None = None
@@ -32,48 +34,39 @@ class Prompt:
             tokenizer.require_chat_template()
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        keys = prompt_keys(self.prompt_key)
-        key = first_of(row, (*keys, *MESSAGE_KEYS))
-        if (
-            key is None
-            and not self.prompt_key
-            and isinstance(row.get("chosen"), str)
-            and isinstance(row.get("rejected"), str)
-        ):
-            ids = tokenizer.encode(dialogue.shared_prompt(text(row, "chosen"), text(row, "rejected")))
-            used: tuple[str, ...] = ("chosen", "rejected")
+        key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
+        used: tuple[str, ...] = ("chosen", "rejected")
+        if key is None and not self.prompt_key and all(isinstance(row.get(name), str) for name in used):
+            key, row = "prompt", {**row, "prompt": _shared(row)}
         else:
-            key = key or need(row, keys, "prompt")
-            ids, used = self._ids(row, key, tokenizer), (key, "input") if key == "instruction" else (key,)
-        if not ids:
-            raise BadRow(f"the prompt ({', '.join(map(repr, used))}) is empty")
-        columns = {name: plain(value) for name, value in row.items() if name not in (*used, self.id_key)}
-        return [Encoded(ids, metadata=columns)]
-
-    def _ids(self, row: Row, key: str, tokenizer: Tokenizer) -> list[int]:
-        if isinstance(row[key], str):
-            prompt = prompt_text(row, key)
-            if not prompt.strip():
+            key = key or need_prompt(row, self.prompt_key, "prompt")
+            used = (key, INPUT) if key == "instruction" else (key,)
+        columns = {name: plain(value) for name, value in row.items() if name not in (key, *used, self.id_key)}
+        if isinstance(row[key], str) and not self.as_chat:
+            if not row[key].strip():
                 raise BadRow(f"{key!r} is empty")
-            if not self.as_chat:
-                return tokenizer.encode(prompt)
-            return tokenizer.encode_chat(
-                [{"role": "user", "content": prompt.removesuffix("\n")}], add_generation_prompt=True
-            )
-        messages = normalise(row[key])
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages:
-            raise BadRow(f"{key!r} has no turn that a reply could follow")
-        return tokenizer.encode_chat(messages, row.get("tools"), add_generation_prompt=True)
+            return [Encoded(tokenizer.encode(prompt_text(row, key)), metadata=columns)]
+        messages = conversation(row, key)
+        ids = tokenizer.encode_chat(messages, row.get("tools"), add_generation_prompt=True)
+        if not ids:
+            raise BadRow(f"the chat template renders {key!r} as nothing")
+        return [Encoded(ids, metadata={**columns, MESSAGES: messages})]
+
+
+def _shared(row: Row) -> str:
+    """What two dialogues begin with, up to and with the assistant's mark."""
+    shared = dialogue.shared_prompt(text(row, "chosen"), text(row, "rejected"))
+    if not shared.strip():
+        raise BadRow("'chosen' and 'rejected' share no beginning that ends with the assistant's turn")
+    return shared
 
 
 @register_dataset("prompt")
 class PromptDataset(TableDataset):
     """Rows `{prompt, ...}` as the key `prompt`; the other columns are metadata.
 
-    `options`: prompt_key, id_key, as_chat, max_prompt_len (256 when absent), overlong, truncate_side, max_seqlen.
+    `options`: prompt_key, id_key, as_chat, max_prompt_len, overlong (error when absent), truncate_side, max_seqlen.
     """
 
     form = Prompt
-    usual: ClassVar[Mapping[str, Any]] = {"max_prompt_len": PROMPT_LEN}
+    usual: ClassVar[Mapping[str, Any]] = {"overlong": "error"}

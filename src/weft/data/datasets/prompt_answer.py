@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.data.datasets.base import TableDataset, answered, ended, need_prompt, prompt_text
+from weft.data.asked import need_prompt
+from weft.data.datasets.base import TableDataset, check_form, replied
 from weft.data.lengths import Encoded
 from weft.data.rows import ANSWER_KEYS, Row, need, text
 from weft.data.tokenizer import Tokenizer
@@ -21,20 +22,12 @@ class PromptAnswer:
     as_chat: bool = False
 
     def check(self, tokenizer: Tokenizer) -> None:
-        tokenizer.require_eos()
-        if self.as_chat:
-            tokenizer.require_chat_template()
+        check_form(tokenizer, as_chat=self.as_chat)
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         prompt_key = need_prompt(row, self.prompt_key, "prompt_answer")
         answer_key = need(row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer")
-        prompt, answer = prompt_text(row, prompt_key), text(row, answer_key)
-        if self.as_chat:
-            user = {"role": "user", "content": prompt.removesuffix("\n")}
-            ids, mask = tokenizer.encode_chat_with_mask([user, {"role": "assistant", "content": answer}])
-            first = mask.index(True)
-            return [Encoded(ids[:first], [ids[first:]], [mask[first:]])]
-        return [answered(tokenizer.encode(prompt), [ended(tokenizer, prompt + answer)])]
+        return [replied(tokenizer, row, prompt_key, [text(row, answer_key)], as_chat=self.as_chat)]
 
 
 @register_dataset("prompt_answer")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from weft.data import trees
+from weft.data.asked import need_prompt, prompt_keys
 from weft.data.chat import normalise
-from weft.data.datasets.base import TableDataset, answered, continued, ended, prompt_keys, prompt_text
+from weft.data.datasets.base import TableDataset, check_form, continued, replied
 from weft.data.lengths import Encoded
-from weft.data.rows import MESSAGE_KEYS, Row, first_of, need, texts
+from weft.data.rows import Row, first_of, need, texts
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
@@ -18,12 +18,16 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class Ranking:
-    """`prompt` as text or messages (or `messages`, `prefix`), `replies` best first; `max_replies` keeps the best ones."""
+    """`prompt` as text or messages (or `messages`, `prefix`), `replies` best first; `max_replies` keeps the best ones.
+
+    `as_chat`: a text is rendered as the user's message, and each reply as the assistant's.
+    """
 
     prompt_key: str | None = None
     replies_key: str = "replies"
     id_key: str = "id"
     max_replies: int | None = None
+    as_chat: bool = False
 
     def __post_init__(self) -> None:
         if self.max_replies is not None and self.max_replies < 2:
@@ -32,29 +36,20 @@ class Ranking:
             )
 
     def check(self, tokenizer: Tokenizer) -> None:
-        tokenizer.require_eos()
+        check_form(tokenizer, as_chat=self.as_chat)
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         if trees.is_tree(row):
-            return [
-                self._chat(
-                    trees.messages(path), [reply["text"] for reply in replies], None, tokenizer, path[-1]["message_id"]
-                )
-                for path, replies in trees.rankings(row)
-            ]
-        replies = texts(row, need(row, (self.replies_key,), "ranking"), at_least=2)
-        key = first_of(row, prompt_keys(self.prompt_key)) or first_of(row, (*MESSAGE_KEYS, "prefix"))
-        if key is None:
-            key = need(row, prompt_keys(self.prompt_key), "ranking")
-        if not isinstance(row[key], str):
-            return [self._chat(row[key], replies, row.get("tools"), tokenizer)]
-        prompt, replies = prompt_text(row, key), replies[: self.max_replies]
-        sequences = [ended(tokenizer, prompt + reply) for reply in replies]
-        return [answered(tokenizer.encode(prompt), sequences, values=_values(len(replies)))]
+            return [self._branch(path, replies, tokenizer) for path, replies in trees.rankings(row)]
+        replies = texts(row, need(row, (self.replies_key,), "ranking"), at_least=2)[: self.max_replies]
+        key = first_of(row, (*prompt_keys(self.prompt_key), "prefix")) or need_prompt(row, self.prompt_key, "ranking")
+        return [replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=_values(len(replies)))]
 
-    def _chat(self, context: Any, replies: Sequence[str], tools: Any, tokenizer: Tokenizer, part: str = "") -> Encoded:
-        kept = [[{"role": "assistant", "content": reply}] for reply in replies[: self.max_replies]]
-        return continued(tokenizer, normalise(context), kept, tools, values=_values(len(kept)), part=part)
+    def _branch(self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
+        """The ranked replies to one message of a tree."""
+        kept = [[{"role": "assistant", "content": reply["text"]}] for reply in replies[: self.max_replies]]
+        context, part = normalise(trees.messages(path)), path[-1]["message_id"]
+        return continued(tokenizer, context, kept, None, values=_values(len(kept)), part=part)
 
 
 def _values(count: int) -> dict[str, list[float]]:
@@ -68,7 +63,7 @@ class RankingDataset(TableDataset):
     """Rows `{prompt, replies[]}` as groups of K completions, the best first.
 
     Keys `prompt`, `completion`, `loss_mask`, `rank` (0 the best), `comparison`, `margin`.
-    `options`: prompt_key, replies_key, id_key, max_replies, max_seqlen, max_prompt_len, overlong, truncate_side.
+    `options`: prompt_key, replies_key, id_key, max_replies, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
     """
 
     form = Ranking

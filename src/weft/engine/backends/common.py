@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import ModelSpec
-from weft.engine.torch_engine import DTYPES
+from weft.engine.torch_engine import DTYPES, dtype_of
 from weft.errors import ConfigError
 from weft.models import hf_io
 from weft.models.config import TransformerConfig
+from weft.models.weight_files import WeightFiles
 from weft.topology import Layout
 
 
@@ -33,10 +33,11 @@ def check_spec(spec: ModelSpec, layout: Layout) -> str:
     return spec.path
 
 
-def check_tokenizer(spec: ModelSpec, config: TransformerConfig) -> None:
-    """Raises `CheckpointError` where the role's tokenizer has ids that the network has no embedding for."""
+def check_tokenizer(spec: ModelSpec, config: TransformerConfig) -> Tokenizer:
+    """The role's tokenizer. Raises `CheckpointError` where it has ids that the network has no embedding for."""
     tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
     hf_io.check_vocabulary(config, tokenizer.vocab_size, str(spec.path), spec.tokenizer.path or str(spec.path))
+    return tokenizer
 
 
 def check_recomputation(spec: ModelSpec, layers: int) -> None:
@@ -48,9 +49,23 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
         )
 
 
+def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
+    """The spec with a dtype: float32 on a CPU, on a GPU what the checkpoint is stored in (float32 for new weights of a
+    config.json that names none)."""
+    if spec.dtype is not None:
+        return spec
+    dtype = "float32"
+    if device.type == "cuda":
+        raw = hf_io.read_raw(path)
+        stated = raw.get("dtype") or raw.get("torch_dtype")
+        stored = stated if spec.init_from_scratch else str(WeightFiles(hf_io.resolve(path)).dtype)
+        dtype = next((name for name in DTYPES if stored in (name, f"torch.{name}")), dtype)
+    return replace(spec, dtype=dtype)
+
+
 def reading_dtype(spec: ModelSpec) -> torch.dtype:
     """float32 where all is trained (it becomes the master), the role's dtype where weights are frozen."""
-    return torch.float32 if spec.trained and not spec.has_adapters else DTYPES[spec.dtype]
+    return torch.float32 if spec.trained and not spec.has_adapters else DTYPES[dtype_of(spec)]
 
 
 def products(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
@@ -60,11 +75,3 @@ def products(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
         p.numel() for m in network.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
     )
     return matrices - looked_up + (sum(p.numel() for p in embedding.parameters()) if tied else 0)
-
-
-def token_ids(known: Mapping[str, Any], tokenizer: Any) -> dict[str, int]:
-    """What a saved config.json should say of the tokenizer's special tokens where it says otherwise; a list of end tokens
-    that holds the tokenizer's own stays."""
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    listed: dict[str, list[int]] = {key: known[key] for key in ids if isinstance(known.get(key), list)}
-    return {key: id for key, id in ids.items() if id is not None and id not in listed.get(key, ())}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from weft.engine import hf_load, hf_lora
+from weft.data.tokenizer import Tokenizer
+from weft.engine import hf_load, hf_lora, saving
 from weft.engine.backends import common
 from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
@@ -38,6 +39,7 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         )
     path = common.check_spec(spec, layout)
     device = resolve_device(spec.device)
+    spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")
     module.config.use_cache = False  # weft's passes keep nothing; what is saved says what was read
@@ -45,7 +47,7 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     assert isinstance(embedding, nn.Embedding)
     trial = try_out(module, cast(Head, spec.head), embedding.num_embeddings)
     config = _describe(module, trial, embedding)
-    common.check_tokenizer(spec, config)
+    tokenizer = common.check_tokenizer(spec, config)
     tied = spec.head == "lm" and module.config.tie_word_embeddings
     matrices, head = common.products(module, embedding, tied=tied), trial.head.layer.weight.numel()
     cost = Cost(matrices, _attention(config), backward=1 if spec.has_adapters else 2, late=head)
@@ -65,10 +67,11 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         caches=caches,
     )
 
-    def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Any) -> None:
-        tokenizer.save(directory)
+    def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
+        kept = saving.padded(tokenizer, spec, network.pooling)
+        kept.save(directory)
         module.config.use_cache = use_cache
-        _save(directory, tensors, network, spec, tokenizer)
+        _save(directory, tensors, network, spec, kept)
         module.config.use_cache = False
 
     rates = hf_load.dropout_rates(module.config.to_dict())
@@ -79,7 +82,7 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         facts={"family": config.family, "vocab_size": config.vocab_size, "num_layers": module.config.num_hidden_layers},
         dropout=any(rates.values()) or (spec.has_adapters and spec.lora.dropout > 0.0),
         adapters_off=(lambda: hf_lora.adapters_off(module)) if spec.has_adapters else None,
-        notes=_notes(module, trial, caches),
+        notes=(*_notes(module, trial, caches), *saving.notes(tokenizer, spec, network.pooling)),
     )
     return TorchEngine(built, spec, layout, device)
 
@@ -155,10 +158,12 @@ def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ..
     return tuple(notes)
 
 
-def _save(directory: Path, tensors: Mapping[str, Tensor], network: HFNetwork, spec: ModelSpec, tokenizer: Any) -> None:
+def _save(
+    directory: Path, tensors: Mapping[str, Tensor], network: HFNetwork, spec: ModelSpec, tokenizer: Tokenizer
+) -> None:
     """The module as it computes; adapters merged, and by themselves in `adapter/`, which names the base model."""
     module = network.module
-    for key, id in common.token_ids(module.config.to_dict(), tokenizer).items():
+    for key, id in saving.token_ids(tokenizer, network.kind).items():
         setattr(module.config, key, id)
         if network.kind == "lm" and module.generation_config is not None:
             setattr(module.generation_config, key, id)

@@ -11,11 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from weft.data.tokenizer import Tokenizer
+from weft.engine import saving
 from weft.engine.backends import common
 from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
 from weft.engine.spec import ModelSpec
-from weft.engine.torch_engine import DTYPES, Built, TorchEngine
+from weft.engine.torch_engine import DTYPES, Built, TorchEngine, dtype_of
 from weft.models import hf_io, lora, peft_io
 from weft.models.balance import balance_weight
 from weft.models.config import TransformerConfig
@@ -29,8 +31,9 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     """Read the model directory `spec.path` onto one device. Raises `UserError` for what cannot be read or run."""
     path = common.check_spec(spec, layout)
     device = resolve_device(spec.device)
+    spec = common.with_dtype(spec, path, device)
     family, config = hf_io.read_config(path, spec.type)
-    common.check_tokenizer(spec, config)
+    tokenizer = common.check_tokenizer(spec, config)
     common.check_recomputation(spec, config.num_layers)
     network = _read(spec, path, device)
     if spec.dropout is not None:
@@ -41,9 +44,10 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     if spec.has_adapters:
         lora.attach(network, spec.lora, seed=spec.seed)
 
-    def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Any) -> None:
-        tokenizer.save(directory)
-        _save(directory, tensors, network, spec, tokenizer)
+    def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
+        kept = saving.padded(tokenizer, spec, network.pooling)
+        kept.save(directory)
+        _save(directory, tensors, network, spec, kept)
 
     balance = balance_weight(config, spec.router_aux_loss_coef)
     rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
@@ -62,6 +66,7 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         balance=balance,
         dropout=drops,
         adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
+        notes=saving.notes(tokenizer, spec, network.pooling),
     )
     return TorchEngine(built, spec, layout, device)
 
@@ -162,18 +167,19 @@ def _cost(network: Transformer, *, frozen: bool) -> Cost:
 
 
 def _save(
-    directory: Path, tensors: Mapping[str, Tensor], network: Transformer, spec: ModelSpec, tokenizer: Any
+    directory: Path, tensors: Mapping[str, Tensor], network: Transformer, spec: ModelSpec, tokenizer: Tokenizer
 ) -> None:
     """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names the base model."""
     family, config = hf_io.read_config(str(spec.path), spec.type)
-    config = hf_io.with_ids(config, **common.token_ids(config.extra, tokenizer))
-    dtype, head = DTYPES[spec.dtype], network.kind
+    config = hf_io.with_ids(config, **saving.token_ids(tokenizer, network.kind))
+    dtype, head = DTYPES[dtype_of(spec)], network.kind
     if spec.has_adapters:
         scales = lora.scales(network)
         peft_io.save_adapter(
             directory / "adapter", tensors, scales, config, head, base=str(spec.path), dropout=spec.lora.dropout
         )
         tensors = lora.merge(tensors, scales)
+    hf_io.write_generation(directory, saving.generation_config(spec))
     hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling, family=family)
 
 

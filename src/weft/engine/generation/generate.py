@@ -141,7 +141,7 @@ class BatchGenerator:
         for request in requests:
             settings = self._settings.index(request.sampling)
             spec = self._settings.specs[settings]
-            limit = limit_of(self._network.config, request, spec.max_new_tokens)
+            limit = limit_of(self._network.config, request, spec.most_new_tokens)
             live = Live(request.id, request.k, tuple(map(int, request.prompt)), limit)
             if request.generated is not None:
                 done = request.generated

@@ -30,7 +30,7 @@ class SettingsTable:
         self.is_stop = np.zeros((0, vocab_size), bool)
         self.least = np.zeros(0, np.int64)
         self._stop_ids = stop_ids
-        self._add(spec)
+        self._add(_by_token(spec))
 
     @property
     def seed(self) -> int:
@@ -53,6 +53,7 @@ class SettingsTable:
             )
             if spec.stop and spec.tokenizer is None:
                 raise ConfigError(f"sampling.stop={spec.stop}: stop texts need a tokenizer, and this role has none")
+            spec = _by_token(spec)
             found = self.specs.index(spec) if spec in self.specs else self._add(spec)
             self._given[id(given)] = (given, found)
         return self._given[id(given)][1]
@@ -100,3 +101,12 @@ class SettingsTable:
         self.is_stop = np.concatenate([self.is_stop, stops])
         self.least = np.append(self.least, spec.min_new_tokens)
         return len(self.specs) - 1
+
+
+def _by_token(spec: GenerationSpec) -> GenerationSpec:
+    """The settings with stop texts that are one special token (`<|im_end|>`) as ids, which need no text to be watched."""
+    if not spec.stop or spec.tokenizer is None:
+        return spec
+    found = {text: spec.tokenizer.special_id(text) for text in spec.stop}
+    ids = [id for id in found.values() if id is not None]
+    return replace(spec, stop=[text for text, id in found.items() if id is None], stop_ids=[*spec.stop_ids, *ids])

@@ -9,11 +9,11 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 class StopText:
     """Watches one completion for `stops`. Text is decoded as it becomes stable, so a stop text may span tokens and a
-    character may span them too."""
+    character may span them too; special tokens count as they are written."""
 
     def __init__(self, stops: Sequence[str], tokenizer: Tokenizer) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._decoder = StreamDecoder(tokenizer)
+        self._decoder = StreamDecoder(tokenizer, skip_special=False)
         self._keep = max(map(len, self._stops)) - 1  # characters that may begin a stop text still to come
         self._tail = ""
 

@@ -1,0 +1,51 @@
+"""Tokens whose log-prob and advantage vary together most: they drive the collapse of entropy (Cui et al. 2025).
+
+The entropy of a softmax policy falls with the covariance of log pi(token) and advantage ("The Entropy Mechanism of
+Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and few tokens hold most of it. Clip-Cov takes
+some of them out of the loss, KL-Cov adds a penalty to them. Which ones is a statistic of the whole batch, so it is
+settled before the first update, from the log-probs of the policy that sampled (the implementations of the authors and
+of verl look at every micro-batch by itself).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Bool, Float
+
+Vector = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+METHODS = ("none", "clip", "kl")
+
+
+def covariances(
+    logprobs: Float[Vector, "T"], advantages: Float[Vector, "T"], mask: Float[Vector, "T"]
+) -> Float[Vector, "T"]:
+    """(log pi - mean) * (advantage - mean) of each token with mask 1; -inf elsewhere."""
+    count = max(float(mask.sum()), 1.0)
+    means = [(values * mask).sum() / count for values in (logprobs, advantages)]
+    return np.where(mask != 0, (logprobs - means[0]) * (advantages - means[1]), -np.inf)
+
+
+def clip_cov_rows(
+    covariance: Float[Vector, "T"], share: float, low: float, high: float, order: Float[Vector, "T"]
+) -> Bool[Flags, "T"]:
+    """Clip-Cov: `share` of all trained tokens, at least one, drawn from those with covariance in [low, high].
+
+    `order` is a random number a token; those with the smallest are taken.
+    """
+    chosen = np.zeros(len(covariance), dtype=np.bool_)
+    able = np.flatnonzero((covariance >= low) & (covariance <= high))
+    count = max(int(share * np.isfinite(covariance).sum()), 1)
+    chosen[able[np.argsort(order[able], kind="stable")[:count]]] = True
+    return chosen
+
+
+def kl_cov_rows(covariance: Float[Vector, "T"], share: float) -> Bool[Flags, "T"]:
+    """KL-Cov: the `share` of all trained tokens, at least one, with the largest covariance."""
+    chosen = np.zeros(len(covariance), dtype=np.bool_)
+    trained = int(np.isfinite(covariance).sum())
+    if trained:
+        chosen[np.argsort(-covariance, kind="stable")[: max(int(share * trained), 1)]] = True
+    return chosen

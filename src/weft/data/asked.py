@@ -1,0 +1,99 @@
+"""What a row asks: its prompt as text or as a conversation to go on with, read alike for every form of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.data import dialogue
+from weft.data.chat import Message, normalise
+from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, BadRow, Row, first_of, need, text
+
+SYSTEM, INPUT, HISTORY = "system", "input", "history"
+
+
+def prompt_keys(key: str | None) -> tuple[str, ...]:
+    """Columns a prompt may stand in: the one that was named, or the usual ones."""
+    return (key,) if key else PROMPT_KEYS
+
+
+def need_prompt(row: Row, key: str | None, form: str) -> str:
+    """The column that holds the prompt, as text or as messages. Raises `BadRow` where the row has none."""
+    return first_of(row, prompt_keys(key)) or first_of(row, MESSAGE_KEYS) or need(row, prompt_keys(key), form)
+
+
+def prompt_text(row: Row, key: str) -> str:
+    """The prompt of a row as plain text.
+
+    An `instruction` (with its `input` below it) or a `question` gets a line end of its own; a `system` column stands above.
+    """
+    prompt = _question(row, key)
+    system = _system(row)
+    above = f"{system}\n" if system else ""
+    return f"{above}{prompt}\n" if key in ("instruction", "question") else above + prompt
+
+
+def conversation(row: Row, key: str) -> list[Message]:
+    """The prompt of a row as messages, without replies that it may end with.
+
+    Text is the user's message, after the turns of a `history` column (pairs of a message and its reply); a text in the
+    `\\n\\nHuman:` form is taken apart into its turns. A `system` column begins the conversation where no system message does.
+    Raises `BadRow` where nobody is left to reply to.
+    """
+    value = row[key]
+    if isinstance(value, str):
+        if dialogue.HUMAN in value:
+            messages = normalise(dialogue.messages(value))
+        else:
+            if not value.strip():
+                raise BadRow(f"{key!r} is empty")
+            messages = [*_history(row), {"role": "user", "content": _question(row, key)}]
+    else:
+        messages = as_messages(value, "user")
+    messages = with_system(row, messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise BadRow(f"{key!r} has no turn that a reply could follow")
+    return messages
+
+
+def as_messages(value: Any, role: str) -> list[Message]:
+    """A text (said by `role`), one message, or a list of them."""
+    if isinstance(value, str):
+        return normalise([{"role": role, "content": value}])
+    return normalise([value] if isinstance(value, Mapping) else value)
+
+
+def with_system(row: Row, messages: Sequence[Message]) -> list[Message]:
+    """The messages, begun by the row's `system` column where they have no system message of their own."""
+    if messages and messages[0]["role"] in ("system", "developer"):
+        return list(messages)
+    system = _system(row)
+    return [{"role": "system", "content": system}, *messages] if system else list(messages)
+
+
+def _question(row: Row, key: str) -> str:
+    """The prompt's own text; an instruction's `input` stands on the next line."""
+    prompt = text(row, key, may_be_empty=True)
+    if key == "instruction" and row.get(INPUT) is not None:
+        more = text(row, INPUT, may_be_empty=True)
+        return f"{prompt}\n{more}" if more else prompt
+    return prompt
+
+
+def _system(row: Row) -> str:
+    return "" if row.get(SYSTEM) is None else text(row, SYSTEM, may_be_empty=True)
+
+
+def _history(row: Row) -> list[Message]:
+    """Turns before the prompt, from pairs of a message and its reply."""
+    pairs = row.get(HISTORY) or []
+    if not isinstance(pairs, Sequence) or isinstance(pairs, str):
+        raise BadRow(f"{HISTORY!r} must be a list of [message, reply] pairs")
+    made: list[Message] = []
+    for number, pair in enumerate(pairs, 1):
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):
+            raise BadRow(f"{HISTORY!r}, entry {number}, must be a pair of texts: a message and its reply")
+        made += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return made

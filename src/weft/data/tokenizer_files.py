@@ -1,0 +1,150 @@
+"""Tokenizers from files: Hugging Face directories, a bare `tokenizer.json` or sentencepiece `tokenizer.model`, overrides."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from weft.data import chat, spm
+from weft.errors import ConfigError, UserError, nearest
+
+SENTENCEPIECE = "tokenizer.model"
+CLASSES_WITH_BOS = (
+    "Llama",
+    "CodeLlama",
+    "Gemma",
+)  # their sentencepiece tokenizers begin with BOS unless told otherwise
+SAYING_STOPS = ("config.json", "generation_config.json")
+
+
+def stop_ids_of_model(path: str) -> tuple[int, ...]:
+    """Ids that end a completion as a model's config.json and generation_config.json say (`eos_token_id`, one or several)."""
+    found: list[int] = []
+    for name in SAYING_STOPS:
+        stated = model_values(path, name).get("eos_token_id")
+        found += [id for id in (stated if isinstance(stated, list) else [stated]) if isinstance(id, int)]
+    return tuple(dict.fromkeys(found))
+
+
+def model_values(path: str, name: str) -> Mapping[str, Any]:
+    """What a JSON file of a model directory or hub model holds; nothing where there is none of that name."""
+    try:
+        with quiet():
+            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # a hub that does not answer; who needs the model says so
+        return {}
+    try:
+        values = {} if file is None else json.loads(Path(file).read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
+def read(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    place = Path(path).expanduser()
+    if place.is_file():
+        if place.suffix == ".json":
+            return PreTrainedTokenizerFast(tokenizer_file=str(place))
+        if place.suffix == ".model" and spm.is_sentencepiece(place):
+            return _from_sentencepiece(place, {})
+        raise UserError(f"tokenizer.path={path}: a file must be a tokenizer.json or a sentencepiece tokenizer.model")
+    if place.is_dir() and not (place / "tokenizer.json").exists():
+        model = place / SENTENCEPIECE
+        if model.exists() and spm.is_sentencepiece(model):
+            config = place / "tokenizer_config.json"
+            return _from_sentencepiece(model, json.loads(config.read_text()) if config.exists() else {})
+    if not place.exists() and (place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
+        raise UserError(f"tokenizer.path={path}: no such file or directory")
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(place) if place.is_dir() else path, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"tokenizer.path={path}: no tokenizer can be read there ({reason}); "
+            "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
+        ) from error
+
+
+def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """The tokenizer of a sentencepiece file, with the special tokens of `config` (a tokenizer_config.json)."""
+    model = spm.read_model(path)
+    names = {"unk_token": model.unk_id, "bos_token": model.bos_id, "eos_token": model.eos_id, "pad_token": model.pad_id}
+    tokens: dict[str, str | None] = {name: model.piece(id) for name, id in names.items()}
+    for name in (*names, "sep_token"):
+        token = config.get(name)
+        tokens[name] = (token["content"] if isinstance(token, Mapping) else token) or tokens.get(name)
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=spm.convert(model), **{name: token for name, token in tokens.items() if token is not None}
+    )
+    added = sorted((int(id), token) for id, token in config.get("added_tokens_decoder", {}).items())
+    known = hf.get_vocab()
+    hf.add_tokens([token["content"] for _, token in added if token["content"] not in known], special_tokens=True)
+    hf.chat_template = config.get("chat_template")
+    habit = str(config.get("tokenizer_class", "")).startswith(CLASSES_WITH_BOS)
+    set_habit(hf, bool(config.get("add_bos_token", habit)) and hf.bos_token is not None)
+    return hf
+
+
+def set_habit(hf: Any, add_bos: bool) -> None:
+    """Tell `transformers` too, so that the saved tokenizer does the same."""
+    if isinstance(hf, PreTrainedTokenizerFast):
+        hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
+
+
+def override(hf: PreTrainedTokenizerBase, name: str, token: str | None, path: str) -> None:
+    if token is None:
+        return
+    vocab = hf.get_vocab()
+    if token not in vocab:
+        near = nearest(token, [known for known in vocab if known.startswith(token[:1])])
+        hint = f"near it: {', '.join(near)}" if near else "name a token that it has"
+        raise ConfigError(
+            f"tokenizer.{name}={token!r} is not in the vocabulary of {path} ({len(vocab)} tokens); {hint}"
+        )
+    hf.add_special_tokens({name: token})
+
+
+def read_template(given: str) -> str:
+    """The template's text: `given` is that, or a file that holds it. Raises `ConfigError` where it is neither."""
+    path = Path(given).expanduser()
+    if "{" not in given:
+        if not path.is_file():
+            raise ConfigError(
+                f"tokenizer.chat_template={given!r}: neither a file nor a jinja template; give one of them"
+            )
+        given = path.read_text()
+    problem = chat.template_problem(given)
+    if problem:
+        raise ConfigError(f"tokenizer.chat_template does not compile, {problem}; mend the template")
+    return given
+
+
+def begins_with_bos(hf: PreTrainedTokenizerBase) -> bool:
+    return hf.bos_token_id is not None and list(hf("a", verbose=False)["input_ids"])[:1] == [hf.bos_token_id]
+
+
+def need_bos(hf: PreTrainedTokenizerBase, path: str) -> None:
+    if hf.bos_token_id is None:
+        raise ConfigError(f"tokenizer.add_bos_token=true, but {path} has no BOS token; set tokenizer.bos_token")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep `transformers` from narrating while it tries one file format after another; errors are raised, not logged."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

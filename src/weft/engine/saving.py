@@ -1,0 +1,61 @@
+"""What a checkpoint says of its tokens: which ones end a text, which one pads it, and how its model is sampled from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer_files import model_values
+from weft.engine.spec import ModelSpec
+
+
+def token_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
+    """The special tokens as config.json and generation_config.json name them: `eos_token_id` is all that ends a completion,
+    a list where that is several ids, so that other programs stop where weft does. None: the model has no such token."""
+    stops = tokenizer.stop_ids()
+    ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+    ids["eos_token_id"] = stops[0] if len(stops) == 1 else stops or None
+    unknown = [] if head == "score" else [key for key, id in ids.items() if id is None]
+    return {key: id for key, id in ids.items() if key not in unknown}
+
+
+def generation_config(spec: ModelSpec) -> dict[str, Any]:
+    """What the model's own generation_config.json says; saving puts the special tokens in."""
+    return dict(model_values(str(spec.path), "generation_config.json"))
+
+
+def padded(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
+    """The tokenizer that a role's checkpoints hold: of reward models one whose padding token ends no text.
+
+    `transformers` reads a score at the last token that is no padding. Where the padding token is one that ends texts (EOS, as a
+    rule), it reads one token early: another special token that ends nothing becomes padding in the checkpoint. Where the
+    vocabulary has none, the checkpoint has no padding token, and `transformers` scores one sequence at a time.
+    """
+    stops = set(tokenizer.stop_ids())
+    free = tokenizer.pad_id is not None and tokenizer.pad_id not in stops
+    if spec.head != "score" or pooling != "last" or free:
+        return tokenizer
+    hf = tokenizer.hf
+    special = {token.content: id for id, token in hf.added_tokens_decoder.items() if token.special}
+    ending_nothing = [token for token, id in special.items() if id not in stops]
+    named = [token for token in ending_nothing if "pad" in token.lower()]
+    usual = [token for token in (hf.unk_token, hf.bos_token) if token in ending_nothing]
+    return tokenizer.with_padding(next(iter((*named, *usual, *ending_nothing)), None))
+
+
+def notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> tuple[str, ...]:
+    """What the user should know of the padding token in a trained role's checkpoints."""
+    saved = padded(tokenizer, spec, pooling) if spec.trained else tokenizer
+    if saved is tokenizer:
+        return ()
+    own = "none" if tokenizer.pad_id is None else f"{tokenizer.hf.pad_token!r}, which ends texts too"
+    if saved.pad_id is not None:
+        return (
+            f"checkpoints have the padding token {saved.hf.pad_token!r} (the tokenizer's own: {own}), so that transformers "
+            "scores them as weft does",
+        )
+    return (
+        f"checkpoints have no padding token (the tokenizer's own: {own}): every special token of the vocabulary ends texts, so "
+        "transformers scores them one sequence at a time; for batches add a token to the vocabulary and name it in "
+        "model.tokenizer.pad_token",
+    )

@@ -1,0 +1,132 @@
+"""The options that policy gradient methods share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from weft.algorithms.covariance import METHODS
+from weft.algorithms.sampler import CORRECTIONS
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
+from weft.errors import ConfigError
+from weft.experiments.common import MFCOptions, RunConfig
+from weft.host.spec import locate, parse_reward
+from weft.options import option
+
+
+def _reward_problem(reward: Any) -> str | None:
+    try:
+        for part in parse_reward(reward):
+            locate(part)
+    except ConfigError as error:
+        return str(error).removeprefix("reward: ")
+    return None
+
+
+@dataclass
+class PolicyOptions:
+    """What every policy gradient method has; the defaults are PPO's."""
+
+    gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
+    ppo_n_minibatches: int = option(4, "optimizer steps of one pass over a batch", at_least=1)
+    mini_batch_size: int | None = option(
+        None, "completions of one optimizer step, in place of ppo_n_minibatches", at_least=1
+    )
+    ppo_epochs: int = option(1, "passes over a batch", at_least=1)
+    dual_clip: float | None = option(None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)")
+    entropy_coef: float = option(0.0, "weight of the entropy bonus")
+    early_stop_imp_ratio: float | None = option(
+        5.0, "a minibatch whose mean importance ratio is above takes no step; null for no bound"
+    )
+    early_stop_kl: float | None = option(None, "a minibatch whose approx_kl is above takes no step; null for no bound")
+    max_reward_clip: float | None = option(
+        None, "rewards are clipped to +- this, after scale and bias; null for no bound", at_least=0.0
+    )
+    reward_output_scaling: float = option(1.0, "rewards are multiplied by it, after the bias is taken off")
+    reward_output_bias: float = option(0.0, "taken off rewards first")
+    missing_eos_penalty: float = option(0.0, "taken off the reward of a completion that was cut by its length")
+    sampler_correction: str = option(
+        "none",
+        "score completions again with the actor before its first update, and weigh the loss for what its log-probs and the "
+        "sampler's differ: token_truncate (TIS), token_mask, sequence_truncate, sequence_mask",
+        choices=("none", *CORRECTIONS),
+    )
+    sampler_correction_high: float = option(
+        2.0, "weights above are cut (truncate) or leave the token or sequence out (mask)", at_least=1.0
+    )
+    sampler_correction_low: float | None = option(
+        None, "weights below leave the token or sequence out (mask alone); null for no bound", at_least=0.0, at_most=1.0
+    )
+    covariance: str = option(
+        "none",
+        "keep entropy up by the few tokens whose log-prob and advantage vary together most: no loss on some (clip, "
+        "Clip-Cov), or "
+        "a penalty (kl, KL-Cov)",
+        choices=METHODS,
+    )
+    covariance_share: float = option(2e-4, "share of all tokens that covariance acts on", at_least=0.0, at_most=1.0)
+    clip_cov_low: float = option(1.0, "smallest covariance that clip takes")
+    clip_cov_high: float = option(5.0, "largest covariance that clip takes")
+    kl_cov_coef: float = option(1.0, "weight of the penalty of kl", at_least=0.0)
+    pass_reward: float = option(0.5, "a completion passes where its reward is above (pass@k)")
+    eval_samples: int = option(1, "completions of each validation prompt, for avg@k and pass@k", at_least=1)
+    ref_ema_eta: float | None = option(
+        None,
+        "after every step the reference moves this share of the way to the actor; null keeps it fixed",
+        at_least=0.0,
+        at_most=1.0,
+    )
+
+    def clip_args(self) -> dict[str, Any]:
+        """The arguments that the two policy losses share."""
+        names = (
+            "eps_clip", "eps_clip_high", "dual_clip", "entropy_coef", "early_stop_imp_ratio", "early_stop_kl", "covariance",
+            "kl_cov_coef",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class PolicyConfig(RunConfig):
+    """Options of PPO and GRPO alike."""
+
+    main_role: ClassVar[str] = "actor"
+    trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
+    host_nodes: ClassVar[tuple[str, ...]] = (
+        "advantages", "reward", "sampler_correction", "high_covariance", "pass_rates",
+    )  # fmt: skip
+
+    actor: ModelSpec = option(
+        ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")), "the policy that is trained"
+    )
+    ref: ModelSpec = option(ModelSpec(), "the frozen reference of the KL; the actor's own path when absent")
+    rew: ModelSpec = option(ModelSpec(), "reward model; none when rew.path is absent")
+    rew_step: str | None = option(
+        None, "text that ends a step, such as a blank line: the reward model scores every step of a completion"
+    )
+    reward: Any = option(
+        None,
+        "reward function: a verifier (gsm8k, math, exact, format, ifeval, length, code, judge), module:function, "
+        "FILE.py:function, weights "
+        "by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of [name, weight] or of {name, weight, args}; added to "
+        "the reward model's score where both are given",
+        check=_reward_problem,
+    )
+    reward_column: str | None = option(
+        None, "column that names each row's verifier, in the forms of reward; rows without one get reward"
+    )
+    reward_by_token: bool = option(
+        False, "reward functions may give a completion's tokens or steps rewards of their own"
+    )
+    reward_timeout_s: float = option(60.0, "seconds that a reward function has for a batch", at_least=0.001)
+    reward_on_timeout: float | None = option(
+        None, "reward of completions whose function has not come back by then; the run stops when absent"
+    )
+    rew_weight: float = option(1.0, "weight of the reward model's score where a reward function is given too")
+    dataset: DatasetSpec = option(DatasetSpec(), "rows of the form prompt, with columns for the reward function")
+    actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
+    rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")
+    ref_inf: MFCOptions = option(MFCOptions(), "the call that scores completions with the reference")
+    actor_inf: MFCOptions = option(MFCOptions(), "the call that scores completions with the actor (sampler_correction)")
+    actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")

@@ -1,0 +1,92 @@
+"""A batch as host functions that weigh completions see it: tokens and completions as vectors, rewards in their shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weft.algorithms.advantages import segment_sums, starts_of
+from weft.algorithms.base import host_array
+from weft.algorithms.kl import kl_estimate
+from weft.data.sample import SequenceSample
+from weft.errors import DataError
+from weft.host.base import HostContext
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tokens and completions of a batch as float64 vectors; `[T]` tokens of `[S]` completions."""
+
+    batch: SequenceSample
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return self.batch.lengths["completion"].astype(np.int64)
+
+    def tokens(self, key: str) -> Vector:
+        """A key of one value a token. Raises `DataError` where it is laid out in another way."""
+        if not np.array_equal(self.batch.lengths[key], self.lengths):
+            raise DataError(f"key {key!r} does not hold one value a completion token")
+        return host_array(self.batch.data[key]).astype(np.float64)
+
+    def sequences(self, key: str) -> Vector:
+        """A key of one value a completion, or one an id, which all its completions share."""
+        values = host_array(self.batch.data[key]).astype(np.float64)
+        group = self.batch.group_of("completion")
+        if len(values) == len(group):
+            return values
+        if len(values) == self.batch.num_ids:
+            return values[group]
+        raise DataError(f"key {key!r} holds {len(values)} values; there are {len(group)} completions")
+
+    @property
+    def group(self) -> npt.NDArray[np.int64]:
+        """int64 [S]: which id a completion belongs to."""
+        return self.batch.group_of("completion")
+
+    @property
+    def mask(self) -> Vector:
+        """1 where a token is trained: `loss_mask` where the batch holds one, and never what nothing precedes."""
+        mask = self.tokens("loss_mask") if "loss_mask" in self.batch.data else np.ones(int(self.lengths.sum()))
+        if "prompt" in self.batch.lengths:
+            alone = self.batch.lengths["prompt"][self.batch.group_of("completion")] == 0
+            mask[starts_of(self.lengths)[alone & (self.lengths > 0)]] = 0.0
+        return mask
+
+    def sample(self, **keys: Vector) -> SequenceSample:
+        """New keys of one value a token, as float32."""
+        counts = np.diff(self.batch.offsets["completion"])
+        by_id = [part.tolist() for part in np.split(self.lengths, np.cumsum(counts)[:-1])]
+        data = {key: torch.from_numpy(values.astype(np.float32)) for key, values in keys.items()}
+        return SequenceSample.from_groups(self.batch.ids, dict.fromkeys(keys, by_id), data)
+
+
+@dataclass(frozen=True)
+class RewardShape:
+    """clip((reward - bias) * scaling, +-clip), less a penalty where the completion was cut by its length; None is no clip."""
+
+    clip: float | None
+    scaling: float
+    bias: float
+    missing_eos_penalty: float
+
+    def __call__(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
+        """The shaped rewards. Records `reward_clipped_fraction` where there is a clip."""
+        shaped = (rewards - self.bias) * self.scaling
+        if self.clip is not None:
+            context.record("reward_clipped_fraction", float((np.abs(shaped) > self.clip).mean()))
+            shaped = np.clip(shaped, -self.clip, self.clip)
+        return shaped - self.missing_eos_penalty * (finished == 0.0)
+
+
+def kl_rows(rows: Rows, mask: Vector, estimator: str, context: HostContext) -> Vector:
+    """The KL to the reference at each trained token, nats; records its means over tokens and over completions."""
+    kl = kl_estimate(rows.tokens("logprobs"), rows.tokens("ref_logprobs"), estimator) * mask
+    context.record("kl", float(kl.sum() / max(mask.sum(), 1.0)))
+    context.record("kl_per_completion", float(segment_sums(kl, rows.lengths).mean()))
+    return kl

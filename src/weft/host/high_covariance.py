@@ -1,0 +1,63 @@
+"""The host function that finds the tokens whose log-prob and advantage vary together most (Clip-Cov and KL-Cov)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft import randomness
+from weft.algorithms.covariance import clip_cov_rows, covariances, kl_cov_rows
+from weft.data.sample import SequenceSample
+from weft.errors import ConfigError, unknown_name
+from weft.host._rows import Rows, Vector
+from weft.host.base import HostContext, Stateless
+from weft.registry import register_function
+
+
+@register_function("high_covariance")
+@dataclass
+class HighCovariance(Stateless):
+    """`high_covariance` [L] of each completion: 1 at the tokens that Clip-Cov or KL-Cov acts on (`weft.algorithms.covariance`).
+
+    `share` is of all trained tokens; Clip-Cov draws them at random between the bounds `low` and `high`. Keys: `logprobs` and
+    `advantages` [L]; `loss_mask`, `prompt` where there are any.
+    """
+
+    method: str
+    share: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.method not in ("clip", "kl"):
+            raise unknown_name("covariance control", self.method, ("clip", "kl"))
+        if not 0.0 < self.share <= 1.0 or self.low >= self.high:
+            raise ConfigError(
+                f"high_covariance: share={self.share} must lie in (0, 1] and low={self.low} below high={self.high}"
+            )
+
+    def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
+        rows = Rows(batch)
+        covariance = covariances(rows.tokens("logprobs"), rows.tokens("advantages"), rows.mask)
+        if self.method == "clip":
+            order = self._order(batch, rows, context)
+            chosen = clip_cov_rows(covariance, self.share, self.low, self.high, order)
+        else:
+            chosen = kl_cov_rows(covariance, self.share)
+        trained = np.isfinite(covariance)
+        if trained.any():
+            context.record("covariance", float(covariance[trained].mean()))
+            context.record("chosen_fraction", float(chosen[trained].mean()))
+        return rows.sample(high_covariance=chosen.astype(np.float64))
+
+    def _order(self, batch: SequenceSample, rows: Rows, context: HostContext) -> Vector:
+        """A random number a token, the same for a token whatever batch or layout it is in."""
+        made = []
+        index = dict.fromkeys(batch.ids, 0)
+        for group, length in zip(rows.group.tolist(), rows.lengths.tolist(), strict=True):
+            id = batch.ids[group]
+            key = randomness.key(context.seed, "clip_cov", context.step, id, index[id])
+            made.append(randomness.uniforms(key, np.arange(length)))
+            index[id] += 1
+        return np.concatenate([np.zeros(0), *made])

@@ -1,0 +1,35 @@
+"""The host function that says how many prompts are solved: avg@k and pass@k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.algorithms.advantages import pass_at_k
+from weft.algorithms.base import host_array
+from weft.data.sample import SequenceSample
+from weft.host.base import HostContext, Stateless
+from weft.registry import register_function
+
+
+@register_function("pass_rates")
+@dataclass
+class PassRates(Stateless):
+    """Makes no keys. Metrics over prompts with `count` = k completions each: `avg@k`, the mean reward of a completion;
+    `pass@k`, the share of prompts of which one of the k completions passes (a reward above `pass_reward`); where k is
+    more than 1 also `pass@1`, the share of completions that pass.
+
+    Keys: `rewards` [1] of each completion.
+    """
+
+    count: int
+    pass_reward: float = 0.5
+
+    def __call__(self, batch: SequenceSample, context: HostContext) -> None:
+        rewards, group = host_array(batch.data["rewards"]).astype(np.float64), batch.group_of("rewards")
+        passed = (rewards > self.pass_reward).astype(np.float64)
+        first = np.unique(group, return_index=True)[1]
+        context.record(f"avg@{self.count}", float(rewards.mean()))
+        for k in {1, self.count}:
+            context.record(f"pass@{k}", float(pass_at_k(passed, group, k)[first].mean()))

@@ -1,0 +1,53 @@
+"""The host function that makes up for a sampler whose log-probs are not the trained network's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.algorithms.sampler import CORRECTIONS, sampler_weights
+from weft.data.sample import SequenceSample
+from weft.errors import ConfigError, unknown_name
+from weft.host._rows import Rows
+from weft.host.base import HostContext, Stateless
+from weft.registry import register_function
+
+
+@register_function("sampler_correction")
+@dataclass
+class SamplerCorrection(Stateless):
+    """`sampler_weights` [L] of each completion: what its tokens weigh in the policy loss (`weft.algorithms.sampler`).
+
+    Keys: `logprobs` [L] as sampled, `old_logprobs` [L] by the trained network with the same weights; `loss_mask`,
+    `prompt` where there are any. Metrics over trained tokens: `weight` and `weight_max` before the bound,
+    `bounded_fraction` (truncated, or left out), `effective_fraction` = (sum of weights)^2 / (tokens * sum of squared weights).
+    """
+
+    correction: str = "token_truncate"
+    high: float = 2.0
+    low: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.correction not in CORRECTIONS:
+            raise unknown_name("sampler correction", self.correction, CORRECTIONS)
+        if not self.high >= 1.0 or not 0.0 <= (self.low or 0.0) <= 1.0:
+            raise ConfigError(
+                f"sampler_correction: high={self.high} must be at least 1 and low={self.low} between 0 and 1, so that a "
+                f"ratio of 1 "
+                "keeps its weight"
+            )
+
+    def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
+        rows = Rows(batch)
+        mask = rows.mask
+        trainer, sampler = rows.tokens("old_logprobs"), rows.tokens("logprobs")
+        weights, ratio = sampler_weights(trainer, sampler, mask, rows.lengths, self.correction, self.high, self.low)
+        trained = mask != 0.0
+        kept, before = weights[trained], ratio[trained]
+        if len(kept):
+            context.record("weight", float(before.mean()))
+            context.record("weight_max", float(before.max()))
+            context.record("bounded_fraction", float((kept != before).mean()))
+            context.record("effective_fraction", float(kept.sum() ** 2 / max(len(kept) * np.square(kept).sum(), 1e-12)))
+        return rows.sample(sampler_weights=weights)

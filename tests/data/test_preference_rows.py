@@ -1,0 +1,186 @@
+"""Preference rows in the shapes that people publish: what is the prompt, what is learned, and what is not used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import templates
+
+from weft.data.datasets.base import DatasetUtility, MapDataset
+from weft.data.loader import load_data
+from weft.data.progress import silent
+from weft.data.sample import SequenceSample
+from weft.data.spec import DatasetSpec
+from weft.data.tokenizer import Tokenizer
+from weft.errors import DataError
+from weft.registry import datasets
+
+Make = Callable[..., Tokenizer]
+Open = Callable[..., MapDataset]
+
+USER = {"role": "user", "content": "Hi"}
+GOOD, BAD = {"role": "assistant", "content": "Ho"}, {"role": "assistant", "content": "Hm"}
+START = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+@pytest.fixture
+def tokenizer(with_template: Make) -> Tokenizer:
+    return with_template(templates.CHATML)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, tokenizer: Tokenizer) -> Open:
+    def build(form: str, *rows: Mapping[str, Any], **options: Any) -> MapDataset:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+        util = DatasetUtility(tokenizer, cache_dir=str(tmp_path / "cache"), progress=silent)
+        made = datasets.get(form)(util=util, path=str(path), **options)
+        assert isinstance(made, MapDataset)
+        return made
+
+    return build
+
+
+def whole(tokenizer: Tokenizer, sample: SequenceSample) -> list[str]:
+    """Each sequence, prompt and completion, as text."""
+    prompt = sample.sequences("prompt")[0].tolist()
+    return [tokenizer.decode([*prompt, *ids.tolist()]) for ids in sample.sequences("completion")]
+
+
+def learned(tokenizer: Tokenizer, sample: SequenceSample) -> list[str]:
+    """The trained part of each completion."""
+    pairs = zip(sample.sequences("completion"), sample.sequences("loss_mask"), strict=True)
+    return [tokenizer.decode(ids[mask > 0].tolist()) for ids, mask in pairs]
+
+
+CONVERSATIONS: list[tuple[Mapping[str, Any], str]] = [
+    ({"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, START),
+    ({"prompt": "Hi", "messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, START),
+    ({"messages": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]}, START),
+    ({"messages": [USER, GOOD], "chosen": "Ho", "rejected": "Hm"}, START),
+    ({"prompt": "Hi", "messages": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]}, START),
+    ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, START),
+    ({"system": "Be brief.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, SYSTEM + START),
+    ({"system": "Be brief.", "prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, SYSTEM + START),
+    ({"system": "no", "prompt": [{"role": "system", "content": "Be brief."}, USER], "chosen": "Ho", "rejected": "Hm"},
+     SYSTEM + START),
+    ({"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Ho"},
+      "rejected": {"from": "gpt", "value": "Hm"}}, START),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "prompt"), CONVERSATIONS)
+def test_a_conversation_is_rendered_once(
+    opened: Open, tokenizer: Tokenizer, row: Mapping[str, Any], prompt: str
+) -> None:
+    sample = opened("preference", row)[0]
+    assert whole(tokenizer, sample) == [f"{prompt}Ho<|im_end|>", f"{prompt}Hm<|im_end|>"]
+    assert learned(tokenizer, sample) == ["Ho<|im_end|>", "Hm<|im_end|>"]
+    assert tokenizer.decode(sample.data["prompt"].tolist()).startswith(prompt[:-1])
+
+
+def test_several_turns_share_what_they_share(opened: Open, tokenizer: Tokenizer) -> None:
+    more = {"role": "user", "content": "More"}
+    row = {"prompt": "Hi", "chosen": [USER, GOOD, more, GOOD], "rejected": [USER, GOOD, more, BAD]}
+    again = START.replace("Hi", "More")
+    assert learned(tokenizer, opened("preference", row)[0]) == ["Ho<|im_end|>", "Hm<|im_end|>"]
+    assert whole(tokenizer, opened("preference", row)[0])[0] == f"{START}Ho<|im_end|>\n{again}Ho<|im_end|>"
+
+
+def test_one_conversation_and_one_reply_do_not_go_together(opened: Open) -> None:
+    with pytest.raises(DataError, match=r"rows.jsonl:1: one of the two answers is a whole conversation and the other"):
+        opened("preference", {"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [BAD]})
+
+
+TEXTS: list[Mapping[str, Any]] = [
+    {"prompt": "2+2="},
+    {"instruction": "Add"},
+    {"instruction": "Add", "input": "2 2"},
+    {"question": "Two?"},
+    {"system": "Be brief.", "instruction": "Add", "input": "2 2"},
+    {"system": "Be brief.", "prompt": "2+2="},
+    {"instruction": "Add", "input": "2 2", "history": [["One?", "1"], ["Two?", "2"]]},
+]
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+@pytest.mark.parametrize("asked", TEXTS)
+def test_every_form_renders_a_prompt_as_sft_does(
+    opened: Open, tokenizer: Tokenizer, asked: Mapping[str, Any], as_chat: bool
+) -> None:
+    def ids(sample: SequenceSample) -> list[list[int]]:
+        prompt = sample.sequences("prompt")[0].tolist()
+        return [[*prompt, *completion.tolist()] for completion in sample.sequences("completion")]
+
+    taught = [
+        ids(opened("prompt_answer", {**asked, "answer": answer}, as_chat=as_chat)[0])[0] for answer in ("yes", "no")
+    ]
+    for form, answers in (
+        ("preference", {"chosen": "yes", "rejected": "no"}),
+        ("paired_comparison", {"pos_answers": ["yes"], "neg_answers": ["no"]}),
+        ("ranking", {"replies": ["yes", "no"]}),
+    ):
+        assert ids(opened(form, {**asked, **answers}, as_chat=as_chat)[0]) == taught, form
+    single = opened("preference", {**asked, "completion": "yes", "label": True}, as_chat=as_chat)[0]
+    assert ids(single) == taught[:1]
+    prompt = opened("prompt", asked, as_chat=as_chat)[0].data["prompt"].tolist()
+    assert [each[: len(prompt)] for each in taught] == [prompt, prompt]
+
+
+def test_an_alpaca_row_as_text(opened: Open, tokenizer: Tokenizer) -> None:
+    row = {"system": "Be brief.", "instruction": "Add", "input": "2 2", "chosen": "4", "rejected": "5"}
+    plain = opened("preference", row)[0]
+    assert whole(tokenizer, plain) == ["Be brief.\nAdd\n2 2\n4</s>", "Be brief.\nAdd\n2 2\n5</s>"]
+    chat = opened("preference", {**row, "history": [["One?", "1"]]}, as_chat=True)[0]
+    turns = "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
+    asked = "<|im_start|>user\nAdd\n2 2<|im_end|>\n<|im_start|>assistant\n"
+    assert whole(tokenizer, chat)[0] == f"{SYSTEM}{turns}{asked}4<|im_end|>"
+
+
+def test_dialogues_as_chat(opened: Open, tokenizer: Tokenizer) -> None:
+    shared = "\n\nHuman: Hi\n\nAssistant: Ho\n\nHuman: More"
+    row = {"chosen": f"{shared}\n\nAssistant: Ho", "rejected": f"{shared}\n\nAssistant: Hm"}
+    again = START.replace("Hi", "More")
+    sample = opened("preference", row, as_chat=True)[0]
+    assert whole(tokenizer, sample) == [f"{START}Ho<|im_end|>\n{again}{said}<|im_end|>" for said in ("Ho", "Hm")]
+    assert learned(tokenizer, sample) == ["Ho<|im_end|>", "Hm<|im_end|>"]
+    prompt = opened("prompt", row, as_chat=True)[0]
+    assert tokenizer.decode(prompt.data["prompt"].tolist()) == f"{START}Ho<|im_end|>\n{again}"
+    given = {"prompt": f"{shared}\n\nAssistant:", "chosen": row["chosen"], "rejected": row["rejected"]}
+    assert whole(tokenizer, opened("preference", given)[0]) == whole(tokenizer, opened("preference", row)[0])
+
+
+def test_labels_are_true_or_one(opened: Open) -> None:
+    rows = [{"prompt": "a", "completion": " b", "label": label} for label in (True, 1, False, 0)]
+    found = opened("preference", *rows)
+    assert [found[index].data["label"].tolist() for index in range(4)] == [[1], [1], [0], [0]]
+
+
+def test_a_conversation_gets_the_system_column(opened: Open, tokenizer: Tokenizer) -> None:
+    sample = opened("chat", {"system": "Be brief.", "conversations": [USER, GOOD]})[0]
+    assert whole(tokenizer, sample) == [f"{SYSTEM}{START}Ho<|im_end|>"]
+
+
+def test_columns_that_are_not_used_are_said_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = {
+        "prompt": "Hi",
+        "messages": [USER, GOOD],
+        "chosen": [USER, GOOD],
+        "rejected": [USER, BAD],
+        "score_chosen": 8.0,
+    }
+    path = tmp_path / "ultra.jsonl"
+    path.write_text("\n".join(json.dumps({**row, "empty": None}) for _ in range(3)))
+    for _ in range(2):  # the second time from the cache
+        spec = DatasetSpec(path=str(path), train_bs_n_seqs=2, cache_dir=str(tmp_path / "cache"))
+        data = load_data(spec, "preference", tokenizer, seed=1, progress=False)
+        assert data.notes == ("ultra: columns that rows of type preference do not use: messages, prompt, score_chosen",)
+    lines = [{"prompt": "a", "answer": "b", "id": 1}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    spec = DatasetSpec(path=str(path), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
+    assert load_data(spec, "prompt_answer", tokenizer, seed=1, progress=False).notes == ()
