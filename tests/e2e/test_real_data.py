@@ -81,6 +81,7 @@ def test_reward_model_then_ppo(stories: Path, pairs: Path, prompts: Path, tmp_pa
     learn.critic.path = learn.rew.path = reward
     learn.actor.optimizer.lr, learn.critic.optimizer.lr = 5e-4, 1e-3
     learn.dataset.path, learn.dataset.train_bs_n_seqs, learn.dataset.max_prompt_len = str(prompts), 32, 128
+    learn.dataset.overlong = "truncate"
     learn.ppo.gen.max_new_tokens, learn.ppo.ppo_n_minibatches = 24, 2
     lines = run(learn).metrics
     assert mean(lines[-4:], "rew_inf/reward") > mean(lines[:4], "rew_inf/reward")

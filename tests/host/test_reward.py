@@ -94,6 +94,26 @@ def seen(prompts, completions, *, completion_ids, answer, extra=7):
 def scaled(prompts, completions, *, by):
     return [by] * len(completions)
 
+def by_token(prompts, completions, *, completion_ids, **columns):
+    """1 for each "a"; nothing is said of other tokens."""
+    return [[1.0 if i == 1 else None for i in ids] for ids in completion_ids]
+
+def by_step(prompts, completions, **columns):
+    """A step ends with "!"; it is worth its number."""
+    return [{n + 1: float(c[: n + 1].count("!")) for n, letter in enumerate(c) if letter == "!"} for c in completions]
+
+def too_few(prompts, completions, **columns):
+    return [[1.0] for _ in completions]
+
+def beyond(prompts, completions, **columns):
+    return [{99: 1.0} for _ in completions]
+
+def measured(prompts, completions, **columns):
+    return [1.0] * len(completions), {"calls": 1, "letters": sum(len(c) for c in completions)}
+
+def wrongly_measured(prompts, completions, **columns):
+    return [1.0] * len(completions), {"calls": float("inf")}
+
 class Judge:
     def __call__(self, prompts, completions, **columns):
         return tuple(len(c) for c in completions)
@@ -196,6 +216,98 @@ def test_async_functions_objects_and_arguments(make: Make) -> None:
     assert rewards(function(batch([["abc"], ["a"]], target=[1, 2]), context())) == [2 + 3 + 100, 4 + 1 + 100]
 
 
+def test_tokens_and_steps_have_rewards_of_their_own(make: Make) -> None:
+    """They are weighted, counted into the whole, and stay where they were given."""
+    function = make({"name": "by_token", "weight": 2.0}, {"name": "by_step", "weight": 10.0}, "some", by_token=True)
+    told = context()
+    made = function(batch([["ab!a!", "b"], ["!x"]]), told)
+    assert rewards(made) == [2 * 2 + 10 * (1 + 2) + 1, 1.0, 10.0]
+    assert made.lengths["token_rewards"].tolist() == [5, 1, 2]
+    nan = float("nan")
+    expected = torch.tensor([2.0, nan, 10.0, 2.0, 20.0, nan, 10.0, nan])
+    assert torch.equal(made.data["token_rewards"].nan_to_num(-1), expected.nan_to_num(-1))
+    assert told.metrics["reward/by_token"] == 2.0, "the second and third have none"
+    assert told.metrics["reward/by_step"] == pytest.approx(4 / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_token", "message"),
+    [
+        (
+            "by_token",
+            False,
+            r"p0\[0\]: it returned a list for a completion; return a number, or set reward_by_token=true",
+        ),
+        ("by_step", False, "returned a dict for a completion"),
+        ("too_few", True, r"p0\[0\]: it returned 1 rewards for the 2 tokens of a completion"),
+        ("beyond", True, "it returned the step 99: 1.0 for a completion of 2 characters; .* from 1 to 2"),
+        ("wrongly_measured", True, "it returned the metric calls=inf"),
+    ],
+)
+def test_wrong_rewards_of_tokens_are_the_users_to_mend(make: Make, name: str, by_token: bool, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(name, by_token=by_token)(batch([["a!"]]), context())
+
+
+def test_metrics_of_a_function_are_summed_over_the_batch(make: Make) -> None:
+    told = context()
+    make("measured", chunk_size=1)(batch([["ab", "c"], ["def"]]), told)
+    assert told.metrics["reward/measured/calls"] == 2
+    assert told.metrics["reward/measured/letters"] == 6
+    assert told.metrics["reward/measured"] == 1.0
+
+
+def test_the_parts_are_kept_without_weights(make: Make) -> None:
+    scores = SequenceSample.from_groups(["p0"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -1.0])})
+    function = make({"name": "count", "weight": 3.0}, "some", keep_parts=True)
+    made = function(batch([["ab", "x"]]).update(scores), context())
+    expected = torch.tensor([[2.0, 1.0, 0.5], [1.0, float("nan"), -1.0]])
+    assert torch.equal(made.data["reward_parts"].nan_to_num(-9), expected.nan_to_num(-9))
+    assert made.data["reward_parts"].dtype == torch.float32
+
+
+def test_rows_name_their_verifiers() -> None:
+    """One by name, one with a weight and options, one that says nothing."""
+    function = RewardFunction("length", column="graded_by", num_workers=1)
+    own: list[Any] = ["exact", [{"name": "length", "weight": -2.0, "args": {"max": 2}}, "exact"], None]
+    whole = batch([["a", "b"], ["abc", "c"], ["d"]], graded_by=own, answer=["a", "c", "z"])
+    told = context()
+    assert rewards(function(whole, told)) == [1.0, 0.0, 0.0, -2.0 + 1.0, rewards(function(whole, told))[4]]
+    assert told.metrics["reward/exact"] == 0.5
+    begun = context()
+    function.begin(whole.select(ids=["p1"]), context())
+    assert rewards(function(whole, begun)) == rewards(function(whole, told))
+    function.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "value", "message"),
+    [
+        ("length", "exakt", "p0: column 'by': .*did you mean exact"),
+        ("length", "os:system", "'os:system' is no verifier; a row may name registered verifiers only"),
+        ("length", "rewards.py:f", "a row may name registered verifiers only"),
+        ("length", {"name": "length", "args": {"maxi": 1}}, "p0: column 'by': .*did you mean max"),
+        ("length", [["length", 1], {"name": "length", "args": {"max": 1}}], "names 'length' twice"),
+        ("length", 7, "p0: column 'by': 7 cannot be read"),
+        (None, None, "p0: the column 'by' names no verifier, and there is no reward for such rows; set reward"),
+    ],
+)
+def test_what_a_row_may_not_name(reward: Any, value: Any, message: str) -> None:
+    function = RewardFunction(reward, column="by", num_workers=1)
+    with pytest.raises(UserError, match=message):
+        function(batch([["a"]], by=[value]), context())
+    function.pool.close()
+
+
+def test_a_column_of_verifiers_must_be_there() -> None:
+    function = RewardFunction("length", column="by", num_workers=1)
+    with pytest.raises(UserError, match="reward_column='by': the dataset's columns are: answer"):
+        function(batch([["a"]], answer=["a"]), context())
+    function.pool.close()
+    with pytest.raises(ConfigError, match="keep_parts has one column a part"):
+        RewardFunction("length", column="by", keep_parts=True)
+
+
 def test_scores_of_a_reward_model_are_added(make: Make) -> None:
     scores = SequenceSample.from_groups(["p0"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -1.0])})
     told = context()
@@ -276,12 +388,12 @@ def test_the_deadline_holds_while_a_worker_starts_again(make: Make, tmp_path: Pa
 
 def test_a_pool_that_is_closed_leaves_what_waits(make: Make) -> None:
     pool = make("hangs").pool
-    replies = [pool.submit((0, ["p"], [text], [[1]], {})) for text in "axaax"]
-    assert replies[0].result(20).value == [1.0]
+    replies = [pool.submit((0, ["p"], [text], [[1]], {}, {})) for text in "axaax"]
+    assert replies[0].result(20).value == ([1.0], {})
     pool.close()
     assert all(reply.cancelled() or reply.result(20).status == "died" for reply in replies[1:])
     assert not pool.pids
-    assert pool.submit((0, ["p"], ["a"], [[1]], {})).result(20).value == [1.0]
+    assert pool.submit((0, ["p"], ["a"], [[1]], {}, {})).result(20).value == ([1.0], {})
 
 
 @pytest.mark.parametrize("name", ["raises", "dies"])
@@ -376,7 +488,7 @@ def test_workers_end_with_the_process_that_started_them(source: Path, text: str)
     program = (
         "import os, time\nfrom weft.host._pool import Pool\nfrom weft.host.spec import RewardPart, locate\n"
         f"pool = Pool([locate(RewardPart({str(source) + ':hangs'!r}))], 1)\npool.start()\nprint(pool.pids[0], flush=True)\n"
-        f"task = (0, ['p'], [{text!r}], [[1]], {{}})\n"
+        f"task = (0, ['p'], [{text!r}], [[1]], {{}}, {{}})\n"
         "pool.submit(task)\ntime.sleep(0.5)\nos._exit(0)\n"
     )
     # Not its standard error: a worker that lives on would hold it, and this test would wait for it.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import math_verify
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.host import math_pairs
 from weft.errors import ConfigError
 from weft.host.verifiers import _sandbox
 from weft.host.verifiers._answers import numbers
@@ -22,7 +25,7 @@ from weft.host.verifiers.exact import exact
 from weft.host.verifiers.format import format_match
 from weft.host.verifiers.gsm8k import final_number, gsm8k
 from weft.host.verifiers.length import length
-from weft.host.verifiers.math import boxed, equal, math_answer
+from weft.host.verifiers.math import boxed, equal, math_answer, right
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -90,6 +93,8 @@ def test_numbers_survive_their_spellings(n: int) -> None:
 
 
 def test_gsm8k_by_hand() -> None:
+    assert one(gsm8k, "It is \u22125.", answer=["#### -5"]) == 1.0
+    assert one(gsm8k, "It is \u22125.", answer=["#### 5"]) == 0.0
     assert one(gsm8k, "12 + 3 = 15 #### 15 apples", answer=["15"]) == 1.0
     assert one(gsm8k, "#### 15 (and not 16)", answer=["15"]) == 1.0
     assert one(gsm8k, "it is 15", answer=["15"], strict=True) == 0.0
@@ -134,6 +139,49 @@ def test_unequal_answers(a: str, b: str) -> None:
 def test_any_text_is_equal_to_itself_and_raises_nothing(text: str) -> None:
     assert equal(text, text)
     equal(text, r"\frac{1}{2}")
+
+
+@pytest.mark.parametrize(("reference", "answer"), math_pairs.SAME)
+def test_answers_that_are_right(reference: str, answer: str) -> None:
+    assert right(rf"So it is $\boxed{{{answer}}}$.", reference)
+
+
+@pytest.mark.parametrize(("reference", "answer"), math_pairs.APART)
+def test_answers_that_are_wrong(reference: str, answer: str) -> None:
+    assert not right(rf"So it is $\boxed{{{answer}}}$.", reference)
+
+
+@pytest.mark.parametrize(("reference", "completion"), math_pairs.SAID)
+def test_completions_that_say_the_answer(reference: str, completion: str) -> None:
+    assert right(completion, reference)
+
+
+@pytest.mark.parametrize(("reference", "completion"), math_pairs.UNSAID)
+def test_completions_that_do_not(reference: str, completion: str) -> None:
+    begin = time.monotonic()
+    assert not right(completion, reference)
+    assert time.monotonic() - begin < 5
+
+
+def test_more_is_judged_rightly_than_by_the_library_alone() -> None:
+    """The same pairs, each as its `parse` and `verify` read them."""
+    targets = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig())
+
+    def alone(reference: str, completion: str) -> bool:
+        gold = math_verify.parse(reference if "$" in reference else f"${reference}$", targets)
+        return bool(math_verify.verify(gold, math_verify.parse(completion, targets)))
+
+    rows = [(a, rf"\boxed{{{b}}}", True) for a, b in math_pairs.SAME]
+    rows += [(a, rf"\boxed{{{b}}}", False) for a, b in math_pairs.APART]
+    rows += [(a, b, True) for a, b in math_pairs.SAID]
+    found = sum(alone(reference, completion) == wanted for reference, completion, wanted in rows)
+    assert found < len(rows) - 20, "weft judges all of them rightly"
+
+
+def test_a_thread_may_judge() -> None:
+    """The library's clock is a signal, which threads may not set."""
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(right, r"\boxed{(0,1]}", r"0<x\le 1").result()
 
 
 def test_boxes() -> None:

@@ -119,6 +119,10 @@ class Policy:
         """The policy, with the learning rate that holds where none is set."""
         return with_lr(self.config.actor.with_head("lm", trained=True), 1e-6)
 
+    def reward_role(self) -> ModelSpec:
+        """The reward model, whose head says one number a completion, or one a token where it scores steps."""
+        return self.config.rew.with_head("score" if self.config.rew_step is None else "value", trained=False)
+
     def generate(self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any) -> MFCDef:
         """Samples completions; with a prefix its outputs get names of their own."""
         spec = replace(self.gen, **gen)
@@ -171,7 +175,10 @@ class Policy:
         asked: dict[str, Any] = {"outputs": ["scores"], **{key: text for key, text in form.items() if text}}
         made = {"scores": prefix + scores}
         if config.rew_step is not None:
-            asked, made = {"step": config.rew_step}, {**made, "token_rewards": f"{prefix}token_rewards"}
+            asked, made = (
+                {"step": config.rew_step.replace("\\n", "\n")},
+                {**made, "token_rewards": f"{prefix}token_rewards"},
+            )
         return MFCDef(
             name=f"{prefix}rew_inf", role="rew", interface="infer" if config.rew_step is None else "process_reward",
             method="inference", batch_size=size,
@@ -298,7 +305,6 @@ def _check_rewards(config: PolicyConfig) -> None:
         raise ConfigError("reward_by_token=true is about reward functions; set reward, or leave it out")
     if config.rew_step is not None and (not has_model(config) or config.reward_by_token or not config.rew_step):
         raise ConfigError(
-            f"rew_step={config.rew_step!r}: has the reward model score every step that ends with this text; set "
-            f"rew.path, and not "
-            "reward_by_token beside it"
+            f"rew_step={config.rew_step!r}: has the reward model score every step that ends with this text; set rew.path, and "
+            "leave out reward_by_token"
         )

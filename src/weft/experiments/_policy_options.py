@@ -60,9 +60,8 @@ class PolicyOptions:
     )
     covariance: str = option(
         "none",
-        "keep entropy up by the few tokens whose log-prob and advantage vary together most: no loss on some (clip, "
-        "Clip-Cov), or "
-        "a penalty (kl, KL-Cov)",
+        "keep entropy up by the few tokens whose log-prob and advantage vary together most: no loss on some (clip, Clip-Cov), "
+        "or a penalty (kl, KL-Cov)",
         choices=METHODS,
     )
     covariance_share: float = option(2e-4, "share of all tokens that covariance acts on", at_least=0.0, at_most=1.0)
@@ -103,14 +102,14 @@ class PolicyConfig(RunConfig):
     ref: ModelSpec = option(ModelSpec(), "the frozen reference of the KL; the actor's own path when absent")
     rew: ModelSpec = option(ModelSpec(), "reward model; none when rew.path is absent")
     rew_step: str | None = option(
-        None, "text that ends a step, such as a blank line: the reward model scores every step of a completion"
+        None,
+        "text that ends a step, such as \\n\\n for a blank line: the reward model then scores every step of a completion",
     )
     reward: Any = option(
         None,
         "reward function: a verifier (gsm8k, math, exact, format, ifeval, length, code, judge), module:function, "
-        "FILE.py:function, weights "
-        "by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of [name, weight] or of {name, weight, args}; added to "
-        "the reward model's score where both are given",
+        "FILE.py:function, weights by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of [name, weight] or of "
+        "{name, weight, args}; added to the reward model's score where both are given",
         check=_reward_problem,
     )
     reward_column: str | None = option(

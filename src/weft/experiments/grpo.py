@@ -32,9 +32,8 @@ class GRPOOptions(PolicyOptions):
     )
     eps_clip: float | None = option(
         None,
-        "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip; absent: 0.2, for sequences "
-        "GSPO's own 3e-4 "
-        "below and 4e-4 above; cispo's has no bound below",
+        "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip; absent: 0.2, for sequences GSPO's own "
+        "3e-4 below and 4e-4 above; cispo has no bound below",
     )
     eps_clip_high: float | None = option(None, "above 1 + eps_clip_high instead (clip-higher); absent for cispo: 4")
     baseline: str = option(
@@ -173,7 +172,7 @@ class GRPOConfig(PolicyConfig):
                 "grpo.ref_ema_eta moves a reference, and grpo.kl_coef=0 leaves it out; set one of the two"
             )
         if policy.has_model:
-            roles["rew"] = self.rew.with_head("score", trained=False)
+            roles["rew"] = policy.reward_role()
         return roles, init_from
 
     def _nodes(self, policy: Policy) -> list[Node]:

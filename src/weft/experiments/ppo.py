@@ -132,7 +132,7 @@ class PPOConfig(PolicyConfig):
         elif self.ppo.ref_ema_eta:
             raise ConfigError("ppo.ref_ema_eta moves a reference, and ppo.kl_ctl=0 leaves it out; set one of the two")
         if policy.has_model:
-            roles["rew"] = self.rew.with_head("score", trained=False)
+            roles["rew"] = policy.reward_role()
         return roles, init_from
 
     def _nodes(self, policy: Policy) -> list[Node]:

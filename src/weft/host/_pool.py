@@ -26,7 +26,7 @@ LOOK_SECONDS = 1.0  # between two looks at whether a worker that says nothing st
 
 SOURCE = Path(__file__).resolve().parent.parent.parent  # the folder that holds the package
 
-Task = tuple[Any, ...]  # index of the function, prompts, completions, completion ids, columns
+Task = tuple[Any, ...]  # index of the function, prompts, completions, completion ids, columns, the rows' own arguments
 
 
 @dataclass(frozen=True)

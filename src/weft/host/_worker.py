@@ -1,6 +1,6 @@
 """A process that computes rewards: `python -m weft.host._worker FD`, started by `weft.host._pool`. Loads no torch.
 
-It reads (sys.path, targets) and then tasks (index of the function, its arguments) from the connection, and answers each with
+It reads (sys.path, targets) and then tasks (`weft.host._pool.Task`) from the connection, and answers each with
 an `Answer`. It ends when its standard input does, which is when the process that started it has died or let go of it.
 """
 
@@ -9,31 +9,23 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from weft.errors import UserError
+from weft.host._results import Expected, Refused, Value
 from weft.host.spec import Target
 from weft.registry import import_user_code
 
 Answer = tuple[str, Any, int | None]  # "ok", value, None; or "error", what went wrong, index of the completion or None
 POSITIONAL = 2  # prompts, completions
 SHOWN_FRAMES = 4  # of a traceback
-
-
-class Refused(Exception):
-    """A result, or a signature, that cannot be used: why, and which of the completions showed it."""
-
-    def __init__(self, text: str, index: int | None = None) -> None:
-        super().__init__(text)
-        self.index = index
 
 
 def main(descriptor: int) -> None:
@@ -56,11 +48,12 @@ def main(descriptor: int) -> None:
     loop = asyncio.new_event_loop()
     while True:
         try:
-            index, prompts, completions, ids, columns = connection.recv()
+            index, prompts, completions, ids, columns, own = connection.recv()
         except EOFError:
             return
-        given = arguments(functions[index], targets[index], columns) | {"completion_ids": ids}
-        connection.send(_answer(call, functions[index], loop, prompts, completions, given))
+        given = arguments(functions[index], targets[index], columns) | own | {"completion_ids": ids}
+        expected = Expected(completions, ids, targets[index].by_token)
+        connection.send(_answer(call, functions[index], loop, prompts, expected, given))
 
 
 def _die_with_parent(descriptor: int) -> None:
@@ -118,14 +111,14 @@ def call(
     function: Callable[..., Any],
     loop: asyncio.AbstractEventLoop,
     prompts: Sequence[str],
-    completions: Sequence[str],
+    expected: Expected,
     given: Mapping[str, Any],
-) -> list[float | None]:
-    """The rewards of some completions, checked. An async function is run to its end."""
-    result = function(prompts, completions, **accepted(function, given))
+) -> tuple[list[Value], dict[str, float]]:
+    """(rewards of some completions, metrics), checked. An async function is run to its end."""
+    result = function(prompts, expected.texts, **accepted(function, given))
     if inspect.isawaitable(result):
         result = loop.run_until_complete(_awaited(result))
-    return checked(result, len(completions))
+    return expected.checked(result)
 
 
 async def _awaited(result: Any) -> Any:
@@ -145,32 +138,6 @@ def accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[s
 
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def checked(result: Any, count: int) -> list[float | None]:
-    """The result as `count` finite numbers or None. Raises `Refused` for anything else."""
-    if isinstance(result, (str, bytes, Mapping)) or not (isinstance(result, Sized) and isinstance(result, Iterable)):
-        raise Refused(
-            f"it returned a {type(result).__name__}; return a list with one number or None for each completion"
-        )
-    if len(result) != count:
-        raise Refused(f"it returned {len(result)} rewards for {count} completions; return one for each")
-    return [_number(value, index) for index, value in enumerate(result)]
-
-
-def _number(value: Any, index: int) -> float | None:
-    if value is None:
-        return None
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError):
-        what = f"{value!r} ({type(value).__name__}); return a number, or None where the reward does not apply"
-        raise Refused(f"it returned {what}", index) from None
-    if not math.isfinite(number):
-        raise Refused(f"it returned {number}; return a finite number, or None where the reward does not apply", index)
-    return number
 
 
 if __name__ == "__main__":

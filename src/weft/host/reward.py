@@ -15,13 +15,13 @@ import torch
 
 from weft.algorithms.advantages import group_stds, zero_variance
 from weft.algorithms.base import host_array
-from weft.data.groups import PART
 from weft.data.sample import SequenceSample
-from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError, RunError, UserError
-from weft.host._pool import Pool, Reply, Task
+from weft.host._pool import Pool, Reply
+from weft.host._results import Value
+from weft.host._routes import Route, Routes
+from weft.host._texts import Texts
 from weft.host.base import HostContext, Stateless
-from weft.host.spec import locate, parse_reward
 from weft.registry import register_function
 
 Vector = npt.NDArray[np.float64]
@@ -41,7 +41,14 @@ class RewardFunction(Stateless):
     `fn(prompts, completions, *, completion_ids, **columns)` gets lists with one entry a completion (all completions of a
     prompt in one call) and returns a number or None (it does not apply) for each; it may be async. It is called on parts of
     the batch (`chunk_size` prompts at a time) in `num_workers` processes that live as long as the run. Without a `chunk_size`
-    it is called on a prompt as soon as all completions of it are there, while others are still sampled.
+    it is called on a prompt as soon as all completions of it are there, while others are still sampled. It may return
+    `(rewards, metrics)`; metrics by name are summed over the batch.
+
+    `column` names a column of the data whose rows say which verifiers reward them, in the forms of `reward`; `reward` is for
+    rows that say nothing. With `by_token` a completion's reward may be a list, one number or None a token, or a mapping from
+    where steps end (characters of the completion) to rewards; the node then makes `token_rewards` [L], too, NaN where there is
+    none, and `rewards` counts them in. `keep_parts` also makes `reward_parts` [1, parts]: the parts without their weights, the
+    reward model's score last, NaN where a part does not apply.
 
     `timeout_s` is for the whole batch, from when all its completions are there. Completions whose call has not come back by
     then stop the run, or get `on_timeout` for that part where it is set, counted as the metric `timeouts`. The process is
@@ -49,7 +56,7 @@ class RewardFunction(Stateless):
 
     Metrics: `reward`; `reward_std`, the mean over prompts of the standard deviation among a prompt's completions (of the whole
     batch, where prompts have one each); `frac_reward_zero_std`, the share of prompts whose completions all have one reward;
-    `reward/{part}`, the mean of a part where it applies.
+    `reward/{part}`, the mean of a part where it applies; `reward/{part}/{name}`, a metric of the part's own.
 
     Raises `UserError` when built for functions that cannot be found or imported; when called, for a function that raises,
     hangs, or returns something else than finite numbers, with its name and the samples' ids.
@@ -61,18 +68,21 @@ class RewardFunction(Stateless):
     num_workers: int | None = None
     chunk_size: int | None = None
     scores_weight: float = 1.0
+    column: str | None = None
+    by_token: bool = False
+    keep_parts: bool = False
     pool: Pool = field(init=False, repr=False)
     begins_with: ClassVar[Sequence[str]] = ("prompt", "completion")
 
     def __post_init__(self) -> None:
-        self.parts = parse_reward(self.reward)
         for name in ("timeout_s", "num_workers", "chunk_size"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"reward: {name}={value} must be above 0")
-        targets = [locate(part) for part in self.parts]
-        self.labels = _distinct([target.label for target in targets])
-        self.pool = Pool(targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1))
+        self.routes = Routes(self.reward, self.column, by_token=self.by_token)
+        if self.keep_parts and self.column is not None:
+            raise ConfigError(f"reward: keep_parts has one column a part, and column={self.column!r} lets rows differ")
+        self.pool = Pool(self.routes.targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1))
         self.pool.start()
         self._begun: dict[str, Call] = {}  # by id, until the batch that holds it
         self._batches = 0  # that were computed
@@ -82,51 +92,69 @@ class RewardFunction(Stateless):
         if self.chunk_size is not None:
             return
         texts = Texts.of(batch, context.require_tokenizer("reward"))
+        routes = self.routes.of_rows(texts.columns, batch.ids)
         for index, id in enumerate(batch.ids):
             self._drop([id])
-            self._begun[id] = self._submit(texts, np.flatnonzero(texts.group == index).tolist())
+            self._begun[id] = self._submit(texts, np.flatnonzero(texts.group == index).tolist(), routes[index])
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         texts = Texts.of(batch, context.require_tokenizer("reward"))
         self.pool.start()
         calls = self._calls(texts, batch.ids)
         replies = iter(self.pool.collect([reply for call in calls for reply in call.replies], self.timeout_s))
-        columns = np.full((len(self.parts), len(texts.names)), np.nan)
-        timeouts = 0
+        sums = Sums(texts, self.routes.labels)
         for call in calls:
-            for column, label, reply in zip(columns, self.labels, islice(replies, len(self.parts)), strict=True):
-                column[call.places] = self._values(reply, label, [texts.names[place] for place in call.places])
-                timeouts += len(call.places) if reply.status == "timeout" else 0
-        rewards = self._sum(columns, texts.names, batch, context)
+            for use, reply in zip(call.route.uses, islice(replies, len(call.route.uses)), strict=True):
+                names = [texts.names[place] for place in call.places]
+                values, metrics = self._answer(reply, self.routes.labels[use.target], names)
+                sums.add(use.target, use.weight, call.places, values)
+                sums.count(use.target, metrics)
+                sums.timeouts += len(call.places) if reply.status == "timeout" else 0
+        rewards = self._with_scores(sums, batch, context)
         if self.on_timeout is not None:
-            context.record("timeouts", timeouts)
+            context.record("timeouts", sums.timeouts)
         record_rewards(rewards, texts.group, context)
+        return self._sample(rewards, sums, batch)
+
+    def _sample(self, rewards: Vector, sums: Sums, batch: SequenceSample) -> SequenceSample:
         counts = np.diff(batch.offsets["completion"])
-        data = {"rewards": torch.from_numpy(rewards.astype(np.float32))}
-        return SequenceSample.from_groups(batch.ids, {"rewards": [[1] * int(n) for n in counts]}, data)
+        single = [[1] * int(n) for n in counts]
+        lengths, data = {"rewards": single}, {"rewards": _tensor(rewards)}
+        if self.by_token:
+            lengths["token_rewards"] = [
+                list(part) for part in np.split(batch.lengths["completion"], np.cumsum(counts)[:-1])
+            ]
+            data["token_rewards"] = _tensor(sums.by_token)
+        if self.keep_parts:
+            scores = [host_array(batch.data["scores"])] if "scores" in batch.data else []
+            lengths["reward_parts"], data["reward_parts"] = single, _tensor(np.column_stack([*sums.parts, *scores]))
+        return SequenceSample.from_groups(batch.ids, lengths, data)
 
     def _calls(self, texts: Texts, ids: Sequence[str]) -> list[Call]:
-        """All completions, those of consecutive prompts together, `chunk_size` prompts at a time; a prompt whose completions
-        were begun with is a call of its own."""
-        calls, rest = [], []
-        for index, id in enumerate(ids):
+        """All completions, those of consecutive prompts together that the same functions reward, `chunk_size` prompts at a
+        time; a prompt whose completions were begun with is a call of its own."""
+        calls: list[Call] = []
+        rest: dict[Route, list[list[int]]] = {}
+        for index, (id, route) in enumerate(zip(ids, self.routes.of_rows(texts.columns, ids), strict=True)):
             places = np.flatnonzero(texts.group == index).tolist()
             begun = self._begun.get(id)
             if begun is not None and begun.told == texts.told(places):
                 calls.append(replace(self._begun.pop(id), places=places))
             else:
-                rest.append(places)
+                rest.setdefault(route, []).append(places)
         self._batches += 1
         self._drop([*ids, *(id for id, call in list(self._begun.items()) if call.batches < self._batches - KEPT)])
-        size = self.chunk_size or max(1, -(-len(rest) // (self.pool.size * CALLS_PER_WORKER)))
-        return calls + [
-            self._submit(texts, list(chain.from_iterable(rest[n : n + size]))) for n in range(0, len(rest), size)
-        ]
+        left = sum(len(prompts) for prompts in rest.values())
+        size = self.chunk_size or max(1, -(-left // (self.pool.size * CALLS_PER_WORKER)))
+        for route, prompts in rest.items():
+            chunks = (prompts[n : n + size] for n in range(0, len(prompts), size))
+            calls += [self._submit(texts, list(chain.from_iterable(chunk)), route) for chunk in chunks]
+        return calls
 
-    def _submit(self, texts: Texts, places: list[int]) -> Call:
+    def _submit(self, texts: Texts, places: list[int], route: Route) -> Call:
         task = texts.task(places)
-        replies = [self.pool.submit((index, *task)) for index in range(len(self.parts))]
-        return Call(places, texts.told(places), replies, self._batches)
+        replies = [self.pool.submit((use.target, *task, use.args)) for use in route.uses]
+        return Call(places, route, texts.told(places), replies, self._batches)
 
     def _drop(self, ids: Iterable[str]) -> None:
         """Head starts that nobody wants, as far as there are any."""
@@ -134,10 +162,11 @@ class RewardFunction(Stateless):
             if (call := self._begun.pop(id, None)) is not None:
                 self.pool.drop(call.replies)
 
-    def _values(self, reply: Reply, label: str, names: Sequence[str]) -> list[float]:
-        """The rewards of one call, NaN where the part does not apply."""
+    def _answer(self, reply: Reply, label: str, names: Sequence[str]) -> tuple[Sequence[Value], Mapping[str, float]]:
+        """(rewards, metrics) of one call."""
         if reply.status == "ok":
-            return [np.nan if value is None else float(value) for value in reply.value]
+            values, metrics = reply.value
+            return values, metrics
         shown = names if reply.index is None else [names[reply.index]]
         where = ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
         if reply.status == "error":
@@ -155,29 +184,25 @@ class RewardFunction(Stateless):
                 f"reward {label!r} did not finish within reward_timeout_s={self.timeout_s:g} seconds on {where}; make it "
                 "faster, raise reward_timeout_s, or set reward_on_timeout to the reward that such completions get"
             )
-        return [self.on_timeout] * len(names)
+        return [self.on_timeout] * len(names), {}
 
-    def _sum(self, columns: Vector, names: Sequence[str], batch: SequenceSample, context: HostContext) -> Vector:
-        """The weighted sum over the parts that apply to each completion."""
-        weights = np.array([part.weight for part in self.parts])
-        for label, column in zip(self.labels, columns, strict=True):
-            if not np.isnan(column).all():
-                context.record(f"reward/{label}", float(np.nanmean(column)))
-        applies = ~np.isnan(columns)
-        total = np.where(applies, columns * weights[:, None], 0.0).sum(axis=0)
+    def _with_scores(self, sums: Sums, batch: SequenceSample, context: HostContext) -> Vector:
+        """The weighted sum over the parts that apply to each completion, and the reward model's score."""
+        sums.record(context)
         if "scores" in batch.data:
             scores = host_array(batch.data["scores"]).astype(np.float64)
-            if len(scores) != len(total):
-                raise DataError(f"key 'scores' holds {len(scores)} values; there are {len(total)} completions")
+            if len(scores) != len(sums.total):
+                raise DataError(f"key 'scores' holds {len(scores)} values; there are {len(sums.total)} completions")
             context.record("reward/model", float(scores.mean()))
-            return total + self.scores_weight * scores
-        without = [names[int(n)] for n in np.flatnonzero(~applies.any(axis=0))]
+            return sums.total + self.scores_weight * scores
+        names = sums.texts.names
+        without = [names[int(n)] for n in np.flatnonzero(np.isnan(sums.parts).all(axis=0))]
         if without:
             raise UserError(
                 f"no reward applies to {', '.join(without[:SHOWN])} ({len(without)} of {len(names)} completions): "
-                f"{', '.join(self.labels)} returned None; give these rows what a reward needs, or add one that applies"
+                f"{', '.join(self.routes.labels)} returned None; give these rows what a reward needs, or add one that applies"
             )
-        return total
+        return sums.total
 
 
 @dataclass(frozen=True)
@@ -185,53 +210,63 @@ class Call:
     """The completions at some places of a batch, and what each part will say of them."""
 
     places: list[int]
+    route: Route
     told: Any  # what the functions are told, as ids and columns
     replies: list[Future[Reply]]
     batches: int  # that were computed when it was begun
 
 
-@dataclass(frozen=True)
-class Texts:
-    """What reward functions are told: one entry a completion. Texts are made for the calls that need them."""
+class Sums:
+    """The rewards of a batch as they are added up."""
 
-    names: list[str]  # id[k]
-    group: npt.NDArray[np.int64]
-    prompt_ids: list[list[int]]  # one a prompt
-    completion_ids: list[list[int]]
-    columns: Mapping[str, list[Any]]  # of the dataset (the batch's metadata)
-    tokenizer: Tokenizer
+    def __init__(self, texts: Texts, labels: Sequence[str]) -> None:
+        self.texts, self.labels = texts, labels
+        self.parts = np.full(
+            (len(labels), len(texts.names)), np.nan
+        )  # without weights, NaN where a part does not apply
+        self.total = np.zeros(len(texts.names))
+        self.lengths = np.array([len(ids) for ids in texts.completion_ids], np.int64)
+        self.by_token = np.full(int(self.lengths.sum()), np.nan)
+        self.metrics: dict[str, float] = {}
+        self.timeouts = 0
 
-    @classmethod
-    def of(cls, batch: SequenceSample, tokenizer: Tokenizer) -> Texts:
-        group = batch.group_of("completion")
-        starts = batch.offsets["completion"][group]
-        return cls(
-            names=[f"{batch.ids[g]}[{n - start}]" for n, (g, start) in enumerate(zip(group, starts, strict=True))],
-            group=group,
-            prompt_ids=[sequence.tolist() for sequence in batch.sequences("prompt")],
-            completion_ids=[sequence.tolist() for sequence in batch.sequences("completion")],
-            columns={name: list(values) for name, values in batch.metadata.items() if name not in (*RESERVED, PART)},
-            tokenizer=tokenizer,
-        )
+    def add(self, part: int, weight: float, places: Sequence[int], values: Sequence[Value]) -> None:
+        """One call's rewards."""
+        for place, value in zip(places, values, strict=True):
+            if value is None:
+                continue
+            if isinstance(value, (int, float)):
+                self.parts[part, place] = value
+            else:
+                self._add_tokens(part, weight, place, self.texts.by_token(place, value))
+            if not np.isnan(self.parts[part, place]):
+                self.total[place] += weight * self.parts[part, place]
 
-    def told(self, chunk: Sequence[int]) -> tuple[Any, ...]:
-        """Prompt ids, completion ids and columns of some completions."""
-        groups = self.group[list(chunk)].tolist()
-        columns = {name: [values[g] for g in groups] for name, values in self.columns.items()}
-        return [self.prompt_ids[g] for g in groups], [self.completion_ids[n] for n in chunk], columns
+    def _add_tokens(self, part: int, weight: float, place: int, rewards: Vector) -> None:
+        if np.isnan(rewards).all():
+            return
+        self.parts[part, place] = np.nansum(rewards)
+        start = int(self.lengths[:place].sum())
+        there = self.by_token[start : start + len(rewards)]  # a view
+        given = ~np.isnan(rewards)
+        there[given] = np.nan_to_num(there[given]) + weight * rewards[given]
 
-    def task(self, chunk: Sequence[int]) -> Task:
-        """Texts without special tokens, ids and columns of some completions."""
-        groups = self.group[list(chunk)].tolist()
-        prompts, ids, columns = self.told(chunk)
-        texts = {g: self.tokenizer.decode(self.prompt_ids[g], skip_special=True) for g in dict.fromkeys(groups)}
-        completions = [
-            self.tokenizer.decode_after(prompt, each, True) for prompt, each in zip(prompts, ids, strict=True)
-        ]
-        return [texts[g] for g in groups], completions, ids, columns
+    def count(self, part: int, metrics: Mapping[str, float]) -> None:
+        """One call's metrics."""
+        for name, value in metrics.items():
+            key = f"reward/{self.labels[part]}/{name}"
+            self.metrics[key] = self.metrics.get(key, 0.0) + value
+
+    def record(self, context: HostContext) -> None:
+        for label, part in zip(self.labels, self.parts, strict=True):
+            if not np.isnan(part).all():
+                context.record(f"reward/{label}", float(np.nanmean(part)))
+        for name, value in self.metrics.items():
+            context.record(name, value)
 
 
-RESERVED = ("prompts", "completions", "completion_ids")
+def _tensor(values: Vector) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32))
 
 
 def record_rewards(rewards: Vector, group: npt.NDArray[np.int64], context: HostContext) -> None:
@@ -242,13 +277,3 @@ def record_rewards(rewards: Vector, group: npt.NDArray[np.int64], context: HostC
     context.record("reward", float(rewards.mean()))
     context.record("reward_std", float(group_stds(rewards, group)[first].mean()))
     context.record("frac_reward_zero_std", float(zero_variance(rewards, group).mean()))
-
-
-def _distinct(labels: Sequence[str]) -> list[str]:
-    """Names for metrics: the second `f` is `f_2`."""
-    seen: dict[str, int] = {}
-    made = []
-    for label in labels:
-        seen[label] = seen.get(label, 0) + 1
-        made.append(label if seen[label] == 1 else f"{label}_{seen[label]}")
-    return made

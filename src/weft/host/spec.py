@@ -34,7 +34,7 @@ class Target:
     """Where another process finds a part's function: a module, or a file, and the function's name in it.
 
     A verifier's parameters with a default are its options, which `args` alone sets: a column of the data that happens to have
-    an option's name does not. A user's function may give a column a default.
+    an option's name does not. A user's function may give a column a default. `by_token`: it may return rewards of tokens.
     """
 
     label: str
@@ -43,6 +43,7 @@ class Target:
     attribute: str
     args: Mapping[str, Any]
     verifier: bool = False
+    by_token: bool = False
 
 
 def parse_reward(reward: Any) -> list[RewardPart]:
@@ -101,11 +102,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def locate(part: RewardPart) -> Target:
-    """Where the part's function is. Raises `ConfigError` for a name nobody registered, a missing file or module."""
+def locate(part: RewardPart, *, checked: bool = True) -> Target:
+    """Where the part's function is. Raises `ConfigError` for a name nobody registered, a missing file or module, and where it
+    is `checked` for options that a verifier does not take."""
     place, colon, attribute = part.name.rpartition(":")
     if not colon:
-        return _locate_verifier(part)
+        return _locate_verifier(part, checked)
     if not attribute.isidentifier():
         raise ConfigError(f"reward: {part.name!r}: what follows the colon must be a function's name")
     if place.endswith(".py"):
@@ -116,14 +118,15 @@ def locate(part: RewardPart) -> Target:
     return Target(attribute, place, None, attribute, part.args)
 
 
-def _locate_verifier(part: RewardPart) -> Target:
+def _locate_verifier(part: RewardPart, checked: bool) -> Target:
     """A registered function may come from user code that another process has not imported; it is found by its home."""
     if part.name.endswith(".py"):
         raise ConfigError(f"reward: {part.name!r} names no function in the file; write {part.name}:FUNCTION")
     if part.name not in verifiers:
         raise unknown_name("verifier", part.name, verifiers.names())
     function = verifiers.get(part.name)
-    _check_options(part, function)
+    if checked:
+        _check_options(part, function)
     module, name = function.__module__, function.__qualname__
     if module == "__main__" or not name.isidentifier():
         raise ConfigError(

@@ -35,6 +35,6 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def numbers(text: str) -> list[Fraction]:
-    """Every number in a text, in order."""
-    found = (parse_number(match.group()) for match in NUMBER.finditer(text))
+    """Every number in a text, in order. A minus may be the sign U+2212."""
+    found = (parse_number(match.group()) for match in NUMBER.finditer(text.replace("\u2212", "-")))
     return [value for value in found if value is not None]

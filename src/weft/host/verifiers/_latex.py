@@ -6,11 +6,32 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 
 WORDS = "left|right|big|Big|bigg|Bigg|displaystyle|limits|quad|qquad"
+AND = re.compile(
+    r",?\s*\\(?:text|mbox|mathrm)\{[\s,]*(?:and|or)[\s,]*\},?\s*"
+    r"|(?<=[\w)}\]$]),?\s+(?:and|or)\s+|(?<=[\d)}\]]),?\s*(?:and|or)\s*(?=[-\d\\(])"
+)
+NAMED = re.compile(
+    r"\s*(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([a-z](?:,\s*[a-z])*\))?|\([A-Za-z](?:,\s*[A-Za-z])+\))\s*(?:=(?!=)|\\in(?![A-Za-z]))"
+)
+SUCH_THAT = re.compile(r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{?R\}?\s*)?(?:\\mid|:|\|)\s*(.+?)\s*\\\}$")
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])\.?")
+NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)(?:/(\d+))?")
+FUNCTION_OF_DEGREES = re.compile(r"\\?(sin|cos|tan)\s*[({]?\s*([\d.]+)\s*(?:\^\{?\\circ\}?|°|\\degree)\s*[)}]?")
 DROPPED = re.compile(rf"(?<!\\)\\(?:(?:{WORDS})(?![A-Za-z])|boxed|[\s!,;:])|~|\\?\$|\\?%")
 UNIT = re.compile(r"(?<=[\d})])\s*\\(?:text|mbox|mathrm|textrm)\{\s*[A-Za-z][^{}]*\}(?:\^\{?\d\}?)?$")
-PLAIN_UNIT = re.compile(r"(?<=\d)\s*(?!pi\b|sqrt\b|inf\b)[A-Za-z]{2,}[A-Za-z .]*(?:\^\{?\d\}?)?$")
+UNITS = (
+    "cm|mm|km|ft|in|yd|mi|kg|mg|lb|lbs|oz|ml|cl|hr|hrs|min|sec|mph|kmh|kph|pm|am|cents?|dollars?|euros?|percent|degrees?|radians?|"
+    "units?|square|cubic|meters?|metres?|inch(?:es)?|feet|foot|miles?|yards?|hours?|minutes?|seconds?|days?|weeks?|months?|"
+    "years?|times|people|ways|sq|th|st|nd|rd"
+)
+# A unit stands behind a number: a known one, or a word of four letters or more behind a blank.
+PLAIN_UNIT = re.compile(
+    rf"(?<=\d)(?:\s*(?:{UNITS})(?![A-Za-z])|\s+[A-Za-z]{{4,}}(?![A-Za-z]))[A-Za-z ./]*(?:\^\{{?\d\}}?)?$"
+)
 WRAPPED = re.compile(r"\\(?:text|mbox|mathrm|mathbf|textbf|textrm|operatorname)\{([^{}]*)\}")
 NAMES = {
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\infty": "inf", r"\pi": "pi", r"\cdot": "*",
@@ -26,27 +47,58 @@ KNOWN = (r"\frac", r"\sqrt", *(rf"\{name}" for name in FUNCTIONS), "pi", "sqrt",
 MOST_DEEP = 50
 
 
+def tidy(answer: str) -> str:
+    """An answer in its own LaTeX, without what says nothing: dollar signs, sizes of brackets, spacing. Commas part members
+    only, as do "and" and "or" between them."""
+    text = answer.strip()
+    while len(text) > 1 and text[0] == text[-1] == "$":
+        text = text[1:-1].strip()
+    text = SIZES.sub("", text.rstrip(".")).replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
+    text = re.sub(r",\\!\s*|(?<=\d)\{,\}(?=\d)", ",", text)
+    text = re.sub(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", lambda match: match.group().replace(",", ""), text)
+    text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
+    text = SUCH_THAT.sub(r"\1", AND.sub(", ", text).strip())
+    return re.sub(r"(?<![\w.])(\d+)\s+(\d+/\d+)(?![\w.])", r"(\1+\2)", text.replace(r"\varnothing", r"\emptyset"))
+
+
+def named(text: str) -> tuple[str | None, str]:
+    """(what stands before "=" or "is in", in plain form, what stands behind it): x=5 answers with 5."""
+    match = NAMED.match(text)
+    return (plain(match[1]), text[match.end() :].strip()) if match else (None, text)
+
+
+def is_formula(text: str) -> bool:
+    """Whether a text holds no words beside the names of functions."""
+    return not any(word not in FUNCTIONS and word not in ("sqrt", "pi", "inf") for word in WORD.findall(text))
+
+
 def plain(answer: str) -> str:
-    """One spelling of an answer: no spacing, units, dollar or percent signs; fractions and roots with braces."""
+    """One spelling of a tidy answer: no spacing, units, dollar or percent signs; fractions and roots with braces."""
     text = answer.strip().strip("$").rstrip(".").strip()
+    text = FUNCTION_OF_DEGREES.sub(r"\\\1(\2*pi/180)", text)
     text = re.sub(r"\^\{?\\circ\}?|°|\\degree", "", text)
     text = UNIT.sub("", text)
     text = WRAPPED.sub(lambda match: match.group(1).strip(), text)
     text = DROPPED.sub(" ", text)
     text = NAME.sub(lambda match: NAMES[match.group()], text)
     text = PLAIN_UNIT.sub("", text.strip())
-    text = re.sub(r"(?<=\d)\{,\}(?=\d)", ",", text)
-    text = re.sub(
-        r"(?<![\d.,])(\d{1,3}(?:,\s*\d{3})+)(?![\d,])", lambda match: re.sub(r",\s*", "", match.group()), text
-    )
     text = re.sub(r"\s+", "", text)
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac(\d|[a-z])\{", r"\\frac{\1}{", text)
     text = re.sub(r"(\\frac\{[^{}]*\})(\d|[a-z])", r"\1{\2}", text)
     text = re.sub(r"\\sqrt(\d+|[a-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<![\w}])(\d+)\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)  # 1\frac{1}{2} is 3/2
-    text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)  # choice (C)
-    return re.sub(r"^[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?=(?!=)", "", text)  # x=5 answers with 5
+    text = re.sub(r"_\{?(\w+)\}?", r"_\1", text)
+    return re.sub(r"^\(([A-Za-z])\)$", r"\1", text)  # choice (C)
+
+
+def exact(text: str) -> Fraction | None:
+    """The value of a number in plain form, decimal point and fraction bar included; None for anything else."""
+    match = NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    top, bottom = Fraction(match[1]), Fraction(match[2] or 1)
+    return top / bottom if bottom else None
 
 
 def split_top(text: str, separator: str) -> list[str]:
@@ -78,7 +130,7 @@ class _Syntax(Exception):
     """The text is no expression."""
 
 
-TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\?[A-Za-z]+|[-+*/^(){}\[\]!|]")
+TOKEN = re.compile(r"\d+\.?\d*(?:[eE]\d+)?|\.\d+|\\?[A-Za-z]+|[-+*/^(){}\[\]!|]")
 
 
 class _Parser:
@@ -190,6 +242,7 @@ def _letters(token: str) -> list[str]:
 
 
 def _letter(name: str, seed: int) -> float:
-    """A fixed number between 1 and 3 for a variable."""
+    """A fixed number between 1 and 3 for a variable, below 0 for every third seed."""
     digest = hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=4).digest()
-    return 1.0 + 2.0 * int.from_bytes(digest, "little") / 2**32
+    size = 1.0 + 2.0 * int.from_bytes(digest, "little") / 2**32
+    return -size if seed % 3 == 0 else size

@@ -1,0 +1,109 @@
+"""What a reward function returned, checked before it leaves the process that computed it. Loads no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+Value = (
+    float | None | list[float | None] | dict[int, float]
+)  # of a completion; of its tokens; of steps by where they end
+
+
+class Refused(Exception):
+    """A result, or a signature, that cannot be used: why, and which of the completions showed it."""
+
+    def __init__(self, text: str, index: int | None = None) -> None:
+        super().__init__(text)
+        self.index = index
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The completions of one call: texts, token ids, and whether rewards of tokens and steps are read."""
+
+    texts: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    by_token: bool
+
+    def checked(self, result: Any) -> tuple[list[Value], dict[str, float]]:
+        """(rewards, metrics): one reward a completion. A function that returns metrics, too, returns a pair.
+
+        Raises `Refused` for anything but finite numbers and None, and with `by_token` for lists and mappings of another form
+        than `Value`'s.
+        """
+        metrics: dict[str, float] = {}
+        if isinstance(result, tuple) and len(result) == 2 and _names_metrics(result[1]):
+            result, metrics = result[0], {name: _metric(name, value) for name, value in result[1].items()}
+        if isinstance(result, (str, bytes, Mapping)) or not (
+            isinstance(result, Sized) and isinstance(result, Iterable)
+        ):
+            raise Refused(
+                f"it returned a {type(result).__name__}; return a list with one number or None for each completion"
+            )
+        if len(result) != len(self.texts):
+            raise Refused(f"it returned {len(result)} rewards for {len(self.texts)} completions; return one for each")
+        return [self._value(value, index) for index, value in enumerate(result)], metrics
+
+    def _value(self, value: Any, index: int) -> Value:
+        if isinstance(value, Mapping) and self.by_token:
+            return self._steps(value, index)
+        if isinstance(value, (list, tuple)) and self.by_token:
+            count = len(self.ids[index])
+            if len(value) != count:
+                raise Refused(
+                    f"it returned {len(value)} rewards for the {count} tokens of a completion; return one for each token, "
+                    "None where there is none",
+                    index,
+                )
+            return [_number(each, index) for each in value]
+        if isinstance(value, (Mapping, list, tuple)):
+            raise Refused(
+                f"it returned a {type(value).__name__} for a completion; return a number, or set reward_by_token=true for "
+                "rewards of tokens or steps",
+                index,
+            )
+        return _number(value, index)
+
+    def _steps(self, value: Mapping[Any, Any], index: int) -> dict[int, float]:
+        length = len(self.texts[index])
+        made = {}
+        for end, reward in value.items():
+            number = _number(reward, index)
+            if isinstance(end, bool) or not isinstance(end, int) or not 0 < end <= length or number is None:
+                raise Refused(
+                    f"it returned the step {end!r}: {reward!r} for a completion of {length} characters; a step is its end, "
+                    f"in characters from 1 to {length}, and a number",
+                    index,
+                )
+            made[end] = number
+        return made
+
+
+def _names_metrics(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _metric(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise Refused(
+            f"it returned the metric {name}={value!r}; a metric is a finite number, which is summed over the batch"
+        )
+    return float(value)
+
+
+def _number(value: Any, index: int) -> float | None:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        what = f"{value!r} ({type(value).__name__}); return a number, or None where the reward does not apply"
+        raise Refused(f"it returned {what}", index) from None
+    if not math.isfinite(number):
+        raise Refused(f"it returned {number}; return a finite number, or None where the reward does not apply", index)
+    return number

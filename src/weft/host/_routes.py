@@ -1,0 +1,96 @@
+"""Which reward functions see which completions: those of the option `reward`, or those that a row itself names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.errors import ConfigError, DataError
+from weft.host.spec import RewardPart, Target, locate, parse_reward
+from weft.registry import verifiers
+
+
+@dataclass(frozen=True)
+class Use:
+    """One function on some completions: its index among the targets, its weight, and the row's own arguments."""
+
+    target: int
+    weight: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The functions whose weighted sum some completions get. Two rows that say the same have the same one."""
+
+    uses: tuple[Use, ...]
+
+
+class Routes:
+    """The functions of `reward`, and with a `column` every registered verifier, for the rows that name some there.
+
+    A row names verifiers only: data must not be able to have any function of any module called. Raises `ConfigError` for
+    functions that cannot be found.
+    """
+
+    def __init__(self, reward: Any, column: str | None, *, by_token: bool) -> None:
+        parts = [] if reward is None and column is not None else parse_reward(reward)
+        self.column = column
+        targets = [locate(part) for part in parts]
+        self.usual = Route(tuple(Use(index, part.weight) for index, part in enumerate(parts)))
+        self._by_name: dict[str, int] = {}
+        if column is not None:
+            for name in verifiers.names():
+                self._by_name[name] = len(targets)
+                targets.append(locate(RewardPart(name), checked=False))
+        self.targets: list[Target] = [replace(target, by_token=by_token) for target in targets]
+        self.labels = _distinct([target.label for target in targets])
+        self._read: dict[str, Route] = {}
+
+    def of_rows(self, columns: Mapping[str, Sequence[Any]], ids: Sequence[str]) -> list[Route]:
+        """One route an id. Raises `DataError` for an id whose row names what is no verifier, or nothing where it must."""
+        if self.column is None:
+            return [self.usual] * len(ids)
+        if self.column not in columns:
+            held = ", ".join(sorted(columns)) or "none"
+            raise DataError(f"reward_column={self.column!r}: the dataset's columns are: {held}")
+        return [self._of_row(value, id) for value, id in zip(columns[self.column], ids, strict=True)]
+
+    def _of_row(self, value: Any, id: str) -> Route:
+        if value is None or value in ("", [], {}):
+            if not self.usual.uses:
+                raise DataError(
+                    f"{id}: the column {self.column!r} names no verifier, and there is no reward for such rows; set reward"
+                )
+            return self.usual
+        key = repr(value)
+        if key not in self._read:
+            self._read[key] = self._parse(value, id)
+        return self._read[key]
+
+    def _parse(self, value: Any, id: str) -> Route:
+        """Raises `DataError`."""
+        try:
+            parts = parse_reward(value)
+            for part in parts:
+                if ":" in part.name:
+                    raise ConfigError(f"reward: {part.name!r} is no verifier; a row may name registered verifiers only")
+                locate(part)
+        except ConfigError as error:
+            raise DataError(f"{id}: column {self.column!r}: {str(error).removeprefix('reward: ')}") from None
+        names = [part.name for part in parts]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise DataError(f"{id}: column {self.column!r} names {twice[0]!r} twice; name it once")
+        return Route(tuple(Use(self._by_name[part.name], part.weight, part.args) for part in parts))
+
+
+def _distinct(labels: Sequence[str]) -> list[str]:
+    """Names for metrics: the second `f` is `f_2`."""
+    seen: dict[str, int] = {}
+    made = []
+    for label in labels:
+        seen[label] = seen.get(label, 0) + 1
+        made.append(label if seen[label] == 1 else f"{label}_{seen[label]}")
+    return made

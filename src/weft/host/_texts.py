@@ -1,0 +1,73 @@
+"""What reward functions are told of a batch: texts, token ids and the dataset's columns, one entry a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.groups import PART
+from weft.data.sample import SequenceSample
+from weft.data.steps import step_tokens
+from weft.data.tokenizer import Tokenizer
+from weft.host._pool import Task
+
+RESERVED = ("prompts", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The completions of a batch. Texts are made for the calls that need them."""
+
+    names: list[str]  # id[k]
+    group: npt.NDArray[np.int64]
+    prompt_ids: list[list[int]]  # one a prompt
+    completion_ids: list[list[int]]
+    columns: Mapping[str, list[Any]]  # of the dataset (the batch's metadata)
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, batch: SequenceSample, tokenizer: Tokenizer) -> Texts:
+        group = batch.group_of("completion")
+        starts = batch.offsets["completion"][group]
+        return cls(
+            names=[f"{batch.ids[g]}[{n - start}]" for n, (g, start) in enumerate(zip(group, starts, strict=True))],
+            group=group,
+            prompt_ids=[sequence.tolist() for sequence in batch.sequences("prompt")],
+            completion_ids=[sequence.tolist() for sequence in batch.sequences("completion")],
+            columns={name: list(values) for name, values in batch.metadata.items() if name not in (*RESERVED, PART)},
+            tokenizer=tokenizer,
+        )
+
+    def told(self, chunk: Sequence[int]) -> tuple[Any, ...]:
+        """Prompt ids, completion ids and columns of some completions."""
+        groups = self.group[list(chunk)].tolist()
+        columns = {name: [values[g] for g in groups] for name, values in self.columns.items()}
+        return [self.prompt_ids[g] for g in groups], [self.completion_ids[n] for n in chunk], columns
+
+    def task(self, chunk: Sequence[int]) -> Task:
+        """Texts without special tokens, ids and columns of some completions."""
+        groups = self.group[list(chunk)].tolist()
+        prompts, ids, columns = self.told(chunk)
+        texts = {g: self.tokenizer.decode(self.prompt_ids[g], skip_special=True) for g in dict.fromkeys(groups)}
+        completions = [
+            self.tokenizer.decode_after(prompt, each, True) for prompt, each in zip(prompts, ids, strict=True)
+        ]
+        return [texts[g] for g in groups], completions, ids, columns
+
+    def by_token(self, place: int, value: Sequence[float | None] | Mapping[int, float]) -> npt.NDArray[np.float64]:
+        """float64 [L]: rewards of the tokens of one completion, NaN where there is none; those of steps, given by where in the
+        text a step ends, at the step's last token."""
+        ids = self.completion_ids[place]
+        if not isinstance(value, Mapping):
+            return np.array([np.nan if each is None else each for each in value])
+        ends = sorted(value)
+        made = np.full(len(ids), np.nan)
+        for index, end in zip(
+            step_tokens(self.tokenizer, self.prompt_ids[self.group[place]], ids, ends), ends, strict=True
+        ):
+            made[index] = np.nan_to_num(made[index]) + value[end]
+        return made

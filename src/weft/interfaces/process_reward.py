@@ -1,0 +1,77 @@
+"""A reward for every step of a completion, by a process reward model: what its head says at the token that ends the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from weft.algorithms.advantages import segment_sums
+from weft.algorithms.base import host_array
+from weft.data.sample import SequenceSample
+from weft.data.steps import step_ends, step_tokens
+from weft.errors import ConfigError
+from weft.host.base import HostContext
+from weft.host.reward import record_rewards
+from weft.interfaces._own_form import same_tokens
+from weft.interfaces.base import MFCResult, Model
+from weft.registry import register_interface
+
+
+@register_interface("process_reward")
+class ProcessReward:
+    """`step`: the text that a step ends with; the completion's own end ends the last one.
+
+    For roles with a head of one value a token (Lightman et al. 2023, "Let's Verify Step by Step", arXiv 2305.20050).
+    """
+
+    def __init__(self, step: str) -> None:
+        if not step:
+            raise ConfigError("step='' ends nothing; set it to the text that a step ends with, such as a blank line")
+        self.step = step
+
+    def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
+        """Keys by id: `token_rewards` [L], NaN but at the last token of each step, and `scores` [1], their sum (0 for a
+        completion without steps). Raises `ConfigError` for a role with another tokenizer than the data's."""
+        if not same_tokens(model.tokenizer, model.data_tokenizer):
+            raise ConfigError(
+                f"role {model.role!r} has another tokenizer than the data, so it cannot give rewards at the data's tokens; "
+                "use a reward model with the same tokenizer, or leave out rew_step"
+            )
+        made = model.engine.forward(batch, frozenset({"values"}))
+        lengths = batch.lengths["completion"].astype(np.int64)
+        values = host_array(made.data["values"]).astype(np.float64)
+        ends = np.cumsum(lengths + 1)
+        after = np.delete(values, ends - lengths - 1)  # [L]: what the head says at each token of a completion
+        rewards = np.full(len(after), np.nan)
+        steps = self._last_tokens(model, batch)
+        rewards[steps] = after[steps]
+        scores, counted = (
+            segment_sums(np.nan_to_num(rewards), lengths),
+            segment_sums((~np.isnan(rewards)).astype(float), lengths),
+        )
+        context = HostContext()
+        context.record("steps", float(counted.mean()))
+        record_rewards(scores, batch.group_of("completion"), context)
+        return MFCResult(_sample(batch, rewards, scores), context.metrics)
+
+    def _last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:
+        """Rows of the tokens that end a step."""
+        found = []
+        start = 0
+        prompts = [ids.tolist() for ids in batch.sequences("prompt")]
+        for group, sequence in zip(batch.group_of("completion"), batch.sequences("completion"), strict=True):
+            ids, prompt = sequence.tolist(), prompts[int(group)]
+            ends = step_ends(model.data_tokenizer.decode_after(prompt, ids, True), self.step)
+            found += [start + at for at in dict.fromkeys(step_tokens(model.data_tokenizer, prompt, ids, ends))]
+            start += len(ids)
+        return found
+
+
+def _sample(batch: SequenceSample, rewards: np.ndarray, scores: np.ndarray) -> SequenceSample:
+    counts = np.diff(batch.offsets["completion"])
+    by_id = [part.tolist() for part in np.split(batch.lengths["completion"], np.cumsum(counts)[:-1])]
+    lengths = {"token_rewards": by_id, "scores": [[1] * int(n) for n in counts]}
+    data = {"token_rewards": rewards, "scores": scores}
+    return SequenceSample.from_groups(
+        batch.ids, lengths, {key: torch.from_numpy(each.astype(np.float32)) for key, each in data.items()}
+    )
