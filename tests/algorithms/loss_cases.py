@@ -40,7 +40,7 @@ def make_sample(
     return SequenceSample.from_groups([f"id{g}" for g in range(len(completions))], seqlens, data)
 
 
-PER_SEQUENCE = {"rank", "comparison", "margin", "label", "rewards", "kl_baseline"}
+PER_SEQUENCE = {"rank", "comparison", "margin", "label", "rewards", "kl_baseline", "reward_shift", "partner"}
 
 
 class Rows:

@@ -25,6 +25,9 @@ class Case:
     name: str
     args: dict[str, Any]
     trains: str = "logprobs"
+    halved: bool = (
+        False  # a comparison is counted at both ends, with the other end constant: gradients are twice the slope
+    )
 
     def build(self) -> Loss:
         return losses.get(self.name)(**self.args)
@@ -39,6 +42,13 @@ CASES = [
     Case("rw", {}, "scores"),
     Case("rw", {"score_l2": 0.1, "center": 0.02}, "scores"),
     *(Case("dpo", {"loss_type": t, "beta": 0.3}) for t in ("sigmoid", "sigmoid_norm", "hinge", "ipo", "orpo", "kto")),
+    *(
+        Case("dpo", {"loss_type": t, "beta": 0.3})
+        for t in ("exo_pair", "discopop", "nca_pair", "sppo_hard", "bco_pair", "apo_zero", "apo_down", "bco", "aot")
+    ),
+    Case("dpo", {"loss_type": "aot_unpaired", "beta": 0.3}, halved=True),
+    *(Case("dpo", {"loss_type": "sigmoid", "beta": 0.3, "f_divergence": f}) for f in ("forward_kl", "js", "alpha")),
+    Case("dpo", {"loss_type": "sigmoid", "beta": 0.3, "rpo_alpha": 0.5}),
     Case("dpo", {"loss_type": "robust", "beta": 0.3, "label_smoothing": 0.1}),
     Case("dpo", {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": 0.2}),
     Case("dpo", {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0}),
@@ -73,6 +83,8 @@ def minibatch(
         "margin": np.abs(rng.normal(0, 1, sequences)),
         "label": rng.integers(0, 2, sequences).astype(np.float64),
         "kl_baseline": np.full(sequences, 0.2),
+        "reward_shift": np.full(sequences, 0.1),
+        "partner": rng.normal(0, 1, sequences),
     }
     if masks:
         keys["loss_mask"] = (rng.random(tokens) < 0.8).astype(np.float64)
@@ -106,7 +118,8 @@ def test_gradient_equals_finite_differences(case: Case) -> None:
     sample, out = minibatch(11, groups=3)
     loss = case.build()
     _, _, found = gradients(loss, sample, out)
-    np.testing.assert_allclose(found[case.trains], finite_differences(loss, sample, out, case.trains), atol=1e-7)
+    slope = finite_differences(loss, sample, out, case.trains)
+    np.testing.assert_allclose(found[case.trains], slope * (2 if case.halved else 1), atol=1e-7)
     assert np.abs(found[case.trains]).max() > 0
     others = set(found) - {case.trains} - ({"entropy"} if case.args.get("entropy_coef") else set())
     assert all((found[key] == 0).all() for key in others)
@@ -212,7 +225,7 @@ def test_log_sigmoid_has_the_true_slope_at_zero() -> None:
 
 def test_shapes_are_checked_here() -> None:
     """The import hook of conftest.py is in force; without it every shape annotation would be decoration."""
-    from weft.algorithms.dpo import sigmoid_loss
+    from weft.algorithms.preferences import sigmoid_loss
 
     assert sigmoid_loss(np.zeros(3), 0.1).shape == (3,)
     with pytest.raises(Exception, match="delta"):

@@ -11,9 +11,13 @@ import pytest
 import torch
 from loss_cases import evaluate, gradients, make_sample
 
-from weft.algorithms import dpo
+from weft.algorithms import dpo, preferences
 from weft.algorithms.dpo import dpo_loss
-from weft.errors import ConfigError
+from weft.algorithms.transport import TRANSPORTED
+from weft.errors import ConfigError, DataError
+from weft.host.base import HostContext
+from weft.host.bco_shift import BCOShift
+from weft.host.optimal_transport import optimal_transport
 
 LENGTHS = [(3, 2), (1, 4), (5, 5), (2, 1)]  # (better, worse) of four pairs
 
@@ -41,13 +45,15 @@ def padded(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     return values, mask
 
 
-def trl_dpo(loss_type: str, beta: float, smoothing: float) -> tuple[float, dict[str, float], np.ndarray]:
+def trl_dpo(
+    loss_type: str, beta: float, smoothing: float, divergence: str = "reverse_kl", dtype: torch.dtype = torch.float64
+) -> tuple[float, dict[str, float], np.ndarray]:
     """(loss, metrics, gradient by row) of TRL's own `_compute_loss` on the same pairs."""
     trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="trl is a test dependency")
     sample, out = pairs_sample()
     values, mask = padded(out["logprobs"])
     reference, _ = padded(np.asarray(sample.data["ref_logprobs"]))
-    values.requires_grad_(True)
+    values, reference = values.to(dtype).requires_grad_(True), reference.to(dtype)
 
     def model(**_: Any) -> SimpleNamespace:
         zeros = torch.zeros(8, mask.shape[1] - 1)
@@ -65,7 +71,9 @@ def trl_dpo(loss_type: str, beta: float, smoothing: float) -> tuple[float, dict[
         aux_loss_enabled=False,
         ld_alpha=None,
         precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
+        f_divergence_type=divergence,
+        f_alpha_divergence_coef=0.5,
+        args=SimpleNamespace(discopop_tau=0.05),
         loss_types=[loss_type],
         loss_weights=[1.0],
         beta=beta,
@@ -84,20 +92,57 @@ def trl_dpo(loss_type: str, beta: float, smoothing: float) -> tuple[float, dict[
     return float(loss.detach()), {k: v[-1] for k, v in metrics["train"].items()}, torch.cat(order).numpy()
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge", "robust", "sigmoid_norm"])
+PAIRWISE = (
+    "sigmoid", "ipo", "hinge", "robust", "sigmoid_norm", "exo_pair", "nca_pair", "sppo_hard", "bco_pair", "apo_zero",
+    "apo_down", "discopop", "aot", "aot_unpaired",
+)  # fmt: skip
+SMOOTHED = {"robust": 0.15, "exo_pair": 0.15, "aot": 0.1, "aot_unpaired": 0.1}
+
+
+def with_partners(sample: Any, out: dict[str, np.ndarray], loss_type: str) -> Any:
+    """The sample with what AOT compares each completion with."""
+    old = make_sample(LENGTHS, {"old_logprobs": out["logprobs"]}).select(keys=["old_logprobs"])
+    return sample.update(optimal_transport(sample.update(old), HostContext(), loss_type))
+
+
+@pytest.mark.parametrize("loss_type", PAIRWISE)
 def test_equals_trl(loss_type: str) -> None:
-    smoothing = 0.15 if loss_type == "robust" else 0.0
+    smoothing = SMOOTHED.get(loss_type, 0.0)
     loss, metrics, gradient = trl_dpo(loss_type, 0.3, smoothing)
     sample, out = pairs_sample()
+    if loss_type in TRANSPORTED:
+        sample = with_partners(sample, out, loss_type)
     ours = gradients(dpo_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing), sample, out)
-    assert ours[0] == pytest.approx(
-        loss,
+    precision = {"rtol": 1e-6} if loss_type in TRANSPORTED else {}  # partners are float32, as every key of a run
+    assert ours[0] == pytest.approx(loss, rel=precision.get("rtol", 1e-6))
+    np.testing.assert_allclose(ours[2]["logprobs"], gradient, **precision)
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen"):
+        assert ours[1][name] == pytest.approx(metrics[name]), name
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "discopop"])
+@pytest.mark.parametrize(
+    ("divergence", "name"), [("forward_kl", "forward_kl"), ("js", "js_divergence"), ("alpha", "alpha_divergence")]
+)
+def test_divergences_equal_trl(loss_type: str, divergence: str, name: str) -> None:
+    smoothing = SMOOTHED.get(loss_type, 0.0)
+    # TRL's alpha knows no float64, and its exo_pair has a float32 epsilon: absolutely as near as float32 can be.
+    single = divergence == "alpha" or loss_type == "exo_pair"
+    loss, _, gradient = trl_dpo(
+        loss_type, 0.3, smoothing, name, torch.float32 if divergence == "alpha" else torch.float64
     )
-    np.testing.assert_allclose(ours[2]["logprobs"], gradient)
-    assert ours[1]["logps/chosen"] == pytest.approx(metrics["logps/chosen"])
-    if loss_type in ("sigmoid", "hinge", "robust"):
-        for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
-            assert ours[1][name] == pytest.approx(metrics[name]), name
+    sample, out = pairs_sample()
+    chosen = dpo_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing, f_divergence=divergence, f_alpha=0.5)
+    ours = gradients(chosen, sample, out)
+    assert ours[0] == pytest.approx(loss, rel=1e-5 if single else 1e-12)
+    np.testing.assert_allclose(
+        ours[2]["logprobs"], gradient, rtol=1e-5 if single else 1e-12, atol=1e-7 if single else 0
+    )
+
+
+def test_rpo_adds_the_better_answers_cross_entropy_by_token() -> None:
+    # ratios +1 and -1; the better answer's log-probs are -1, -1: its cross-entropy is 1 a token.
+    assert hand("sigmoid", 0.5, rpo_alpha=0.25) == pytest.approx(nls(1.0) + 0.25 * 1.0)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -108,10 +153,10 @@ def test_simpo_and_cdpo_equal_trl(smoothing: float) -> None:
     options = {"alpha": 0.0, "label_smoothing": smoothing, "accelerator": SimpleNamespace(device="cpu")}
     simpo = SimpleNamespace(loss_type="simpo", beta=2.0, simpo_gamma=0.5, **options)
     theirs, *_ = trainer.CPOTrainer.cpo_loss(simpo, better, worse)
-    np.testing.assert_allclose(dpo.simpo_loss(better - worse, 2.0, 0.5, smoothing), theirs, rtol=1e-12)
+    np.testing.assert_allclose(preferences.simpo_loss(better - worse, 2.0, 0.5, smoothing), theirs, rtol=1e-12)
     sigmoid = SimpleNamespace(loss_type="sigmoid", beta=0.4, **options)
     theirs, *_ = trainer.CPOTrainer.cpo_loss(sigmoid, better, worse)
-    np.testing.assert_allclose(dpo.sigmoid_loss(better - worse, 0.4, smoothing), theirs, rtol=1e-12)
+    np.testing.assert_allclose(preferences.sigmoid_loss(better - worse, 0.4, smoothing), theirs, rtol=1e-12)
 
 
 def test_orpo_equals_trl() -> None:
@@ -121,7 +166,7 @@ def test_orpo_equals_trl() -> None:
     stand_in = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
     theirs, *_ = trainer.ORPOTrainer.odds_ratio_loss(stand_in, better, worse)
     np.testing.assert_allclose(
-        dpo.orpo_loss(better, worse, 0.3), -better - theirs, rtol=1e-5
+        preferences.orpo_loss(better, worse, 0.3), -better - theirs, rtol=1e-5
     )  # float32, as TRL computes it
 
 
@@ -196,6 +241,19 @@ def test_by_hand() -> None:
     assert hand("sigmoid_norm", 1.0) == pytest.approx(nls(1.5))
     assert hand("ipo", 1.0) == pytest.approx((1.5 - 0.5) ** 2)
     assert hand("simpo", 2.0, simpo_gamma=0.5) == pytest.approx(nls(2.0 * (-1.0 + 2.0) - 0.5))
+    assert hand("nca_pair", 0.5) == pytest.approx(nls(0.5) + 0.5 * nls(-0.5) + 0.5 * nls(0.5))
+    assert hand("sppo_hard", 1.0) == pytest.approx((1.0 - 0.5) ** 2 + (-1.0 + 0.5) ** 2)
+    assert hand("bco_pair", 0.5) == pytest.approx(2 * nls(0.5))
+    sigmoid = 1 / (1 + math.exp(-0.5))
+    assert hand("apo_zero", 0.5) == pytest.approx(2 * (1 - sigmoid))
+    assert hand("apo_down", 0.5) == pytest.approx(sigmoid + 1 - 1 / (1 + math.exp(-1.0)))
+    q = 1 / (1 + math.exp(-1.0))
+    assert hand("exo_pair", 0.5, label_smoothing=0.1) == pytest.approx(
+        q * math.log(q / 0.9) + (1 - q) * math.log((1 - q) / 0.1)
+    )
+    share = 1 / (1 + math.exp(-1.0 / 0.5))
+    assert hand("discopop", 0.5, discopop_tau=0.5) == pytest.approx((1 - share) * nls(1.0) + share * math.exp(-1.0))
+    assert hand("sigmoid", 0.5, f_divergence="forward_kl") == pytest.approx(nls(0.5 * (math.e - 1 / math.e)))
     odds = [math.log(math.exp(x) / (1 - math.exp(x))) for x in (-1.0, -2.0)]
     assert hand("orpo", 0.1) == pytest.approx(1.0 + 0.1 * nls(odds[0] - odds[1]))
 
@@ -210,6 +268,28 @@ def test_kto_by_hand() -> None:
     expected = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "rewards/margins": 1.0, "rewards/accuracies": 1.0}
     expected |= {"logps/chosen": -2.0, "logps/rejected": -2.0, "kl_baseline": 0.2}
     assert result.stats == pytest.approx(expected)
+
+
+def test_bco_by_hand_and_its_running_shift() -> None:
+    # Rewards are beta times +1 (desirable) and -1 (undesirable); their midpoint is 0, then moves with what comes.
+    keys = {"label": [0.0, 1.0], "old_logprobs": [-2.0, -1.0, -1.0], "ref_logprobs": [-1.0, -1.5, -1.5]}
+    sample, shift = make_sample([(1, 2)], keys), BCOShift(beta=0.5)
+    context = HostContext()
+    first = shift(sample, context)
+    assert first.data["reward_shift"].tolist() == [0.0, 0.0] and context.metrics["reward_shift"] == 0.0
+    result = evaluate(dpo_loss("bco", 0.5), sample.update(first), {"logprobs": [-2.0, -1.0, -1.0]})
+    assert result.loss == pytest.approx(nls(0.5))
+    keys["old_logprobs"] = [-1.0, -0.5, -0.5]  # rewards +1 (desirable) and 0: means (0.5 + 1) / 2 and (-0.5 + 0) / 2
+    later = BCOShift(beta=0.5)
+    later.load_state_dict(shift.state_dict())
+    moved = later(make_sample([(1, 2)], keys), HostContext())
+    assert moved.data["reward_shift"].tolist() == pytest.approx([0.25, 0.25])
+
+
+def test_aot_refuses_rankings() -> None:
+    keys = {"rank": [0, 2, 1], "comparison": [0, 0, 0], "ref_logprobs": [0.0] * 3, "old_logprobs": [0.0] * 3}
+    with pytest.raises(DataError, match="id0: aot and aot_unpaired compare"):
+        optimal_transport(make_sample([(1, 1, 1)], keys), HostContext())
 
 
 def test_a_ranking_gives_all_its_pairs() -> None:
@@ -228,8 +308,8 @@ def test_the_first_step_has_the_gradient_of_the_formula() -> None:
 def test_log_odds_is_stable() -> None:
     x = np.array([-1e-5, -0.1, -0.69, -0.7, -5.0, -700.0])
     exact = [math.log(math.exp(v)) - math.log(-math.expm1(v)) for v in x]
-    np.testing.assert_allclose(dpo.log_odds(x), exact, rtol=1e-10)
-    assert np.isfinite(dpo.log_odds(np.array([0.0, -1e-12]))).all()
+    np.testing.assert_allclose(preferences.log_odds(x), exact, rtol=1e-10)
+    assert np.isfinite(preferences.log_odds(np.array([0.0, -1e-12]))).all()
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,23 @@ def test_dpo(material: Path, tmp_path: Path) -> None:
     assert under(line, "actor_train") >= TRAINING | wanted
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "more", "node"),
+    [("bco", (), "bco_shift"), ("aot", (), "optimal_transport"), ("apo_zero", ("dpo.rpo_alpha=0.5",), "ref_inf")],
+)
+def test_kin_of_dpo(material: Path, tmp_path: Path, loss_type: str, more: tuple[str, ...], node: str) -> None:
+    words = (
+        "actor.path=@m",
+        "dataset.train_path=@pairs.jsonl",
+        "dataset.valid_split=0.25",
+        f"dpo.loss_type={loss_type}",
+    )
+    _, line = run(material, tmp_path, "dpo", *words, *more)
+    assert under(line, "actor_train") >= TRAINING | {"rewards/margins"}
+    assert f"time/{node}" in line and "eval/loss" in line
+    assert ("actor_train/nll" in line) == bool(more)
+
+
 def test_grpo(material: Path, tmp_path: Path) -> None:
     words = ("actor.path=@m", "dataset.path=@prompts.jsonl", "reward=length", "grpo.gen.max_new_tokens=4")
     _, line = run(material, tmp_path, "grpo", *words, "grpo.group_size=3", "grpo.mini_batch_size=4")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weft.algorithms.dpo import DEFAULTS, LOSS_TYPES, REFERENCE_FREE
+from weft.algorithms.dpo import DEFAULTS, LOSS_TYPES, REFERENCE_FREE, default_beta, dpo_loss
+from weft.algorithms.labelled import LABELLED
+from weft.algorithms.preferences import DIVERGENCES
+from weft.algorithms.transport import TRANSPORTED
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
@@ -23,33 +26,53 @@ from weft.registry import register_quickstart
 class DPOOptions:
     loss_type: str = option(
         "sigmoid",
-        "which loss; simpo and orpo have no reference model, kto treats each answer of a pair as one labelled answer",
+        "which loss; simpo and orpo have no reference model, kto and bco treat each answer of a pair as one labelled answer, "
+        "aot and aot_unpaired compare sorted answers of the whole batch",
         choices=LOSS_TYPES,
     )
-    beta: float = option(0.1, "strength of the pull towards the reference (orpo: weight of the odds ratio)")
-    label_smoothing: float = option(
-        DEFAULTS["label_smoothing"], "share of labels taken to be wrong: cDPO with sigmoid; robust needs it"
+    beta: float | None = option(
+        None, "strength of the pull towards the reference (orpo: weight of the odds ratio); absent: 0.1, for simpo 2"
     )
-    simpo_gamma: float = option(DEFAULTS["simpo_gamma"], "margin that simpo asks for, in units of the score")
-    desirable_weight: float = option(DEFAULTS["desirable_weight"], "kto: weight of desirable completions", at_least=0.0)
+    label_smoothing: float = option(
+        DEFAULTS["label_smoothing"],
+        "share of labels taken to be wrong: cDPO with sigmoid; robust needs it; 0 is 0.001 for exo_pair",
+    )
+    simpo_gamma: float = option(DEFAULTS["simpo_gamma"], "margin that simpo asks for, in units of beta times the score")
+    discopop_tau: float = option(
+        DEFAULTS["discopop_tau"], "discopop: how sharply it changes from one loss to the other"
+    )
+    rpo_alpha: float = option(
+        DEFAULTS["rpo_alpha"], "weight of the chosen answer's cross-entropy, added to the loss (RPO)", at_least=0.0
+    )
+    f_divergence: str = option(
+        DEFAULTS["f_divergence"],
+        "what keeps the actor near the reference (f-DPO); losses of the difference of two scores only",
+        choices=DIVERGENCES,
+    )
+    f_alpha: float = option(DEFAULTS["f_alpha"], "alpha of f_divergence=alpha; 1 is reverse_kl")
+    desirable_weight: float = option(
+        DEFAULTS["desirable_weight"], "kto, bco: weight of desirable completions", at_least=0.0
+    )
     undesirable_weight: float = option(
-        DEFAULTS["undesirable_weight"], "kto: weight of undesirable completions", at_least=0.0
+        DEFAULTS["undesirable_weight"], "kto, bco: weight of undesirable completions", at_least=0.0
     )
     cache_ref_logprobs: bool = option(False, "compute the reference's log-probs once for each id and keep them on disk")
 
     def loss_args(self) -> dict[str, Any]:
         """The arguments of the loss `dpo`."""
-        return {"loss_type": self.loss_type, "beta": self.beta, **{name: getattr(self, name) for name in DEFAULTS}}
+        beta = default_beta(self.loss_type) if self.beta is None else self.beta
+        return {"loss_type": self.loss_type, "beta": beta, **{name: getattr(self, name) for name in DEFAULTS}}
 
 
 @register_quickstart("dpo")
 @dataclass
 class DPOConfig(RunConfig):
-    """Direct preference optimization and its kin (IPO, hinge, robust, SimPO, ORPO, KTO) on pairs or rankings."""
+    """Direct preference optimization and its kin (IPO, RPO, APO, EXO, NCA, SPPO, AOT, SimPO, ORPO, KTO, BCO) on pairs or
+    rankings."""
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
-    host_nodes: ClassVar[tuple[str, ...]] = ("kto_mismatch", "kto_baseline")
+    host_nodes: ClassVar[tuple[str, ...]] = ("kto_mismatch", "kto_baseline", "bco_shift", "optimal_transport")
     algorithm: ClassVar[str] = "dpo"
     spellings: ClassVar[dict[str, str]] = {
         "beta": "dpo.beta",
@@ -64,12 +87,14 @@ class DPOConfig(RunConfig):
     dataset: DatasetSpec = option(DatasetSpec(), "rows of the form paired_comparison, preference or ranking")
     dpo: DPOOptions = option(DPOOptions(), "the loss")
     ref_inf: MFCOptions = option(MFCOptions(), "the call that scores with the reference")
+    actor_inf: MFCOptions = option(MFCOptions(), "bco, aot: the call that scores with the actor before it is trained")
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
     kl_actor_inf: MFCOptions = option(MFCOptions(), "kto: the call that scores mismatched completions with the actor")
     kl_ref_inf: MFCOptions = option(MFCOptions(), "kto: the call that scores them with the reference")
 
     def build(self) -> Experiment:
-        """The graph `ref_inf -> actor_train`; without `ref_inf` where the loss needs no reference.
+        """The graph `ref_inf -> actor_train`; without `ref_inf` where the loss needs no reference. Calls and host functions
+        before the training call make what a loss compares over the whole batch.
 
         Raises `UserError` with the option, its value and the rule.
         """
@@ -99,20 +124,41 @@ class DPOConfig(RunConfig):
         )
 
     def _nodes(self, size: int) -> list[Node]:
-        wants = ("label", "kl_baseline") if self.dpo.loss_type == "kto" else ("rank",)
+        kind = self.dpo.loss_type
+        wants = (
+            ("label", LABELLED[kind]) if kind in LABELLED else ("rank", *(("partner",) if kind in TRANSPORTED else ()))
+        )
         train = MFCDef(
             name="actor_train", role="actor", interface="train", method="train_step", batch_size=size,
             input_keys=("prompt", "completion", *wants), optional_keys=("comparison", "loss_mask"),
             args={"loss": "dpo", "loss_args": self.dpo.loss_args()},
         )  # fmt: skip
-        if self.dpo.loss_type in REFERENCE_FREE:
+        dpo_loss(**self.dpo.loss_args())  # refuses options that do not go together
+        if kind in REFERENCE_FREE:
             return [train]
         ref_inf = _scoring("ref_inf", "ref", size)
         nodes: list[Node] = [
             replace(ref_inf, cache=self.dpo.cache_ref_logprobs),
             replace(train, input_keys=(*train.input_keys, "ref_logprobs")),
         ]
-        return [*_baseline(size), *nodes] if self.dpo.loss_type == "kto" else nodes
+        if kind == "kto":
+            return [*_baseline(size), *nodes]
+        return [*nodes[:1], *self._compared(size), *nodes[1:]] if kind == "bco" or kind in TRANSPORTED else nodes
+
+    def _compared(self, size: int) -> list[Node]:
+        """The actor's scores before its update, and what they say of the whole batch (BCO's shift, AOT's partners)."""
+        kind = self.dpo.loss_type
+        scored = replace(_scoring("actor_inf", "actor", size), output_key_remap={"logprobs": "old_logprobs"})
+        bco = kind == "bco"
+        whole = HostFunction(
+            name="bco_shift" if bco else "optimal_transport", function="bco_shift" if bco else "optimal_transport",
+            batch_size=size,
+            input_keys=("prompt", "completion", "old_logprobs", "ref_logprobs", "label" if bco else "rank"),
+            optional_keys=("loss_mask",) if bco else ("loss_mask", "comparison"),
+            output_keys=(LABELLED[kind] if bco else "partner",),
+            args={"beta": self.dpo.loss_args()["beta"]} if bco else {"loss_type": kind},
+        )  # fmt: skip
+        return [scored, whole]
 
 
 def _check_kto(dataset: DatasetSpec) -> None:

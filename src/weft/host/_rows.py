@@ -58,6 +58,17 @@ class Rows:
             mask[starts_of(self.lengths)[alone & (self.lengths > 0)]] = 0.0
         return mask
 
+    def sums(self, key: str) -> Vector:
+        """float64 [S]: a token key summed over each completion's trained tokens."""
+        trained = self.mask
+        return segment_sums(np.where(trained != 0.0, self.tokens(key), 0.0) * trained, self.lengths)
+
+    def values(self, **keys: Vector) -> SequenceSample:
+        """New keys of one value a completion, as float32."""
+        counts = np.diff(self.batch.offsets["completion"])
+        data = {key: torch.from_numpy(values.astype(np.float32)) for key, values in keys.items()}
+        return SequenceSample.from_groups(self.batch.ids, {key: [[1] * int(n) for n in counts] for key in keys}, data)
+
     def sample(self, **keys: Vector) -> SequenceSample:
         """New keys of one value a token, as float32."""
         counts = np.diff(self.batch.offsets["completion"])

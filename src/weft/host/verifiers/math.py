@@ -26,8 +26,8 @@ SHORT = 200  # characters of a text that may be an answer and nothing else
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` (braces balanced) or `\boxed 5`, None where there is none; several side by side are a
-    list."""
+    r"""What stands in the last `\boxed{...}` (braces balanced) or `\boxed 5`, None where there is none; several side by side
+    are a list."""
     found: list[tuple[int, int, str]] = []  # (begin, end, inside)
     for match in BOX.finditer(text):
         rest = text[match.end() :]

@@ -1,0 +1,103 @@
+"""Losses of single completions that are labelled as desirable or not: KTO and BCO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import array_api_compat
+import numpy as np
+from jaxtyping import Float
+
+from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, Sum, fixed, log_sigmoid, trained_rows
+from weft.algorithms.scores import completion_scores
+
+
+def kto_loss(
+    scores: Float[Array, "S"], labels: Float[Array, "S"], baseline: Float[Array, "S"], beta: float
+) -> Float[Array, "S"]:
+    """1 - sigmoid(beta (score - z0)) for desirable completions (label 1), 1 - sigmoid(beta (z0 - score)) for the others.
+
+    Ethayarajh et al. 2024, eq. 7 and 8. `baseline` is z0 = max(0, mean over the batch of the mismatched completions' scores),
+    a constant; it is made by the host functions `kto_mismatch` and `kto_baseline` over the whole batch. (TRL estimates it in
+    every micro-batch, so that its gradient depends on the micro-batch size.)
+    """
+    xp = array_api_compat.array_namespace(scores)
+    sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
+    return xp.exp(log_sigmoid(-beta * sign * (scores - baseline)))
+
+
+def bco_loss(
+    scores: Float[Array, "S"], labels: Float[Array, "S"], shift: Float[Array, "S"], beta: float
+) -> Float[Array, "S"]:
+    """-log sigmoid(beta score - shift) for desirable completions (label 1), -log sigmoid(shift - beta score) for the others.
+
+    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, eq. 10. `shift` is delta, the midpoint of desirable
+    and undesirable rewards, a constant; the host function `bco_shift` keeps its running mean.
+    """
+    xp = array_api_compat.array_namespace(scores)
+    sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
+    return -log_sigmoid(sign * (beta * scores - shift))
+
+
+# By loss type: the key that comes from the whole batch.
+LABELLED: Mapping[str, str] = {"kto": "kl_baseline", "bco": "reward_shift"}
+
+
+@dataclass(frozen=True)
+class LabelledLoss(Loss):
+    """Mean over the minibatch's completions of weight * `kto_loss` or `bco_loss`.
+
+    Keys: `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline` (KTO's z0) or `reward_shift` (BCO's delta),
+    one value per id or per completion. Metrics: `rewards/{chosen,rejected,margins}` = beta * score and `logps/{chosen,rejected}` over
+    desirable and undesirable ones, `rewards/accuracies` = share of rewards on their label's side of the threshold (beta * z0,
+    or delta), and that key.
+    """
+
+    loss_type: str = "kto"
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    outputs = frozenset({"logprobs"})
+    unit = "sequence"
+
+    def denominators(self, minibatch: Sample) -> Mapping[str, float]:
+        """`sequences`: completions with at least one trained token."""
+        return {"sequences": float(np.count_nonzero(trained_rows(minibatch)))}
+
+    def __call__(
+        self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
+    ) -> tuple[Array, Mapping[str, Stat]]:
+        xp = array_api_compat.array_namespace(out["logprobs"])
+        scores, logps = completion_scores(out["logprobs"], batch["ref_logprobs"], batch)
+        key = LABELLED[self.loss_type]
+        labels, baseline = batch["label"], batch[key]
+        taken = xp.astype(batch.lengths > 0, scores.dtype)
+        good = xp.astype(labels > 0.5, scores.dtype) * taken
+        weights = self.desirable_weight * good + self.undesirable_weight * (taken - good)
+        kto = self.loss_type == "kto"
+        each = (kto_loss if kto else bco_loss)(scores, labels, baseline, self.beta)
+        threshold = self.beta * baseline if kto else baseline
+        stats = _label_stats(self.beta * fixed(scores), threshold, logps, good, taken - good)
+        stats[key] = Sum(xp.sum(baseline * taken), xp.sum(taken))
+        return xp.sum(each * weights) / max(total["sequences"], 1.0), stats
+
+    def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """Adds `rewards/margins`: mean reward of desirable less that of undesirable ones, where there are both."""
+        made = dict(stats)
+        if "rewards/chosen" in made and "rewards/rejected" in made:
+            made["rewards/margins"] = made["rewards/chosen"] - made["rewards/rejected"]
+        return made
+
+
+def _label_stats(rewards: Array, baseline: Array, logps: Array, good: Array, bad: Array) -> dict[str, Stat]:
+    xp = array_api_compat.array_namespace(rewards)
+    right = xp.astype(rewards > baseline, good.dtype) * good + xp.astype(rewards < baseline, bad.dtype) * bad
+    return {
+        "rewards/chosen": Sum(xp.sum(rewards * good), xp.sum(good)),
+        "rewards/rejected": Sum(xp.sum(rewards * bad), xp.sum(bad)),
+        "rewards/accuracies": Sum(xp.sum(right), xp.sum(good + bad)),
+        "logps/chosen": Sum(xp.sum(logps * good), xp.sum(good)),
+        "logps/rejected": Sum(xp.sum(logps * bad), xp.sum(bad)),
+    }

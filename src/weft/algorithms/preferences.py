@@ -1,0 +1,216 @@
+"""The losses of one pair of completions, as functions of their scores; `delta` is score(better) - score(worse).
+
+A score compares the policy with the reference over a completion's trained tokens, of which there are L (`SCORES`):
+
+    sum     f of the sum of log pi(y_t) - log ref(y_t), where f belongs to a divergence
+    mean    the same, divided by L                                                        IPO, sigmoid_norm
+    free    sum of log pi(y_t) / L, no reference                                          SimPO, ORPO
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import array_api_compat
+from jaxtyping import Float
+
+from weft.algorithms.base import Array, log_sigmoid
+from weft.errors import unknown_name
+
+SCORES = ("sum", "mean", "free")
+DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+EXPONENT_BOUND = 20.0  # an exponent is cut to it: beyond, one pair would outweigh every other
+
+
+def divergence_score(log_ratio: Float[Array, "S"], divergence: str, alpha: float = 0.5) -> Float[Array, "S"]:
+    """f'(t) of t = pi / ref, from log t, up to a constant that a difference of scores loses (Wang et al. 2023, "Beyond Reverse
+    KL", arXiv 2309.16240, table 1).
+
+        reverse_kl   log t                     DPO
+        forward_kl   1 - 1 / t                 TRL's constant; the paper has -1 / t
+        js           log(2 t / (1 + t))
+        alpha        (t^(a - 1) - 1) / (a - 1), log t at a = 1     TRL's; the paper's (1 - t^-a) / a is the same at 1 - a
+
+    Exponents are cut to `EXPONENT_BOUND` (TRL: not, or 80). Raises `ConfigError` for another name.
+    """
+    xp = array_api_compat.array_namespace(log_ratio)
+    if divergence == "reverse_kl" or (divergence == "alpha" and abs(alpha - 1.0) < 1e-6):
+        return log_ratio
+    if divergence == "forward_kl":
+        return 1.0 - xp.exp(xp.clip(-log_ratio, None, EXPONENT_BOUND))
+    if divergence == "js":
+        return math.log(2.0) + log_sigmoid(log_ratio)
+    if divergence == "alpha":
+        return (xp.exp(xp.clip((alpha - 1.0) * log_ratio, None, EXPONENT_BOUND)) - 1.0) / (alpha - 1.0)
+    raise unknown_name("dpo.f_divergence", divergence, DIVERGENCES)
+
+
+def sigmoid_loss(delta: Float[Array, "P"], beta: float, smoothing: float = 0.0) -> Float[Array, "P"]:
+    """-(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta).
+
+    DPO (Rafailov et al. 2023, eq. 7) at e = 0; cDPO (Mitchell 2023) where labels are wrong with probability e < 1/2. TRL's
+    `sigmoid` has lost its label smoothing (1.16); its CPO trainer still has it, in this form. With the scores of `mean` this
+    is TRL's `sigmoid_norm`.
+    """
+    return -(1.0 - smoothing) * log_sigmoid(beta * delta) - smoothing * log_sigmoid(-beta * delta)
+
+
+def robust_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
+    """[-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e), Chowdhury et al. 2024, eq. 12.
+
+    Unbiased for the clean loss where labels are flipped with probability e; may be negative.
+    """
+    kept, flipped = log_sigmoid(beta * delta), log_sigmoid(-beta * delta)
+    return (-(1.0 - smoothing) * kept + smoothing * flipped) / (1.0 - 2.0 * smoothing)
+
+
+def hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+    """max(0, 1 - beta delta), SLiC as in Liu et al. 2023 (RSO), table 1."""
+    xp = array_api_compat.array_namespace(delta)
+    return xp.clip(1.0 - beta * delta, 0.0, None)
+
+
+def ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+    """(delta - 1 / (2 beta))^2, Azar et al. 2023, eq. 17, where beta is called tau.
+
+    On means over tokens, not on sums as the equation reads: the authors' own experiments did so (they told TRL), and a sum
+    would make the target gap depend on length.
+    """
+    xp = array_api_compat.array_namespace(delta)
+    return xp.square(delta - 1.0 / (2.0 * beta))
+
+
+def simpo_loss(delta: Float[Array, "P"], beta: float, gamma: float, smoothing: float = 0.0) -> Float[Array, "P"]:
+    """-log sigmoid(beta delta - gamma) (smoothed as `sigmoid_loss`), Meng et al. 2024, eq. 6; delta of mean log-probs."""
+    return sigmoid_loss(delta - gamma / beta, beta, smoothing)
+
+
+def log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
+    """log(p / (1 - p)) with p = exp(mean log-prob); a p above 1 - 1e-6 counts as that."""
+    xp = array_api_compat.array_namespace(mean_logprob)
+    x = xp.clip(mean_logprob, None, -1e-6)
+    near = x > -math.log(2.0)  # log(1 - e^x): expm1 near 0, log1p elsewhere (Maechler 2012)
+    by_expm1 = xp.log(-xp.expm1(xp.where(near, x, -xp.ones_like(x))))
+    by_log1p = xp.log1p(-xp.exp(xp.where(near, -xp.ones_like(x), x)))
+    return x - xp.where(near, by_expm1, by_log1p)
+
+
+def orpo_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+    """-better - beta log sigmoid(log_odds(better) - log_odds(worse)) of mean log-probs, Hong et al. 2024, eq. 6 and 7.
+
+    `beta` is the paper's lambda. The first term is the cross-entropy of the better answer, a mean over its tokens as in the
+    paper; TRL's takes the mean over all tokens of a micro-batch, prompts included.
+    """
+    return -better - beta * log_sigmoid(log_odds(better) - log_odds(worse))
+
+
+def exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
+    """KL(q || p) of q = (sigmoid(beta delta), sigmoid(-beta delta)) from p = (1 - e, e), EXO for two answers.
+
+    Ji et al. 2024, "Towards Efficient Exact Optimization of Language Model Alignment", arXiv 2402.00856, eq. 16; e above 0.
+    """
+    xp = array_api_compat.array_namespace(delta)
+    log_q, log_other = log_sigmoid(beta * delta), log_sigmoid(-beta * delta)
+    return xp.exp(log_q) * (log_q - math.log1p(-smoothing)) + xp.exp(log_other) * (log_other - math.log(smoothing))
+
+
+def nca_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+    """-log sigmoid(beta better) - 1/2 log sigmoid(-beta better) - 1/2 log sigmoid(-beta worse).
+
+    Chen et al. 2024, "Noise Contrastive Alignment", arXiv 2402.05369, eq. 11 for two answers.
+    """
+    return -log_sigmoid(beta * better) - 0.5 * (log_sigmoid(-beta * better) + log_sigmoid(-beta * worse))
+
+
+def sppo_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+    """(better - 1 / (2 beta))^2 + (worse + 1 / (2 beta))^2: the better answer wins for certain.
+
+    Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, eq. 4.7 with P = 1 and 0; beta is 1 / eta.
+    """
+    xp = array_api_compat.array_namespace(better)
+    return xp.square(better - 0.5 / beta) + xp.square(worse + 0.5 / beta)
+
+
+def bco_pair_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+    """-log sigmoid(beta better) - log sigmoid(-beta worse), BCO on pairs without its reward shift, as TRL has it.
+
+    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656; `bco` has the shift.
+    """
+    return -log_sigmoid(beta * better) - log_sigmoid(-beta * worse)
+
+
+def apo_zero_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+    """1 - sigmoid(beta better) + sigmoid(beta worse): raises the better and lowers the worse answer, for data whose better
+    answers beat the model's own.
+
+    D'Oosterlinck et al. 2024, "Anchored Preference Optimization", arXiv 2408.06266, eq. 7.
+    """
+    xp = array_api_compat.array_namespace(better)
+    return xp.exp(log_sigmoid(-beta * better)) + xp.exp(log_sigmoid(beta * worse))
+
+
+def apo_down_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+    """sigmoid(beta better) + 1 - sigmoid(beta (better - worse)): lowers both, the worse one more, for data whose answers are
+    worse than the model's own.
+
+    D'Oosterlinck et al. 2024, eq. 8.
+    """
+    xp = array_api_compat.array_namespace(better)
+    return xp.exp(log_sigmoid(beta * better)) + xp.exp(log_sigmoid(-beta * (better - worse)))
+
+
+def discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Array, "P"]:
+    """(1 - m) * -log sigmoid(beta delta) + m exp(-beta delta) with m = sigmoid(beta delta / tau).
+
+    Lu et al. 2024, "Discovering Preference Optimization Algorithms", arXiv 2406.08414, eq. 5. The exponent is cut to
+    `EXPONENT_BOUND`; m is next to 0 there.
+    """
+    xp = array_api_compat.array_namespace(delta)
+    mixed = xp.exp(log_sigmoid(beta * delta / tau))
+    rest = xp.exp(log_sigmoid(-beta * delta / tau))
+    return rest * -log_sigmoid(beta * delta) + mixed * xp.exp(xp.clip(-beta * delta, None, EXPONENT_BOUND))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A loss of pairs: the scores it compares, the options it reads, its own defaults, whether a divergence may be chosen, and
+    itself on (better, worse, options)."""
+
+    loss: Callable[[Array, Array, Any], Array]
+    score: str = "sum"
+    options: frozenset[str] = frozenset()
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    divergences: bool = False
+
+
+def _of_delta(loss: Callable[[Array, Any], Array], *options: str, score: str = "sum") -> Kind:
+    """A loss of delta alone; any divergence goes with it."""
+    return Kind(lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True)
+
+
+SMOOTHED = "label_smoothing"
+KINDS: Mapping[str, Kind] = {
+    "sigmoid": _of_delta(lambda d, o: sigmoid_loss(d, o.beta, o.label_smoothing), SMOOTHED),
+    "sigmoid_norm": _of_delta(lambda d, o: sigmoid_loss(d, o.beta, o.label_smoothing), SMOOTHED, score="mean"),
+    "robust": _of_delta(lambda d, o: robust_loss(d, o.beta, o.label_smoothing), SMOOTHED),
+    "hinge": _of_delta(lambda d, o: hinge_loss(d, o.beta)),
+    "ipo": _of_delta(lambda d, o: ipo_loss(d, o.beta), score="mean"),
+    "exo_pair": Kind(
+        lambda b, w, o: exo_loss(b - w, o.beta, o.label_smoothing), options=frozenset({SMOOTHED}),
+        defaults={SMOOTHED: 1e-3}, divergences=True,
+    ),
+    "discopop": _of_delta(lambda d, o: discopop_loss(d, o.beta, o.discopop_tau), "discopop_tau"),
+    "nca_pair": Kind(lambda b, w, o: nca_loss(b, w, o.beta)),
+    "sppo_hard": Kind(lambda b, w, o: sppo_loss(b, w, o.beta)),
+    "bco_pair": Kind(lambda b, w, o: bco_pair_loss(b, w, o.beta)),
+    "apo_zero": Kind(lambda b, w, o: apo_zero_loss(b, w, o.beta)),
+    "apo_down": Kind(lambda b, w, o: apo_down_loss(b, w, o.beta)),
+    "simpo": Kind(
+        lambda b, w, o: simpo_loss(b - w, o.beta, o.simpo_gamma, o.label_smoothing), "free",
+        frozenset({SMOOTHED, "simpo_gamma"}), {"beta": 2.0},
+    ),
+    "orpo": Kind(lambda b, w, o: orpo_loss(b, w, o.beta), "free"),
+}  # fmt: skip
