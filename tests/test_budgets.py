@@ -11,7 +11,13 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGET = {"file": 400, "function": 60, "class": 250, "parameters": 8}
 
 # (kind, path, name) -> why this one is larger.
-EXCUSED: dict[tuple[str, str, str], str] = {}
+EXCUSED: dict[tuple[str, str, str], str] = {
+    (
+        "parameters",
+        "src/weft/host/verifiers/judge.py",
+        "judge",
+    ): "a verifier's options are its parameters, and it has many",
+}
 
 
 def sizes(path: str, source: str) -> dict[tuple[str, str, str], int]:

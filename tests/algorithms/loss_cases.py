@@ -19,7 +19,7 @@ Array = Any
 def make_sample(
     completions: Sequence[Sequence[int]], keys: Mapping[str, Sequence[float]], prompts: Sequence[int] | None = None
 ) -> SequenceSample:
-    """`completions[g]` lists the lengths of group g; each key holds one value a token or one a completion, flat."""
+    """`completions[g]` lists the lengths of group g; each key holds one value, or row of values, a token or a completion."""
     num_tokens = sum(map(sum, completions))
     num_sequences = sum(map(len, completions))
     prompt_lengths = [2] * len(completions) if prompts is None else list(prompts)
@@ -40,7 +40,7 @@ def make_sample(
     return SequenceSample.from_groups([f"id{g}" for g in range(len(completions))], seqlens, data)
 
 
-PER_SEQUENCE = {"rank", "comparison", "margin", "label", "rewards", "kl_baseline", "reward_shift", "partner"}
+PER_SEQUENCE = {"rank", "comparison", "margin", "label", "rewards", "kl_baseline", "reward_shift", "partner", "sampled"}
 
 
 class Rows:
@@ -137,7 +137,7 @@ def finite_differences(loss: Loss, sample: SequenceSample, out: Mapping[str, Any
     base = {k: np.asarray(v, dtype=np.float64) for k, v in out.items()}
     slopes = np.zeros_like(base[key])
     step = 1e-6
-    for i in range(len(slopes)):
+    for i in np.ndindex(slopes.shape):
         ends = []
         for sign in (1.0, -1.0):
             moved = base[key].copy()

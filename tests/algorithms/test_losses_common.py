@@ -61,6 +61,9 @@ CASES = [
     Case("grpo", {"importance_level": "sequence", "loss_type": "grpo", "eps_clip": 0.02}),
     Case("grpo", {"surrogate": "reinforce"}),
     *(Case("grpo", {"kl_coef": 0.2, "kl_estimator": k}) for k in ("k1", "k2", "k3")),
+    *(Case("gkd", {"divergence_beta": b}, "given_logprobs") for b in (0.0, 0.3, 1.0)),
+    Case("gkd", {"divergence_beta": 0.5, "sft_coef": 0.2}, "given_logprobs"),
+    Case("gkd", {"divergence_beta": 0.0, "sft_coef": 0.2}, "logprobs"),
 ]
 
 
@@ -85,6 +88,8 @@ def minibatch(
         "kl_baseline": np.full(sequences, 0.2),
         "reward_shift": np.full(sequences, 0.1),
         "partner": rng.normal(0, 1, sequences),
+        **teacher_of(tokens, seed),
+        "sampled": np.arange(sequences) % 2.0,
     }
     if masks:
         keys["loss_mask"] = (rng.random(tokens) < 0.8).astype(np.float64)
@@ -96,8 +101,20 @@ def minibatch(
         "top1": rng.integers(0, 2, tokens).astype(np.float64),
         "values": rng.normal(0, 1, tokens),
         "scores": rng.normal(0, 1, sequences),
+        "given_logprobs": distributions(tokens, seed + 1),
     }
     return sample, out
+
+
+def distributions(rows: int, seed: int, events: int = 4) -> np.ndarray:
+    """Log-probs [rows, events] that sum to 1."""
+    logits = np.random.default_rng(seed).normal(0, 1.5, (rows, events))
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def teacher_of(rows: int, seed: int) -> dict[str, np.ndarray]:
+    """What a teacher says of each token: three ids, and log-probs of these and of any other."""
+    return {"given_ids": np.tile(np.arange(3), (rows, 1)), "teacher_logprobs": distributions(rows, seed + 2)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -121,7 +138,8 @@ def test_gradient_equals_finite_differences(case: Case) -> None:
     slope = finite_differences(loss, sample, out, case.trains)
     np.testing.assert_allclose(found[case.trains], slope * (2 if case.halved else 1), atol=1e-7)
     assert np.abs(found[case.trains]).max() > 0
-    others = set(found) - {case.trains} - ({"entropy"} if case.args.get("entropy_coef") else set())
+    also = {"entropy_coef": {"entropy"}, "sft_coef": {"logprobs", "given_logprobs"}}
+    others = set(found) - {case.trains} - set().union(*(also.get(name, set()) for name in case.args))
     assert all((found[key] == 0).all() for key in others)
 
 
@@ -140,12 +158,19 @@ def test_the_cut_does_not_matter(case: Case, seed: int, parts: int, empty_prompt
         assert math.isclose(value, cut[1][name], rel_tol=1e-8, abs_tol=1e-10), name
 
 
+def spoilt(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """-40 in the rows."""
+    made = values.copy()
+    made[rows] = -40.0
+    return made
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.trains != "scores"], ids=str)
 def test_masked_rows_do_not_matter(case: Case) -> None:
     sample, out = minibatch(5)
     loss = case.build()
     dead = np.asarray(sample.data["loss_mask"]) == 0
-    wild = {key: np.where(dead, -40.0, value) if len(value) == len(dead) else value for key, value in out.items()}
+    wild = {key: spoilt(value, dead) if len(value) == len(dead) else value for key, value in out.items()}
     one, other = gradients(loss, sample, out), gradients(loss, sample, wild)
     assert one[0] == pytest.approx(other[0], rel=1e-12)
     np.testing.assert_allclose(one[2][case.trains][~dead], other[2][case.trains][~dead], rtol=1e-12)

@@ -20,7 +20,7 @@ from weft.errors import Interrupted, RunError, UserError
 from weft.experiments import SFTConfig
 from weft.options import leaves
 
-QUICKSTARTS = ("sft", "rw", "dpo", "ppo", "grpo", "gen")
+QUICKSTARTS = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen")
 
 
 @pytest.fixture

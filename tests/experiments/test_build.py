@@ -15,7 +15,16 @@ from weft import registry
 from weft.engine.spec import ModelSpec, TokenizerSpec
 from weft.errors import ConfigError, GraphError, UserError
 from weft.experiment import Experiment
-from weft.experiments import DPOConfig, GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
+from weft.experiments import (
+    DistillConfig,
+    DPOConfig,
+    GenConfig,
+    GRPOConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RWConfig,
+    SFTConfig,
+)
 from weft.experiments.common import LoggerSpec, RunConfig, TrackioSpec, WandbSpec, parse_hooks
 from weft.graph.mfc import Call, HostFunction, MFCDef, Offload, ParamSync
 from weft.options import option, read, to_mapping
@@ -26,6 +35,8 @@ NODES = {
     "dpo": ["ref_inf", "actor_train"],
     "ppo": ["actor_gen", "rew_inf", "ref_inf", "critic_inf", "advantages", "actor_train", "critic_train"],
     "grpo": ["actor_gen", "reward", "ref_inf", "advantages", "actor_train"],
+    "online_dpo": ["actor_gen", "reward", "preferences", "ref_inf", "actor_train"],
+    "distill": ["actor_gen", "teacher_inf", "actor_train"],
     "gen": ["gen"],
 }
 
@@ -53,7 +64,12 @@ def config_of(name: str, **values: Any) -> Any:
         f"{base.main_role}.path": "m",
         "dataset.train_path": "rows.jsonl",
     }
-    own |= {"ppo": {"rew.path": "r"}, "grpo": {"reward": "json:dumps"}}.get(name, {})
+    own |= {
+        "ppo": {"rew.path": "r"},
+        "grpo": {"reward": "json:dumps"},
+        "online_dpo": {"reward": "json:dumps"},
+        "distill": {"teacher.path": "r"},
+    }.get(name, {})
     nested: dict[str, Any] = {}
     for dotted, value in {**own, **{key.replace("__", "."): v for key, v in values.items()}}.items():
         inner, (*groups, last) = nested, dotted.split(".")
@@ -77,13 +93,15 @@ def test_nodes_have_the_names_that_others_rely_on(name: str) -> None:
 def test_every_shipped_configuration_builds_without_torch(files: Path) -> None:
     code = """
 import sys
-from weft.experiments import DPOConfig, GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
-for cls in (SFTConfig, RWConfig, DPOConfig, PPOConfig, GRPOConfig, GenConfig):
+from weft.experiments import DistillConfig, DPOConfig, GenConfig, GRPOConfig, OnlineDPOConfig, PPOConfig, RWConfig, SFTConfig
+for cls in (SFTConfig, RWConfig, DPOConfig, OnlineDPOConfig, PPOConfig, GRPOConfig, DistillConfig, GenConfig):
     config = cls(experiment_name="e", trial_name="t")
     getattr(config, config.main_role).path = "m"
     config.dataset.path = "rows.jsonl"
-    if cls in (PPOConfig, GRPOConfig):
+    if cls in (PPOConfig, GRPOConfig, OnlineDPOConfig):
         config.rew.path = "r"
+    if cls is DistillConfig:
+        config.teacher.path = "r"
     config.build().check()
 print([m for m in ("torch", "transformers", "ray", "hydra") if m in sys.modules])
 """
@@ -428,6 +446,7 @@ def test_loggers_are_on_where_something_is_set() -> None:
 
 
 def test_all_classes_are_exported() -> None:
-    classes = (SFTConfig, RWConfig, DPOConfig, PPOConfig, GRPOConfig, GenConfig)
-    assert [registry.quickstarts.get(name) for name in ("sft", "rw", "dpo", "ppo", "grpo", "gen")] == list(classes)
+    classes = (SFTConfig, RWConfig, DPOConfig, OnlineDPOConfig, PPOConfig, GRPOConfig, DistillConfig, GenConfig)
+    names = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen")
+    assert [registry.quickstarts.get(name) for name in names] == list(classes)
     assert ModelSpec().tokenizer == TokenizerSpec()

@@ -34,6 +34,8 @@ ROLES = {
     "dpo": ["actor", "ref"],
     "ppo": ["actor", "critic", "ref", "rew"],
     "grpo": ["actor", "ref", "rew"],
+    "online_dpo": ["actor", "ref", "rew"],
+    "distill": ["actor", "teacher"],
     "gen": ["model"],
 }
 CALLS = {
@@ -42,6 +44,8 @@ CALLS = {
     "dpo": ["ref_inf", "actor_train"],
     "ppo": ["actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train"],
     "grpo": ["actor_gen", "rew_inf", "ref_inf", "actor_train"],
+    "online_dpo": ["actor_gen", "rew_inf", "ref_inf", "actor_train"],
+    "distill": ["actor_gen", "teacher_inf", "actor_train"],
     "gen": ["gen"],
 }
 OWN = {
@@ -50,6 +54,15 @@ OWN = {
     "dpo": ["dpo.beta", "dpo.loss_type", "dpo.label_smoothing"],
     "ppo": [*(f"ppo.{name}" for name in PPO.split()), *(f"ppo.gen.{name}" for name in GEN.split()), *REWARD.split()],
     "grpo": ["grpo.group_size", *(f"grpo.gen.{name}" for name in GEN.split()), *REWARD.split()],
+    "online_dpo": [
+        *(f"online_dpo.{name}" for name in ("loss_type", "beta", "pairs", "samples_per_prompt")),
+        *(f"online_dpo.gen.{name}" for name in GEN.split()),
+        *REWARD.split(),
+    ],
+    "distill": [
+        *(f"distill.{name}" for name in ["loss_type", "on_policy", "divergence_beta", "top_k", "samples_per_prompt"]),
+        *(f"distill.gen.{name}" for name in GEN.split()),
+    ],
     "gen": [f"gen.{name}" for name in GEN.split()],
 }
 
@@ -83,6 +96,6 @@ def written(leaf: Leaf) -> str:
 
 
 def test_sampling_defaults_of_rl_leave_the_distribution_as_it_is() -> None:
-    for name in ("ppo", "grpo"):
+    for name in ("ppo", "grpo", "online_dpo", "distill"):
         gen = getattr(registry.quickstarts.get(name)(), name).gen
         assert (gen.temperature, gen.top_p, gen.top_k, gen.greedy) == (1.0, 1.0, 0, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.interfaces.base import Model
 from weft.interfaces.generate import Generate
+from weft.randomness import uniform
 from weft.registry import interfaces
 
 
@@ -92,6 +94,7 @@ def test_makes_k_completions_an_id_with_everything_about_them() -> None:
         "completion": torch.int64,
         "logprobs": torch.float32,
         "versions": torch.int64,
+        "loss_mask": torch.float32,
         "finished": torch.float32,
     }
     assert set(sample.data["versions"].tolist()) == {3}
@@ -101,6 +104,59 @@ def test_makes_k_completions_an_id_with_everything_about_them() -> None:
     assert made.metrics["response_length_max"] == lengths.max()
     assert made.metrics["truncated_fraction"] == pytest.approx(1 - float(sample.data["finished"].mean()))
     assert made.metrics["tokens_per_second"] > 0
+
+
+def answered(texts: tuple[str, ...] = ("once", "a fox", "no", "z")) -> SequenceSample:
+    """Prompts with an answer of two tokens each, the second trained, and a column."""
+    prompts = batch(texts)
+    count = prompts.num_ids
+    rows = {"completion": list(range(1, 2 * count + 1)), "loss_mask": [0.0, 1.0] * count}
+    answers = SequenceSample.from_default(prompts.ids, [2] * count, rows)
+    return replace(prompts.update(answers), metadata={"column": tuple(texts)})
+
+
+def test_a_share_is_sampled_and_the_others_keep_their_rows() -> None:
+    """Chosen by the hash alone: the same ids in any batch, and other ones at another step."""
+    rows = answered(tuple("abcdefghijkl"))
+    interface = Generate(share=0.5, max_new_tokens=5, samples_per_prompt=2)
+    result = interface.generate(model(), rows)
+    made = result.outputs
+    assert made is not None and made.ids == rows.ids and not made.metadata
+    assert set(made.keys) == {"completion", "loss_mask", "sampled"}
+    wanted = [uniform(9, "share/actor", 2, id, 0, 0) < 0.5 for id in rows.ids]
+    assert 0 < sum(wanted) < len(wanted)
+    assert result.metrics["sampled_fraction"] == sum(wanted) / len(wanted)
+    whole = Generate(max_new_tokens=5, samples_per_prompt=2).generate(model(), rows).outputs
+    assert whole is not None
+    for one, own, sampled, chosen in zip(made.unpack(), rows.unpack(), whole.unpack(), wanted, strict=True):
+        source = sampled if chosen else own
+        assert one.data["completion"].tolist() == source.data["completion"].tolist()
+        assert one.data["loss_mask"].tolist() == ([1.0] * sampled.num_tokens() if chosen else [0.0, 1.0])
+        assert one.data["sampled"].tolist() == ([1.0, 1.0] if chosen else [0.0])
+    for id in rows.ids[:4]:
+        alone, same = interface.generate(model(), rows.select(ids=[id])).outputs, made.select(ids=[id])
+        assert alone is not None
+        assert all(torch.equal(alone.data[key], same.data[key]) for key in made.keys)
+    later = interface.generate(model(step=3), rows).outputs
+    assert later is not None and later.data["sampled"].tolist() != made.data["sampled"].tolist()
+
+
+def test_without_a_chosen_id_nothing_is_sampled() -> None:
+    rows = answered()
+    for share, sampled in ((1e-9, 0.0), (1 - 1e-9, 1.0)):
+        actor = model()
+        result = Generate(share=share, max_new_tokens=3).generate(actor, rows.select(keys=["prompt", "completion"]))
+        assert result.outputs is not None
+        assert result.metrics["sampled_fraction"] == sampled
+        assert set(result.outputs.data["sampled"].tolist()) == {sampled}
+        assert set(result.outputs.data["loss_mask"].tolist()) == {1.0}  # rows without a mask are trained whole
+        assert len(cast(OnlyGenerates, actor.engine).specs) == sampled
+
+
+@pytest.mark.parametrize("args", [{"share": 0.0}, {"share": 1.5}, {"share": 0.5, "record_support": True, "top_k": 4}])
+def test_shares_that_cannot_be_are_refused(args: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="share"):
+        Generate(**args)
 
 
 def test_ends_with_the_tokenizers_own_end_token() -> None:

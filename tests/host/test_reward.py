@@ -289,6 +289,11 @@ def test_rows_name_their_verifiers() -> None:
         ("length", {"name": "length", "args": {"maxi": 1}}, "p0: column 'by': .*did you mean max"),
         ("length", [["length", 1], {"name": "length", "args": {"max": 1}}], "names 'length' twice"),
         ("length", 7, "p0: column 'by': 7 cannot be read"),
+        (
+            "length",
+            {"name": "judge", "args": {"url": "https://x/v1", "model": "m"}},
+            "p0: column 'by': a row must not set url of 'judge'",
+        ),
         (None, None, "p0: the column 'by' names no verifier, and there is no reward for such rows; set reward"),
     ],
 )
@@ -619,7 +624,7 @@ def test_specifications() -> None:
 
 
 def test_every_shipped_verifier_and_function_is_registered() -> None:
-    assert {"gsm8k", "math", "format", "ifeval", "length", "exact", "code"} <= set(verifiers.load_all())
+    assert {"gsm8k", "math", "format", "ifeval", "length", "exact", "code", "judge"} <= set(verifiers.load_all())
     shipped = {"gae_advantages", "group_advantages", "reward", "dynamic_sampling", "kto_mismatch", "kto_baseline"}
     assert shipped <= set(functions.load_all())
 

@@ -17,6 +17,7 @@ from weft.engine.base import Engine
 from weft.errors import ConfigError
 from weft.interfaces.base import Model
 from weft.interfaces.infer import Infer, same_tokens
+from weft.models.heads import TopIds
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,18 @@ class Scores:
     def __init__(self) -> None:
         self.read: SequenceSample | None = None
         self.temperature = 0.0
+        self.top: TopIds | None = None
 
-    def forward(self, batch: SequenceSample, want: frozenset[str], *, temperature: float) -> SequenceSample:
-        self.read, self.temperature = batch, temperature
+    def forward(
+        self, batch: SequenceSample, want: frozenset[str], *, temperature: float, top: TopIds | None = None
+    ) -> SequenceSample:
+        self.read, self.temperature, self.top = batch, temperature, top
         counts = [[1] * len(n) for n in batch.seqlens["completion"]]
         lengths = torch.tensor(batch.lengths["completion"].tolist(), dtype=torch.float32)
         tokens = [n.tolist() for n in batch.seqlens["completion"]]
         zeros = torch.zeros(batch.num_tokens("completion"))
         keys: dict[str, Any] = {"scores": (counts, lengths), "logprobs": (tokens, zeros)}
+        keys |= {"top_ids": (tokens, zeros[:, None].int()), "top_logprobs": (tokens, zeros[:, None].repeat(1, 2))}
         made = {key: keys[key] for key in want}
         return SequenceSample.from_groups(
             batch.ids, {k: v[0] for k, v in made.items()}, {k: v[1] for k, v in made.items()}
@@ -106,6 +111,33 @@ def test_values_a_token_are_refused_across_tokenizers(tokenizers: tuple[Tokenize
     first, second = tokenizers
     with pytest.raises(ConfigError, match="logprobs"):
         Infer(["logprobs"]).inference(model_of(Scores(), second, first), batch_of(first))
+
+
+def test_the_likeliest_ids_are_asked_for_of_those_that_the_tokenizer_knows(
+    tokenizers: tuple[Tokenizer, Tokenizer],
+) -> None:
+    """All but one of them at most, so that in no network nothing is left over."""
+    first, second = tokenizers
+    for count, asked in ((8, 8), (100_000, first.vocab_size - 1)):
+        engine = Scores()
+        outputs = Infer(["top_ids", "top_logprobs"], top_k=count).inference(
+            model_of(engine, first, first), batch_of(first)
+        )
+        assert engine.top == TopIds(asked, below=first.vocab_size)
+        assert outputs.outputs is not None and set(outputs.outputs.keys) == {"top_ids", "top_logprobs"}
+    interface = Infer(["top_ids"], top_k=8)
+    with pytest.raises(ConfigError, match="cannot give top_ids for the data's tokens"):
+        interface.inference(model_of(Scores(), second, first), batch_of(first))
+    with pytest.raises(ConfigError, match="cannot give top_ids"):
+        interface.check_tokens("teacher", second, first)
+    interface.check_tokens("teacher", first, first)
+    Infer(["scores"]).check_tokens("rew", second, first)  # one score a completion is of any tokens
+
+
+@pytest.mark.parametrize(("outputs", "top_k"), [(["top_ids"], None), (["top_logprobs"], 0), (["logprobs"], 8)])
+def test_how_many_ids_is_said_where_ids_are_asked_for(outputs: list[Any], top_k: int | None) -> None:
+    with pytest.raises(ConfigError, match=rf"top_k={top_k} with the outputs {outputs[0]}"):
+        Infer(outputs, top_k=top_k)
 
 
 CHATML = (

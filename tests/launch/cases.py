@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import make_llama, pair_rows, prompt_answer_rows, prompt_rows, write_jsonl
-from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from weft.experiments import DistillConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
 
 
 def prepare(root: Path) -> None:
@@ -66,9 +66,20 @@ def grpo(root: Path, folder: str) -> GRPOConfig:
     return config
 
 
+def distill(root: Path, folder: str) -> DistillConfig:
+    """A student that samples half of the completions, and a teacher's distributions at each token."""
+    config = DistillConfig(**options(root, folder))
+    config.actor.path = config.teacher.path = str(root / "model")
+    config.actor.init_from_scratch, config.actor.optimizer.lr = True, 1e-3
+    config.dataset.path, config.dataset.train_bs_n_seqs = str(root / "sft.jsonl"), 6
+    config.distill.on_policy, config.distill.gen.max_new_tokens = 0.5, 6
+    config.distill.sft_coef, config.distill.ppo_n_minibatches = 0.1, 2
+    return config
+
+
 def coin(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
     """The same reward for all completions of every second prompt, so that a filter has something to drop."""
     return [0.0 if int(p.split()[2]) % 2 else float(i % 2) for i, p in enumerate(prompts)]
 
 
-CASES = {"sft": sft, "dpo": dpo, "ppo": ppo, "grpo": grpo}
+CASES = {"sft": sft, "dpo": dpo, "ppo": ppo, "grpo": grpo, "distill": distill}

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.engine.common import Nll, batch_of, engine_of, tiny
-from tests.launch.cases import prepare, sft
+from tests.launch.cases import distill, prepare, sft
 from tests.tiny import make_tokenizer, write_jsonl
 from weft.engine import memory
 from weft.engine.memory import NetworkShape, RoleMemory
@@ -97,6 +97,28 @@ def test_the_estimate_is_printed_and_stored(tmp_path: Path, capsys: pytest.Captu
         )
         assert held is not None and held.group(1) == held.group(2)
         assert text.index("memory: about ") < text.index("were needed at most")
+
+
+def test_the_estimate_counts_completions_that_are_sampled_for_a_share_of_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rows these are nobody knows: every completion may be as long as the longer of its own and a sampled one."""
+    prepare(tmp_path)
+    tokens: list[int] = []
+    real = memory.estimate
+
+    def estimate(shape: NetworkShape, settings: memory.Settings, calls: Iterable[memory.Work]) -> RoleMemory:
+        given = list(calls)
+        tokens.append(max(call.tokens for call in given))
+        return real(shape, settings, given)
+
+    monkeypatch.setattr(memory, "estimate", estimate)
+    for length in (1, 200):
+        config = distill(tmp_path, f"runs{length}")
+        config.max_steps, config.distill.gen.max_new_tokens, config.distill.ppo_n_minibatches = 1, length, 1
+        run(config)
+    rows = config.dataset.train_bs_n_seqs
+    assert rows is not None and tokens[2] > rows * 200 > tokens[0] > rows * 6
 
 
 def test_the_estimate_counts_what_rows_share_where_they_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

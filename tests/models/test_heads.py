@@ -144,7 +144,10 @@ def test_only_what_is_wanted_comes() -> None:
     network = tiny()
     packed = pack(sequences([4, 6]))
     assert set(network(packed, frozenset({"entropy"}))) == {"entropy"}
-    with pytest.raises(ConfigError, match=r"an? lm head gives entropy, logprobs, top1, not scores"):
+    with pytest.raises(
+        ConfigError,
+        match=r"an? lm head gives entropy, given_logprobs, logprobs, top1, top_ids, top_logprobs, not scores",
+    ):
         network(packed, frozenset({"scores"}))
     with pytest.raises(ConfigError, match="logprobs"):
         tiny(head="value")(packed, frozenset({"logprobs"}))

@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 Array = Any
-# `top1` [N] is 1 where the label is the likeliest token, else 0; no gradient (token accuracy needs it).
-Output = Literal["logprobs", "entropy", "values", "scores", "top1"]
+# `top1` [N] is 1 where the label is the likeliest token, else 0; no gradient (token accuracy needs it). `top_ids` [N, K] are
+# the likeliest ids and `top_logprobs` [N, K + 1] their log-probs and the log of what all other ids have together, without a
+# gradient; `given_logprobs` [N, K + 1] are the same of the ids that the batch holds as `given_ids`, with one.
+Output = Literal["logprobs", "entropy", "values", "scores", "top1", "top_ids", "top_logprobs", "given_logprobs"]
 
 LOG_RATIO_BOUND = 20.0  # a log-ratio is cut to +-20 before `exp`: e^20 = 5e8 still squares within float32
 
@@ -50,8 +52,8 @@ Stat = Sum | Max | Min
 @runtime_checkable
 class RowBatch(Protocol):
     """One micro-batch as a loss sees it. `batch[key]` is `[N]` for a key with one value a completion token (`loss_mask`,
-    `advantages`, `logprobs`, ...) and `[S]` for a key with one value a sequence (`rank`, `rewards`, ...); both are arrays of
-    the network's framework on its device."""
+    `advantages`, `logprobs`, ...), `[N, K]` for one with K a token, and `[S]` for a key with one value a sequence (`rank`,
+    `rewards`, ...); all are arrays of the network's framework on its device."""
 
     num_rows: int
     num_sequences: int
@@ -108,7 +110,8 @@ class Loss(Protocol):
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
-        """(loss, statistics) of one micro-batch; `out` holds `[N]` logprobs, entropy, values and `[S]` scores."""
+        """(loss, statistics) of one micro-batch; `out` holds `[N]` logprobs, entropy, values, `[N, K + 1]` given_logprobs and
+        `[S]` scores."""
         ...
 
     def veto(self, stats: Mapping[str, float]) -> str | None:

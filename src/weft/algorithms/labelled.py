@@ -49,9 +49,9 @@ class LabelledLoss(Loss):
     """Mean over the minibatch's completions of weight * `kto_loss` or `bco_loss`.
 
     Keys: `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline` (KTO's z0) or `reward_shift` (BCO's delta),
-    one value per id or per completion. Metrics: `rewards/{chosen,rejected,margins}` = beta * score and `logps/{chosen,rejected}` over
-    desirable and undesirable ones, `rewards/accuracies` = share of rewards on their label's side of the threshold (beta * z0,
-    or delta), and that key.
+    one value per id or per completion. Metrics, over desirable and undesirable ones: `rewards/{chosen,rejected,margins}` =
+    beta * score and `logps/{chosen,rejected}`; `rewards/accuracies`, the share of rewards on their label's side of the
+    threshold (beta * z0 or delta); and the threshold's key.
     """
 
     loss_type: str = "kto"

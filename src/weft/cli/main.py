@@ -18,7 +18,7 @@ from weft import __version__
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
 
 COMMANDS = {
-    "quickstart": "train: sft, rw, dpo, ppo, grpo; sample: gen; or a configuration of your own",
+    "quickstart": "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a configuration of your own",
     "start": "run an experiment registered by name in user code (--list shows them)",
     "stop": "stop a run; the same start command goes on with it",
     "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",

@@ -14,7 +14,7 @@ from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.options import Leaf, leaves
 
-SHIPPED = ("sft", "rw", "dpo", "ppo", "grpo", "gen")
+SHIPPED = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen")
 HEAD = """# Options
 
 Made from the source by `python -m weft.cli.reference`; `weft quickstart NAME --help` shows the same for one quickstart, and
@@ -23,7 +23,7 @@ Made from the source by `python -m weft.cli.reference`; `weft quickstart NAME --
 error that names the nearest ones.
 """
 MODEL = """Below the name of a role: `model` for sft, rw and gen; `actor` and `ref` for dpo; `actor`, `critic`, `ref` and `rew`
-for ppo; `actor`, `ref` and `rew` for grpo. {different}"""
+for ppo; `actor`, `ref` and `rew` for grpo and online_dpo; `actor` and `teacher` for distill. {different}"""
 CALL = """Below the name of a model function call: {calls}."""
 SPELLED = """Spellings of Hugging Face and of older programs are mapped once, with a note that says to what. `MODEL` is the
 trained role (each of them where there are several), `GEN` the options of sampling."""
@@ -36,7 +36,11 @@ def page() -> str:
     parts = [HEAD, "## Run\n", *_table(run)]
     parts += ["\n## Model\n", MODEL.format(different=_different(configs)) + "\n", *_table(leaves(ModelSpec()))]
     parts += ["\n## Data\n", "Below `dataset`.\n", *_table(leaves(DatasetSpec()))]
-    parts += ["\n## Sampling\n", "Below `ppo.gen`, `grpo.gen` and `gen`.\n", *_table(leaves(GenerationSpec()))]
+    parts += [
+        "\n## Sampling\n",
+        "Below `ppo.gen`, `grpo.gen`, `online_dpo.gen`, `distill.gen` and `gen`.\n",
+        *_table(leaves(GenerationSpec())),
+    ]
     calls = "; ".join(f"{name} {', '.join(f'`{c}`' for c in _calls(config))}" for name, config in configs.items())
     parts += ["\n## Calls\n", CALL.format(calls=calls) + "\n", *_table(leaves(MFCOptions()))]
     for name, config in configs.items():

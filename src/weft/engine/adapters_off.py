@@ -12,6 +12,7 @@ from weft.data.sample import SequenceSample
 from weft.engine.base import Engine, Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
+from weft.models.heads import TopIds
 from weft.topology import Layout, Slice
 
 
@@ -27,12 +28,14 @@ class AdaptersOff:
         self.version, self.max_tokens_per_microbatch = 0, engine.max_tokens_per_microbatch
         self._engine, self._off, self._names = engine, off, tuple(names)
 
-    def forward(self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0) -> SequenceSample:
+    def forward(
+        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0, top: TopIds | None = None
+    ) -> SequenceSample:
         own = self._engine.max_tokens_per_microbatch
         self._engine.max_tokens_per_microbatch = self.max_tokens_per_microbatch
         try:
             with self._off():
-                return self._engine.forward(batch, want, temperature=temperature)
+                return self._engine.forward(batch, want, temperature=temperature, top=top)
         finally:
             self._engine.max_tokens_per_microbatch = own
 

@@ -16,6 +16,8 @@ from weft.topology import Layout, Slice
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from weft.models.heads import TopIds
+
     Veto = Callable[[Mapping[str, float]], str | None]
     ModelBackend = Callable[[ModelSpec, Layout], "Engine"]
 
@@ -96,8 +98,11 @@ class Engine(Protocol):
     max_tokens_per_microbatch: int  # set before a call; the most tokens of one forward pass
 
     def forward(
-        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0
-    ) -> SequenceSample: ...
+        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0, top: TopIds | None = None
+    ) -> SequenceSample:
+        """`want` by id. `top` says which ids the outputs `top_ids` and `top_logprobs` are of."""
+        ...
+
     def train(
         self, minibatches: Sequence[SequenceSample], loss: Loss, *, veto: Veto | None = None, temperature: float = 1.0
     ) -> list[StepStats]:

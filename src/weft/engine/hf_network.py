@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from weft.algorithms.base import Output
 from weft.engine.hf_attention import STATE, AttentionPass, Recorder
 from weft.errors import ConfigError
-from weft.models import heads
+from weft.models import heads, lm_head
 from weft.models.config import TransformerConfig
 from weft.models.dropout import Noise, TokenNoise
 from weft.models.packed import Cached, Dense, Packed, pack
@@ -67,7 +67,7 @@ class HFNetwork(nn.Module):
     def forward(
         self, x: Packed, want: frozenset[Output], temperature: float = 1.0, support: heads.Support | None = None
     ) -> dict[Output, Tensor]:
-        """As `weft.models.transformer.Transformer`: [N] logprobs, entropy and top1, [N] values, [S] scores."""
+        """As `weft.models.transformer.Transformer`."""
         if not want <= OUTPUTS[self.kind]:
             lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
@@ -78,9 +78,7 @@ class HFNetwork(nn.Module):
         if self.kind == "lm":
             rows = states * self._head[0].scale
             projection = self._head[0].projection
-            return heads.token_outputs(
-                rows, x.labels, projection, want, temperature=temperature, support=support, gradient=x.gradient
-            )
+            return lm_head.outputs(rows, x, projection, want, temperature, support)
         bias = 0.0 if layer.bias is None else layer.bias.float()
         if mean:
             return {"scores": heads.mean_scores(states, layer.weight, x.attention) + bias}

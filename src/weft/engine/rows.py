@@ -230,7 +230,8 @@ class SampleRows:
         return key in self._sample.data
 
     def __getitem__(self, key: str) -> Tensor:
-        """[N] for one value a completion token (of L + 1 values the first L), [S] for one a sequence or one an id.
+        """[N] for one value a completion token (of L + 1 values the first L), [N, K] for K of them, [S] for one a sequence or
+        one an id.
 
         Raises `KeyError` for a key the sample lacks, `DataError` for one laid out in another way.
         """
@@ -287,6 +288,13 @@ def support_of(sample: SequenceSample, device: torch.device) -> Support | None:
     if "support" not in sample.data:
         return None
     return Support(ids=put(sample.data["support"], device), counts=put(sample.data["support_counts"], device))
+
+
+def given_ids_of(sample: SequenceSample, device: torch.device) -> Tensor:
+    """int [N, K]: the ids whose log-probs are wanted at each row. Raises `DataError` where the batch has none."""
+    if "given_ids" not in sample.data:
+        raise DataError(f"given_logprobs are those of the key 'given_ids'; this batch holds {list(sample.data)}")
+    return put(sample.data["given_ids"], device)
 
 
 def as_sample(sample: SequenceSample, places: Places, out: Mapping[str, Tensor]) -> SequenceSample:

@@ -22,11 +22,11 @@ from weft.engine.flops import Cost
 from weft.engine.generation.caches import LEAST_SPARED
 from weft.engine.generation.prefixes import STRIDE
 from weft.engine.optim import Optimizer
-from weft.engine.rows import Places, SampleRows, pack, support_of
+from weft.engine.rows import Places, SampleRows, given_ids_of, pack, support_of
 from weft.errors import RunError
 from weft.models.balance import Balance
 from weft.models.dropout import Noise
-from weft.models.heads import Gradient
+from weft.models.heads import Gradient, TopIds
 from weft.models.transfer import put
 
 Veto = Callable[[Mapping[str, float]], str | None]
@@ -53,6 +53,7 @@ class Pass:
     balance: Balance | None = None  # filled on the way
     trained_only: bool = False
     gradient: Gradient | None = None  # of the outputs, where each row's depends on its own alone
+    top: TopIds | None = None  # which ids the outputs `top_ids` and `top_logprobs` are of
 
 
 class Shares(Protocol):
@@ -102,7 +103,8 @@ def compute(
     if how.noise is None and how.balance is None and cast(Shares, network).shares_prefixes(int(places.lengths.max())):
         keys = part.data
         places = sharing_in_training(places, keys, part, device) if how.trained_only else sharing(places, keys)
-    packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance, gradient=how.gradient)
+    ids = given_ids_of(part, device) if "given_logprobs" in how.want else how.top
+    packed = replace(pack(part, places, device, extra=how.extra), balance=how.balance, gradient=how.gradient, ids=ids)
     if how.noise is not None:
         packed = replace(packed, noise=Noise.of(*how.noise, microbatches.sequence_keys(part), device))
     support, counts = support_of(part, device), counting_rows(part, places, how)
@@ -110,14 +112,15 @@ def compute(
         return places, network(packed, how.want, how.temperature, support)
     rows = put(np.flatnonzero(counts), device)
     gradient = None if how.gradient is None else _at_rows(how.gradient, rows, len(counts))
-    packed = replace(packed, rows=packed.rows[rows], labels=packed.labels[rows], gradient=gradient)
+    ids = ids[rows] if isinstance(ids, Tensor) else ids
+    packed = replace(packed, rows=packed.rows[rows], labels=packed.labels[rows], gradient=gradient, ids=ids)
     out = network(packed, how.want, how.temperature, None if support is None else support.select(rows))
     return places, _spread(out, rows, len(counts))
 
 
 def _spread(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
     """Outputs of some rows among zeros."""
-    return {key: value.new_zeros(total).index_copy(0, rows, value) for key, value in out.items()}
+    return {key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value) for key, value in out.items()}
 
 
 def _at_rows(gradient: Gradient, rows: Tensor, total: int) -> Gradient:

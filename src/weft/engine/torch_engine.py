@@ -24,6 +24,7 @@ from weft.engine.rows import as_sample
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.step import Pass, Step, Veto, compute
 from weft.errors import CheckpointError, ConfigError
+from weft.models.heads import TopIds
 from weft.topology import Layout, Slice
 
 What = Literal["weights", "optimizer"]
@@ -92,14 +93,18 @@ class TorchEngine:
     # -- scoring and training
 
     @torch.no_grad()
-    def forward(self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0) -> SequenceSample:
-        """`want` by id, on the CPU in float32: `[L]` logprobs, entropy and top1, `[L + 1]` values, `[1]` scores a completion.
+    def forward(
+        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0, top: TopIds | None = None
+    ) -> SequenceSample:
+        """`want` by id, on the CPU in float32: `[L]` logprobs, entropy and top1, `[L + 1]` values, `[1]` scores a completion,
+        `[L, K]` top_ids in int32, `[L, K + 1]` top_logprobs, and given_logprobs of the key `given_ids` [L, K].
 
-        Log-probs are of softmax(logits / temperature), over the ids of the key `support` where the batch holds it.
+        Log-probs are of softmax(logits / temperature); those of labels over the ids of the key `support` where the batch
+        holds it. `top` says which ids the `top_` outputs are of.
         Raises `ConfigError` for an output that the head lacks, or a sequence longer than a micro-batch may be.
         """
         self.onload("weights")
-        how, parts = Pass(want, temperature, extra=1 if "values" in want else 0), []
+        how, parts = Pass(want, temperature, extra=1 if "values" in want else 0, top=top), []
         for part in microbatches.cut(batch, self.max_tokens_per_microbatch, "sequence"):
             places, out = compute(self._network, part, how, self._device)
             parts.append(as_sample(part, places, out))

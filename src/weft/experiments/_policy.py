@@ -1,4 +1,4 @@
-"""What policy gradient methods share: the calls that sample, reward, score and evaluate completions."""
+"""What methods share that train on their own completions: the calls that sample, reward, score and evaluate these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.errors import ConfigError
 from weft.experiments import _checks as checks
 from weft.experiments._assemble import batches
 from weft.experiments._lengths import Lengths, asked_for
-from weft.experiments._policy_options import PolicyConfig, PolicyOptions
+from weft.experiments._policy_options import PolicyOptions, SamplingConfig, SamplingOptions
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import parse_reward
 
@@ -24,15 +24,15 @@ SUPPORT = ("support", "support_counts")
 class Policy:
     """The sizes and sampling of one policy experiment, and the calls made from them."""
 
-    config: PolicyConfig
-    options: PolicyOptions
+    config: SamplingConfig
+    options: SamplingOptions
     name: str  # the group of options, for messages
     dataset: DatasetSpec
     samples: int
     gen: GenerationSpec
 
     @classmethod
-    def of(cls, config: PolicyConfig, options: PolicyOptions, name: str, samples: int) -> Policy:
+    def of(cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int) -> Policy:
         """Raises `ConfigError` for sizes that do not divide or fit, and where nothing gives a reward."""
         dataset = batches(config.dataset)
         _check_rewards(config)
@@ -103,12 +103,12 @@ class Policy:
     @property
     def corrected(self) -> tuple[str, ...]:
         """Keys that a policy loss reads where the sampler's log-probs are made up for."""
-        return ("old_logprobs", "sampler_weights") if self.options.sampler_correction != "none" else ()
+        return ("old_logprobs", "sampler_weights") if _asks_for(self.options, "sampler_correction") else ()
 
     @property
     def chosen(self) -> tuple[str, ...]:
         """The key of the tokens that Clip-Cov or KL-Cov acts on."""
-        return ("high_covariance",) if self.options.covariance != "none" else ()
+        return ("high_covariance",) if _asks_for(self.options, "covariance") else ()
 
     @property
     def rescored(self) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ class Policy:
     def corrections(self, waits: Sequence[str] = ()) -> list[Node]:
         """The actor's own log-probs before its first update, and what they make of the sampler's."""
         options = self.options
-        if not self.corrected:
+        if not isinstance(options, PolicyOptions) or not self.corrected:
             return []
         correction = HostFunction(
             name="sampler_correction", function="sampler_correction", batch_size=self.batch,
@@ -217,7 +217,7 @@ class Policy:
     def covariance(self) -> list[Node]:
         """Which tokens Clip-Cov or KL-Cov acts on."""
         options = self.options
-        if not self.chosen:
+        if not isinstance(options, PolicyOptions) or not self.chosen:
             return []
         args: dict[str, Any] = {"method": options.covariance, "share": options.covariance_share}
         if options.covariance == "clip":
@@ -278,7 +278,12 @@ SAMPLING = tuple(
 )
 
 
-def has_model(config: PolicyConfig) -> bool:
+def _asks_for(options: SamplingOptions, name: str) -> bool:
+    """Whether the method is a policy gradient whose option `name` is not none."""
+    return isinstance(options, PolicyOptions) and getattr(options, name) != "none"
+
+
+def has_model(config: SamplingConfig) -> bool:
     """Whether a reward model is named."""
     return config.rew.path is not None or config.rew.backend == "null"
 
@@ -290,7 +295,7 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
     return replace(spec, optimizer=replace(spec.optimizer, lr=1e-5 if spec.has_adapters else full))
 
 
-def _check_rewards(config: PolicyConfig) -> None:
+def _check_rewards(config: SamplingConfig) -> None:
     """That something gives a reward, and that options about one that is not there are not set."""
     functions = config.reward is not None or config.reward_column is not None
     if not functions and not has_model(config):

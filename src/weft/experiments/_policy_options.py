@@ -1,4 +1,4 @@
-"""The options that policy gradient methods share."""
+"""The options that methods share which sample completions and reward them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _reward_problem(reward: Any) -> str | None:
 
 
 @dataclass
-class PolicyOptions:
-    """What every policy gradient method has; the defaults are PPO's."""
+class SamplingOptions:
+    """What every method has that trains on completions it has sampled and rewarded; the defaults are PPO's."""
 
     gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
     ppo_n_minibatches: int = option(4, "optimizer steps of one pass over a batch", at_least=1)
@@ -34,18 +34,32 @@ class PolicyOptions:
         None, "completions of one optimizer step, in place of ppo_n_minibatches", at_least=1
     )
     ppo_epochs: int = option(1, "passes over a batch", at_least=1)
-    dual_clip: float | None = option(None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)")
-    entropy_coef: float = option(0.0, "weight of the entropy bonus")
-    early_stop_imp_ratio: float | None = option(
-        5.0, "a minibatch whose mean importance ratio is above takes no step; null for no bound"
-    )
-    early_stop_kl: float | None = option(None, "a minibatch whose approx_kl is above takes no step; null for no bound")
     max_reward_clip: float | None = option(
         None, "rewards are clipped to +- this, after scale and bias; null for no bound", at_least=0.0
     )
     reward_output_scaling: float = option(1.0, "rewards are multiplied by it, after the bias is taken off")
     reward_output_bias: float = option(0.0, "taken off rewards first")
     missing_eos_penalty: float = option(0.0, "taken off the reward of a completion that was cut by its length")
+    pass_reward: float = option(0.5, "a completion passes where its reward is above (pass@k)")
+    eval_samples: int = option(1, "completions of each validation prompt, for avg@k and pass@k", at_least=1)
+    ref_ema_eta: float | None = option(
+        None,
+        "after every step the reference moves this share of the way to the actor; null keeps it fixed",
+        at_least=0.0,
+        at_most=1.0,
+    )
+
+
+@dataclass
+class PolicyOptions(SamplingOptions):
+    """What every policy gradient method has beside."""
+
+    dual_clip: float | None = option(None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)")
+    entropy_coef: float = option(0.0, "weight of the entropy bonus")
+    early_stop_imp_ratio: float | None = option(
+        5.0, "a minibatch whose mean importance ratio is above takes no step; null for no bound"
+    )
+    early_stop_kl: float | None = option(None, "a minibatch whose approx_kl is above takes no step; null for no bound")
     sampler_correction: str = option(
         "none",
         "score completions again with the actor before its first update, and weigh the loss for what its log-probs and the "
@@ -68,14 +82,6 @@ class PolicyOptions:
     clip_cov_low: float = option(1.0, "smallest covariance that clip takes")
     clip_cov_high: float = option(5.0, "largest covariance that clip takes")
     kl_cov_coef: float = option(1.0, "weight of the penalty of kl", at_least=0.0)
-    pass_reward: float = option(0.5, "a completion passes where its reward is above (pass@k)")
-    eval_samples: int = option(1, "completions of each validation prompt, for avg@k and pass@k", at_least=1)
-    ref_ema_eta: float | None = option(
-        None,
-        "after every step the reference moves this share of the way to the actor; null keeps it fixed",
-        at_least=0.0,
-        at_most=1.0,
-    )
 
     def clip_args(self) -> dict[str, Any]:
         """The arguments that the two policy losses share."""
@@ -87,14 +93,12 @@ class PolicyOptions:
 
 
 @dataclass
-class PolicyConfig(RunConfig):
-    """Options of PPO and GRPO alike."""
+class SamplingConfig(RunConfig):
+    """Options of every method that trains on completions it has sampled and rewarded."""
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
-    host_nodes: ClassVar[tuple[str, ...]] = (
-        "advantages", "reward", "sampler_correction", "high_covariance", "pass_rates",
-    )  # fmt: skip
+    host_nodes: ClassVar[tuple[str, ...]] = ("reward", "pass_rates")
 
     actor: ModelSpec = option(
         ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")), "the policy that is trained"
@@ -127,5 +131,15 @@ class PolicyConfig(RunConfig):
     actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
     rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")
     ref_inf: MFCOptions = option(MFCOptions(), "the call that scores completions with the reference")
-    actor_inf: MFCOptions = option(MFCOptions(), "the call that scores completions with the actor (sampler_correction)")
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
+
+
+@dataclass
+class PolicyConfig(SamplingConfig):
+    """Options of PPO and GRPO alike."""
+
+    host_nodes: ClassVar[tuple[str, ...]] = (
+        *SamplingConfig.host_nodes, "advantages", "sampler_correction", "high_covariance",
+    )  # fmt: skip
+
+    actor_inf: MFCOptions = option(MFCOptions(), "the call that scores completions with the actor (sampler_correction)")

@@ -81,3 +81,34 @@ def _vocabulary(text: bytes) -> Any:
     except ValueError as error:
         raise CheckpointError(f"a tokenizer.json is not JSON: {error}") from error
     return values.get("model"), values.get("added_tokens")
+
+
+def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: ModelSpec) -> None:
+    """Refuse two roles whose tokenizer files, where both are at hand, give one id two meanings. Others are compared when the
+    tokenizers have been read."""
+    places = [each.tokenizer.path or each.path for each in (spec, other)]
+    files = [_tokenizer_file(place) for place in places]
+    if files[0] is None or files[1] is None or any(file.suffix != ".json" for file in files if file is not None):
+        return
+    texts = [file.read_bytes() for file in files if file is not None]
+    if texts[0] == texts[1]:
+        return
+    (one, added), (two, more) = (_token_ids(text) for text in texts)
+    apart = sum(one.get(token) != two.get(token) for token in {*one, *two})
+    apart += sum(added[token] != more[token] for token in {*added} & {*more})  # what one lacks a configuration may add
+    if apart:
+        option = "tokenizer.path" if other.tokenizer.path else "path"
+        raise ConfigError(
+            f"{other_name}.{option}={places[1]!r}: {apart} tokens of its tokenizer are not those of {name}.path={places[0]!r}, "
+            f"and the two exchange token ids; take a {other_name} of the same vocabulary"
+        )
+
+
+def _token_ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
+    """Ids of the tokens in a tokenizer.json: its model's, and those added to them."""
+    model, added = _vocabulary(text)
+    vocab = (model or {}).get("vocab") or {}
+    known = (
+        vocab if isinstance(vocab, dict) else {token[0]: id for id, token in enumerate(vocab)}
+    )  # Unigram lists pieces
+    return known, {token["content"]: token["id"] for token in added or ()}

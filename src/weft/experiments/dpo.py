@@ -10,11 +10,12 @@ from weft.algorithms.labelled import LABELLED
 from weft.algorithms.preferences import DIVERGENCES
 from weft.algorithms.transport import TRANSPORTED
 from weft.data.spec import DatasetSpec
-from weft.engine.spec import ModelSpec, OptimizerSpec
+from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
 from weft.experiments._lengths import with_answers
+from weft.experiments._policy import with_lr
 from weft.experiments._roles import reference
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
@@ -82,7 +83,7 @@ class DPOConfig(RunConfig):
         "ref_model_name_or_path": "ref.path",
     }
 
-    actor: ModelSpec = option(ModelSpec(optimizer=OptimizerSpec(lr=1e-6)), "the model that is trained")
+    actor: ModelSpec = option(ModelSpec(), "the model that is trained")
     ref: ModelSpec = option(ModelSpec(), "the frozen reference; the actor's own path when absent")
     dataset: DatasetSpec = option(DatasetSpec(), "rows of the form paired_comparison, preference or ranking")
     dpo: DPOOptions = option(DPOOptions(), "the loss")
@@ -102,7 +103,7 @@ class DPOConfig(RunConfig):
         dataset = with_answers(self, batches(self.dataset))
         if self.dpo.loss_type == "kto":
             _check_kto(dataset)
-        roles = {"actor": self.actor.with_head("lm", trained=True)}
+        roles = {"actor": with_lr(self.actor.with_head("lm", trained=True), 1e-6)}
         init_from: dict[str, str] = {}
         if self.dpo.loss_type not in REFERENCE_FREE:
             roles["ref"], init_from = reference(self.ref, self.actor)

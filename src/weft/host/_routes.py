@@ -10,6 +10,9 @@ from weft.errors import ConfigError, DataError
 from weft.host.spec import RewardPart, Target, locate, parse_reward
 from weft.registry import verifiers
 
+# Options that a row of the data must not set: where a key is sent, which variable holds it, which file is written.
+BARRED = {"judge": ("url", "api_key_env", "insecure", "cache")}
+
 
 @dataclass(frozen=True)
 class Use:
@@ -76,6 +79,9 @@ class Routes:
             for part in parts:
                 if ":" in part.name:
                     raise ConfigError(f"reward: {part.name!r} is no verifier; a row may name registered verifiers only")
+                barred = [name for name in BARRED.get(part.name, ()) if name in part.args]
+                if barred:
+                    raise ConfigError(f"reward: a row must not set {', '.join(barred)} of {part.name!r}")
                 locate(part)
         except ConfigError as error:
             raise DataError(f"{id}: column {self.column!r}: {str(error).removeprefix('reward: ')}") from None

@@ -7,13 +7,15 @@ and its outputs remapped to names of their own.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from weft import randomness
 from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Request, TokenEvent
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
@@ -27,32 +29,65 @@ from weft.registry import register_interface
 class Generate:
     """`samples_per_prompt` completions of every prompt; the other arguments are those of `GenerationSpec` (`gen.*`).
 
+    With a `share` below 1 only so many ids, chosen by chance, are sampled; the others keep the completions of their rows.
     Draws depend on the run's seed, the firing's index, the id and the completion's index alone.
     """
 
-    def __init__(self, *, samples_per_prompt: int = 1, record_support: bool = False, **gen: Any) -> None:
+    def __init__(
+        self, *, samples_per_prompt: int = 1, record_support: bool = False, share: float = 1.0, **gen: Any
+    ) -> None:
         if samples_per_prompt < 1:
             raise ConfigError(f"samples_per_prompt={samples_per_prompt}: must be at least 1")
-        self.samples_per_prompt = samples_per_prompt
+        if not 0.0 < share <= 1.0:
+            raise ConfigError(f"share={share}: must be above 0 and at most 1; without sampling leave out the call")
+        if share < 1.0 and record_support:
+            raise ConfigError(f"share={share} with record_support: what nobody sampled was not limited to any ids")
+        self.samples_per_prompt, self.share = samples_per_prompt, share
         spec = read(GenerationSpec(), gen, "gen.")
         validate(spec, "gen.")
         self.spec = replace(spec, record_support=record_support)
 
+    def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
+        """Raises `ConfigError` where the role reads other token ids than the data's."""
+        if not same_tokens(own, data):
+            raise ConfigError(
+                f"role {role!r} generates with another tokenizer than the one that made the prompts; "
+                "use one tokenizer for both"
+            )
+
     def generate(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Reads `prompt`. Makes K completions an id.
 
-        One value a token, the end token included: `completion` int64, `logprobs` float32, `versions` int64. One a completion:
-        `finished` float32 (1 ended by itself, 0 cut by length). With `record_support` also `support` int64 (the ids that a
-        limit kept, all tokens of a completion together) and `support_counts` int64 (how many at each token; 0 where nothing
-        was left out). Announces ids as soon as their completions have all ended.
+        One value a token, the end token included: `completion` int64, `logprobs` float32, `versions` int64, `loss_mask` float32
+        (1). One a completion: `finished` float32 (1 ended by itself, 0 cut by length). With `record_support` also `support`
+        int64 (the ids that a limit kept, all tokens of a completion together) and `support_counts` int64 (how many at each
+        token; 0 where nothing was left out). Announces ids as soon as their completions have all ended.
+
+        With a `share` below 1 it reads `completion` too, and `loss_mask` where there is one, and makes these two, the rows' own
+        where nothing is sampled, and `sampled` float32, one a completion: 1 where it was. Nothing is announced.
 
         Raises `ConfigError` where the role reads other token ids than the batch holds.
         """
-        if not same_tokens(model.tokenizer, model.data_tokenizer):
-            raise ConfigError(
-                f"role {model.role!r} generates with another tokenizer than the one that made the prompts; "
-                "use one tokenizer for both"
-            )
+        self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
+        if self.share < 1.0:
+            return self._mixed(model, batch)
+        return MFCResult(*self._sample(model, batch))
+
+    def _mixed(self, model: Model, batch: SequenceSample) -> MFCResult:
+        """Completions of a share of the ids, and the rows' own of the others."""
+        purpose = f"share/{model.role}"
+        draws = [randomness.uniform(model.seed, purpose, model.step, id, 0, 0) for id in batch.ids]
+        chosen = [id for id, draw in zip(batch.ids, draws, strict=True) if draw < self.share]
+        others = [id for id, draw in zip(batch.ids, draws, strict=True) if draw >= self.share]
+        parts, metrics = [_own(batch.select(ids=others))] if others else [], dict[str, float]()
+        if chosen:
+            made, metrics = self._sample(replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"]))
+            parts.append(_marked(made, 1.0))
+        joined = SequenceSample.gather(parts).select(ids=batch.ids)
+        return MFCResult(joined, {**metrics, "sampled_fraction": len(chosen) / batch.num_ids})
+
+    def _sample(self, model: Model, batch: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
+        """(the completions of every prompt, metrics)."""
         stop_ids = [*self.spec.stop_ids, *model.tokenizer.stop_ids()]
         spec = replace(self.spec, seed=model.seed, stop_ids=stop_ids, tokenizer=model.tokenizer)
         requests = [
@@ -78,7 +113,7 @@ class Generate:
                     model.announce(self._outputs(complete, made))
         seconds = time.perf_counter() - started
         completions = list(rows.values())
-        return MFCResult(self._outputs(batch.ids, completions), _metrics(completions, seconds))
+        return self._outputs(batch.ids, completions), _metrics(completions, seconds)
 
     def _outputs(self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]) -> SequenceSample:
         """The completions, K by K in order of `ids`, as keys of a sample."""
@@ -88,6 +123,7 @@ class Generate:
             "completion": (tokens, [event.token for event in events], torch.int64),
             "logprobs": (tokens, [event.logprob for event in events], torch.float32),
             "versions": (tokens, [event.version for event in events], torch.int64),
+            "loss_mask": (tokens, [1.0] * len(events), torch.float32),
             "finished": (single, [float(row[-1].finish == "stop") for row in rows], torch.float32),
         }
         if self.spec.record_support:
@@ -102,7 +138,25 @@ class Generate:
         return SequenceSample.from_groups(ids, lengths, data)
 
 
-def _metrics(rows: Sequence[Sequence[TokenEvent]], seconds: float) -> Mapping[str, float]:
+def _own(batch: SequenceSample) -> SequenceSample:
+    """The rows' own completions, every token trained where nothing is said."""
+    keys = ["completion", *(["loss_mask"] if "loss_mask" in batch.data else [])]
+    kept = batch.select(keys=keys)
+    shape = kept.lengths["completion"], kept.offsets["completion"]
+    mask = kept.data["loss_mask"].float() if len(keys) > 1 else torch.ones(kept.num_tokens())
+    data = {"completion": kept.data["completion"], "loss_mask": mask}
+    return _marked(SequenceSample(kept.ids, dict.fromkeys(data, shape[0]), dict.fromkeys(data, shape[1]), data), 0.0)
+
+
+def _marked(made: SequenceSample, sampled: float) -> SequenceSample:
+    """`completion` and `loss_mask`, with `sampled` at every completion."""
+    counts = [[1] * len(lengths) for lengths in made.seqlens["completion"]]
+    marks = torch.full((made.num_sequences(),), sampled)
+    flags = SequenceSample.from_groups(made.ids, {"sampled": counts}, {"sampled": marks})
+    return made.select(keys=["completion", "loss_mask"]).update(flags)
+
+
+def _metrics(rows: Sequence[Sequence[TokenEvent]], seconds: float) -> dict[str, float]:
     """`response_length` and `response_length_max` in tokens, `truncated_fraction` (cut by length), `tokens_per_second`."""
     lengths = [len(row) for row in rows]
     return {

@@ -10,19 +10,23 @@ from collections.abc import Mapping, Sequence
 
 from weft.algorithms.base import Output, host_array
 from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.host.base import HostContext
 from weft.host.reward import record_rewards
 from weft.interfaces._own_form import has_own_form, in_own_form, same_tokens
 from weft.interfaces.base import MFCResult, Model
+from weft.models.heads import TopIds
+from weft.models.lm_head import LIKELIEST
 from weft.registry import register_interface
 
-TOKENWISE = ("logprobs", "entropy", "values")
+TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(LIKELIEST))
 
 
 @register_interface("infer")
 class Infer:
-    """`outputs`: what the network is asked for; each becomes a key of that name. `temperature`: as in the sampler.
+    """`outputs`: what the network is asked for; each becomes a key of that name. `temperature`: as in the sampler. `top_k`: how
+    many ids at each token `top_ids` and `top_logprobs` are of.
 
     `prompt_prefix` and `prompt_suffix` stand around the prompt's text in the form that the role's model was trained on; without
     them prompts that are messages are rendered with the role's own chat template.
@@ -34,32 +38,45 @@ class Infer:
         temperature: float = 1.0,
         prompt_prefix: str = "",
         prompt_suffix: str = "",
+        top_k: int | None = None,
     ) -> None:
         self.outputs = frozenset(outputs)
+        asked = self.outputs & LIKELIEST
+        if (top_k is None) != (not asked) or (top_k is not None and top_k < 1):
+            rule = f"at least 1 with the outputs {' and '.join(sorted(LIKELIEST))}, and absent without them"
+            raise ConfigError(f"top_k={top_k} with the outputs {', '.join(sorted(self.outputs))}: must be {rule}")
+        self.top_k = top_k
         self.temperature = temperature
         self.prompt_prefix, self.prompt_suffix = prompt_prefix, prompt_suffix
 
+    def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
+        """Raises `ConfigError` where a role with another tokenizer or prompt form is asked for a value a token."""
+        tokenwise = sorted(self.outputs.intersection(TOKENWISE))
+        if tokenwise and (self._has_form or not same_tokens(own, data)):
+            raise ConfigError(
+                f"role {role!r} has another tokenizer or prompt form than the data, so it cannot give "
+                f"{', '.join(tokenwise)} for the data's tokens; use one tokenizer, and no prompt_prefix or prompt_suffix"
+            )
+
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Keys by id: `[L]` log-probs and entropy, `[L + 1]` values, one score a completion. Raises `ConfigError` where a
-        role with another tokenizer is asked for a value a token."""
+        """Keys by id: `[L]` log-probs, entropy and top1, `[L + 1]` values, one score a completion, `[L, K]` top_ids and
+        `[L, K + 1]` top_logprobs of the ids that the data's tokenizer knows. Raises `ConfigError` as `check_tokens` does."""
+        self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         read = batch
-        if self._reads_text(model, batch):
-            tokenwise = sorted(self.outputs.intersection(TOKENWISE))
-            if tokenwise:
-                raise ConfigError(
-                    f"role {model.role!r} has another tokenizer or prompt form than the data, so it cannot give "
-                    f"{', '.join(tokenwise)} for the data's tokens; use one tokenizer, and no prompt_prefix or prompt_suffix"
-                )
+        if self._has_form or (self.outputs.isdisjoint(TOKENWISE) and has_own_form(model, batch)):
             read = in_own_form(model, batch, self.prompt_prefix, self.prompt_suffix)
-        made = model.engine.forward(read, self.outputs, temperature=self.temperature)
+        made = model.engine.forward(read, self.outputs, temperature=self.temperature, **self._top(model))
         return MFCResult(made.select(keys=sorted(self.outputs)), _metrics(made))
 
-    def _reads_text(self, model: Model, batch: SequenceSample) -> bool:
-        if self.prompt_prefix or self.prompt_suffix:
-            return True
-        if self.outputs.isdisjoint(TOKENWISE):
-            return has_own_form(model, batch)
-        return not same_tokens(model.tokenizer, model.data_tokenizer)
+    def _top(self, model: Model) -> dict[str, TopIds]:
+        """Networks of one tokenizer may have more outputs than it has tokens, and not equally many. All tokens but one are as
+        good as all, and leave something over in every network."""
+        known = model.data_tokenizer.vocab_size
+        return {} if self.top_k is None else {"top": TopIds(min(self.top_k, known - 1), below=known)}
+
+    @property
+    def _has_form(self) -> bool:
+        return bool(self.prompt_prefix or self.prompt_suffix)
 
 
 def _metrics(made: SequenceSample) -> Mapping[str, float]:

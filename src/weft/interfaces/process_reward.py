@@ -9,6 +9,7 @@ from weft.algorithms.advantages import segment_sums
 from weft.algorithms.base import host_array
 from weft.data.sample import SequenceSample
 from weft.data.steps import step_ends, step_tokens
+from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.host.base import HostContext
 from weft.host.reward import record_rewards
@@ -29,14 +30,18 @@ class ProcessReward:
             raise ConfigError("step='' ends nothing; set it to the text that a step ends with, such as a blank line")
         self.step = step
 
-    def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Keys by id: `token_rewards` [L], NaN but at the last token of each step, and `scores` [1], their sum (0 for a
-        completion without steps). Raises `ConfigError` for a role with another tokenizer than the data's."""
-        if not same_tokens(model.tokenizer, model.data_tokenizer):
+    def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
+        """Raises `ConfigError` for a role with another tokenizer than the data's."""
+        if not same_tokens(own, data):
             raise ConfigError(
-                f"role {model.role!r} has another tokenizer than the data, so it cannot give rewards at the data's tokens; "
+                f"role {role!r} has another tokenizer than the data, so it cannot give rewards at the data's tokens; "
                 "use a reward model with the same tokenizer, or leave out rew_step"
             )
+
+    def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
+        """Keys by id: `token_rewards` [L], NaN but at the last token of each step, and `scores` [1], their sum (0 for a
+        completion without steps). Raises `ConfigError` as `check_tokens` does."""
+        self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         made = model.engine.forward(batch, frozenset({"values"}))
         lengths = batch.lengths["completion"].astype(np.int64)
         values = host_array(made.data["values"]).astype(np.float64)

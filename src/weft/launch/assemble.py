@@ -17,7 +17,7 @@ from weft.experiment import Experiment
 from weft.launch.hub import check_there
 from weft.launch.memory import forecast, held_memory
 from weft.launch.plan import plan_lines
-from weft.runtime.check import check_calls
+from weft.runtime.check import check_calls, check_tokens
 from weft.runtime.directory import RunDirectory
 from weft.runtime.evaluate import Evaluator
 from weft.runtime.group import WorkerGroup
@@ -36,6 +36,7 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     set_deterministic(control.deterministic)
     check_calls(experiment)
     tokenizers = load_tokenizers(experiment)
+    check_tokens(experiment, tokenizers)
     experiment = with_dtypes(experiment, device)
     data = load_data(experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed)
     check_longest(experiment, data.longest)

@@ -134,16 +134,20 @@ def _settings(spec: ModelSpec, device: torch.device, vocab_size: int) -> Setting
 
 
 def _completed(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
-    """The batch as calls see it: prompts with as many completions as are sampled, all of the greatest length."""
+    """The batch as calls see it: prompts with as many completions as are sampled, all of the greatest length, or where only a
+    share of the ids is sampled of their own if that is greater."""
     for call in experiment.graph.model_calls():
-        if call.method == "generate" and "completion" not in batch.data:
+        mixed = "share" in call.args
+        if call.method == "generate" and (mixed or "completion" not in batch.data):
             count, length = (
                 int(call.args.get("samples_per_prompt", 1)),
                 int(call.args.get("max_new_tokens") or GenerationSpec().most_new_tokens),
             )
-            made = torch.zeros(batch.num_ids * count * length, dtype=torch.int64)
-            groups = {"completion": [[length] * count] * batch.num_ids}
-            batch = batch.update(SequenceSample.from_groups(batch.ids, groups, {"completion": made}))
+            own = [max(group) for group in batch.seqlens["completion"]] if mixed else [0] * batch.num_ids
+            groups = [[max(length, most)] * count for most in own]
+            made = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
+            sampled = SequenceSample.from_groups(batch.ids, {"completion": groups}, {"completion": made})
+            batch = (batch.select(keys=["prompt"]) if mixed else batch).update(sampled)
     return batch
 
 

@@ -49,6 +49,14 @@ class Support:
 
 
 @dataclass(frozen=True)
+class TopIds:
+    """Asks for the `count` likeliest ids of each row, of those below `below`; for all of these where they are fewer."""
+
+    count: int
+    below: int | None = None
+
+
+@dataclass(frozen=True)
 class Projection:
     """The output layer: logits = cap(hidden weight^T + bias) / temperature, cap(x) = softcap tanh(x / softcap)."""
 
@@ -99,7 +107,7 @@ class _Settings:
     tied: Tied | None
 
 
-class _Gradients:
+class Gradients:
     """The gradients of a projection's inputs, added up over chunks of rows."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
@@ -162,17 +170,17 @@ class _Softmax:
         if self.found is not None:
             made = self.capped.clone() if settings.softcap is not None and self.logits is self.capped else self.logits
             native.to_gradients(made, self.found, labels, by_logprob, by_entropy)
-            return _through_cap(made, self.capped, settings), whole
+            return through_cap(made, self.capped, settings.softcap), whole
         assert self.logp is not None
         if by_entropy is None:
             p = self.logp.exp_()
             p.scatter_add_(1, labels[:, None], p.new_full((len(p), 1), -1.0))
-            return _through_cap(p, self.capped, settings), -by_logprob / settings.temperature
+            return through_cap(p, self.capped, settings.softcap), -by_logprob / settings.temperature
         p, finite = self.logp.exp(), _finite(self.logp, settings)
         made = p * -by_logprob[:, None]
         made.scatter_add_(1, labels[:, None], by_logprob[:, None])
         made -= by_entropy[:, None] * p * (finite - torch.linalg.vecdot(p, finite)[:, None])
-        return _through_cap(made, self.capped, settings), whole
+        return through_cap(made, self.capped, settings.softcap), whole
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -191,8 +199,8 @@ class _TokenOutputs(torch.autograd.Function):
         given: dict[Output, Tensor] = {}
         total = None
         if settings.gradient is not None and any(ctx.needs_input_grad):
-            total = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for rows in _chunks(len(labels), settings.chunk):
+            total = Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        for rows in chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
             logits, at = _tempered(capped, rows, labels, settings), labels[rows]
             found, logp = None, None
@@ -227,19 +235,19 @@ class _TokenOutputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, labels, lse, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        made: tuple[_Gradients, dict[Output, Tensor]] | None = ctx.made
+        made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
         ctx.made = None  # nothing but the parameters keeps them
         if (
             made is not None
-            and _same(gradients[0], made[1].get("logprobs"))
-            and _same(gradients[1], made[1].get("entropy"))
+            and same(gradients[0], made[1].get("logprobs"))
+            and same(gradients[1], made[1].get("entropy"))
         ):
             return made[0].cast(settings.tied)
-        total = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        total = Gradients(hidden, weight, bias, ctx.needs_input_grad)
         known: dict[Output, Tensor] = {"logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]}
         if gradients[1] is not None:
             known["entropy"] = gradients[1]
-        for rows in _chunks(len(labels), settings.chunk):
+        for rows in chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
             logits = _tempered(capped, rows, labels, settings)
             found, logp = None, None
@@ -259,20 +267,20 @@ def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor
     return gradients["logprobs"][rows], None if by_entropy is None else by_entropy[rows]
 
 
-def _through_cap(by_logit: Tensor, capped: Tensor, settings: _Settings) -> Tensor:
-    if settings.softcap is None:
-        return by_logit
-    return by_logit.mul_((capped / settings.softcap).square_().neg_().add_(1))
+def through_cap(by_logit: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
+    """The gradient by logits before the cap, in the place of that by `capped` ones."""
+    return by_logit if softcap is None else by_logit.mul_((capped / softcap).square_().neg_().add_(1))
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def same(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether a gradient is what it was said to be; an accelerator takes it at its word, since asking would make it wait."""
     if one is None or other is None:
         return one is other
     return one.device.type != "cpu" or torch.equal(one, other)
 
 
-def _chunks(total: int, size: int) -> list[slice]:
+def chunks(total: int, size: int) -> list[slice]:
+    """Rows 0 to `total`, `size` at a time."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 

@@ -22,7 +22,7 @@ from weft.models.balance import Balance
 from weft.models.dropout import Noise
 
 if TYPE_CHECKING:
-    from weft.models.heads import Gradient
+    from weft.models.heads import Gradient, TopIds
     from weft.models.kv_cache import KVCache
     from weft.models.paged_cache import PagePool
 
@@ -343,6 +343,7 @@ class Packed:
     noise: Noise | None = None  # keys of the sequences' dropout masks; without them nothing is dropped
     balance: Balance | None = None  # filled by layers with experts, where it is asked for; for `Dense` attention alone
     gradient: Gradient | None = None  # of the outputs, where each row's depends on its own alone (`weft.models.heads`)
+    ids: Tensor | TopIds | None = None  # int [N, K]: more ids whose log-probs are wanted at each row; or the likeliest
 
 
 def in_vectors(length: int, device: torch.device) -> int:

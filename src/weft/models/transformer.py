@@ -2,7 +2,7 @@
 
     Transformer(config, head: "lm" | "value" | "score", pooling: "last" | "mean" = "last")
     network(x: Packed, want: frozenset[Output], temperature=1.0, support=None) -> {output: float32 array}
-        [N] logprobs, entropy, top1 (lm), [N] values (value), [S] scores (score)
+        [N] logprobs, entropy, top1 and those of several ids a row (lm), [N] values (value), [S] scores (score)
     network.hidden(x) -> [T, hidden] after the last norm, or [N, hidden] with hidden(x, rows)
     network.next_token_logits(hidden_rows [R, hidden]) -> [R, V] float32
     Transformer.empty(config, head, device=, dtype=) makes it without filling the weights
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
-from weft.models import dropout, flex, heads, rope
+from weft.models import dropout, flex, heads, lm_head, rope
 from weft.models.attention import Scores, attend_heads, who_sees
 from weft.models.balance import Balance
 from weft.models.config import TransformerConfig
@@ -46,7 +46,7 @@ from weft.models.tied import Tied, look_up, may_tie
 Head = Literal["lm", "value", "score"]
 Pooling = Literal["last", "mean"]
 OUTPUTS: dict[str, frozenset[Output]] = {
-    "lm": frozenset({"logprobs", "entropy", "top1"}),
+    "lm": frozenset({"logprobs", "entropy", "top1", "top_ids", "top_logprobs", "given_logprobs"}),
     "value": frozenset({"values"}),
     "score": frozenset({"scores"}),
 }
@@ -333,7 +333,8 @@ class Transformer(nn.Module):
     def forward(
         self, x: Packed, want: frozenset[Output], temperature: float = 1.0, support: heads.Support | None = None
     ) -> dict[Output, Tensor]:
-        """`want` of [N] logprobs, entropy and top1, [N] values, [S] scores. Raises `ConfigError` for what the head lacks."""
+        """`want` of [N] logprobs, entropy and top1, those of several ids a row (`weft.models.lm_head`), [N] values, [S] scores.
+        Raises `ConfigError` for what the head lacks."""
         if not want <= OUTPUTS[self.kind]:
             lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
@@ -344,12 +345,4 @@ class Transformer(nn.Module):
         if self.kind != "lm":
             name: Output = "scores" if self.kind == "score" else "values"
             return {name: heads.row_values(states, self.score.weight)}
-        return heads.token_outputs(
-            states,
-            x.labels,
-            replace(self.projection, tied=tied),
-            want,
-            temperature=temperature,
-            support=support,
-            gradient=x.gradient,
-        )
+        return lm_head.outputs(states, x, replace(self.projection, tied=tied), want, temperature, support)

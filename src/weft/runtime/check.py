@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
+from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, GraphError
 from weft.experiment import Experiment
 from weft.graph.mfc import Call, MFCDef, Node
@@ -37,6 +39,14 @@ def check_calls(experiment: Experiment) -> None:
                 _check_call(experiment, node)
             else:
                 functions.get(node.function)
+
+
+def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
+    """Let every interface that wants to look at its role's tokenizer and at the data's. `tokenizers` are by role."""
+    data = tokenizers[experiment.data_role]
+    for node in calls_of(experiment).values():
+        if implements(node.interface, "check_tokens"):
+            interfaces.get(node.interface)(**node.args).check_tokens(node.role, tokenizers[node.role], data)
 
 
 def _check_call(experiment: Experiment, node: MFCDef) -> None:

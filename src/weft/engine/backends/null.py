@@ -12,6 +12,7 @@ from weft.data.sample import SequenceSample
 from weft.engine.base import Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
+from weft.models.heads import TopIds
 from weft.registry import register_backend
 from weft.topology import Layout, Slice
 
@@ -22,7 +23,9 @@ class NullEngine:
     def __init__(self, layout: Layout) -> None:
         self.layout, self.version, self.max_tokens_per_microbatch = layout, 0, 0
 
-    def forward(self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0) -> SequenceSample:
+    def forward(
+        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0, top: TopIds | None = None
+    ) -> SequenceSample:
         _refuse(f"compute {', '.join(sorted(want))}")
 
     def train(

@@ -1,0 +1,336 @@
+"""Distillation: the actor, a student, learns from a frozen teacher of the same vocabulary.
+
+Two forms. `gkd` compares whole next-token distributions (GKD, Agarwal et al. 2023, arXiv 2306.13649), at the teacher's `top_k`
+likeliest ids and one event for all others, on completions that the student samples or on those of the rows. `reverse_kl` is the
+policy gradient ("On-Policy Distillation", Thinking Machines Lab 2025; MiniLLM, Gu et al. 2023): the student samples, and each
+token's advantage is what the teacher's log-prob of it is above the student's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from weft.algorithms.distill import GKDLoss
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.experiments import _checks as checks
+from weft.experiments._assemble import Plan, assemble, batches, check, evaluating, type_of
+from weft.experiments._lengths import Lengths, asked_for, with_answers
+from weft.experiments._policy import SAMPLING, SUPPORT, with_lr
+from weft.experiments._roles import check_same_vocabulary
+from weft.experiments.common import MFCOptions, RunConfig
+from weft.graph.mfc import HostFunction, MFCDef, Node
+from weft.options import option
+from weft.registry import register_quickstart
+
+MIXED = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}  # a node may not make a key that it reads
+
+
+@dataclass
+class DistillOptions:
+    gen: GenerationSpec = option(
+        GenerationSpec(), "how the student samples; its temperature is also that of both models' distributions"
+    )
+    loss_type: str = option(
+        "gkd",
+        "compare whole distributions (gkd), or take the teacher's log-probs of sampled tokens as a reward (reverse_kl)",
+        choices=("gkd", "reverse_kl"),
+    )
+    on_policy: float = option(
+        1.0,
+        "gkd: share of the prompts whose completion the student samples; the others keep their rows'",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    divergence_beta: float = option(
+        GKDLoss.divergence_beta,
+        "gkd: 0 is forward KL, teacher to student, 1 reverse KL, between them generalised Jensen-Shannon",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    top_k: int = option(
+        64, "gkd: likeliest ids of the teacher at each token; all others are one event, so divergences are lower bounds",
+        at_least=1,
+    )  # fmt: skip
+    sft_coef: float = option(
+        GKDLoss.sft_coef, "gkd: weight of the cross-entropy of the rows' own completions", at_least=0.0
+    )
+    discount: float = option(
+        0.0, "reverse_kl: how much a token answers for those after it; 0 for itself alone", at_least=0.0, at_most=1.0
+    )
+    eps_clip: float = option(
+        0.2, "reverse_kl: the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip"
+    )
+    eps_clip_high: float | None = option(None, "reverse_kl: above 1 + eps_clip_high instead (clip-higher)")
+    samples_per_prompt: int = option(1, "completions that the student samples of each prompt", at_least=1)
+    ppo_n_minibatches: int = option(1, "optimizer steps of one pass over a batch", at_least=1)
+    mini_batch_size: int | None = option(
+        None, "completions of one optimizer step, in place of ppo_n_minibatches", at_least=1
+    )
+    ppo_epochs: int = option(1, "passes over a batch", at_least=1)
+
+    @property
+    def temperature(self) -> float:
+        """Of both models' distributions; greedy completions are compared at the models' own."""
+        return 1.0 if self.gen.greedy else self.gen.temperature
+
+
+@register_quickstart("distill")
+@dataclass
+class DistillConfig(RunConfig):
+    """A student learns from a teacher with the same tokenizer: GKD, or the reverse KL on its own samples."""
+
+    main_role: ClassVar[str] = "actor"
+    trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
+    host_nodes: ClassVar[tuple[str, ...]] = ("advantages",)
+    algorithm: ClassVar[str] = "distill"
+    generation: ClassVar[str] = "distill.gen"
+    spellings: ClassVar[dict[str, str]] = {
+        "lmbda": "distill.on_policy",
+        "beta": "distill.divergence_beta",
+        "loss_top_k": "distill.top_k",
+        "num_generations": "distill.samples_per_prompt",
+        "rollouts_per_prompt": "distill.samples_per_prompt",
+        "max_new_tokens": "distill.gen.max_new_tokens",
+        "teacher_model_name_or_path": "teacher.path",
+    }
+
+    actor: ModelSpec = option(
+        ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")), "the student, which is trained"
+    )
+    teacher: ModelSpec = option(ModelSpec(), "the frozen teacher, whose tokenizer has the student's vocabulary")
+    dataset: DatasetSpec = option(
+        DatasetSpec(), "rows of the form prompt; with distill.on_policy below 1 prompt_answer, or chat"
+    )
+    distill: DistillOptions = option(DistillOptions(), "the algorithm")
+    actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
+    teacher_inf: MFCOptions = option(MFCOptions(), "the call that scores them with the teacher")
+    actor_train: MFCOptions = option(MFCOptions(), "the call that trains the student")
+
+    def build(self) -> Experiment:
+        """The graph `actor_gen -> teacher_inf -> actor_train`, without the first where nothing is sampled, and with
+        `advantages` before the last for `reverse_kl`. Raises `UserError` with the option, its value and the rule."""
+        check(self)
+        options = self.distill
+        _check(options)
+        _refuse(
+            self.teacher, ("prompt_prefix", "prompt_suffix"), "the teacher reads the student's own tokens", "teacher."
+        )
+        check_same_vocabulary("actor", self.actor, "teacher", self.teacher)
+        plan = _Distillation.of(self)
+        evaluated = plan if options.on_policy == 0.0 else replace(plan, share=1.0)
+        actor = self.actor.with_head("lm", trained=True)
+        return assemble(
+            self,
+            Plan(
+                # As for the supervised methods; a policy gradient has the learning rate of policies.
+                roles={
+                    "actor": with_lr(actor, 1e-6 if options.loss_type == "reverse_kl" else 1e-5),
+                    "teacher": self.teacher.with_head("lm", trained=False),
+                },
+                nodes=plan.nodes(),
+                dataset=plan.dataset,
+                dataset_type=type_of(plan.dataset, "prompt" if options.on_policy == 1.0 else "prompt_answer"),
+                data_role="actor",
+                steps_follow="actor_train",
+                longest=plan.longest,
+                evaluation=evaluating(evaluated.nodes(), plan.dataset),
+                updates_per_firing={"actor_train": plan.minibatches * options.ppo_epochs},
+                notes=plan.notes(),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class _Distillation:
+    """The sizes and sampling of one distillation, and the calls made from them. `share` of the ids are sampled."""
+
+    options: DistillOptions
+    dataset: DatasetSpec
+    gen: GenerationSpec
+    share: float
+    longest: int | None  # most tokens of a sequence, where the user says so
+
+    @classmethod
+    def of(cls, config: DistillConfig) -> _Distillation:
+        """Raises `ConfigError` for sizes that do not divide or fit."""
+        options, dataset = config.distill, batches(config.dataset)
+        share, gen = options.on_policy, options.gen
+        tokens = dataset.train_tokens_per_batch
+        if tokens is not None and (share or options.mini_batch_size or options.ppo_n_minibatches > 1):
+            raise ConfigError(
+                f"dataset.train_tokens_per_batch={tokens}: distill counts rows, unless nothing is sampled (on_policy=0) and a "
+                "batch is one minibatch; set dataset.train_bs_n_seqs"
+            )
+        asked = [config.dataset.max_seqlen] if share < 1.0 else []
+        if share:
+            lengths = Lengths.of(config, dataset, gen, "distill.gen")
+            dataset, gen = lengths.dataset, lengths.gen
+            asked.append(asked_for(config.dataset, options.gen))
+        if share < 1.0:
+            dataset = with_answers(config, dataset)
+        vocab = checks.vocab_size(config.actor)
+        if vocab is not None and gen.top_k >= vocab:
+            gen = replace(gen, top_k=0)
+        longest = max((each for each in asked if each is not None), default=None)
+        records = options.loss_type == "reverse_kl" and gen.truncates  # distributions are compared whole
+        return cls(options, dataset, replace(gen, record_support=records), share, longest)
+
+    @property
+    def size(self) -> int:
+        return self.dataset.train_bs_n_seqs or 0
+
+    @property
+    def completions(self) -> int:
+        return self.size * self.options.samples_per_prompt
+
+    @property
+    def minibatches(self) -> int:
+        options = self.options
+        if not self.size:
+            return 1
+        return checks.minibatches(self.completions, options.mini_batch_size, options.ppo_n_minibatches, "distill")
+
+    @property
+    def _names(self) -> Mapping[str, str]:
+        """What keys are called on the edges behind `actor_gen` where that reads them, too."""
+        return MIXED if 0.0 < self.share < 1.0 else {}
+
+    @property
+    def _masks(self) -> tuple[str, ...]:
+        """The mask, which is there for sure where `actor_gen` makes it."""
+        return ("loss_mask",) if self.share else ()
+
+    def nodes(self) -> list[Node]:
+        """The calls in order."""
+        sampling = [self._generate()] if self.share else []
+        if self.options.loss_type == "reverse_kl":
+            return [*sampling, self._scored(), self._advantages(), self._policy_gradient()]
+        return [*sampling, self._distributions(), self._gkd()]
+
+    def _generate(self) -> MFCDef:
+        mixed, reverse = self.share < 1.0, self.options.loss_type == "reverse_kl"
+        made = ["completion", "loss_mask", "sampled" if mixed else "finished"]
+        made += [*(["logprobs"] if reverse else []), *(SUPPORT if self.gen.record_support else ())]
+        args = {name: getattr(self.gen, name) for name in SAMPLING}
+        if mixed:
+            args["share"] = self.share
+        return MFCDef(
+            name="actor_gen", role="actor", interface="generate", method="generate", batch_size=self.size,
+            input_keys=("prompt", *(("completion",) if mixed else ())), optional_keys=("loss_mask",) if mixed else (),
+            output_keys=made, output_key_remap=self._names,
+            args={**args, "samples_per_prompt": self.options.samples_per_prompt},
+        )  # fmt: skip
+
+    def _distributions(self) -> MFCDef:
+        outputs = {"top_ids": "teacher_ids", "top_logprobs": "teacher_logprobs"}
+        return self._teacher(outputs, {"top_k": self.options.top_k})
+
+    def _scored(self) -> MFCDef:
+        outputs = {"logprobs": "teacher_logprobs", "top1": "teacher_top1"}
+        return self._teacher(outputs, {}, SUPPORT if self.gen.record_support else ())
+
+    def _teacher(self, outputs: Mapping[str, str], args: Mapping[str, Any], more: Sequence[str] = ()) -> MFCDef:
+        return MFCDef(
+            name="teacher_inf", role="teacher", interface="infer", method="inference", batch_size=self.size,
+            input_keys=("prompt", "completion", *more), input_key_remap=_some(self._names, ("completion",)),
+            output_keys=tuple(outputs), output_key_remap=outputs,
+            args={"outputs": list(outputs), "temperature": self.options.temperature, **args},
+        )  # fmt: skip
+
+    def _advantages(self) -> HostFunction:
+        return HostFunction(
+            name="advantages", function="teacher_advantages", batch_size=self.size,
+            input_keys=("prompt", "completion", "logprobs", "teacher_logprobs", "teacher_top1", *self._masks),
+            output_keys=("advantages",), args={"discount": self.options.discount},
+        )  # fmt: skip
+
+    def _gkd(self) -> MFCDef:
+        """Cross-entropy is of what the rows' authors wrote, and evaluation may have none of that."""
+        sft = self.options.sft_coef if self.share < 1.0 else 0.0
+        keys = ("given_ids", "teacher_logprobs", *(("sampled",) if sft and self.share else ()))
+        loss_args = {"divergence_beta": self.options.divergence_beta, "sft_coef": sft}
+        return self._train("gkd", loss_args, keys, {"given_ids": "teacher_ids"})
+
+    def _policy_gradient(self) -> MFCDef:
+        """The teacher is the reference whose KL the policy loss logs."""
+        options = self.options
+        loss_args = {"loss_type": "dapo", "eps_clip": options.eps_clip, "eps_clip_high": options.eps_clip_high}
+        keys = ("logprobs", "advantages", "ref_logprobs", *(SUPPORT if self.gen.record_support else ()))
+        return self._train("grpo", loss_args, keys, {"ref_logprobs": "teacher_logprobs"})
+
+    def _train(self, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str], names: Mapping[str, str]) -> MFCDef:
+        return MFCDef(
+            name="actor_train", role="actor", interface="train", method="train_step", batch_size=self.size,
+            input_keys=("prompt", "completion", *self._masks, *keys),
+            optional_keys=() if self.share else ("loss_mask",), input_key_remap={**self._names, **names},
+            args={
+                "loss": loss, "loss_args": dict(loss_args), "num_minibatches": self.minibatches,
+                "epochs": self.options.ppo_epochs, "temperature": self.options.temperature,
+            },
+        )  # fmt: skip
+
+    def notes(self) -> list[str]:
+        """What one step does, for the plan that is printed before the run."""
+        options, lines = self.options, list[str]()
+        if self.share:
+            what = f"{self.size} prompts x {options.samples_per_prompt} = {self.completions} completions"
+            if self.share < 1.0:
+                what = f"of {self.size} rows about {self.share:.0%}, drawn anew each step, get completions"
+            lines.append(f"a step: {what} of at most {self.gen.max_new_tokens} tokens from the student")
+        if self.size:
+            part, updates = self.completions // self.minibatches, self.minibatches * options.ppo_epochs
+            lines.append(
+                f"a step: {self.completions} completions x {options.ppo_epochs} epochs / {part} a minibatch = {updates} "
+                "optimizer steps of actor"
+            )
+        if options.loss_type == "gkd":
+            lines.append(f"teacher: the {options.top_k} likeliest ids of each token, and one event for all others")
+        return lines
+
+
+def _some(names: Mapping[str, str], keys: Sequence[str]) -> dict[str, str]:
+    return {key: name for key, name in names.items() if key in keys}
+
+
+GKD, REVERSE = ("divergence_beta", "top_k", "sft_coef"), ("discount", "eps_clip", "eps_clip_high")
+
+
+def _check(options: DistillOptions) -> None:
+    """Options that do not go with each other, and those that would do nothing."""
+    reverse, share = options.loss_type == "reverse_kl", options.on_policy
+    if reverse and share < 1.0:
+        raise ConfigError(
+            f"distill.on_policy={share}: distill.loss_type=reverse_kl is a policy gradient, which is for completions that the "
+            "student samples itself; set it to 1, or loss_type=gkd"
+        )
+    _refuse(options, GKD if reverse else REVERSE, f"has no meaning with distill.loss_type={options.loss_type}")
+    if options.gen.greedy and (reverse or options.samples_per_prompt > 1):
+        raise ConfigError(
+            "distill.gen.greedy=true: "
+            + ("reverse_kl is an average over what the student samples; a greedy completion is no sample" if reverse
+               else f"the {options.samples_per_prompt} greedy completions of a prompt are all the same; sample one")
+        )  # fmt: skip
+    if share == 0.0:
+        unused = f"does nothing with distill.on_policy={share}, where nothing is sampled"
+        _refuse(options, ("samples_per_prompt",), unused)
+        _refuse(options.gen, [name for name in SAMPLING if name != "temperature"], unused, "distill.gen.")
+    elif share < 1.0:
+        _refuse(
+            options, ("samples_per_prompt",),
+            f"has no meaning with distill.on_policy={share}: rows that keep their completion have one, and would weigh less",
+        )  # fmt: skip
+    else:
+        _refuse(options, ("sft_coef",), "does nothing with distill.on_policy=1, where rows have no completions")
+
+
+def _refuse(options: Any, names: Sequence[str], reason: str, group: str = "distill.") -> None:
+    usual = type(options)()
+    for spec in fields(options):
+        value = getattr(options, spec.name)
+        if spec.name in names and value != getattr(usual, spec.name):
+            raise ConfigError(f"{group}{spec.name}={value}: {reason}; leave it out")

@@ -1,0 +1,98 @@
+"""Answers of judges, kept in an SQLite file that several processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import sqlite3
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError
+
+FILE = "answers.sqlite"
+ENDINGS = (".sqlite", ".sqlite3", ".db")
+BUSY_S = 5.0  # that one process waits for another's write
+FORM = 1  # of the keys
+
+
+def place(cache: str | bool | None) -> Path | None:
+    """The file that the option `cache` means: None and True are `weft/judge` in `$XDG_CACHE_HOME`, else in `~/.cache`; a text
+    is a folder or a file; False and "" are no file. Raises `ConfigError` for anything else."""
+    if cache is False or cache == "":
+        return None
+    if cache is None or cache is True:
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "weft" / "judge" / FILE
+    if not isinstance(cache, str):
+        raise ConfigError(f"judge: cache={cache!r} must be the path of a folder or a file, or false for none")
+    path = Path(cache).expanduser()
+    return path if path.is_file() or path.suffix in ENDINGS else path / FILE
+
+
+def key_of(url: str, body: Mapping[str, Any], vote: int) -> str:
+    """A hash of all that determines an answer: the server, the request's body, and which of several votes it is."""
+    told = json.dumps([FORM, url, body, vote], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+@functools.cache
+def cache_at(file: Path) -> Cache:
+    """One connection a process and file."""
+    return Cache(file)
+
+
+class Cache:
+    """Texts by key. A file that cannot be used is told of once, as a warning; then nothing is found and nothing is kept."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._database: sqlite3.Connection | None = None
+        try:
+            self._database = self._open()
+        except (sqlite3.Error, OSError) as error:
+            self._give_up(error)
+
+    def _open(self) -> sqlite3.Connection:
+        self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
+        database = sqlite3.connect(self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        with contextlib.suppress(sqlite3.OperationalError):  # another process is changing the mode just now
+            database.execute("PRAGMA journal_mode=WAL")
+        database.execute("PRAGMA synchronous=NORMAL")
+        database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID")
+        return database
+
+    def get(self, key: str) -> str | None:
+        if self._database is None:
+            return None
+        try:
+            row = self._database.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        except sqlite3.Error as error:
+            self._give_up(error)
+            return None
+        return None if row is None else str(row[0])
+
+    def put(self, key: str, text: str) -> None:
+        if self._database is None:
+            return
+        try:
+            self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, text))
+        except sqlite3.Error as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+        warnings.warn(
+            f"judge: cache={str(self.file)!r} cannot be used ({type(error).__name__}: {error}); this process goes on without "
+            "it, and pays for every answer; move the file away, or name another one",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,258 @@
+"""Requests to an OpenAI-compatible server: where it is, what may be sent to it, how often it is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import httpx
+
+from weft.errors import ConfigError, UserError
+from weft.host.verifiers._judge_text import number, shortened, whole
+
+URL_VARIABLE = "OPENAI_BASE_URL"
+KEY_VARIABLE = "OPENAI_API_KEY"
+PATH = "/chat/completions"
+AGAIN = (408, 409, 425, 429)  # and all from 500 on
+BACKOFF_S = 0.5  # before the second request; twice as long before each that follows
+LONGEST_S = 60.0  # that a server may ask to wait
+FIXES = {
+    400: "check model, max_tokens and extra",
+    401: "put a valid key into the environment variable that api_key_env names",
+    403: "put a key that may use this model into the environment variable that api_key_env names",
+    404: "check model, and url, which usually ends in /v1",
+    422: "check model, max_tokens and extra",
+    429: "lower concurrency, or raise retries",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server, and the key that it is sent. Make it with `of`, which checks both."""
+
+    url: str  # without credentials
+    key: str | None = field(repr=False)
+    loopback: bool
+
+    @classmethod
+    def of(cls, url: str | None, key_variable: str | None, insecure: bool) -> Endpoint:
+        """The options `url`, `api_key_env` and `insecure`, with what the environment says. Raises `ConfigError`; no message
+        holds a key, or credentials out of a URL."""
+        base = url or os.environ.get(URL_VARIABLE)
+        if not base:
+            raise ConfigError(
+                f"judge: url is not set, and neither is the environment variable {URL_VARIABLE}; set url to the server's base "
+                "URL, such as http://127.0.0.1:8000/v1"
+            )
+        parts = _parts(base)
+        key, loopback = _key(key_variable), _is_loopback(parts.hostname or "")
+        if not isinstance(insecure, bool):
+            raise ConfigError(f"judge: insecure={insecure!r} must be true or false")
+        if key is not None and parts.scheme == "http" and not loopback and not insecure:
+            raise ConfigError(
+                f"judge: url={base!r} would send the key unencrypted to another machine; use https, set api_key_env to null to "
+                "send no key, or set insecure to true where the network is trusted"
+            )
+        return cls(base.rstrip("/").removesuffix(PATH) + PATH, key, loopback)
+
+    def without_key(self, text: str) -> str:
+        """What a server said, which may repeat the key."""
+        if self.key is None:
+            return text
+        return text.replace(self.key, "[key]").replace(self.key.replace("/", "\\/"), "[key]")  # JSON may escape slashes
+
+
+def _parts(url: Any) -> SplitResult:
+    """The parts of a base URL. Raises `ConfigError`."""
+    if any(mark in str(url) for mark in "@?#"):
+        raise ConfigError(
+            "judge: url must hold no user, password, query or fragment (it is not shown); put the key into the environment "
+            f"variable {KEY_VARIABLE}"
+        )
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        httpx.URL(url)
+    except (AttributeError, TypeError, ValueError, httpx.InvalidURL):
+        usable = False
+    if not usable:
+        raise ConfigError(f"judge: url={url!r} must be a base URL such as http://127.0.0.1:8000/v1")
+    return parts
+
+
+def _key(variable: str | None) -> str | None:
+    """What the environment variable holds. No message shows the option: a key that was written there by mistake is secret."""
+    if not variable:
+        return None
+    if not isinstance(variable, str) or not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+        raise ConfigError(
+            "judge: api_key_env must be the name of an environment variable, not a key; its value is not shown"
+        )
+    key = os.environ.get(variable, "").strip()
+    if not key and variable != KEY_VARIABLE:
+        raise ConfigError(
+            "judge: api_key_env names an environment variable that is not set; export it, or set api_key_env to null to send "
+            "no key"
+        )
+    if key and not re.fullmatch(r"[\x21-\x7e]+", key):
+        raise ConfigError("judge: the variable that api_key_env names must hold ASCII characters without spaces")
+    return key or None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+        return address.is_loopback or address.is_unspecified  # 0.0.0.0 is this machine, too
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How many requests are in flight, how long one may take, and how often it is sent again."""
+
+    concurrency: int
+    timeout_s: float
+    retries: int
+
+    def __post_init__(self) -> None:
+        whole("concurrency", self.concurrency, 1)
+        whole("retries", self.retries, 0)
+        number("timeout_s", self.timeout_s, "above 0 seconds", above=0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the judge wrote, and the tokens that were paid for. `cut`: it ended at `max_tokens`."""
+
+    text: str
+    input_tokens: int
+    output_tokens: int
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a request got no answer, whether to send it again, and not before how many seconds."""
+
+    what: str
+    fix: str
+    again: bool
+    said: str = ""  # by the server
+    after: float = 0.0
+
+
+class Unanswered(UserError):
+    """A request that got no answer in all its attempts. `what`: why, without what the server said."""
+
+    def __init__(self, message: str, what: str) -> None:
+        super().__init__(message)
+        self.what = what
+
+
+class Session:
+    """The open connections to a server: `async with Session(..) as session: await session.ask(body)`."""
+
+    def __init__(self, endpoint: Endpoint, policy: Policy) -> None:
+        self.endpoint, self.policy = endpoint, policy
+        self.sent = 0  # requests
+        self._slots = asyncio.Semaphore(policy.concurrency)
+        self._jitter = random.Random()
+        headers = {"Content-Type": "application/json"}
+        if endpoint.key is not None:
+            headers["Authorization"] = f"Bearer {endpoint.key}"
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=policy.timeout_s,
+            limits=httpx.Limits(max_keepalive_connections=policy.concurrency),  # requests are counted by `_slots`
+            follow_redirects=False,  # another host would get the key
+            trust_env=not endpoint.loopback,  # a proxy cannot reach this machine's own ports
+        )
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.aclose()
+
+    async def ask(self, body: Mapping[str, Any]) -> Answer:
+        """The answer to a chat completion request. Raises `Unanswered` with url, what came back, and the fix."""
+        content = json.dumps(body).encode()
+        attempt = 0
+        async with self._slots:  # also while it waits: a busy server is not asked for more meanwhile
+            while isinstance(came := await self._send(content), Trouble):
+                if not came.again or came.after > LONGEST_S or attempt == self.policy.retries:
+                    times = f" (asked {attempt + 1} times)" if attempt else ""
+                    said = f": {shortened(came.said)!r}" if came.said.strip() else ""
+                    raise Unanswered(f"judge: url={self.endpoint.url}: {came.what}{times}{said}; {came.fix}", came.what)
+                backoff = min(LONGEST_S, BACKOFF_S * 2**attempt) * self._jitter.uniform(0.5, 1.0)
+                await asyncio.sleep(max(came.after, backoff))
+                attempt += 1
+        return came
+
+    async def _send(self, content: bytes) -> Answer | Trouble:
+        self.sent += 1
+        try:
+            async with asyncio.timeout(self.policy.timeout_s):
+                response = await self._client.post(self.endpoint.url, content=content)
+        except (TimeoutError, httpx.TimeoutException):
+            fix = "raise timeout_s, lower max_tokens or concurrency, or check that the server works"
+            return Trouble(f"no answer within timeout_s={self.policy.timeout_s:g} seconds", fix, True)
+        except httpx.HTTPError as error:
+            said = self.endpoint.without_key(str(error))
+            return Trouble(type(error).__name__, "start the server, or correct url", True, said)
+        said = self.endpoint.without_key(response.text)
+        if response.status_code != 200:
+            return _refusal(response.status_code, said, response.headers.get("Retry-After"))
+        came = _answer(said)
+        return replace(came, text=self.endpoint.without_key(came.text)) if isinstance(came, Answer) else came
+
+
+def _answer(said: str) -> Answer | Trouble:
+    """A chat completion, read."""
+    try:
+        answer = json.loads(said)
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] or ""  # null where a model only thought, or refused
+        usage = answer.get("usage") or {}
+        paid, made = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        fix = "check that url is the base URL of an OpenAI-compatible server"
+        return Trouble("the answer is no chat completion", fix, True, said)
+    text = str(text).encode(errors="replace").decode()  # lone surrogates are valid JSON
+    return Answer(text, paid, made, cut=choice.get("finish_reason") == "length")
+
+
+def _refusal(status: int, said: str, retry_after: str | None) -> Trouble:
+    """What another status than 200 means. What comes with 401 and 403 is not shown: it may hold a part of the key."""
+    shown = "" if status in (401, 403) else said
+    if 300 <= status < 400:
+        return Trouble(f"status {status}", "redirects are not followed; set url to where the server is", False)
+    after = _seconds(retry_after)
+    wait = f", to be asked again in {after:g} seconds" if after > LONGEST_S else ""
+    fix = FIXES.get(status, "look at the server's log" if status >= 500 else "check url, model and extra")
+    return Trouble(f"status {status}{wait}", fix, status in AGAIN or status >= 500, shown, after)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """A header `Retry-After`, which is a number of seconds or a date, in seconds from now; 0 where there is none."""
+    if retry_after is None:
+        return 0.0
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return 0.0

@@ -1,0 +1,268 @@
+"""A judge: another language model, behind an OpenAI-compatible server, scores each completion."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import warnings
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, UserError
+from weft.host.verifiers._judge_cache import cache_at, key_of, place
+from weft.host.verifiers._judge_server import KEY_VARIABLE, Answer, Endpoint, Policy, Session, Unanswered
+from weft.host.verifiers._judge_text import RUBRIC, SCORE, Scale, Template, number, shortened, whole
+from weft.registry import register_verifier
+
+Rewards = tuple[list[float | None], dict[str, float]]
+OWN_FIELDS = ("model", "messages", "temperature", "max_tokens")  # of a request
+BARRED = {"stream": "answers are read whole", "n": "use votes", "api_key": "use api_key_env"}
+
+
+@register_verifier("judge")
+def judge(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    url: str | None = None,
+    model: str | None = None,
+    prompt: str = RUBRIC,
+    system: str | None = None,
+    pattern: str = SCORE,
+    low: float = 1.0,
+    high: float = 10.0,
+    temperature: float | None = 0.0,
+    max_tokens: int | None = 512,
+    extra: Mapping[str, Any] | None = None,
+    votes: int = 1,
+    concurrency: int = 16,
+    timeout_s: float = 30.0,
+    retries: int = 4,
+    on_failure: float | None = None,
+    on_unreadable: float | None = None,
+    cache: str | bool | None = None,
+    api_key_env: str | None = KEY_VARIABLE,
+    insecure: bool = False,
+    input_price: float | None = None,
+    output_price: float | None = None,
+    **columns: Sequence[Any],
+) -> Rewards | Coroutine[Any, Any, Rewards]:
+    """From 0 to 1: the score of another model, mapped from `low`..`high`; None for rows where a column of `prompt` is null.
+
+    Options: docs/judge-reward.md. Metrics: `calls` (requests sent), `cached`, `failed`, `unreadable`, `input_tokens`,
+    `output_tokens`, and `cost` where a price is set. Raises `ConfigError` for options, `DataError` for a placeholder that is
+    no column, `UserError` for a server that fails and for answers without a score.
+    """
+    scale = Scale(pattern, low, high)
+    made = Judge(
+        endpoint=Endpoint.of(url, api_key_env, insecure),
+        policy=Policy(concurrency, timeout_s, retries),
+        template=Template(prompt, scale, system),
+        request=Request(model, temperature, max_tokens, {} if extra is None else extra, votes),
+        fallback=Fallback(on_failure, on_unreadable),
+        prices=Prices(input_price, output_price),
+        cache_file=place(cache),
+    )
+    return made.rewards(prompts, completions, columns) if completions else ([], {})
+
+
+@dataclass(frozen=True)
+class Request:
+    """The fields of a request beside its messages, and how often it is sent for one completion."""
+
+    model: str | None
+    temperature: float | None
+    max_tokens: int | None
+    extra: Mapping[str, Any]
+    votes: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"judge: model={self.model!r} must be the name under which the server knows the model")
+        if self.temperature is not None:
+            number("temperature", self.temperature, "0 or more, or null to leave it to the server", least=0)
+        if self.max_tokens is not None:
+            whole("max_tokens", self.max_tokens, 1)
+        whole("votes", self.votes, 1)
+        if self.votes > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"judge: votes={self.votes} at temperature=0 would be the same vote; set temperature to 1"
+            )
+        self._check_extra()
+
+    def _check_extra(self) -> None:
+        if not isinstance(self.extra, Mapping) or not all(isinstance(name, str) for name in self.extra):
+            raise ConfigError("judge: extra must be a mapping from names of request fields to values")
+        for name in self.extra:
+            if name in OWN_FIELDS or name in BARRED:
+                raise ConfigError(f"judge: extra must not hold {name!r}; {BARRED.get(name, f'use the option {name}')}")
+        try:
+            json.dumps(self.extra, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"judge: extra must hold plain JSON values: {error}") from None
+
+    def body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return {"model": self.model, "messages": messages, **given, **self.extra}
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Rewards where there is no score. None: the run stops."""
+
+    on_failure: float | None
+    on_unreadable: float | None
+
+    def __post_init__(self) -> None:
+        for name in ("on_failure", "on_unreadable"):
+            if (value := getattr(self, name)) is not None:
+                number(name, value, "a finite number, or null to stop the run")
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Of a million tokens, in any currency."""
+
+    input: float | None
+    output: float | None
+
+    def __post_init__(self) -> None:
+        for name, value in (("input_price", self.input), ("output_price", self.output)):
+            if value is not None:
+                number(name, value, "0 or more, for a million tokens", least=0)
+
+    def cost(self, counts: Mapping[str, float]) -> dict[str, float]:
+        if self.input is None and self.output is None:
+            return {}
+        paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (self.output or 0.0)
+        return {"cost": paid / 1e6}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The reward of one vote or, where there is none, the reward in its place, and what to say where that is None."""
+
+    reward: float | None
+    fallback: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A judge with all its options."""
+
+    endpoint: Endpoint
+    policy: Policy
+    template: Template
+    request: Request
+    fallback: Fallback
+    prices: Prices
+    cache_file: Path | None
+
+    async def rewards(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> Rewards:
+        """(rewards, metrics). With a cache, completions that are judged by the same request share its answer."""
+        bodies = [
+            None if messages is None else self.request.body(messages)
+            for messages in self.template.messages(prompts, completions, columns)
+        ]
+        keys = [self._keys(index, body) for index, body in enumerate(bodies)]
+        asked = {
+            key: (body, vote)
+            for body, own in zip(bodies, keys, strict=True)
+            if body is not None
+            for vote, key in enumerate(own)
+        }
+        async with Session(self.endpoint, self.policy) as session:
+            sitting = Sitting(self, session)
+            made = await _all([sitting.verdict(key, *each) for key, each in asked.items()])
+        verdicts = dict(zip(asked, made, strict=True))
+        readable = [key for own in keys for key in own if verdicts[key].reward is not None]
+        counts = sitting.counts | {"calls": session.sent}
+        counts["cached"] += len(readable) - len(set(readable))
+        rewards = [_reward([verdicts[key] for key in own]) if own else None for own in keys]
+        return rewards, counts | self.prices.cost(counts)
+
+    def _keys(self, index: int, body: Mapping[str, Any] | None) -> list[str]:
+        """One a vote; none for a completion that is not judged."""
+        if body is None:
+            return []
+        own = "" if self.cache_file else f" {index}"
+        return [key_of(self.endpoint.url, body, vote) + own for vote in range(self.request.votes)]
+
+
+COUNTS = ("calls", "cached", "failed", "unreadable", "input_tokens", "output_tokens")
+
+
+@dataclass
+class Sitting:
+    """One call's verdicts as they come in, and what they took."""
+
+    judge: Judge
+    session: Session
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+
+    async def verdict(self, key: str, body: Mapping[str, Any], vote: int) -> Verdict:
+        """From the cache, or the server. Raises `UserError` where a failure stops the run."""
+        scale, fallback, file = self.judge.template.scale, self.judge.fallback, self.judge.cache_file
+        cache = None if file is None else cache_at(file)
+        kept = None if cache is None else cache.get(key)
+        if kept is not None and (reward := scale.reward(kept)) is not None:
+            self.counts["cached"] += 1
+            return Verdict(reward)
+        try:
+            answer = await self.session.ask(body)
+        except Unanswered as error:
+            if fallback.on_failure is None:
+                raise UserError(f"{error}, or set on_failure to the reward of completions without an answer") from None
+            self.counts["failed"] += 1
+            told = (
+                f"judge: url={self.judge.endpoint.url}: {error.what}; the reward is on_failure={fallback.on_failure:g}"
+            )
+            warnings.warn(told, RuntimeWarning, stacklevel=1)  # the same words are shown once
+            return Verdict(None, fallback.on_failure)
+        self.counts["input_tokens"] += answer.input_tokens
+        self.counts["output_tokens"] += answer.output_tokens
+        reward = scale.reward(answer.text)
+        if reward is None:
+            self.counts["unreadable"] += 1
+            return Verdict(None, fallback.on_unreadable, self._unreadable(answer))
+        if cache is not None:
+            cache.put(key, answer.text)
+        return Verdict(reward)
+
+    def _unreadable(self, answer: Answer) -> str:
+        scale = self.judge.template.scale
+        cut = f", which was cut at max_tokens={self.judge.request.max_tokens}" if answer.cut else ""
+        end = shortened(answer.text[::-1])[::-1]  # where a score would stand
+        return (
+            f"judge: url={self.judge.endpoint.url}: no score from {scale.low:g} to {scale.high:g} in the answer {end!r}{cut}; "
+            "change prompt, pattern or max_tokens, or set on_unreadable to the reward of such completions"
+        )
+
+
+def _reward(verdicts: Sequence[Verdict]) -> float:
+    """The mean of the votes that have one. Raises `UserError` where none has, and that stops the run."""
+    rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
+    if rewards:
+        return sum(rewards) / len(rewards)
+    stops = next((verdict for verdict in verdicts if verdict.fallback is None), verdicts[0])
+    if stops.fallback is None:
+        raise UserError(stops.problem)
+    return stops.fallback
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, Verdict]]) -> list[Verdict]:
+    """All results; where one raises, the others are ended first."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

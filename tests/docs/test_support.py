@@ -1,0 +1,80 @@
+"""docs/support.md lists what the code has, no more and no less."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import pytest
+
+from tests.docs.test_pages import ROOT
+from weft import registry
+from weft.algorithms.covariance import METHODS
+from weft.algorithms.dpo import LOSS_TYPES, REFERENCE_FREE, options_of
+from weft.algorithms.kl import ESTIMATORS
+from weft.algorithms.preferences import DIVERGENCES
+from weft.algorithms.sampler import CORRECTIONS
+from weft.experiments import DistillConfig, GRPOConfig
+from weft.experiments.common import RunConfig
+from weft.options import leaves
+
+PAGE = (ROOT / "docs" / "support.md").read_text()
+TABLE = re.compile(r"^\|(?P<head>[^\n]*)\|\n\|[-| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n)+)", re.M)
+
+
+def tables() -> Mapping[str, list[list[str]]]:
+    """First cell of the heading -> the rows' cells, for every table of the page."""
+    found = {}
+    for table in TABLE.finditer(PAGE):
+        head = table["head"].split("|")[0].strip().strip("`")
+        assert head not in found, f"two tables are called {head!r}"
+        found[head] = [[cell.strip() for cell in row.strip("|").split("|")] for row in table["rows"].splitlines()]
+    return found
+
+
+def choices(option: str, config: RunConfig | None = None) -> tuple[str, ...]:
+    return tuple(next(leaf.type for leaf in leaves(config or GRPOConfig()) if leaf.name == option).split("|"))
+
+
+CHOICES = ("surrogate", "importance_level", "loss_type", "baseline", "scale_rewards")
+EXPECTED: Mapping[str, Iterable[str]] = {
+    "weft quickstart": registry.quickstarts.load_all(),
+    "value": LOSS_TYPES,
+    "dpo.f_divergence": DIVERGENCES,
+    **{f"grpo.{name}": choices(f"grpo.{name}") for name in CHOICES},
+    "distill.loss_type": choices("distill.loss_type", DistillConfig()),
+    "sampler_correction": CORRECTIONS,
+    "covariance": METHODS,
+    "kl_estimator": ESTIMATORS,
+    "verifier": registry.verifiers.load_all(),
+    "loss": registry.losses.load_all(),
+    "host function": registry.functions.load_all(),
+    "dataset form": registry.datasets.load_all(),
+    "backend": registry.backends.load_all(),
+    "family": registry.families.load_all(),
+}  # fmt: skip
+
+
+def test_every_table_is_held_against_the_code() -> None:
+    assert set(tables()) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_table_names_what_there_is(name: str) -> None:
+    listed = [row[0].strip("`") for row in tables()[name]]
+    own = {n for n in EXPECTED[name] if not _of_a_test(name, n)}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == own
+
+
+def _of_a_test(kind: str, name: str) -> bool:
+    """Whether a test of this process registered it."""
+    held = {"verifier": registry.verifiers, "loss": registry.losses, "host function": registry.functions}
+    held |= {"weft quickstart": registry.quickstarts, "dataset form": registry.datasets, "backend": registry.backends}
+    return kind in held and not held[kind].get(name).__module__.startswith("weft.")
+
+
+def test_the_preference_losses_say_what_they_read() -> None:
+    for value, _, reference, divergences, *_ in tables()["value"]:
+        assert (reference == "no") == (value.strip("`") in REFERENCE_FREE), value
+        assert (divergences == "yes") == ("f_divergence" in options_of(value.strip("`"))), value
