@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -19,9 +21,12 @@ from transformers import (
 
 from tests.engine.common import engine_of
 from tests.tiny import make_llama
+from weft.cli.main import main
 from weft.data.sample import SequenceSample
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
+from weft.engine.saving import padded
+from weft.engine.spec import LoRASpec, ModelSpec
 
 CHATML = (
     "{% for m in messages %}{{ '<|user|>' + m.role + '\n' + m.content + '<|system|>\n' }}{% endfor %}"
@@ -155,3 +160,69 @@ def test_a_vocabulary_without_a_free_token_leaves_padding_out(tmp_path: Path) ->
     )
     expected = engine.forward(batch, frozenset({"scores"})).data["scores"]
     torch.testing.assert_close(torch.tensor(scores(tmp_path / "saved", rows, None)), expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "hf"])
+def test_a_published_reward_model_that_pads_with_eos_is_read_as_transformers_reads_it(
+    tmp_path: Path, backend: str
+) -> None:
+    """It was trained one token before the end; so are its scores read, and those of what is trained further from it."""
+    base = make_llama(tmp_path / "base", pad_token_id=2)
+    write(base / "tokenizer_config.json", pad_token="</s>")
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(base, num_labels=1, pad_token_id=2)
+    published = AutoModelForSequenceClassification.from_config(config)
+    published.save_pretrained(tmp_path / "published")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "published")
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(tmp_path / "published"))
+    engine = engine_of(tmp_path / "published", head="score", backend=backend)
+    rows = [[8, 9, 10, 11, 2], [12, 13], [20, 2, 2], [14, 15, 2, 16, 2]]
+    batch = SequenceSample.from_groups(
+        [str(i) for i in range(len(rows))],
+        {"prompt": [[1]] * len(rows), "completion": [[len(row) - 1] for row in rows]},
+        {"prompt": [row[0] for row in rows], "completion": [id for row in rows for id in row[1:]]},
+    )
+    found = engine.forward(batch, frozenset({"scores"})).data["scores"]
+    torch.testing.assert_close(found, torch.tensor(scores(tmp_path / "published", rows, 2)))
+    engine.save_model(tmp_path / "again", tokenizer)
+    torch.testing.assert_close(found, torch.tensor(scores(tmp_path / "again", rows, 2)))
+    assert any("one token before the end" in note for note in engine.notes)
+
+
+@pytest.mark.parametrize("backend", ["torch", "hf"])
+def test_mean_pooling_is_told_and_named(tmp_path: Path, backend: str) -> None:
+    base = make_llama(tmp_path / "base")
+    engine = engine_of(base, head="score", backend=backend, pooling="mean")
+    assert any("pooling=mean" in note and "transformers cannot say" in note for note in engine.notes)
+    engine.save_model(tmp_path / "saved", Tokenizer.load(TokenizerSpec(), str(base)))
+    values = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (values["weft_pooling"], values["architectures"]) == ("mean", ["WeftMeanPooledRewardModel"])
+
+
+def test_padding_is_a_token_that_the_template_does_not_write(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base", pad_token_id=2)
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(base))
+    tokenizer.hf.pad_token = "</s>"
+    specials = [t.content for t in tokenizer.hf.added_tokens_decoder.values() if t.special and t.content != "</s>"]
+    assert len(specials) > 2
+    tokenizer.hf.chat_template = "".join(specials[:-1])  # all but one of them stand in every text
+    spec = ModelSpec(path=str(base), head="score", trained=True)
+    assert padded(tokenizer, spec, "last").hf.pad_token == specials[-1]
+
+
+@pytest.mark.parametrize("head", ["lm", "score"])
+def test_a_merged_adapter_stops_and_pads_as_its_checkpoint_does(base: Path, tmp_path: Path, head: str) -> None:
+    write(base / "tokenizer_config.json", pad_token="</s>")
+    target, _ = saved(base, tmp_path / "saved", head=head, lora=LoRASpec(r=2), trained=True)
+    adapter = target / "adapter"
+    for file in adapter.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: value + 0.5 if "lora_B" in name else value for name, value in tensors.items()}, file)
+    merged = tmp_path / "merged"
+    assert main(["convert", "merge", "--base", str(base), "--adapter", str(adapter), "--output", str(merged)]) == 0
+    for name in ("config.json", "generation_config.json"):
+        one, other = (json.loads((folder / name).read_text()) for folder in (target, merged))
+        ids = ("eos_token_id", "pad_token_id", "bos_token_id", "temperature")
+        assert {key: one.get(key) for key in ids} == {key: other.get(key) for key in ids}
+    assert AutoTokenizer.from_pretrained(merged).pad_token == AutoTokenizer.from_pretrained(target).pad_token
+    assert AutoTokenizer.from_pretrained(merged).chat_template == CHATML

@@ -422,7 +422,7 @@ def test_a_configuration_made_in_code_is_checked_like_a_command_line() -> None:
 
 def test_groups_of_options_may_be_mappings() -> None:
     config = DPOConfig("e", "t", actor={"path": "m", "lora": {"r": 4}}, dataset={"path": "rows.jsonl"})  # type: ignore[arg-type]
-    assert (config.actor.path, config.actor.lora.r, config.actor.optimizer.lr) == ("m", 4, 1e-6)
+    assert (config.actor.path, config.actor.lora.r, config.actor.optimizer.lr) == ("m", 4, None)
     assert config.build().dataset.train_path == "rows.jsonl"
     with pytest.raises(ConfigError, match=r"unknown option 'actor\.pth'"):
         DPOConfig("e", "t", actor={"pth": "m"})  # type: ignore[arg-type]
@@ -450,3 +450,27 @@ def test_all_classes_are_exported() -> None:
     names = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen")
     assert [registry.quickstarts.get(name) for name in names] == list(classes)
     assert ModelSpec().tokenizer == TokenizerSpec()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rate"),
+    [
+        ("dpo", {}, 1e-6), ("dpo", {"actor.lora.r": 4}, 1e-5), ("grpo", {}, 1e-6), ("ppo", {"actor.lora.r": 4}, 1e-5),
+        ("sft", {}, 1e-5), ("dpo", {"actor.optimizer.lr": 3e-7}, 3e-7),
+    ],
+)  # fmt: skip
+def test_a_run_writes_down_the_learning_rate_that_holds(name: str, options: dict[str, Any], rate: float) -> None:
+    experiment = build(name, **options)
+    role = "model" if name == "sft" else "actor"
+    assert experiment.roles[role].optimizer.peak_lr == rate
+    assert experiment.config[role]["optimizer"]["lr"] == rate
+
+
+def test_a_run_writes_down_the_lengths_that_hold(files: Path) -> None:
+    values = {"model_type": "llama", "vocab_size": 50, "max_position_embeddings": 512}
+    (files / "m" / "config.json").write_text(json.dumps(values))
+    config = build("grpo").config
+    assert (config["dataset"]["max_prompt_len"], config["grpo"]["gen"]["max_new_tokens"]) == (256, 256)
+    with pytest.raises(ConfigError, match="max_prompt_len=512: leaves no room for a completion"):
+        build("grpo", **{"dataset.max_prompt_len": 512})
+    assert build("grpo", **{"dataset.max_prompt_len": 512, "grpo.gen.max_new_tokens": 8}).dataset.max_prompt_len == 512

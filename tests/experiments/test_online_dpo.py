@@ -133,7 +133,7 @@ def test_what_a_step_does_is_counted_and_said(material: Path) -> None:
     assert experiment.updates_per_firing == {"actor_train": 8}
     assert experiment.node("actor_train").args["num_minibatches"] == 4
     assert experiment.plan_notes == (
-        "a step: 8 prompts x 4 = 32 completions of at most 6 tokens",
+        "a step: 8 prompts x 4 = 32 completions of at most 6 tokens, prompts of at most 506",
         "a step: 32 completions x 2 epochs / 8 a minibatch = 8 optimizer steps of actor",
         "preferences: one pair a prompt, the best and the worst of its 4 completions, if their rewards differ",
     )

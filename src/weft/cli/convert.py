@@ -11,6 +11,7 @@ from pathlib import Path
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 NORMAL, NAMED = 1, {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # kinds of pieces
@@ -109,6 +110,10 @@ def _save_tokenizer(vocabulary: spm.Model, length: int, output: Path) -> None:
 def _merge(arguments: argparse.Namespace) -> None:
     import torch
 
+    from weft.data.spec import TokenizerSpec
+    from weft.data.tokenizer import Tokenizer
+    from weft.engine import saving
+    from weft.engine.spec import ModelSpec
     from weft.models import hf_io, lora, peft_io
 
     settings = peft_io.read_adapter_config(arguments.adapter)
@@ -124,5 +129,21 @@ def _merge(arguments: argparse.Namespace) -> None:
         )
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
     merged = lora.merge(parameters, lora.scales(network))
-    hf_io.copy_tokenizer(base, arguments.output)
-    hf_io.save(arguments.output, merged, network.config, head, dtype=dtype, pooling=network.pooling)
+    config, source = network.config, _tokenizer_of(arguments.adapter, base)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    if source is not None:
+        spec = ModelSpec(path=str(source), head=head, trained=True)
+        tokenizer = saving.padded(Tokenizer.load(TokenizerSpec(), spec.path), spec, network.pooling)
+        tokenizer.save(arguments.output)
+        config = hf_io.with_ids(config, **saving.token_ids(tokenizer, head))
+        hf_io.write_generation(arguments.output, saving.generation_config(spec))
+    hf_io.save(arguments.output, merged, config, head, dtype=dtype, pooling=network.pooling)
+
+
+def _tokenizer_of(adapter: Path, base: Path) -> Path | None:
+    """The directory whose tokenizer, chat template and stop tokens the merged model has: the adapter's own, the checkpoint's
+    that the adapter lies in, or the base's; None where there is none."""
+    for folder in (adapter, adapter.resolve().parent, base):
+        if any((folder / name).is_file() for name in TOKENIZER_FILES):
+            return folder
+    return None

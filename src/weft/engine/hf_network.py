@@ -62,6 +62,7 @@ class HFNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.kind, self.pooling, self.config = module, head, pooling, config
+        self.padding: int | None = None  # as `Transformer.padding`
         self._head, self._callers, self._caches = [head_layer], callers, caches  # in a list: not a submodule of its own
 
     def forward(
@@ -73,7 +74,8 @@ class HFNetwork(nn.Module):
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
         with _seeded(x.noise):
             mean = self.kind == "score" and self.pooling == "mean"
-            states = self.hidden(x, None if mean else x.attention.last if self.kind == "score" else x.rows)
+            rows = heads.score_rows(x, self.padding) if self.kind == "score" else x.rows
+            states = self.hidden(x, None if mean else rows)
         layer = self._head[0].layer
         if self.kind == "lm":
             rows = states * self._head[0].scale

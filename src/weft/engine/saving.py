@@ -24,6 +24,20 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
     return dict(model_values(str(spec.path), "generation_config.json"))
 
 
+def skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
+    """The padding token before which a reward model's score is read, where it is one that ends texts; else None.
+
+    A reward model that was trained with `transformers` where EOS pads was read one token before the end, and still is.
+    weft's own checkpoints have a padding token that ends nothing (`padded`), so nothing is skipped.
+    """
+    if spec.head != "score" or spec.path is None or spec.init_from_scratch:
+        return None
+    raw = model_values(spec.path, "config.json")
+    pad, names = raw.get("pad_token_id"), raw.get("architectures") or []
+    trained = any("SequenceClassification" in str(name) for name in names)
+    return pad if trained and pad in tokenizer.stop_ids() else None
+
+
 def padded(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
     """The tokenizer that a role's checkpoints hold: of reward models one whose padding token ends no text.
 
@@ -33,18 +47,30 @@ def padded(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
     """
     stops = set(tokenizer.stop_ids())
     free = tokenizer.pad_id is not None and tokenizer.pad_id not in stops
-    if spec.head != "score" or pooling != "last" or free:
+    if spec.head != "score" or pooling != "last" or free or skipped_padding(tokenizer, spec) is not None:
         return tokenizer
     hf = tokenizer.hf
     special = {token.content: id for id, token in hf.added_tokens_decoder.items() if token.special}
     ending_nothing = [token for token, id in special.items() if id not in stops]
     named = [token for token in ending_nothing if "pad" in token.lower()]
     usual = [token for token in (hf.unk_token, hf.bos_token) if token in ending_nothing]
-    return tokenizer.with_padding(next(iter((*named, *usual, *ending_nothing)), None))
+    template = tokenizer.chat_template or ""  # a token that it writes stands in every text
+    best = sorted((*named, *usual, *ending_nothing), key=template.__contains__)
+    return tokenizer.with_padding(next(iter(best), None))
 
 
 def notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> tuple[str, ...]:
     """What the user should know of the padding token in a trained role's checkpoints."""
+    if spec.head == "score" and spec.trained and pooling == "mean":
+        return (
+            "pooling=mean: scores are read from the mean over all tokens, which transformers cannot say; its classes would "
+            "read the last token of this checkpoint, so score with weft (rew.path), or train with pooling=last",
+        )
+    if (skipped := skipped_padding(tokenizer, spec)) is not None:
+        return (
+            f"this reward model pads with token {skipped}, which ends texts too: its scores are read one token before the end, "
+            "as transformers reads them",
+        )
     saved = padded(tokenizer, spec, pooling) if spec.trained else tokenizer
     if saved is tokenizer:
         return ()

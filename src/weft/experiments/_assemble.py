@@ -69,7 +69,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
         evaluation=_evaluation(plan, keys),
         init_from=plan.init_from,
         saved_roles=tuple(name for name in roles if name in trained),
-        config=to_mapping(config),
+        config=_settled(config, plan),
         steps_follow=plan.steps_follow,
         updates_per_firing=plan.updates_per_firing,
         plan_notes=tuple(plan.notes),
@@ -134,6 +134,22 @@ def has_validation(dataset: DatasetSpec) -> bool:
     sources = parse_sources(dataset.sources) if dataset.sources else []
     own = any(source.valid_path is not None or source.valid_split for source in sources)
     return own or dataset.valid_path is not None or dataset.valid_split > 0
+
+
+def _settled(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """The options as plain values, with what holds where an option was left out: learning rates and lengths."""
+    values = to_mapping(config)
+    for name, spec in plan.roles.items():
+        own = values.get(name)
+        if spec.trained and isinstance(own, dict):
+            own["optimizer"]["lr"] = spec.optimizer.peak_lr
+    lengths = {name: getattr(plan.dataset, name) for name in ("max_seqlen", "max_prompt_len")}
+    values["dataset"] |= {name: length for name, length in lengths.items() if length is not None}
+    samples = [n for n in plan.nodes if isinstance(n, MFCDef) and n.method == "generate"]
+    if samples and config.generation:
+        group, _, name = config.generation.rpartition(".")
+        (values[group] if group else values)[name]["max_new_tokens"] = samples[0].args["max_new_tokens"]
+    return values
 
 
 def _check_sizes(config: RunConfig, plan: Plan) -> None:

@@ -58,13 +58,17 @@ class Lengths:
             if context is not None:
                 left = context // 2 if given is None else context - given
             most = max(min(MAX_NEW_TOKENS, left), gen.min_new_tokens, 1)
+        if gen.max_new_tokens is None and context is not None and given is not None and given >= context:
+            raise ConfigError(
+                f"dataset.max_prompt_len={given}: leaves no room for a completion in the model's context of {context} tokens; "
+                f"lower it, or set {name}.max_new_tokens to go beyond that context"
+            )
         if given is None and context is not None:
             given = context - most
             if given < 1:
                 raise ConfigError(
-                    f"{name}.max_new_tokens={most}: leaves no room for a prompt in the model's context of {context} "
-                    f"tokens; lower it, "
-                    "or set dataset.max_prompt_len to go beyond that context"
+                    f"{name}.max_new_tokens={most}: leaves no room for a prompt in the model's context of {context} tokens; "
+                    "lower it, or set dataset.max_prompt_len to go beyond that context"
                 )
         return cls(replace(dataset, max_prompt_len=given), replace(gen, max_new_tokens=most))
 

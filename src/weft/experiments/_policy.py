@@ -13,6 +13,7 @@ from weft.experiments import _checks as checks
 from weft.experiments._assemble import batches
 from weft.experiments._lengths import Lengths, asked_for
 from weft.experiments._policy_options import PolicyOptions, SamplingConfig, SamplingOptions
+from weft.experiments._roles import with_lr
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import parse_reward
 
@@ -262,20 +263,23 @@ class Policy:
         eta = self.options.ref_ema_eta
         return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
 
-    def notes(self, trained: Sequence[str]) -> list[str]:
-        """What one step does, for the plan that is printed before the run."""
-        size = self.completions // self.minibatches
-        return [
-            f"a step: {self.batch} prompts x {self.samples} = {self.completions} completions of at most "
-            f"{self.gen.max_new_tokens} tokens",
-            f"a step: {self.completions} completions x {self.options.ppo_epochs} epochs / {size} a minibatch = "
-            f"{self.updates} optimizer steps of {' and of '.join(trained)}",
-        ]
-
 
 SAMPLING = tuple(
     spec.name for spec in fields(GenerationSpec) if spec.name == "record_support" or not spec.metadata.get("hidden")
 )
+
+
+def step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
+    """What one step does, for the plan that is printed before the run."""
+    count, size = policy.completions, policy.completions // policy.minibatches
+    most = policy.dataset.max_prompt_len
+    prompts = "" if most is None else f", prompts of at most {most}"
+    return [
+        f"a step: {policy.batch} prompts x {policy.samples} = {count} completions of at most {policy.gen.max_new_tokens} "
+        f"tokens{prompts}",
+        f"a step: {count} completions x {policy.options.ppo_epochs} epochs / {size} a minibatch = {policy.updates} optimizer "
+        f"steps of {' and of '.join(trained)}",
+    ]
 
 
 def _asks_for(options: SamplingOptions, name: str) -> bool:
@@ -286,13 +290,6 @@ def _asks_for(options: SamplingOptions, name: str) -> bool:
 def has_model(config: SamplingConfig) -> bool:
     """Whether a reward model is named."""
     return config.rew.path is not None or config.rew.backend == "null"
-
-
-def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
-    """The role with a learning rate: its own, else `full`, or 1e-5 for adapters."""
-    if spec.optimizer.lr is not None:
-        return spec
-    return replace(spec, optimizer=replace(spec.optimizer, lr=1e-5 if spec.has_adapters else full))
 
 
 def _check_rewards(config: SamplingConfig) -> None:

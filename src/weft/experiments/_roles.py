@@ -34,6 +34,13 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
     )
 
 
+def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
+    """The role with a learning rate: its own, else `full`, or 1e-5 for adapters."""
+    if spec.optimizer.lr is not None:
+        return spec
+    return replace(spec, optimizer=replace(spec.optimizer, lr=1e-5 if spec.has_adapters else full))
+
+
 def critic(spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
     """(the critic, which role's weights it begins with). With a path of its own it is that model.
 

@@ -20,8 +20,8 @@ from weft.experiment import Experiment
 from weft.experiments import _checks as checks
 from weft.experiments._assemble import Plan, assemble, batches, check, evaluating, type_of
 from weft.experiments._lengths import Lengths, asked_for, with_answers
-from weft.experiments._policy import SAMPLING, SUPPORT, with_lr
-from weft.experiments._roles import check_same_vocabulary
+from weft.experiments._policy import SAMPLING, SUPPORT
+from weft.experiments._roles import check_same_vocabulary, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option

@@ -15,8 +15,7 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
 from weft.experiments._lengths import with_answers
-from weft.experiments._policy import with_lr
-from weft.experiments._roles import reference
+from weft.experiments._roles import reference, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option

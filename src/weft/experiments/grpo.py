@@ -11,7 +11,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, check, type_of
-from weft.experiments._policy import Policy
+from weft.experiments._policy import Policy, step_notes
 from weft.experiments._policy_options import PolicyConfig, PolicyOptions
 from weft.experiments._roles import reference
 from weft.experiments.common import MFCOptions
@@ -149,7 +149,7 @@ class GRPOConfig(PolicyConfig):
                 syncs=policy.syncs() if self._has_ref else [],
                 init_from=init_from,
                 updates_per_firing={"actor_train": policy.updates},
-                notes=[*policy.notes(["actor"]), *_notes(grpo)],
+                notes=[*step_notes(policy, ["actor"]), *_notes(grpo)],
             ),
         )
 

@@ -20,7 +20,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, check, type_of
-from weft.experiments._policy import Policy
+from weft.experiments._policy import Policy, step_notes
 from weft.experiments._policy_options import SamplingConfig, SamplingOptions
 from weft.experiments._roles import reference
 from weft.experiments.dpo import DPOOptions
@@ -134,7 +134,7 @@ class OnlineDPOConfig(SamplingConfig):
                 syncs=policy.syncs(),
                 init_from=init_from,
                 updates_per_firing={"actor_train": policy.updates},
-                notes=[*policy.notes(["actor"]), _note(self.online_dpo)],
+                notes=[*step_notes(policy, ["actor"]), _note(self.online_dpo)],
             ),
         )
 

@@ -9,9 +9,9 @@ from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, check, type_of
-from weft.experiments._policy import Policy, with_lr
+from weft.experiments._policy import Policy, step_notes
 from weft.experiments._policy_options import PolicyConfig, PolicyOptions
-from weft.experiments._roles import critic, reference
+from weft.experiments._roles import critic, reference, with_lr
 from weft.experiments.common import MFCOptions
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option
@@ -109,7 +109,7 @@ class PPOConfig(PolicyConfig):
                 syncs=policy.syncs() if self._has_ref else [],
                 init_from=init_from,
                 updates_per_firing={"actor_train": policy.updates, "critic_train": policy.updates},
-                notes=policy.notes(["actor", "critic"]),
+                notes=step_notes(policy, ["actor", "critic"]),
             ),
         )
 

@@ -61,7 +61,8 @@ def _limit(experiment: Experiment) -> str:
 
 def _describe(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
     trainable, total = facts.get("num_trainable", 0), facts.get("num_parameters", 0)
-    trained = f", {_count(trainable)} trained" if spec.trained else ", frozen"
+    rate = f" at learning rate {spec.optimizer.peak_lr:g} ({spec.optimizer.lr_scheduler_type})"
+    trained = f", {_count(trainable)} trained{rate}" if spec.trained else ", frozen"
     kind = f"{facts.get('family', spec.backend)}, {_count(total)} parameters{trained}, {spec.dtype}"
     return f"{spec.path or spec.tokenizer.path} ({kind})"
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from weft.algorithms.base import Output
 from weft.models.native import library
 from weft.models.native import logits as native
-from weft.models.packed import AttentionContext
+from weft.models.packed import AttentionContext, Packed
 from weft.models.products import add_product, linear, product
 from weft.models.tied import Tied
 
@@ -321,6 +321,22 @@ def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) 
 def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """[N, H] -> [N] float32: one value a row; `weight` is [1, H]."""
     return _wide(linear(hidden, weight)[:, 0])
+
+
+def score_rows(x: Packed, padding: int | None) -> Tensor:
+    """int64 [S]: the token that a sequence's score is read at, its last one.
+
+    With a `padding` token the last that is another, as `transformers` pools: a sequence that ends with the padding token is
+    read one token earlier. A sequence of padding alone is read at its end.
+    """
+    last = x.attention.last
+    if padding is None:
+        return last
+    places = torch.arange(len(x.tokens), device=last.device)
+    read = torch.where(x.tokens != padding, places, -1).cummax(0).values[last]
+    starts = x.attention.dense.cu_seqlens.long()
+    first = starts[torch.searchsorted(starts, last, right=True) - 1]  # of the segment that a sequence ends in
+    return torch.where(read >= first, read, last)
 
 
 def mean_scores(hidden: Tensor, weight: Tensor, context: AttentionContext) -> Tensor:

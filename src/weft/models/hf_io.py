@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,15 +34,8 @@ from weft.topology import Slice, whole
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 POOLING = "weft_pooling"  # config.json key of score heads that read the mean over tokens, which transformers cannot say
+MEAN_POOLED = "WeftMeanPooledRewardModel"  # their architecture: a program that goes by its name refuses it
 GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-)
 NAMED = 8  # keys that an error lists
 
 
@@ -304,11 +296,17 @@ def save(
     values["dtype"] = str(next(iter(stored.values()))).removeprefix("torch.")
     values.pop(POOLING, None)
     if pooling == "mean" and head == "score":
-        values[POOLING] = "mean"
+        values |= {POOLING: "mean", "architectures": [MEAN_POOLED]}
     chosen = {key: values[key] for key in GENERATION_KEYS if values.get(key) is not None}
     there = folder / GENERATION
     write_generation(folder, {**(json.loads(there.read_text()) if there.is_file() else {}), **chosen})
     weight_files.write_text(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def name_mean_pooled(directory: Path) -> None:
+    """Give a saved reward model with mean pooling its own architecture, in place of that of `transformers`' class."""
+    values = read_raw(directory) | {"architectures": [MEAN_POOLED]}
+    weight_files.write_text(directory / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
@@ -338,14 +336,6 @@ def assemble(wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]) 
             whole_tensor[piece.source] = part
         assert whole_tensor is not None, name
         yield name, whole_tensor
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files of a model directory, and how its model is sampled from."""
-    target.mkdir(parents=True, exist_ok=True)
-    for pattern in (*TOKENIZER_FILES, GENERATION):
-        for file in source.glob(pattern):
-            shutil.copyfile(file, target / file.name)
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:

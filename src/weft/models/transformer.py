@@ -217,6 +217,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.kind, self.pooling = config, head, pooling
         self.checkpointing = 0
+        self.padding: int | None = None  # a token at the end of a sequence that its score is read before
         width, hidden = config.embed_dim or config.hidden_size, config.hidden_size
         self.embed = nn.Embedding(config.vocab_size, width)
         if config.learned_positions is not None:
@@ -341,7 +342,7 @@ class Transformer(nn.Module):
         if self.kind == "score" and self.pooling == "mean":
             return {"scores": heads.mean_scores(self.hidden(x), self.score.weight, x.attention)}
         tied = Tied() if self.kind == "lm" and self.config.tied and may_tie(self.embed.weight) else None
-        states = self.hidden(x, x.attention.last if self.kind == "score" else x.rows, tied)
+        states = self.hidden(x, heads.score_rows(x, self.padding) if self.kind == "score" else x.rows, tied)
         if self.kind != "lm":
             name: Output = "scores" if self.kind == "score" else "values"
             return {name: heads.row_values(states, self.score.weight)}

@@ -66,6 +66,7 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         callers=trial.callers,
         caches=caches,
     )
+    network.padding = saving.skipped_padding(tokenizer, spec)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         kept = saving.padded(tokenizer, spec, network.pooling)
@@ -169,9 +170,11 @@ def _save(
             setattr(module.generation_config, key, id)
     if network.kind == "score" and network.pooling == "mean":
         setattr(module.config, hf_io.POOLING, "mean")
-    if not spec.has_adapters:
-        hf_load.save(directory, module)
-        return
-    named = {name.removeprefix(PREFIX): value for name, value in tensors.items()}
-    hf_lora.save_adapter(directory / "adapter", module, named, spec.lora, str(spec.path))
-    hf_load.save(directory, module, hf_lora.merged_state(module, named))
+    state = None
+    if spec.has_adapters:
+        named = {name.removeprefix(PREFIX): value for name, value in tensors.items()}
+        hf_lora.save_adapter(directory / "adapter", module, named, spec.lora, str(spec.path))
+        state = hf_lora.merged_state(module, named)
+    hf_load.save(directory, module, state)
+    if network.kind == "score" and network.pooling == "mean":
+        hf_io.name_mean_pooled(directory)

@@ -39,6 +39,7 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     if spec.dropout is not None:
         _set_dropout(network, spec.dropout)
     network.checkpointing = spec.recomputed_layers
+    network.padding = saving.skipped_padding(tokenizer, spec)
     network.requires_grad_(spec.trained)
     cost = _cost(network, frozen=spec.has_adapters)
     if spec.has_adapters:
