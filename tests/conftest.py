@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("weft", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("weft")
 
 ROOT = Path(__file__).resolve().parent.parent
 
