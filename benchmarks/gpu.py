@@ -127,9 +127,9 @@ def sft(run: Run) -> None:
     sizes, where = run.sizes, run.where
     made = gpu_sides.engine(sizes.config, where, trained=True)
     batch = gpu_sides.batch_of(sizes.sft, sizes.config["vocab_size"])
-    made.max_tokens_per_microbatch = sum(sizes.sft)
+    most = sum(sizes.sft)
     stats: list[Any] = []
-    seconds = where.seconds(lambda: stats.extend(made.train([batch], SFTLoss())), sizes.times, warm=3)
+    seconds = where.seconds(lambda: stats.extend(made.train([batch], SFTLoss(), max_tokens=most)), sizes.times, warm=3)
     ours = statistics.median(seconds)
     operations = statistics.median([s.metrics["mfu"] * s.metrics["seconds"] for s in stats[3:]])
     rate = _rate_of_engine(made)
@@ -138,7 +138,7 @@ def sft(run: Run) -> None:
     run.add("sft: tokens", sum(sizes.sft) / ours, "tokens/s")
     run.add("sft: MFU", operations * rate / ours / run.details["products_per_s"], "of products", ">= 0.5")
     run.peak("sft")
-    run.profiled("sft", lambda: made.train([batch], SFTLoss()))
+    run.profiled("sft", lambda: made.train([batch], SFTLoss(), max_tokens=most))
     del made
     found = {}
     for attention in gpu_sides.attentions(where):

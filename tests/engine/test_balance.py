@@ -13,6 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from tests.engine.common import Nll, batch_of, engine_of
 from tests.tiny import make_tokenizer
 from weft.engine.backends import common
+from weft.engine.base import DEFAULT_MAX_TOKENS
 from weft.engine.spec import OptimizerSpec
 from weft.errors import ConfigError
 from weft.models import hf_io
@@ -45,11 +46,9 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "reading_dtype", lambda spec: torch.float64)
 
 
-def trained(path: Path, budget: int | None = None, **changes: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def trained(path: Path, budget: int = DEFAULT_MAX_TOKENS, **changes: Any) -> tuple[dict[str, torch.Tensor], Any]:
     engine = engine_of(path, optimizer=SGD, **changes)
-    if budget is not None:
-        engine.max_tokens_per_microbatch = budget
-    [stats] = engine.train([batch_of(GROUPS)], Nll())
+    [stats] = engine.train([batch_of(GROUPS)], Nll(), max_tokens=budget)
     return {name: values.clone() for name, _, values in engine.read(list(engine.slices()))}, stats
 
 

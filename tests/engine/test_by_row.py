@@ -52,8 +52,7 @@ def trained(path: Path, loss: Loss, monkeypatch: pytest.MonkeyPatch) -> tuple[di
         patch.setattr(heads, "_project", lambda *given: calls.append(1) or project(*given))
         patch.setattr(heads, "chunk_rows", lambda *_: 2)
         engine = engine_of(path, optimizer=SGD)
-        engine.max_tokens_per_microbatch = 300
-        engine.train([batch()], loss)
+        engine.train([batch()], loss, max_tokens=300)
     return {name: value.clone() for name, value in engine._network.state_dict().items()}, len(calls)
 
 

@@ -24,8 +24,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_each_sequence_alone(path: Path, budget: int, temperature: float) -> None:
     engine, batch = engine_of(path), batch_of(GROUPS)
-    engine.max_tokens_per_microbatch = budget
-    out = engine.forward(batch, frozenset({"logprobs", "entropy"}), temperature=temperature)
+    out = engine.forward(batch, frozenset({"logprobs", "entropy"}), temperature=temperature, max_tokens=budget)
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         wanted = plain_logprobs(model, batch, temperature)
@@ -57,8 +56,7 @@ def test_values_have_one_row_more_than_the_completion(path: Path, tmp_path: Path
     (tmp_path / "tokenizer_config.json").write_bytes((path / "tokenizer_config.json").read_bytes())
     batch = batch_of(GROUPS)
     engine = engine_of(tmp_path, head="value")
-    engine.max_tokens_per_microbatch = 20
-    out = engine.forward(batch, frozenset({"values"}))
+    out = engine.forward(batch, frozenset({"values"}), max_tokens=20)
     for got, (tokens, prompt) in zip(out.sequences("values"), sequences(batch), strict=True):
         with torch.no_grad():
             states = classifier.model(tokens[None]).last_hidden_state
@@ -110,17 +108,16 @@ def test_logprobs_are_normalised_over_the_recorded_support(path: Path) -> None:
                 kept = torch.tensor(support[2 * s + j])
                 want.append(torch.log_softmax(logits[prompt - 1 + j, kept], dim=-1)[0])
     torch.testing.assert_close(got, torch.stack(want))
-    engine.max_tokens_per_microbatch = 6
-    torch.testing.assert_close(engine.forward(batch, frozenset({"logprobs"}), temperature=2.0).data["logprobs"], got)
+    cut = engine.forward(batch, frozenset({"logprobs"}), temperature=2.0, max_tokens=6)
+    torch.testing.assert_close(cut.data["logprobs"], got)
 
 
 def test_what_cannot_be_computed_is_refused(path: Path) -> None:
     engine = engine_of(path)
     with pytest.raises(ConfigError, match="lm head gives"):
         engine.forward(batch_of([(2, [2])]), frozenset({"values"}))
-    engine.max_tokens_per_microbatch = 5
     with pytest.raises(ConfigError, match="max_tokens_per_microbatch=5"):
-        engine.forward(batch_of([(2, [4])]), frozenset({"logprobs"}))
+        engine.forward(batch_of([(2, [4])]), frozenset({"logprobs"}), max_tokens=5)
     with pytest.raises(DataError, match="without any token"):
         engine.forward(batch_of([(0, [0]), (1, [1])]), frozenset({"logprobs"}))
     with pytest.raises(DataError, match="completion"):

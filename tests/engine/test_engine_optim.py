@@ -58,7 +58,7 @@ def optimizer_of(spec: OptimizerSpec, start: list[float]) -> tuple[Optimizer, nn
 
 def step(optimizer: Optimizer, parameter: nn.Parameter, gradient: list[float]) -> float:
     parameter.grad = torch.tensor(gradient)
-    norm = optimizer.gradient_norm()
+    norm = torch.nn.utils.get_total_norm(optimizer.gradients())
     optimizer.step(norm)
     return float(norm)
 

@@ -303,16 +303,17 @@ def test_masters_in_host_memory_train_to_the_same_bits(
     assert apart.notes == plain.notes and "in host memory already" in plain.notes[0]
     losses: dict[int, list[float]] = {id(plain): [], id(apart): []}
     for engine in (plain, apart):
-        engine.max_tokens_per_microbatch = 20
-        losses[id(engine)] += [stats.metrics["loss"] for stats in engine.train(batches[:2], Nll())]
+        done = engine.train(batches[:2], Nll(), max_tokens=20)
+        losses[id(engine)] += [stats.metrics["loss"] for stats in done]
     assert losses[id(plain)] == losses[id(apart)]
     (tmp_path / "s").mkdir()
     apart.save_state(tmp_path / "s")
     again = engine_of(path, **spec)
     again.load_state(tmp_path / "s")
-    again.max_tokens_per_microbatch = 20
     assert all(name in again._masters._masters for name in again._masters.trained)  # masters of their own
-    rest = [[stats.metrics["loss"] for stats in e.train(batches[2:], Nll())] for e in (plain, apart, again)]
+    rest = [
+        [stats.metrics["loss"] for stats in e.train(batches[2:], Nll(), max_tokens=20)] for e in (plain, apart, again)
+    ]
     assert rest[0] == rest[1] == rest[2]
     assert_equal(parameters(plain), parameters(apart))
     assert_equal(parameters(plain), parameters(again))

@@ -56,12 +56,11 @@ SGD = OptimizerSpec(type="sgd", lr=0.1, beta1=0.5, lr_scheduler_type="constant",
 
 def test_three_steps_equal_the_plain_loop_over_transformers(path: Path) -> None:
     engine = engine_of(path, optimizer=SGD)
-    engine.max_tokens_per_microbatch = 20
     model = AutoModelForCausalLM.from_pretrained(path)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for step in range(3):
         batch = batch_of(GROUPS, seed=step)
-        [stats] = engine.train([batch], Nll())
+        [stats] = engine.train([batch], Nll(), max_tokens=20)
         loss = -torch.cat(plain_logprobs(model, batch)).sum() / TOKENS
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
@@ -81,7 +80,6 @@ def test_three_steps_equal_the_plain_loop_over_transformers(path: Path) -> None:
 def test_clipping_decay_and_schedule_equal_torch_and_transformers(path: Path, float64: None) -> None:
     """In float64, because Adam divides by the gradient's size: where a gradient is 0 but for rounding, so is its sign."""
     engine = engine_of(path, optimizer=ADAMW, schedule=Schedule(10, 0))
-    engine.max_tokens_per_microbatch = 20
     model = hf_io.load(path, "lm", dtype=torch.float64)
     matrices = [p for n, p in model.named_parameters() if p.dim() >= 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.dim() < 2 or "embed" in n]
@@ -90,7 +88,7 @@ def test_clipping_decay_and_schedule_equal_torch_and_transformers(path: Path, fl
     schedule = get_linear_schedule_with_warmup(optimizer, 0, 10)
     for step in range(3):
         batch = batch_of(GROUPS, seed=step)
-        [stats] = engine.train([batch], Nll())
+        [stats] = engine.train([batch], Nll(), max_tokens=20)
         loss = torch.zeros((), dtype=torch.float64)
         for tokens, prompt in sequences(batch):
             out = model(pack([tokens]), frozenset({"logprobs"}))["logprobs"]
@@ -144,9 +142,8 @@ def test_gradient_does_not_depend_on_the_cut(path: Path, shape: Any, budget: int
         if double:
             patch.setattr(common, "reading_dtype", lambda spec: torch.float64)
         whole, cut = (engine_of(path, optimizer=SGD) for _ in range(2))
-    cut.max_tokens_per_microbatch = budget
     batch = batch_of(shape, seed=seed)
-    [one], [other] = whole.train([batch], Nll()), cut.train([batch], Nll())
+    [one], [other] = whole.train([batch], Nll()), cut.train([batch], Nll(), max_tokens=budget)
     if one.skipped:
         assert other.skipped == one.skipped
         return
@@ -157,9 +154,8 @@ def test_gradient_does_not_depend_on_the_cut(path: Path, shape: Any, budget: int
 
 def test_dropout_masks_do_not_depend_on_the_cut(path: Path, float64: None) -> None:
     whole, cut, none = (engine_of(path, optimizer=SGD, dropout=rate) for rate in (0.2, 0.2, 0.0))
-    cut.max_tokens_per_microbatch = 13
     batches = [batch_of(GROUPS), batch_of(GROUPS)]
-    one, other = whole.train(batches, Nll()), cut.train(batches, Nll())
+    one, other = whole.train(batches, Nll()), cut.train(batches, Nll(), max_tokens=13)
     assert [s.metrics["loss"] for s in one] == pytest.approx([s.metrics["loss"] for s in other])
     assert_same(parameters(whole), parameters(cut))
     assert one[0].metrics["loss"] != pytest.approx(none.train(batches, Nll())[0].metrics["loss"])
@@ -210,34 +206,31 @@ class Broken(Nll):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_samples(path: Path) -> None:
     engine = engine_of(path)
-    engine.max_tokens_per_microbatch = 17
     with pytest.raises(RunError, match="loss is not finite at optimizer step 1; samples: id2;"):
-        engine.train([batch_of(GROUPS)], Broken())
+        engine.train([batch_of(GROUPS)], Broken(), max_tokens=17)
 
 
 def test_a_loss_that_is_not_finite_is_skipped_and_counted_on_request(path: Path) -> None:
     engine = engine_of(path, on_nonfinite="skip")
-    engine.max_tokens_per_microbatch = 17
     before = parameters(engine)
-    [stats] = engine.train([batch_of(GROUPS)], Broken())
+    [stats] = engine.train([batch_of(GROUPS)], Broken(), max_tokens=17)
     assert stats.skipped is not None and "id2" in stats.skipped
     assert stats.metrics["nonfinite"] == 1.0
     assert all(math.isfinite(value) for value in stats.metrics.values())
     assert_same(before, parameters(engine))
-    [stats] = engine.train([batch_of(GROUPS)], Nll())
+    [stats] = engine.train([batch_of(GROUPS)], Nll(), max_tokens=17)
     assert stats.skipped is None
 
 
 def test_a_veto_sees_reduced_statistics_and_keeps_the_optimizer_from_stepping(path: Path) -> None:
     engine = engine_of(path)
-    engine.max_tokens_per_microbatch = 20
     before, seen = parameters(engine), []
 
     def veto(stats: Any) -> str | None:
         seen.append(dict(stats))
         return "ratio too large" if len(seen) == 1 else None
 
-    first, second = engine.train([batch_of(GROUPS), batch_of(GROUPS)], Nll(), veto=veto)
+    first, second = engine.train([batch_of(GROUPS), batch_of(GROUPS)], Nll(), veto=veto, max_tokens=20)
     assert (first.skipped, second.skipped) == ("ratio too large", None)
     assert seen[0]["nll"] == pytest.approx(first.metrics["loss"])
     assert second.metrics["loss"] == pytest.approx(first.metrics["loss"])  # the first one changed nothing
@@ -270,6 +263,21 @@ def test_metrics_of_a_step(path: Path) -> None:
     assert metrics["num_tokens"] == TOKENS + sum(p * len(c) for p, c in GROUPS)
     assert metrics["tokens_per_second"] == pytest.approx(metrics["num_tokens"] / metrics["seconds"])
     assert 0.0 < metrics["mfu"] < 1.0
+
+
+@pytest.mark.parametrize("budget", [17, 1000])
+def test_evaluate_gives_the_loss_and_its_statistics_without_a_step(path: Path, budget: int) -> None:
+    engine, mask = engine_of(path), [float(i % 3 != 0) for i in range(TOKENS)]
+    before, batch = parameters(engine), batch_of(GROUPS, loss_mask=mask)
+    metrics = engine.evaluate(batch, losses.get("sft")(), temperature=0.7, max_tokens=budget)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        nll = -(torch.cat(plain_logprobs(model, batch, 0.7)) * torch.tensor(mask)).sum().item() / sum(mask)
+    assert metrics["loss"] == pytest.approx(nll, rel=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(nll), rel=1e-5)
+    assert 0.0 <= metrics["accuracy"] <= 1.0
+    assert engine.version == 0
+    assert_same(before, parameters(engine))
 
 
 def test_gradient_checkpointing_changes_no_number(path: Path) -> None:
@@ -320,13 +328,11 @@ def test_groups_stay_whole_where_the_loss_asks(path: Path) -> None:
     ranks = [0.0, 1.0, 2.0, 0.0, 0.0, 1.0, 0.0]
     batch = batch_of(GROUPS, rank=ranks)
     engine = engine_of(path)
-    engine.max_tokens_per_microbatch = 28
-    [stats] = engine.train([batch], Pairwise())
+    [stats] = engine.train([batch], Pairwise(), max_tokens=28)
     micro_batches = 4  # 27, 8, 24, 13 tokens: the weight of 0.25 each says how many there were
     assert stats.metrics["pairs"] * 0.25 * micro_batches == 4.0
-    engine.max_tokens_per_microbatch = 26
     with pytest.raises(ConfigError, match="max_tokens_per_microbatch=26"):
-        engine.train([batch], Pairwise())
+        engine.train([batch], Pairwise(), max_tokens=26)
 
 
 def test_untrained_roles_are_not_trained(path: Path) -> None:

@@ -51,8 +51,7 @@ def log_softmax(model: torch.nn.Module, batch: SequenceSample, temperature: floa
 @pytest.mark.parametrize("backend", ["torch", "hf"])
 def test_the_likeliest_ids_are_those_of_each_sequence_alone(teacher: Path, budget: int, backend: str) -> None:
     engine, batch = engine_of(teacher, backend=backend), batch_of(GROUPS)
-    engine.max_tokens_per_microbatch = budget
-    out = engine.forward(batch, TOP, temperature=0.7, top=TopIds(K, below=300))
+    out = engine.forward(batch, TOP, temperature=0.7, top=TopIds(K, below=300), max_tokens=budget)
     assert out.ids == batch.ids and set(out.data) == TOP
     assert (out.data["top_ids"].dtype, out.data["top_logprobs"].dtype) == (torch.int32, torch.float32)
     model = AutoModelForCausalLM.from_pretrained(teacher)
@@ -84,8 +83,7 @@ def test_a_training_step_is_that_of_transformers(
 ) -> None:
     batch, loss = taught(teacher, temperature=0.8), GKDLoss(divergence_beta=beta, sft_coef=0.1)
     engine = engine_of(path, backend=backend, optimizer=SGD)
-    engine.max_tokens_per_microbatch = budget
-    [stats] = engine.train([batch], loss, temperature=0.8)
+    [stats] = engine.train([batch], loss, temperature=0.8, max_tokens=budget)
 
     model = AutoModelForCausalLM.from_pretrained(path)
     parts = zip(

@@ -28,7 +28,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 class Values:
     """An engine whose value at each position is the number of completion tokens before it, and a tenth for each prompt."""
 
-    def forward(self, batch: SequenceSample, want: frozenset[str]) -> SequenceSample:
+    def forward(self, batch: SequenceSample, want: frozenset[str], *, max_tokens: int) -> SequenceSample:
         assert want == {"values"}
         lengths = [[int(n) + 1 for n in group] for group in batch.seqlens["completion"]]
         flat = [i + 0.1 * g for g, group in enumerate(lengths) for n in group for i in range(n)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,18 +34,19 @@ class Engine_:
 
     def __init__(self) -> None:
         self.version, self.trained, self.temperatures = 0, list[list[SequenceSample]](), list[float]()
+        self.limits = list[int]()
 
-    def train(self, parts: list[SequenceSample], loss: Loss, *, veto: Any, temperature: float) -> list[StepStats]:
+    def train(
+        self, parts: list[SequenceSample], loss: Loss, *, veto: Any, temperature: float, max_tokens: int
+    ) -> list[StepStats]:
         self.trained.append(parts)
         self.temperatures.append(temperature)
+        self.limits.append(max_tokens)
         self.version += 1
         return [StepStats({"loss": float(i), "num_tokens": 10.0, "seconds": 2.0}) for i in range(len(parts))]
 
-    def forward(self, batch: SequenceSample, want: frozenset[str], *, temperature: float) -> SequenceSample:
-        lengths = [n.tolist() for n in batch.seqlens["completion"]]
-        count = batch.num_tokens("completion")
-        made = {"logprobs": torch.full((count,), -1.0), "top1": torch.ones(count)}
-        return SequenceSample.from_groups(batch.ids, dict.fromkeys(made, lengths), made)
+    def evaluate(self, batch: SequenceSample, loss: Loss, *, temperature: float, max_tokens: int) -> dict[str, float]:
+        return {"loss": 2.5, "ids": float(batch.num_ids), "temperature": temperature, "max_tokens": float(max_tokens)}
 
 
 def model_of(engine: Engine_, step: int = 0, schedule: Schedule | None = None) -> Model:
@@ -88,9 +89,11 @@ def test_single_completions_hold_the_same_tokens_with_their_prompt_and_columns()
 def test_every_epoch_sees_every_completion_once_in_an_order_of_its_own() -> None:
     engine = Engine_()
     batch = batch_of([[1]] * 16)
-    Train("sft", num_minibatches=4, epochs=3, temperature=0.7).train_step(model_of(engine), batch)
+    Train("sft", num_minibatches=4, epochs=3, temperature=0.7).train_step(
+        replace(model_of(engine), max_tokens=9), batch
+    )
     (parts,) = engine.trained
-    assert engine.temperatures == [0.7]
+    assert (engine.temperatures, engine.limits) == ([0.7], [9])
     assert [p.num_ids for p in parts] == [4] * 12
     epochs = [[id for ids in ids_of(parts[i : i + 4]) for id in ids] for i in (0, 4, 8)]
     assert epochs[0] == list(batch.ids)
@@ -165,14 +168,12 @@ def test_metrics_of_steps_are_joined_by_what_they_mean() -> None:
     }
 
 
-def test_evaluate_gives_the_loss_and_its_statistics_without_a_step() -> None:
+def test_evaluate_asks_the_engine_and_makes_no_step() -> None:
     engine = Engine_()
-    batch = batch_of([[2], [3]], loss_mask=[1.0, 0.0, 1.0, 1.0, 1.0])
-    metrics = Train("sft").evaluate(model_of(engine), batch).metrics
+    model = replace(model_of(engine), max_tokens=7)
+    metrics = Train("sft", temperature=0.7).evaluate(model, batch_of([[2], [3]])).metrics
     assert engine.trained == []
-    assert metrics["loss"] == pytest.approx(1.0)
-    assert metrics["accuracy"] == pytest.approx(1.0)
-    assert metrics["perplexity"] == pytest.approx(np.e)
+    assert metrics == {"loss": 2.5, "ids": 2.0, "temperature": 0.7, "max_tokens": 7.0}
 
 
 @pytest.mark.parametrize("wrong", [{"num_minibatches": 0}, {"epochs": 0}, {"mini_batch_size": 0}, {"loss": "sftt"}])

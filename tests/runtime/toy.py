@@ -36,7 +36,7 @@ class ToyEngine:
     """Weights `w` [4], momentum `m` [4]; training moves the weights towards what it is given."""
 
     def __init__(self, spec: ModelSpec, layout: Layout) -> None:
-        self.spec, self.layout, self.version, self.max_tokens_per_microbatch = spec, layout, 0, 0
+        self.spec, self.layout, self.version = spec, layout, 0
         self.w = torch.full((SIZE,), float(spec.path or 0), dtype=torch.float64)
         self.m = torch.zeros(SIZE, dtype=torch.float64)
         self.moves: list[str] = []

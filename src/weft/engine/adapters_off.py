@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 
 from weft.algorithms.base import Array, Loss, Output
 from weft.data.sample import SequenceSample
-from weft.engine.base import Engine, Generator, StepStats
+from weft.engine.base import DEFAULT_MAX_TOKENS, Engine, Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.models.heads import TopIds
@@ -25,24 +25,42 @@ class AdaptersOff:
 
     def __init__(self, engine: Engine, off: Callable[[], AbstractContextManager[None]], names: Sequence[str]) -> None:
         self.layout: Layout = engine.layout
-        self.version, self.max_tokens_per_microbatch = 0, engine.max_tokens_per_microbatch
+        self.version = 0
         self._engine, self._off, self._names = engine, off, tuple(names)
 
     def forward(
-        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0, top: TopIds | None = None
+        self,
+        batch: SequenceSample,
+        want: frozenset[Output],
+        *,
+        temperature: float = 1.0,
+        top: TopIds | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
-        own = self._engine.max_tokens_per_microbatch
-        self._engine.max_tokens_per_microbatch = self.max_tokens_per_microbatch
-        try:
-            with self._off():
-                return self._engine.forward(batch, want, temperature=temperature, top=top)
-        finally:
-            self._engine.max_tokens_per_microbatch = own
+        with self._off():
+            return self._engine.forward(batch, want, temperature=temperature, top=top, max_tokens=max_tokens)
 
     def train(
-        self, minibatches: Sequence[SequenceSample], loss: Loss, *, veto: Any = None, temperature: float = 1.0
+        self,
+        minibatches: Sequence[SequenceSample],
+        loss: Loss,
+        *,
+        veto: Any = None,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[StepStats]:
         _refuse("trained")
+
+    def evaluate(
+        self,
+        batch: SequenceSample,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> dict[str, float]:
+        with self._off():
+            return self._engine.evaluate(batch, loss, temperature=temperature, max_tokens=max_tokens)
 
     @contextmanager
     def generating(self, spec: GenerationSpec) -> Iterator[Generator]:

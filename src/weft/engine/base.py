@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     Veto = Callable[[Mapping[str, float]], str | None]
     ModelBackend = Callable[[ModelSpec, Layout], "Engine"]
 
+DEFAULT_MAX_TOKENS = 16384  # of one forward pass, where a call does not say
+
 __all__ = [
-    "Engine", "Generator", "Loss", "Max", "Min", "Output", "Partial", "Request", "Stat", "StepStats", "Sum", "TokenEvent",
+    "DEFAULT_MAX_TOKENS", "Engine", "Generator", "Loss", "Max", "Min", "Output", "Partial", "Request", "Stat", "StepStats",
+    "Sum", "TokenEvent",
 ]  # fmt: skip
 
 
@@ -91,22 +94,48 @@ class Generator(Protocol):
 
 
 class Engine(Protocol):
-    """SPMD: every rank of the layout calls it with its data-parallel part."""
+    """SPMD: every rank of the layout calls it with its data-parallel part.
+
+    `temperature` divides the logits, as in the sampler. `max_tokens` is the most tokens of one forward pass: a batch of more is
+    cut into micro-batches.
+    """
 
     layout: Layout
     version: int  # completed train steps
-    max_tokens_per_microbatch: int  # set before a call; the most tokens of one forward pass
 
     def forward(
-        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0, top: TopIds | None = None
+        self,
+        batch: SequenceSample,
+        want: frozenset[Output],
+        *,
+        temperature: float = 1.0,
+        top: TopIds | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
         """`want` by id. `top` says which ids the outputs `top_ids` and `top_logprobs` are of."""
         ...
 
     def train(
-        self, minibatches: Sequence[SequenceSample], loss: Loss, *, veto: Veto | None = None, temperature: float = 1.0
+        self,
+        minibatches: Sequence[SequenceSample],
+        loss: Loss,
+        *,
+        veto: Veto | None = None,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[StepStats]:
-        """One optimizer step a minibatch, in order. `temperature` divides the logits, as in the sampler."""
+        """One optimizer step a minibatch, in order."""
+        ...
+
+    def evaluate(
+        self,
+        batch: SequenceSample,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> dict[str, float]:
+        """`loss` and what the loss has to say of a batch, without a step."""
         ...
 
     def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]: ...

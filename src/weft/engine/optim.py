@@ -114,11 +114,12 @@ class Optimizer:
         """The rate of the step that comes next."""
         return learning_rate(self.spec, self.schedule, self.steps)
 
-    def gradient_norm(self) -> Tensor:
-        """Float32 scalar: the L2 norm over all gradients. Takes the loss scale out of them first."""
+    def gradients(self) -> list[Tensor]:
+        """Those of all masters that have one. Takes the loss scale out of them first; ask once a step."""
+        found = [p.grad for p in self._parameters if p.grad is not None]
         if self._scaled:
-            torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], self.loss_scale)
-        return torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+            torch._foreach_div_(found, self.loss_scale)
+        return found
 
     def step(self, norm: Tensor) -> None:
         """Clip to `max_grad_norm` given the gradient's `norm`, decay the matrices, and update the masters.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -23,6 +23,7 @@ from weft.engine.generation.caches import LEAST_SPARED
 from weft.engine.generation.prefixes import STRIDE
 from weft.engine.optim import Optimizer
 from weft.engine.rows import Places, SampleRows, given_ids_of, pack, support_of
+from weft.engine.spread import Spread
 from weft.errors import RunError
 from weft.models.balance import Balance
 from weft.models.dropout import Noise
@@ -37,7 +38,8 @@ SCORED = ("logprobs", "ref_logprobs", "values")
 # accelerator by a slower kernel.
 LEAST_SHARE = {"cpu": 0.02}
 DEFAULT_LEAST_SHARE = 0.25
-SEQUENCES = "sequences of the minibatch"  # what the balance is divided by, among the denominators
+# Beside the loss's own denominators: what the balance is divided by, and whether there is anything to train.
+SEQUENCES, TRAINED = "sequences of the minibatch", "trained rows of the minibatch"
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 
@@ -142,10 +144,44 @@ class Passes:
     tokens: list[int] = field(default_factory=list)
     operations: list[float] = field(default_factory=list)
 
-    def not_finite(self) -> list[str]:
-        """Ids of the micro-batches whose loss is NaN or infinite."""
+    def result(self) -> Accumulated:
+        """The same in plain values."""
         finite = torch.isfinite(torch.stack(self.losses)).tolist()
-        return list(dict.fromkeys(id for ok, ids in zip(finite, self.ids, strict=True) if not ok for id in ids))
+        wrong = tuple(dict.fromkeys(id for ok, ids in zip(finite, self.ids, strict=True) if not ok for id in ids))
+        loss = float(torch.stack(self.losses).sum())
+        return Accumulated(loss, plain(self.stats), wrong, sum(self.tokens), sum(self.operations))
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """What one rank's micro-batches of a minibatch amount to; `not_finite` are the ids whose loss is NaN or infinite."""
+
+    loss: float
+    stats: Sequence[Mapping[str, Stat]]
+    not_finite: tuple[str, ...] = ()
+    tokens: int = 0
+    operations: float = 0.0
+
+    @classmethod
+    def join(cls, ranks: Sequence[Accumulated]) -> Accumulated:
+        return cls(
+            sum(rank.loss for rank in ranks),
+            [stats for rank in ranks for stats in rank.stats],
+            tuple(id for rank in ranks for id in rank.not_finite),
+            sum(rank.tokens for rank in ranks),
+            sum(rank.operations for rank in ranks),
+        )
+
+
+def plain(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
+    """Statistics with numbers in place of tensors."""
+
+    def number(stat: Stat) -> Stat:
+        if isinstance(stat, Sum):
+            return Sum(float(stat.value), float(stat.weight))
+        return replace(stat, value=float(stat.value))
+
+    return [{name: number(stat) for name, stat in part.items()} for part in parts]
 
 
 @dataclass(frozen=True)
@@ -154,6 +190,7 @@ class Step:
 
     network: nn.Module
     optimizer: Optimizer
+    spread: Spread
     device: torch.device
     cost: Cost
     max_tokens: int
@@ -167,33 +204,46 @@ class Step:
         dtype = next(self.network.parameters()).dtype
         rate = matmul_rate(self.device, dtype)
         started = time.perf_counter()
-        total = dict(loss.denominators(minibatch))
-        reads_tokens = "scores" not in loss.outputs
-        if not any(total.values()) or (reads_tokens and not trained_rows(minibatch).any()):
+        total = self._denominators(minibatch, loss)
+        if total is None:
             return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
-        total[SEQUENCES] = float(minibatch.num_sequences("completion"))
         passes = Passes()
-        for part in microbatches.cut(minibatch, self.max_tokens, loss.unit):
-            self._accumulate(part, loss, total, passes)
-        reduced = reduce_stats(passes.stats)
-        norm = self.optimizer.gradient_norm()
+        parts = microbatches.cut(minibatch, self.max_tokens, loss.unit)
+        count = self.spread.num_microbatches(len(parts))
+        self.spread.run(parts, count, lambda part: self._accumulate(part, loss, total, passes))
+        done = Accumulated.join(self.spread.gather_values(passes.result()))
+        reduced = reduce_stats(done.stats)
+        gradients = self.optimizer.gradients()
+        self.spread.reduce_gradients(gradients)
+        norm = self.spread.gradient_norm(gradients)
         metrics = {
             **{name: value for name, value in loss.summary(reduced).items() if math.isfinite(value)},
-            "loss": float(torch.stack(passes.losses).sum()),
+            "loss": done.loss,
             "grad_norm": float(norm),
             "learning_rate": self.optimizer.learning_rate,
         }
-        skipped = self._objection(passes, metrics, reduced, minibatch, veto)
+        skipped = self._objection(done.not_finite, metrics, reduced, minibatch, veto)
         if skipped is None:
             self.optimizer.step(norm)
         self.optimizer.zero_grad()
         self.optimizer.attempts += 1
         synchronise(self.device)
         seconds = time.perf_counter() - started
-        tokens = float(sum(passes.tokens))
+        tokens = float(done.tokens)
         speed = {"num_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
-        mfu = sum(passes.operations) / seconds / rate
+        mfu = done.operations / seconds / rate
         return StepStats({**metrics, **speed, "mfu": mfu}, skipped=skipped)
+
+    def _denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
+        """What the loss divides by, over all ranks; None where there is nothing to train."""
+        own = loss.denominators(minibatch)
+        reads_tokens = "scores" not in loss.outputs
+        trained = np.count_nonzero(trained_rows(minibatch)) if reads_tokens else 0
+        counts = {SEQUENCES: float(minibatch.num_sequences("completion")), TRAINED: float(trained)}
+        total = self.spread.reduce_denominators({**own, **counts})
+        if not any(total[name] for name in own) or (reads_tokens and not total[TRAINED]):
+            return None
+        return total
 
     def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: Passes) -> None:
         """One micro-batch: its share of the loss, backward into the gradients."""
@@ -237,14 +287,14 @@ class Step:
 
     def _objection(
         self,
-        passes: Passes,
+        not_finite: Sequence[str],
         metrics: dict[str, float],
         reduced: Mapping[str, float],
         minibatch: SequenceSample,
         veto: Veto | None,
     ) -> str | None:
         """Why the optimizer must not step, or None. Takes what is not finite out of the metrics. Raises `RunError`."""
-        ids = passes.not_finite()
+        ids = list(not_finite)
         what = "loss"
         if not ids and not math.isfinite(metrics["grad_norm"]):
             if self.optimizer.overflowed():

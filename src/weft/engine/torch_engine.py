@@ -11,25 +11,25 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from weft.algorithms.base import Loss, Output
+from weft.algorithms.base import Loss, Output, reduce_stats
 from weft.data.sample import SequenceSample
 from weft.engine import checkpoint, microbatches
 from weft.engine.adapters_off import AdaptersOff
-from weft.engine.base import Generator, StepStats
+from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.flops import Cost
 from weft.engine.generation.generate import Decoder, open_generator
 from weft.engine.masters import Masters
 from weft.engine.optim import Optimizer, decayed
-from weft.engine.rows import as_sample
+from weft.engine.rows import Places, SampleRows, as_sample
 from weft.engine.spec import GenerationSpec, ModelSpec
-from weft.engine.step import Pass, Step, Veto, compute
+from weft.engine.spread import OneDevice, Spread
+from weft.engine.step import Accumulated, Pass, Step, Veto, compute, plain
 from weft.errors import CheckpointError, ConfigError
 from weft.models.heads import TopIds
 from weft.topology import Layout, Slice
 
 What = Literal["weights", "optimizer"]
 HOST = torch.device("cpu")
-DEFAULT_MAX_TOKENS = 16384
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PARAMETERS, OPTIMIZER, STATE = "parameters.safetensors", "optimizer.safetensors", "state.json"
 
@@ -74,10 +74,13 @@ def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
 
 
 class TorchEngine:
-    """Implements `weft.engine.base.Engine` for one device: `layout` is d1 and every slice is whole."""
+    """Implements `weft.engine.base.Engine` for one rank of a layout; `spread` is what it asks where the other ranks matter."""
 
-    def __init__(self, built: Built, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
-        self.layout, self.version, self.max_tokens_per_microbatch = layout, 0, DEFAULT_MAX_TOKENS
+    def __init__(
+        self, built: Built, spec: ModelSpec, layout: Layout, device: torch.device, spread: Spread | None = None
+    ) -> None:
+        self.layout, self.version = layout, 0
+        self._spread = spread or OneDevice()
         self.notes = (*built.notes, *_notes(spec, device))
         self._built, self._spec, self._device = built, spec, device
         self._network = built.network.eval()
@@ -94,7 +97,13 @@ class TorchEngine:
 
     @torch.no_grad()
     def forward(
-        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0, top: TopIds | None = None
+        self,
+        batch: SequenceSample,
+        want: frozenset[Output],
+        *,
+        temperature: float = 1.0,
+        top: TopIds | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
         """`want` by id, on the CPU in float32: `[L]` logprobs, entropy and top1, `[L + 1]` values, `[1]` scores a completion,
         `[L, K]` top_ids in int32, `[L, K + 1]` top_logprobs, and given_logprobs of the key `given_ids` [L, K].
@@ -105,13 +114,19 @@ class TorchEngine:
         """
         self.onload("weights")
         how, parts = Pass(want, temperature, extra=1 if "values" in want else 0, top=top), []
-        for part in microbatches.cut(batch, self.max_tokens_per_microbatch, "sequence"):
+        for part in microbatches.cut(batch, max_tokens, "sequence"):
             places, out = compute(self._network, part, how, self._device)
             parts.append(as_sample(part, places, out))
         return microbatches.join(parts, batch.ids)
 
     def train(
-        self, minibatches: Sequence[SequenceSample], loss: Loss, *, veto: Veto | None = None, temperature: float = 1.0
+        self,
+        minibatches: Sequence[SequenceSample],
+        loss: Loss,
+        *,
+        veto: Veto | None = None,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[StepStats]:
         """One optimizer step a minibatch; `version` then counts one more train step.
 
@@ -123,8 +138,8 @@ class TorchEngine:
         self.onload("weights")
         self.onload("optimizer")
         step = Step(
-            self._network, self._optimizer, self._device, self._built.cost,
-            self.max_tokens_per_microbatch, self._spec.on_nonfinite, temperature,
+            self._network, self._optimizer, self._spread, self._device, self._built.cost,
+            max_tokens, self._spec.on_nonfinite, temperature,
             self._spec.seed if self._built.dropout else None, self._built.balance,
         )  # fmt: skip
         done = []
@@ -137,6 +152,27 @@ class TorchEngine:
             self._network.eval()
         self.version += 1
         return done
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        batch: SequenceSample,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> dict[str, float]:
+        """`loss` and the loss's summary of a batch, in float32 on the CPU. Raises what `forward` raises."""
+        made = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
+        places = Places.of(batch)
+        text = [key for key in ("prompt", "completion", "loss_mask") if key in batch.data]
+        network = SampleRows(batch.select(keys=text).update(made), places, HOST, torch.float32)
+        out: dict[str, Any] = {name: network[name] for name in loss.outputs}
+        total = self._spread.reduce_denominators(loss.denominators(batch))
+        value, stats = loss(out, SampleRows(batch, places, HOST, torch.float32), total)
+        own = Accumulated(float(value), plain([stats]))
+        done = Accumulated.join(self._spread.gather_values(own))
+        return {"loss": done.loss, **loss.summary(reduce_stats(done.stats))}
 
     def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]:
         """Continuous batching on these weights; `spec.tokenizer` and `spec.stop_ids` are the caller's to fill in."""
@@ -186,9 +222,9 @@ class TorchEngine:
         """Everything that the role goes on from, exactly. Frozen weights that nobody wrote to are left out: the backend reads
         them again."""
         values: dict[str, Any] = {"version": self.version}
-        checkpoint.write_tensors(d / PARAMETERS, self._masters.changeable)
+        checkpoint.write_tensors(d / PARAMETERS, self._spread.gather_parameters(self._masters.changeable))
         if self._optimizer is not None:
-            checkpoint.write_tensors(d / OPTIMIZER, self._optimizer.tensors())
+            checkpoint.write_tensors(d / OPTIMIZER, self._spread.gather_parameters(self._optimizer.tensors()))
             values["optimizer"] = self._optimizer.values()
         checkpoint.write_values(d / STATE, values)
 
@@ -208,7 +244,7 @@ class TorchEngine:
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """A Hugging Face directory that `transformers` loads, in the role's dtype. With adapters it holds the merged model,
         and `adapter/` the adapters alone in PEFT's layout."""
-        self._built.save(d, self._masters.all, tokenizer)
+        self._built.save(d, self._spread.gather_parameters(self._masters.all), tokenizer)
 
     def without_adapters(self) -> AdaptersOff | None:
         """This engine's frozen base as an engine of its own, for a reference role; None where there are no adapters."""

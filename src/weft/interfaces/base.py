@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.base import Engine
+from weft.engine.base import DEFAULT_MAX_TOKENS, Engine
 from weft.engine.spec import Schedule
 
 
@@ -30,6 +30,7 @@ class Model:
     # Takes the outputs of ids that are complete before the call ends, so that host functions can begin with them; the call
     # returns them all the same. None where nobody can.
     announce: Callable[[SequenceSample], None] | None = None
+    max_tokens: int = DEFAULT_MAX_TOKENS  # of one forward pass; an interface hands it on to the engine
 
     @property
     def version(self) -> int:

@@ -29,7 +29,8 @@ class Infer:
     many ids at each token `top_ids` and `top_logprobs` are of.
 
     `prompt_prefix` and `prompt_suffix` stand around the prompt's text in the form that the role's model was trained on; without
-    them prompts that are messages are rendered with the role's own chat template.
+    them prompts that are messages are rendered with the role's own chat template. `finished` says which completions were ended;
+    without that key their last tokens do.
     """
 
     def __init__(
@@ -65,26 +66,32 @@ class Infer:
         read = batch
         if self._has_form or (self.outputs.isdisjoint(TOKENWISE) and has_own_form(model, batch)):
             read = in_own_form(model, batch, self.prompt_prefix, self.prompt_suffix)
-        made = model.engine.forward(read, self.outputs, temperature=self.temperature, **self._top(model))
-        return MFCResult(made.select(keys=sorted(self.outputs)), _metrics(made))
+        made = model.engine.forward(
+            read, self.outputs, temperature=self.temperature, top=self._top(model), max_tokens=model.max_tokens
+        )
+        left_out = read.metadata.get("left_out", ()) if read is not batch else ()
+        return MFCResult(made.select(keys=sorted(self.outputs)), _metrics(made, left_out))
 
-    def _top(self, model: Model) -> dict[str, TopIds]:
+    def _top(self, model: Model) -> TopIds | None:
         """Networks of one tokenizer may have more outputs than it has tokens, and not equally many. All tokens but one are as
         good as all, and leave something over in every network."""
         known = model.data_tokenizer.vocab_size
-        return {} if self.top_k is None else {"top": TopIds(min(self.top_k, known - 1), below=known)}
+        return None if self.top_k is None else TopIds(min(self.top_k, known - 1), below=known)
 
     @property
     def _has_form(self) -> bool:
         return bool(self.prompt_prefix or self.prompt_suffix)
 
 
-def _metrics(made: SequenceSample) -> Mapping[str, float]:
-    """The mean of what was computed; of scores also the spread, under the names of reward nodes."""
+def _metrics(made: SequenceSample, left_out: Sequence[Sequence[str]]) -> Mapping[str, float]:
+    """The mean of what was computed; of scores also the spread, under the names of reward nodes. `prompts_in_part`: the share
+    of prompts of which the role's template leaves out something (`left_out` by id), where there are such."""
     context = HostContext()
     for key in ("entropy", "values"):
         if key in made.data:
             context.record(key, float(made.data[key].double().mean()))
     if "scores" in made.data:
         record_rewards(host_array(made.data["scores"]).astype("float64"), made.group_of("scores"), context)
+    if any(left_out):
+        context.record("prompts_in_part", sum(map(bool, left_out)) / len(left_out))
     return context.metrics

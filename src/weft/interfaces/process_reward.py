@@ -42,7 +42,7 @@ class ProcessReward:
         """Keys by id: `token_rewards` [L], NaN but at the last token of each step, and `scores` [1], their sum (0 for a
         completion without steps). Raises `ConfigError` as `check_tokens` does."""
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
-        made = model.engine.forward(batch, frozenset({"values"}))
+        made = model.engine.forward(batch, frozenset({"values"}), max_tokens=model.max_tokens)
         lengths = batch.lengths["completion"].astype(np.int64)
         values = host_array(made.data["values"]).astype(np.float64)
         ends = np.cumsum(lengths + 1)

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from weft import randomness
-from weft.algorithms.base import Loss, reduce_stats
+from weft.algorithms.base import Loss
 from weft.data.sample import SequenceSample
 from weft.engine.base import StepStats
-from weft.engine.rows import Places, SampleRows
 from weft.errors import ConfigError
 from weft.interfaces.base import MFCResult, Model
 from weft.registry import losses, register_interface
@@ -64,21 +63,15 @@ class Train:
             for epoch in range(self.epochs)
             for part in minibatches(_shuffled(batch, model, epoch) if epoch else batch, count, self.loss.unit)
         ]
-        steps = model.engine.train(parts, self.loss, veto=self.loss.veto, temperature=self.temperature)
+        steps = model.engine.train(
+            parts, self.loss, veto=self.loss.veto, temperature=self.temperature, max_tokens=model.max_tokens
+        )
         return MFCResult(metrics=merged(steps))
 
     def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult:
         """The loss and its statistics on a batch, without a step."""
-        made = model.engine.forward(batch, self.loss.outputs, temperature=self.temperature)
-        places, cpu = Places.of(batch), torch.device("cpu")
-        text = [key for key in ("prompt", "completion", "loss_mask") if key in batch.data]
-        network = SampleRows(batch.select(keys=text).update(made), places, cpu, torch.float32)
-        out: dict[str, Any] = {name: network[name] for name in self.loss.outputs}
-        rows = SampleRows(batch, places, cpu, torch.float32)
-        with torch.no_grad():
-            value, stats = self.loss(out, rows, self.loss.denominators(batch))
-        metrics = self.loss.summary(reduce_stats([stats]))
-        return MFCResult(metrics={"loss": float(value), **metrics})
+        metrics = model.engine.evaluate(batch, self.loss, temperature=self.temperature, max_tokens=model.max_tokens)
+        return MFCResult(metrics=metrics)
 
     def _wanted(self, batch: SequenceSample) -> int:
         """Minibatches that the options ask for."""

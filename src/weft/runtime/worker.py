@@ -71,10 +71,8 @@ class Worker:
         self, node: MFCDef, name: str, step: int, ids: Sequence[str]
     ) -> tuple[SequenceSample | None, Mapping[str, float]]:
         batch = read_inputs(self.store, node, ids)
-        model = replace(self.model(node.role, step), announce=self._announce(node, name))
-        model.engine.max_tokens_per_microbatch = (
-            node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
-        )
+        limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
+        model = replace(self.model(node.role, step), announce=self._announce(node, name), max_tokens=limit)
         self._hooks(node.pre_hooks, model, before=True)
         if node.cache:
             result = self._cached(node, name, model, batch)

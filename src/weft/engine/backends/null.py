@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 
 from weft.algorithms.base import Array, Loss, Output
 from weft.data.sample import SequenceSample
-from weft.engine.base import Generator, StepStats
+from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.models.heads import TopIds
@@ -21,17 +21,39 @@ class NullEngine:
     """An engine without a network. It has no parameters and no state; asking it to compute raises `ConfigError`."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, self.version, self.max_tokens_per_microbatch = layout, 0, 0
+        self.layout, self.version = layout, 0
 
     def forward(
-        self, batch: SequenceSample, want: frozenset[Output], *, temperature: float = 1.0, top: TopIds | None = None
+        self,
+        batch: SequenceSample,
+        want: frozenset[Output],
+        *,
+        temperature: float = 1.0,
+        top: TopIds | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
         _refuse(f"compute {', '.join(sorted(want))}")
 
     def train(
-        self, minibatches: Sequence[SequenceSample], loss: Loss, *, veto: Any = None, temperature: float = 1.0
+        self,
+        minibatches: Sequence[SequenceSample],
+        loss: Loss,
+        *,
+        veto: Any = None,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[StepStats]:
         _refuse("be trained")
+
+    def evaluate(
+        self,
+        batch: SequenceSample,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> dict[str, float]:
+        _refuse("be evaluated")
 
     def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]:
         _refuse("generate")
