@@ -59,3 +59,42 @@ LATE_TOOLS = (
 
 # A header in plain words, no end token and no generation prompt.
 PLAIN = "{% for m in messages %}{{ ('### Human: ' if m.role == 'user' else '### Assistant: ') + m.content + '\n' }}{% endfor %}"
+
+# The last reply ends with another token than those before it (as gpt-oss's).
+LAST_ENDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{{ '<|eot_id|>' if m.role == 'assistant' and loop.last and not add_generation_prompt else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# The same, but no token ends the replies before it.
+LAST_ENDS_IN_WORDS = LAST_ENDS.replace("'<|im_end|>' }}", "' (end of turn) ' }}")
+
+# Contents are lists of parts, and a text is rendered as nothing (as Idefics 3's).
+PARTS = (
+    "{% for m in messages %}{{ m.role + ':' }}{% for part in m.content %}{% if part.type == 'text' %}{{ ' ' + part.text }}"
+    "{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+# Tools stand in the system's turn, calls as JSON; words beside a call are left out, and so are system messages.
+CALLS = (
+    "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.tool_calls %}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+    "{% elif m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# Says who it is where nobody does (as Qwen 2.5's).
+INTRODUCED = (
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are Hi<|im_end|>\n' }}{% endif %}" + CHATML
+)
+
+# Tools before the last user turn, calls in a form of their own, no generation prompt (as Mistral's).
+LATE_CALLS = (
+    "{{ bos_token }}{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ '[TOOLS]' if tools and m == asked[-1] else '' }}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.tool_calls %}{{ '<|eot_id|>' }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+    "{{ eos_token }}{% elif m.role == 'tool' %}{{ '[RESULT] ' + m.content + ' [/RESULT]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)

@@ -12,7 +12,7 @@ import templates
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft.data.chat import normalise, normalise_tools
+from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, UserError
@@ -55,6 +55,7 @@ def check(tokenizer: Tokenizer, messages: Any, wanted: list[str], tools: Any = N
         ("THINKING", ["Hello there!<|im_end|>", "<think>\n\n</think>\n\n🤗 ok <b>\n\nbye<|im_end|>"]),
         ("OPENS", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]),
         ("LATE_TOOLS", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]),
+        ("LAST_ENDS", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|eot_id|>"]),
     ],
 )
 def test_the_mask_is_what_the_assistant_wrote(with_template: Make, template: str, wanted: list[str]) -> None:
@@ -180,6 +181,8 @@ def test_shapes_of_messages() -> None:
         {"role": "assistant", "content": "b"},
     ]
     parts = [{"role": "assistant", "content": [{"type": "reasoning", "value": "r"}, {"type": "text", "text": "t"}]}]
+    nulls = [{"role": None, "from": "gpt", "content": None, "value": "a", "tool_calls": None}]
+    assert normalise(nulls) == [{"role": "assistant", "content": "a"}]
     assert normalise(parts) == [{"role": "assistant", "content": "t", "reasoning_content": "r"}]
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     sharegpt = [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]
@@ -213,7 +216,10 @@ def test_bad_messages_are_named(messages: Any, wrong: str) -> None:
 
 
 def test_tools_come_as_text_or_lists() -> None:
-    assert normalise_tools('[{"name": "f"}]') == [{"name": "f"}]
+    whole = {"type": "function", "function": {"name": "f"}}
+    assert normalise_tools('[{"name": "f"}]') == normalise_tools([whole]) == [whole]
+    assert normalise_tools({"type": "function", "name": "f"}) == [whole]
+    assert normalise_tools([{"anything": 1}]) == [{"anything": 1}]
     assert normalise_tools("") is None and normalise_tools([]) is None
     with pytest.raises(DataError, match="tools is not JSON"):
         normalise_tools("{")
@@ -242,10 +248,12 @@ def test_what_a_template_does_not_render_is_no_turn_to_learn(
     with_template: Make, template: str, reply: dict[str, Any], lost: str
 ) -> None:
     tokenizer = with_template(getattr(templates, template))
-    with pytest.raises(DataError, match=rf"message 3: the chat template of .* does not render the assistant's {lost}"):
-        tokenizer.encode_chat_with_mask([*TALK[:2], reply, *TALK[3:]])
-    ids, mask = tokenizer.encode_chat_with_mask([*TALK[:2], {**reply, "train": False}, *TALK[3:]])
-    assert len(trained(tokenizer, ids, mask)) == 1
+    wrong = rf"message 3: the chat template of .* does not render the assistant's {lost}"
+    for turn in (reply, {**reply, "train": False}):
+        with pytest.raises(DataError, match=wrong):
+            tokenizer.encode_chat_with_mask([*TALK[:2], turn, *TALK[3:]])
+    with pytest.raises(DataError, match=wrong):
+        tokenizer.encode_context([*TALK[:2], reply, TALK[3]])
 
 
 def test_reasoning_that_a_template_leaves_out_beside_an_answer_is_told(with_template: Make) -> None:
@@ -265,3 +273,121 @@ def test_a_template_that_marks_some_turns_only_is_refused(with_template: Make) -
     once = templates.MARKED.replace("m.role == 'assistant' %}{% gen", "m.role == 'assistant' and loop.last %}{% gen")
     with pytest.raises(DataError, match=r"marks 1 parts with \{% generation %\}, and the assistant has 2 turns"):
         with_template(once).encode_chat_with_mask(TALK)
+
+
+RESULT = {"role": "tool", "content": 'a "b"\nc'}
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Finds."}}]
+
+
+@pytest.mark.parametrize("template", ["LAST_ENDS", "LAST_ENDS_IN_WORDS"])
+def test_no_word_of_the_user_is_trained_where_the_last_reply_ends_otherwise(with_template: Make, template: str) -> None:
+    """Replies and questions that are found anywhere, in headers too, and in each other."""
+    tokenizer = with_template(getattr(templates, template))
+    says, asks = ["user", "a", "a", "assistant"], ["a", "assistant", "<|im_start|>", "a"]
+    talk = [
+        m
+        for ask, say in zip(asks, says, strict=True)
+        for m in ({**TALK[1], "content": ask}, {**TALK[2], "content": say})
+    ]
+    wanted = [f"{say}<|im_end|>" for say in says[:-1]] + ["assistant<|eot_id|>"]
+    if template == "LAST_ENDS":
+        check(tokenizer, talk, wanted)
+        masked = tokenizer.mask_chat([*talk, TALK[1]])
+        assert trained(tokenizer, masked.ids, masked.mask) == [*wanted[:-1], "assistant<|im_end|>"]
+    else:
+        with pytest.raises(
+            DataError, match=r"renders message 2 so that .* part ends; put \{% generation %\} markers into"
+        ):
+            tokenizer.mask_chat(talk)
+
+
+@pytest.mark.parametrize("reply", ["You are", "a", "Hi"])
+def test_a_conversation_that_the_assistant_begins(with_template: Make, reply: str) -> None:
+    talk = [{"role": "assistant", "content": reply}, TALK[1], TALK[2]]
+    check(with_template(templates.INTRODUCED), talk, [f"{reply}<|im_end|>", "Hello there!<|im_end|>"])
+
+
+def test_a_turn_without_words_ends_all_the_same(with_template: Make) -> None:
+    for template in ("CHATML", "MARKED", "LAST_ENDS"):
+        tokenizer = with_template(getattr(templates, template))
+        found = tokenizer.mask_chat([TALK[1], {"role": "assistant", "content": ""}])
+        assert trained(tokenizer, found.ids, found.mask) == [tokenizer.turn_end]
+
+
+def test_templates_for_parts_are_refused(with_template: Make) -> None:
+    tokenizer = with_template(templates.PARTS)
+    for encode in (tokenizer.encode_chat, tokenizer.mask_chat, tokenizer.encode_context):
+        with pytest.raises(
+            UserError, match=r"reads the content of a message as a list of parts.*set tokenizer\.chat_template"
+        ):
+            encode(TALK)
+    deaf = with_template(templates.CHATML.replace("m.content", "''"))
+    with pytest.raises(UserError, match="leaves out the words of a plain reply, and weft gives it text"):
+        deaf.mask_chat(TALK)
+    refuses = with_template(templates.CHATML.replace("m.content", "m.content[0].text"))
+    with pytest.raises(UserError, match="as a list of parts"):
+        refuses.mask_chat(TALK)
+
+
+def test_a_reply_that_is_rendered_elsewhere_is_no_turn_to_learn(with_template: Make) -> None:
+    """The template keeps what follows the last dash of a reply."""
+    cut = with_template(templates.CHATML.replace("m.content", "m.content.split(' - ')[-1]"))
+    with pytest.raises(DataError, match=r"message 2: the chat template of .* does not render the assistant's content"):
+        cut.mask_chat([TALK[1], {"role": "assistant", "content": "yes - no"}])
+    thoughts = with_template(templates.CHATML.replace("m.content", "m.content.split('</think>')[-1].strip()"))
+    check(thoughts, [TALK[1], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}], ["yes<|im_end|>"])
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_what_a_template_leaves_out_of_a_context(with_template: Make, role: str) -> None:
+    deaf = with_template(templates.CHATML.replace("for m in messages", f"for m in messages if m.role != '{role}'"))
+    talk = [TALK[1], TALK[2], {"role": role, "content": "What?"}]
+    wrong = rf"message {1 if role == 'user' else 3}: the chat template of .* does not render the {role}'s content"
+    for encode in (deaf.encode_context, lambda talk: deaf.mask_chat([*talk, TALK[2]])):
+        with pytest.raises(DataError, match=wrong):
+            encode(talk)
+
+
+def test_calls_and_their_results_in_a_context(with_template: Make) -> None:
+    tokenizer = with_template(templates.CALLS)
+    talk = [TALK[1], {**CALL, "content": "Let me see."}, RESULT]
+    for tools, unused in ((TOOLS, {"messages[].content"}), (None, {"messages[].content"})):
+        ids, told = tokenizer.encode_context(talk, tools)
+        assert ids == tokenizer.encode_chat(talk, tools, add_generation_prompt=True) and told == unused
+        found = tokenizer.mask_chat([*talk, TALK[2]], tools)
+        assert found.unused == unused
+        call = '{"name": "look_up", "arguments": {"q": "x"}}'
+        assert trained(tokenizer, found.ids, found.mask) == [f"{call}<|im_end|>", "Hello there!<|im_end|>"]
+    assert tokenizer.encode_context(TALK[:2])[1] == {"messages[] of the system"}
+    one = with_template(templates.CALLS.replace("in m.tool_calls", "in m.tool_calls[:1]"))
+    with pytest.raises(DataError, match=r"message 2: .* does not render the assistant's tool_calls"):
+        one.encode_context([TALK[1], {**CALL, "tool_calls": [*CALL["tool_calls"], {"name": "f"}]}, RESULT])
+
+
+@pytest.mark.parametrize("words", ["", "Let me see."])
+def test_calls_before_the_tools_are_written(with_template: Make, words: str) -> None:
+    """Nothing of the earlier turns is rendered as it was when they were the last ones."""
+    talk = [TALK[1], {**CALL, "content": words}, {**RESULT, "content": "x"}, TALK[2], TALK[3], CALL, RESULT, TALK[4]]
+    call = '<|eot_id|>{"name": "look_up", "arguments": {"q": "x"}}</s>'
+    check(with_template(templates.LATE_CALLS), talk, [call, " Hello there!</s>", call, " 🤗 ok <b>\n\nbye</s>"], TOOLS)
+
+
+def test_tools_that_a_template_ignores_are_told(with_template: Make) -> None:
+    assert with_template(templates.CHATML).encode_context([TALK[1]], TOOLS)[1] == {"tools"}
+    assert with_template(templates.CHATML).mask_chat(TALK, TOOLS).unused == {"tools"}
+    assert with_template(templates.CALLS).mask_chat(TALK[1:], TOOLS).unused == frozenset()
+
+
+def test_a_last_turn_of_the_user_is_told(with_template: Make) -> None:
+    tokenizer = with_template(templates.CHATML)
+    assert tokenizer.mask_chat(TALK[:4]).unused == {"messages[] after the last reply"}
+    assert tokenizer.mask_chat(TALK).unused == frozenset()
+
+
+def test_a_tokenizer_with_a_template_for_tools(with_template: Make) -> None:
+    """The one called tool_use renders conversations with tools, and its markers count for these."""
+    tokenizer = with_template({"default": templates.CHATML, "tool_use": templates.MARKED})
+    found = tokenizer.mask_chat(TALK, TOOLS)
+    assert trained(tokenizer, found.ids, found.mask) == ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]
+    other = with_template({"default": templates.CHATML, "tool_use": templates.CALLS})
+    assert tokenizer.fingerprint != other.fingerprint

@@ -330,6 +330,21 @@ BAD: list[tuple[str, Any, str]] = [
         {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a\n\nAssistant: b"},
         "does not end with the assistant",
     ),
+    (
+        "prompt_answer",
+        {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]},
+        "'completion' holds messages and no text; such rows are of dataset.type=chat",
+    ),
+    (
+        "paired_comparison",
+        {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]},
+        "such rows are of dataset.type=chat",
+    ),
+    ("chat", {"prompt": "x", "completion": "y"}, "such rows are of dataset.type=prompt_answer"),
+    ("prompt_answer", {"instruction": "a", "label": None, "kto_tag": True}, "such rows are of dataset.type=preference"),
+    ("preference", {"prompt": "a", "completion": "b", "label": None}, "'label' must be true or false .*, not null"),
+    ("preference", {"prompt": "a", "completion": "b", "kto_tag": "no"}, "'kto_tag' must be true or false .*, not 'no'"),
+    ("preference", {"prompt": "a", "chosen": None, "rejected": "b", "label": True}, "'chosen' is null"),
     ("ranking", {"prompt": "a", "replies": ["b"]}, "'replies' has 1 entries; it needs at least 2"),
     ("ranking", {"replies": ["b", "c"]}, "lacks the key 'prompt'"),
 ]
@@ -425,6 +440,18 @@ def test_answers_give_way_before_prompts(opened: Open, tokenizer: Tokenizer) -> 
     found = opened("prompt_answer", rows, max_seqlen=10)
     assert texts(tokenizer, found[0]) == (" a" * 9, [" b"])
     assert texts(tokenizer, found[1]) == (" a" * 5, [" b" * 5])  # no room for an answer beside all of the prompt
+
+
+def test_a_row_that_is_cut_at_both_ends_counts_for_both(opened: Open) -> None:
+    rows = [
+        {"prompt": " a" * 20, "answer": " b" * 20},
+        {"prompt": " a" * 20, "answer": " b"},
+        {"prompt": "a", "answer": "b"},
+    ]
+    report = opened("prompt_answer", rows, max_seqlen=10).table.report  # type: ignore[attr-defined]
+    assert (report.prompts_cut, report.answers_cut, report.both_cut, report.dropped, report.too_long) == (2, 1, 1, 0, 2)
+    report = opened("prompt_answer", rows, max_seqlen=12, max_prompt_len=4).table.report  # type: ignore[attr-defined]
+    assert (report.prompts_cut, report.answers_cut, report.both_cut, report.too_long) == (2, 1, 1, 2)
 
 
 def test_a_cut_prompt_keeps_its_bos(opened: Open, with_template: Make) -> None:

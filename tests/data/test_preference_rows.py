@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -184,3 +185,124 @@ def test_columns_that_are_not_used_are_said_once(tmp_path: Path, tokenizer: Toke
     path.write_text("\n".join(map(json.dumps, lines)))
     spec = DatasetSpec(path=str(path), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
     assert load_data(spec, "prompt_answer", tokenizer, seed=1, progress=False).notes == ()
+
+
+def test_an_empty_last_turn_of_a_dialogue_is_a_reply(opened: Open, tokenizer: Tokenizer) -> None:
+    shared = "\n\nHuman: Hi\n\nAssistant: Ho\n\nHuman: More\n\nAssistant:"
+    sample = opened("preference", {"chosen": f"{shared} Ho", "rejected": shared}, as_chat=True)[0]
+    assert learned(tokenizer, sample) == ["Ho<|im_end|>", "<|im_end|>"]
+    again = START.replace("Hi", "More")
+    assert whole(tokenizer, sample)[1] == f"{START}Ho<|im_end|>\n{again}<|im_end|>"
+    with pytest.raises(DataError, match=r"message 1 of continuation 2: the assistant's content is empty"):
+        opened("preference", {"chosen": [USER, GOOD], "rejected": [USER, {**GOOD, "content": ""}]})
+
+
+def test_real_dialogues_as_chat(data_dir: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    packed = (data_dir / "hh_rlhf/harmless-base_test.jsonl.gz").read_bytes()
+    lines = gzip.decompress(packed).decode().splitlines(keepends=True)[:400]
+    path = tmp_path / "hh.jsonl"
+    path.write_text("".join(lines))
+    util = DatasetUtility(tokenizer, cache_dir=str(tmp_path / "cache"), progress=silent)
+    found = datasets.get("preference")(util=util, path=str(path), as_chat=True)
+    assert len(found) == 400
+    for index, line in enumerate(lines):
+        for name, said in zip(("chosen", "rejected"), learned(tokenizer, found[index]), strict=True):
+            reply = json.loads(line)[name].rpartition("\n\nAssistant:")[2].strip()
+            assert said.endswith(f"{reply}<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("form", "replies"),
+    [
+        ("preference", {"chosen": " Ho", "rejected": " Hm\n"}),
+        ("paired_comparison", {"pos_answers": [" Ho"], "neg_answers": [" Hm"]}),
+        ("ranking", {"replies": [" Ho", " Hm"]}),
+    ],
+)
+def test_replies_to_a_dialogue_are_stripped_as_its_turns_are(
+    opened: Open, tokenizer: Tokenizer, form: str, replies: Mapping[str, Any]
+) -> None:
+    prompt = {"prompt": "\n\nHuman: Hi\n\nAssistant:"}
+    sample = opened(form, {**prompt, **replies}, as_chat=True)[0]
+    assert whole(tokenizer, sample) == [f"{START}Ho<|im_end|>", f"{START}Hm<|im_end|>"]
+    plain = opened(form, {**prompt, **replies})[0]
+    assert whole(tokenizer, plain)[0] == "\n\nHuman: Hi\n\nAssistant: Ho</s>"
+
+
+LABELLED: list[Mapping[str, Any]] = [
+    {"messages": [USER, GOOD], "label": True},
+    {"messages": [USER, GOOD], "label": True, "chosen": None, "rejected": None},
+    {"prompt": [USER], "completion": [GOOD], "label": 1, "chosen": None},
+    {"messages": [USER, GOOD], "kto_tag": True},
+    {"instruction": "Hi", "input": "", "output": "Ho", "kto_tag": True, "label": None},
+]
+
+
+@pytest.mark.parametrize("row", LABELLED)
+def test_labels_by_either_name_and_nulls_beside_them(
+    opened: Open, tokenizer: Tokenizer, row: Mapping[str, Any]
+) -> None:
+    found = opened("preference", row, as_chat="instruction" in row)
+    assert whole(tokenizer, found[0]) == [f"{START}Ho<|im_end|>"]
+    assert found[0].data["label"].tolist() == [1]
+    assert found.table.report.unused == []  # type: ignore[attr-defined]
+
+
+def test_a_label_beside_a_pair_is_not_read(opened: Open) -> None:
+    found = opened("preference", {"prompt": "a", "chosen": " b", "rejected": " c", "label": None, "kto_tag": None})
+    assert found[0].data["label"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("prompt", [[USER], "Hi"])
+def test_prompts_and_completions_of_messages_are_chats(opened: Open, tokenizer: Tokenizer, prompt: Any) -> None:
+    more = {"role": "user", "content": "More"}
+    row = {"prompt": prompt, "completion": [GOOD, more, BAD], "system": "Be brief."}
+    found = opened("chat", row)
+    again = START.replace("Hi", "More")
+    assert whole(tokenizer, found[0]) == [f"{SYSTEM}{START}Ho<|im_end|>\n{again}Hm<|im_end|>"]
+    assert learned(tokenizer, found[0]) == ["Ho<|im_end|>Hm<|im_end|>"]
+    assert found.table.report.unused == []  # type: ignore[attr-defined]
+    last = opened("chat", row, train_on="last")[0]
+    assert learned(tokenizer, last) == ["Hm<|im_end|>"]
+    context = opened("chat", {"prompt": [USER, GOOD, more], "completion": BAD})[0]
+    assert learned(tokenizer, context) == ["Hm<|im_end|>"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
+RESULT = {"role": "tool", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "unused"),
+    [
+        ("chat", {"messages": [USER, GOOD, USER]}, ["messages[] after the last reply"]),
+        ("preference", {"chosen": [USER, GOOD, USER], "rejected": [USER, BAD]}, ["messages[] after the last reply"]),
+        ("chat", {"messages": [USER, GOOD], "tools": TOOLS}, ["tools"]),
+        ("preference", {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS}, ["tools"]),
+        ("prompt", {"prompt": [USER], "tools": TOOLS}, ["tools"]),
+        ("prompt", {"messages": [USER, GOOD]}, ["messages[] of the last reply"]),
+        ("prompt", {"prompt": [USER], "tools": None, "answer": "4"}, []),
+    ],
+)
+def test_parts_of_a_row_that_no_token_holds_are_said(
+    opened: Open, form: str, row: Mapping[str, Any], unused: list[str]
+) -> None:
+    assert opened(form, row).table.report.unused == unused  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("prompt", {"prompt": [USER, CALL, RESULT]}),
+        ("preference", {"prompt": [USER, CALL, RESULT], "chosen": [GOOD], "rejected": [BAD]}),
+        ("chat", {"messages": [USER, {**CALL, "train": False}, RESULT, GOOD]}),
+        ("ranking", {"prompt": [USER, CALL, RESULT], "replies": ["a", "b"]}),
+    ],
+)
+def test_calls_that_a_template_leaves_out_of_a_context_are_refused(
+    opened: Open, form: str, row: Mapping[str, Any]
+) -> None:
+    good = {"messages": [USER, GOOD]} if form == "chat" else {"prompt": [USER]}
+    with pytest.raises(DataError, match=r"rows.jsonl:2: message 2: the chat template of .* not render .* tool_calls"):
+        opened(form, {**row, **good}, row)

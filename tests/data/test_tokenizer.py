@@ -174,6 +174,10 @@ def test_the_fingerprint_is_of_the_content(data_dir: Path) -> None:
         TokenizerSpec(path=str(data_dir / "tokenizers/gpt2")),
     ]
     assert len({plain.fingerprint, *(Tokenizer.load(spec).fingerprint for spec in others)}) == 5
+    # One that begins texts with BOS of its own accord begins conversations with it only where that is asked for.
+    llama = str(data_dir / "tokenizers/llama2")
+    habit, asked = (Tokenizer.load(TokenizerSpec(path=llama, add_bos_token=bos)) for bos in (None, True))
+    assert habit.add_bos and asked.add_bos and habit.fingerprint != asked.fingerprint
 
 
 def test_templates_are_files_or_texts(data_dir: Path, tmp_path: Path) -> None:

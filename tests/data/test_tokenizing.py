@@ -13,13 +13,14 @@ import templates
 
 from weft.data import tokenizing
 from weft.data.datasets.chat import Chat
+from weft.data.datasets.prompt import Prompt
 from weft.data.datasets.prompt_answer import PromptAnswer
 from weft.data.lengths import Lengths
 from weft.data.progress import silent
 from weft.data.table import TokenTable
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import Source, tokenize
-from weft.errors import DataError, RunError
+from weft.errors import DataError, RunError, UserError
 
 Make = Callable[..., Tokenizer]
 
@@ -66,6 +67,15 @@ def test_a_process_that_dies_is_no_hang(source: Source, tokenizer: Tokenizer, mo
     monkeypatch.setattr(tokenizing.sys, "executable", shutil.which("false"))
     with pytest.raises(RunError, match="ended early"):
         tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, num_workers=2))
+
+
+def test_a_template_that_no_row_is_to_blame_for_is_one_error(source: Source, rows: Path, with_template: Make) -> None:
+    rows.write_text("\n".join(json.dumps({"prompt": [{"role": "user", "content": f"{i}"}]}) for i in range(1100)))
+    for workers in (0, 2):
+        for template, wrong in ((None, "no chat template"), (templates.PARTS, "as a list of parts")):
+            with pytest.raises(UserError, match=wrong) as caught:
+                tokenize(Prompt(), Lengths(), with_template(template), replace(source, num_workers=workers))
+            assert not isinstance(caught.value, DataError)
 
 
 def test_the_cache_is_used(source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,8 @@ def test_remax_rewards_a_greedy_completion() -> None:
     greedy = experiment.node("greedy_gen")
     assert greedy.args["greedy"] is True and greedy.args["samples_per_prompt"] == 1
     assert set(experiment.node("greedy_rew_inf").inputs) == {"prompt", "greedy_completion"}
+    assert experiment.node("greedy_rew_inf").optional_inputs == ("greedy_finished",)
+    assert experiment.node("rew_inf").optional_inputs == ("finished",)
     assert set(experiment.node("greedy_reward").inputs) == {"prompt", "greedy_completion", "greedy_scores"}
     assert {"greedy_rewards", "greedy_finished", "greedy_completion"} <= set(experiment.node("advantages").inputs)
     assert experiment.node("advantages").args["baseline"] == "given"

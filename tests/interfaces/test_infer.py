@@ -37,11 +37,13 @@ class Scores:
     def __init__(self) -> None:
         self.read: SequenceSample | None = None
         self.temperature = 0.0
+        self.max_tokens = 0
         self.top: TopIds | None = None
 
     def forward(
-        self, batch: SequenceSample, want: frozenset[str], *, temperature: float, top: TopIds | None = None
+        self, batch: SequenceSample, want: frozenset[str], *, temperature: float, top: TopIds | None, max_tokens: int
     ) -> SequenceSample:
+        self.max_tokens = max_tokens
         self.read, self.temperature, self.top = batch, temperature, top
         counts = [[1] * len(n) for n in batch.seqlens["completion"]]
         lengths = torch.tensor(batch.lengths["completion"].tolist(), dtype=torch.float32)
@@ -207,3 +209,95 @@ def test_templates_that_end_turns_with_nothing(tokenizers: tuple[Tokenizer, Toke
     assert engine.read is not None
     said = [plain.decode(ids.tolist()) for ids in engine.read.sequences("completion")]
     assert said[0].endswith("The answer\n</s>") and said[1].endswith("Lily\n")
+
+
+def templated(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    """The tokenizer with another chat template."""
+    own = replace(tokenizer, hf=deepcopy(tokenizer.hf))
+    own.hf.chat_template = template
+    return own
+
+
+def read_by(own: Tokenizer, data: Tokenizer, batch: SequenceSample) -> tuple[list[str], dict[str, float]]:
+    """(each sequence as the role read it, the metrics)."""
+    engine = Scores()
+    result = Infer(outputs=["scores"]).inference(model_of(engine, own, data), batch)
+    assert engine.read is not None
+    prompts = [ids.tolist() for ids in engine.read.sequences("prompt")]
+    pairs = zip(engine.read.group_of("completion"), engine.read.sequences("completion"), strict=True)
+    return [own.decode([*prompts[index], *ids.tolist()]) for index, ids in pairs], dict(result.metrics)
+
+
+def test_what_was_finished_has_an_end_whatever_ended_it(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    """A stop text or another stop id ends a completion as EOS does; an end token at the length limit does, too."""
+    data, own = tokenizers
+    batch = with_messages(batch_of(data))
+    counts = [n.tolist() for n in batch.seqlens["completion"]]
+    flags = SequenceSample.from_groups(
+        batch.ids, {"finished": [[1] * len(n) for n in counts]}, {"finished": torch.tensor([1.0, 1.0, 0.0])}
+    )
+    said, _ = read_by(templated(own, CHATML), data, batch.update(flags))
+    assert [text.endswith("</s>") for text in said] == [True, True, False]
+    assert said[1].endswith("[assistant] Lily</s>")
+    plain = replace(batch, metadata={}).update(flags)
+    said, _ = read_by(own, data, plain)
+    assert said == ["What is two? The answer</s>", "What is two? Lily</s>", "Once upon a time"]
+
+
+SPACED = CHATML.replace(
+    "m.content + '</s>'", "(' ' + m.content + ' ' if m.role == 'assistant' else m.content) + '</s>'"
+)
+
+
+def test_blanks_around_a_reply_are_the_policys_own(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    first, second = tokenizers
+    data, own = templated(first, SPACED), templated(second, CHATML)
+    talk = [*QUESTION, {"role": "assistant", "content": "It is 2."}]
+    prompt = data.encode_chat(QUESTION, add_generation_prompt=True)
+    completions = [data.encode_chat(talk)[len(prompt) :], data.encode(" It is "), data.encode("\nIt")]
+    batch = SequenceSample.from_groups(
+        ["a"],
+        {"prompt": [[len(prompt)]], "completion": [[len(ids) for ids in completions]]},
+        {"prompt": prompt, "completion": [id for ids in completions for id in ids]},
+        {"prompt_messages": (QUESTION,)},
+    )
+    said, _ = read_by(own, data, batch)
+    asked = own.render(QUESTION, add_generation_prompt=True)
+    assert said == [own.render(talk), f"{asked}It is ", f"{asked}\nIt"]  # what was cut keeps its last blank
+    kept, _ = read_by(own, templated(first, CHATML), batch)
+    assert kept[0] == f"{asked} It is 2. </s>"  # another policy wrote them itself
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "look_up", "arguments": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "wrong"),
+    [
+        (CHATML.replace("'[' + m.role", "raise_exception('no system') if m.role == 'system' else '[' + m.role"), QUESTION,
+         "refuses these messages: no system"),
+        (CHATML, [QUESTION[1], CALL, {"role": "tool", "content": "2"}], "not render the assistant's tool_calls"),
+        (CHATML.replace("m.content", "m.content[0].text"), QUESTION, "as a list of parts"),
+    ],
+)  # fmt: skip
+def test_prompts_that_a_roles_template_cannot_show_name_role_and_row(
+    tokenizers: tuple[Tokenizer, Tokenizer], template: str, messages: list[dict[str, Any]], wrong: str
+) -> None:
+    data, own = tokenizers
+    batch = replace(batch_of(data), metadata={"prompt_messages": (None, messages)})
+    with pytest.raises(
+        ConfigError, match=rf"role 'rew' .* row 'b': .*{wrong}.*rew.tokenizer.chat_template.*rew.prompt_suffix"
+    ):
+        read_by(templated(own, template), data, batch)
+
+
+def test_parts_of_a_prompt_that_a_role_does_not_read_are_counted(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    data, own = tokenizers
+    batch = with_messages(batch_of(data))
+    _, metrics = read_by(templated(own, CHATML), data, batch)
+    assert "prompts_in_part" not in metrics
+    deaf = templated(own, CHATML.replace("for m in messages", "for m in messages if m.role != 'system'"))
+    assert read_by(deaf, data, batch)[1]["prompts_in_part"] == 0.5
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with_tools = replace(batch, metadata={"prompt_messages": (QUESTION, QUESTION), "tools": (None, tools)})
+    assert read_by(templated(own, CHATML), data, with_tools)[1]["prompts_in_part"] == 0.5

@@ -358,8 +358,7 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     _, report, problems = encode_rows(Job(form, lengths, tokenizer), rows)
     sizes = [f"dataset.{name}={limits[name]}" for name in ("max_seqlen", "max_prompt_len") if limits[name] is not None]
     where = ", ".join(sizes) or "no dataset.max_seqlen is set"
-    overlong = report.prompts_cut + report.answers_cut + report.dropped
-    _finding(console, f"samples that are too long ({where})", overlong, [])
+    _finding(console, f"samples that are too long ({where})", report.too_long, [])
     bad = [f"{rows[index][0]}: {wrong}" for index, wrong, _ in problems]
     _finding(console, f"rows that cannot be used as {type_name}", len(bad), bad)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.data import dialogue
-from weft.data.chat import Message, normalise
+from weft.data.messages import Message, normalise
 from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, BadRow, Row, first_of, need, text
 
 SYSTEM, INPUT, HISTORY = "system", "input", "history"

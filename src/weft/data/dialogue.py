@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from weft.data.prefix import common_start
+
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
 
 
 def shared_prompt(one: str, other: str) -> str:
     """The beginning that two dialogues share, up to and with the last `\\n\\nAssistant:` in it; "" where there is none."""
-    at = one.rfind(ASSISTANT, 0, _shared_length(one, other))
+    at = one.rfind(ASSISTANT, 0, common_start(one, other))
     return one[: at + len(ASSISTANT)] if at >= 0 else ""
 
 
@@ -30,8 +32,10 @@ def assistant_spans(text: str) -> list[tuple[int, int]]:
 
 
 def messages(text: str) -> list[dict[str, str]]:
-    """The turns of a dialogue as chat messages, what stands before the first one as the system's. A turn without words is left
-    out, such as the one that the assistant is about to begin."""
+    """The turns of a dialogue as chat messages, what stands before the first one as the system's.
+
+    A turn without words is left out, unless it is the last and the assistant's: that one is about to begin, or a reply of none.
+    """
     marks = [
         (at, role, mark) for mark, role in ((HUMAN, "user"), (ASSISTANT, "assistant")) for at in _places(text, mark)
     ]
@@ -39,7 +43,9 @@ def messages(text: str) -> list[dict[str, str]]:
     turns = [("system", text[: marks[0][0]] if marks else text)]
     for (at, role, mark), (stop, _, _) in zip(marks, [*marks[1:], (len(text), "", "")], strict=True):
         turns.append((role, text[at + len(mark) : stop]))
-    return [{"role": role, "content": said.strip()} for role, said in turns if said.strip()]
+    kept = [(role, said.strip()) for role, said in turns[:-1] if said.strip()]
+    kept += [(role, said.strip()) for role, said in turns[-1:] if said.strip() or role == "assistant"]
+    return [{"role": role, "content": said} for role, said in kept]
 
 
 def _places(text: str, mark: str) -> list[int]:
@@ -53,16 +59,7 @@ def _places(text: str, mark: str) -> list[int]:
 
 def shared_words(one: str, other: str) -> int:
     """Characters of the beginning that two texts share, whole words only."""
-    length = min(_shared_length(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
+    length = min(common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
     while length > 0 and not one[length - 1].isspace():
         length -= 1
     return max(length, 0)
-
-
-def _shared_length(one: str, other: str) -> int:
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length

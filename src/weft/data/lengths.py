@@ -48,8 +48,8 @@ class Lengths:
             )
 
 
-def fit(encoded: Encoded, lengths: Lengths, bos_id: int | None) -> tuple[Encoded | None, str]:
-    """(the row within its limits or None where it is dropped, what was done: "", "prompt", "answer", "dropped").
+def fit(encoded: Encoded, lengths: Lengths, bos_id: int | None) -> tuple[Encoded | None, frozenset[str]]:
+    """(the row within its limits or None where it is dropped, what was done: some of "prompt" and "answer", or "dropped").
 
     A prompt is cut to `max_prompt_len`. Where prompt and longest completion exceed `max_seqlen`, completions lose their ends;
     a prompt that leaves no room for any is cut too, to at least half of `max_seqlen`. A prompt cut from the left keeps its
@@ -64,11 +64,11 @@ def fit(encoded: Encoded, lengths: Lengths, bos_id: int | None) -> tuple[Encoded
             limit = max(lengths.max_seqlen // 2, lengths.max_seqlen - longest)
         room = lengths.max_seqlen - limit
     if limit == num_prompt and longest <= room:
-        return encoded, ""
+        return encoded, frozenset()
     if lengths.overlong == "error":
         raise _too_long(num_prompt, longest, lengths)
     if lengths.overlong == "drop":
-        return None, "dropped"
+        return None, frozenset({"dropped"})
     short = replace(
         encoded,
         prompt=_cut(encoded.prompt, limit, lengths.truncate_side, bos_id),
@@ -76,8 +76,9 @@ def fit(encoded: Encoded, lengths: Lengths, bos_id: int | None) -> tuple[Encoded
         masks=[mask[:room] for mask in encoded.masks],
     )
     if not all(any(mask) for mask in short.masks):
-        return None, "dropped"
-    return short, "answer" if longest > room else "prompt"
+        return None, frozenset({"dropped"})
+    cut = {"prompt": num_prompt > limit, "answer": longest > room}
+    return short, frozenset(part for part, is_cut in cut.items() if is_cut)
 
 
 def _too_long(num_prompt: int, longest: int, lengths: Lengths) -> TooLong:

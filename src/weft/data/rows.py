@@ -12,6 +12,7 @@ Row = Mapping[str, Any]
 PROMPT_KEYS = ("prompt", "instruction", "question")
 ANSWER_KEYS = ("answer", "completion", "output", "response")
 MESSAGE_KEYS = ("messages", "conversations", "conversation")
+LABEL_KEYS = ("label", "kto_tag")
 
 # What tells the form of a row from its keys, the most telling first.
 LOOKS_LIKE = (
@@ -21,6 +22,7 @@ LOOKS_LIKE = (
     ("ranking", ("replies",)),
     ("preference", ("prompt", "completion", "label")),
     ("preference", ("messages", "label")),
+    ("preference", ("kto_tag",)),
     ("chat", ("messages",)),
     ("chat", ("conversations",)),
     ("prompt_answer", ("prompt", "answer")),
@@ -87,8 +89,15 @@ def need(row: Row, keys: Sequence[str], form: str) -> str:
 
 
 def looks_like(row: Row) -> str | None:
-    """The dataset type whose keys a row has, or None."""
-    return next((form for form, keys in LOOKS_LIKE if all(key in row for key in keys)), None)
+    """The dataset type whose keys a row has, nulls aside, or None."""
+    found = next((form for form, keys in LOOKS_LIKE if all(row.get(key) is not None for key in keys)), None)
+    return "chat" if found == "prompt_answer" and answer_messages(row) is not None else found
+
+
+def answer_messages(row: Row) -> str | None:
+    """The column of a row's answer where that is made of messages, and no text; None otherwise."""
+    key = first_of(row, ANSWER_KEYS)
+    return key if key is not None and isinstance(row[key], Mapping | list | tuple) else None
 
 
 def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:

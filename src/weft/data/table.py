@@ -30,12 +30,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the rows of a source: how many there were, were cut, were left out; columns `read`, columns that hold
-    anything."""
+    """What became of the rows of a source: how many there were, samples that were cut (`both_cut`: prompt and answer) and left
+    out; columns `read`, columns that hold anything."""
 
     rows: int = 0
     prompts_cut: int = 0
     answers_cut: int = 0
+    both_cut: int = 0
     dropped: int = 0
     read: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
@@ -45,10 +46,16 @@ class Report:
             self.rows + other.rows,
             self.prompts_cut + other.prompts_cut,
             self.answers_cut + other.answers_cut,
+            self.both_cut + other.both_cut,
             self.dropped + other.dropped,
             self.read | other.read,
             self.held | other.held,
         )
+
+    @property
+    def too_long(self) -> int:
+        """Samples that were cut or left out."""
+        return self.prompts_cut + self.answers_cut - self.both_cut + self.dropped
 
     @property
     def unused(self) -> list[str]:

@@ -6,7 +6,6 @@ with the mask of what the assistant wrote, exact sentencepiece ids from a bare `
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from weft.data import chat, tokenizer_files
+from weft.data import chat, rendered, tokenizer_files
+from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
+from weft.data.turns import Template, leading_token
 from weft.errors import ConfigError, DataError, UserError
 
 
@@ -116,8 +116,20 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
     ) -> list[int]:
         """Token ids of a conversation. BOS is the template's own; `add_bos_token=true` adds one that is missing."""
-        text = self.render(chat.normalise(messages), chat.normalise_tools(tools), add_generation_prompt)
+        self.check_template()
+        text = self.render(normalise(messages), normalise_tools(tools), add_generation_prompt)
         return self.encode(text, bos=self.chat_bos)
+
+    def encode_context(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None
+    ) -> tuple[list[int], frozenset[str]]:
+        """(token ids of a conversation to go on with, generation prompt included, what of its messages is in none of them).
+
+        Raises `DataError` where the template leaves out what a reply must know (`weft.data.rendered`).
+        """
+        talk, schemas = normalise(messages), normalise_tools(tools)
+        ids = self.encode_chat(talk, schemas, add_generation_prompt=True)
+        return ids, rendered.check(rendered.left_out(self.render, talk, schemas, prompt=True), talk, self.name)
 
     def encode_chat_with_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
@@ -130,45 +142,44 @@ class Tokenizer:
         """A conversation's tokens, marked on what the assistant wrote and the token that ends each of its turns.
 
         Built from spans of the rendered text (`weft.data.chat`), never from ids. A template that ends the last reply with no
-        token of its own gets EOS there. Raises `DataError` where the assistant's turns cannot be found or are not rendered.
+        token of its own gets EOS there. Raises `DataError` where the assistant's turns cannot be found, or messages are not
+        rendered.
         """
-        template = chat.Template(
+        self.check_template()
+        template = Template(
             self.render,
             lambda text: self.encode(text, bos=False),
             self.encode_with_offsets,
             self._marked,
             self.turn_end,
+            self._added,
             self.name,
         )
-        found = chat.mask_tokens(template, chat.normalise(messages), chat.normalise_tools(tools))
+        found = chat.mask_tokens(template, normalise(messages), normalise_tools(tools))
         ids, mask = found.ids, found.mask
-        if self.chat_bos and ids[:1] != [self.bos_id]:
-            ids, mask = [int(self.bos_id or 0), *ids], [False, *mask]
-        return chat.Masked(*self._ended(ids, mask), found.unused)
-
-    def _ended(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
-        """The conversation with EOS after a last reply that the template ends with no token of its own."""
-        if self.turn_end is not None or self.eos_id is None or not any(mask):
-            return ids, mask
-        last = len(mask) - mask[::-1].index(True)
-        if ids[last - 1] == self.eos_id or self.decode(ids[last:]).strip():
-            return ids, mask
-        return [*ids[:last], self.eos_id], [*mask[:last], True]
+        if self.chat_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids, mask = [self.bos_id, *ids], [False, *mask]
+        if self.turn_end is None and self.eos_id is not None:
+            ids, mask = chat.ended(ids, mask, self.eos_id, self.decode)
+        return chat.Masked(ids, mask, found.unused)
 
     def _marked(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[tuple[int, int]] | None:
-        return chat.generation_spans(self.require_chat_template(), messages, tools, dict(self.hf.special_tokens_map))
+        template = self.hf.get_chat_template(None, tools)  # some have another one for conversations with tools
+        return chat.generation_spans(template, messages, tools, dict(self.hf.special_tokens_map))
+
+    @cached_property
+    def around_reply(self) -> tuple[str, str]:
+        """What the chat template writes between the generation prompt and a plain reply, and after it; "" without one."""
+        return ("", "") if self.chat_template is None else rendered.around_reply(self.render)
 
     @cached_property
     def turn_end(self) -> str | None:
-        """The token that the chat template puts after a reply, found by rendering one; None where it puts none."""
-        if self.chat_template is None:
-            return None
-        try:
-            after = chat.after_reply(self.render)
-        except DataError:
-            return None
-        added = sorted((token.content for token in self.hf.added_tokens_decoder.values()), key=len, reverse=True)
-        return next((token for token in added if token and after.lstrip().startswith(token)), None)
+        """The token that the chat template puts after a reply; None where it puts none."""
+        return leading_token(self.around_reply[1].lstrip(), self._added)
+
+    @cached_property
+    def _added(self) -> list[str]:
+        return [token.content for token in self.hf.added_tokens_decoder.values()]
 
     def stop_ids(self) -> list[int]:
         """Ids that end a completion: EOS, the template's end-of-turn token, and what the model's configuration names."""
@@ -215,14 +226,8 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over everything that affects token ids: vocabulary, merges, special tokens, template, BOS habit."""
-        if isinstance(self.hf, PreTrainedTokenizerFast):
-            core = self.hf.backend_tokenizer.to_str()
-        else:
-            core = json.dumps([type(self.hf).__name__, sorted(self.hf.get_vocab().items())])
-        special = {name: str(token) for name, token in self.hf.special_tokens_map.items()}
-        rest = json.dumps([special, self.chat_template, self.add_bos], sort_keys=True)
-        return hashlib.sha256(f"{core}\n{rest}".encode()).hexdigest()
+        """sha256 over everything that affects token ids: vocabulary, merges, special tokens, templates, BOS habits."""
+        return tokenizer_files.fingerprint(self.hf, self.add_bos, self.chat_bos)
 
     def require_eos(self) -> int:
         """The id of EOS. Raises `UserError` where the tokenizer has none."""
@@ -242,6 +247,19 @@ class Tokenizer:
                 "set tokenizer.chat_template to a jinja file, or use text columns"
             )
         return self.chat_template
+
+    def check_template(self) -> None:
+        """Raise `UserError` where there is no chat template, or one that cannot write conversations of texts."""
+        self.require_chat_template()
+        if self._template_fault is not None:
+            raise UserError(
+                f"the chat template of {self.name} {self._template_fault}, and weft gives it text; set tokenizer.chat_template "
+                "to a jinja file for text conversations"
+            )
+
+    @cached_property
+    def _template_fault(self) -> str | None:
+        return rendered.template_fault(self.render)
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer files, chat template included, as `transformers` reads them."""

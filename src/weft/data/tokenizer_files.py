@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -136,6 +137,18 @@ def begins_with_bos(hf: PreTrainedTokenizerBase) -> bool:
 def need_bos(hf: PreTrainedTokenizerBase, path: str) -> None:
     if hf.bos_token_id is None:
         raise ConfigError(f"tokenizer.add_bos_token=true, but {path} has no BOS token; set tokenizer.bos_token")
+
+
+def fingerprint(hf: PreTrainedTokenizerBase, *habits: bool) -> str:
+    """sha256 over all that decides the token ids of a text or conversation; `habits` are what weft adds to it."""
+    if isinstance(hf, PreTrainedTokenizerFast):
+        core = hf.backend_tokenizer.to_str()
+    else:
+        options = {name: str(value) for name, value in hf.init_kwargs.items() if not name.endswith(("_file", "_path"))}
+        core = json.dumps([type(hf).__name__, options, sorted(hf.get_vocab().items())], sort_keys=True)
+    special = {name: str(token) for name, token in hf.special_tokens_map.items()}
+    rest = json.dumps([special, hf.chat_template, habits], sort_keys=True)
+    return hashlib.sha256(f"{core}\n{rest}".encode()).hexdigest()
 
 
 @contextmanager

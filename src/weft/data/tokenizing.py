@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import Field, asdict, dataclass
@@ -23,9 +24,9 @@ from weft.data.rows import BadRow, Row, TooLong, Watched, row_id
 from weft.data.sources import Unreadable, content_hash, find_files, read_rows
 from weft.data.table import Report, TokenTable
 from weft.data.tokenizer import Tokenizer
-from weft.errors import DataError, RunError
+from weft.errors import DataError, RunError, UserError
 
-VERSION = 2  # part of the cache's key; raised when the same rows give other ids
+VERSION = 3  # part of the cache's key; raised when the same rows give other ids
 PARALLEL_BYTES = 8 << 20  # smaller files are tokenized about as soon as a second process has started
 CHUNK = 512
 LACKS = re.compile(r"lacks the key '[^']*'")
@@ -100,7 +101,7 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
     """(samples as (row, own id, ids), what became of the rows, reports as (row, what is wrong)) of some rows."""
     samples: list[tuple[int, str | None, Encoded]] = []
     problems: list[Problem] = []
-    counts = {"": 0, "prompt": 0, "answer": 0, "dropped": 0}
+    counts = Counter[str]()
     read, held = set[str](), set[str]()
     for index, (_, given) in enumerate(chunk):
         try:
@@ -108,17 +109,18 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
                 raise BadRow(given.wrong)
             row = Watched(given)
             held.update(name for name, value in given.items() if value not in (None, "", []))
-            own = row_id(row, job.form.id_key)
+            own, unused = row_id(row, job.form.id_key), set[str]()
             for encoded in job.form.encode(row, job.tokenizer):
-                held |= encoded.unused
+                unused |= encoded.unused
                 kept, done = fit(encoded, job.lengths, job.tokenizer.bos_id)
-                counts[done] += 1
+                counts.update([*done, "both"] if len(done) > 1 else done)
                 if kept is not None:
                     samples.append((index, own, kept))
-            read |= row.read
+            held |= unused
+            read |= row.read - unused
         except (BadRow, DataError) as error:
             problems.append((index, str(error), error if isinstance(error, TooLong) else None))
-    cut = counts["prompt"], counts["answer"], counts["dropped"]
+    cut = counts["prompt"], counts["answer"], counts["both"], counts["dropped"]
     report = Report(len(chunk), *cut, frozenset(read), frozenset(held))
     return samples, report, problems
 
@@ -222,9 +224,11 @@ def _in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance: Any)
             process = idle.get()
             try:
                 _send(process, pickle.dumps(chunk))
-                outcome: Outcome = _receive(process)
+                outcome: Outcome | UserError = _receive(process)
             finally:
                 idle.put(process)  # also a dead one: whoever waits for it must fail, not wait for ever
+            if isinstance(outcome, UserError):
+                raise outcome
             advance(len(chunk))
             return outcome
 

@@ -183,8 +183,8 @@ class Policy:
         return MFCDef(
             name=f"{prefix}rew_inf", role="rew", interface="infer" if config.rew_step is None else "process_reward",
             method="inference", batch_size=size,
-            input_keys=("prompt", "completion"), output_keys=tuple(made),
-            input_key_remap={"completion": f"{prefix}completion"} if prefix else {}, output_key_remap=made, args=asked,
+            input_keys=("prompt", "completion"), optional_keys=("finished",), output_keys=tuple(made), output_key_remap=made,
+            input_key_remap={key: prefix + key for key in ("completion", "finished")} if prefix else {}, args=asked,
         )  # fmt: skip
 
     def reference(self, waits: Sequence[str] = ()) -> MFCDef:

@@ -48,12 +48,16 @@ class Worker:
     @classmethod
     def start(cls, targets: Sequence[Target]) -> Worker:
         ours, theirs = multiprocessing.Pipe()
+        paths = [
+            str(SOURCE),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]  # an empty entry would be the working folder
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "weft.host._worker", str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,
             )
         ours.send((sys.path, list(targets)))

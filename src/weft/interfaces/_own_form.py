@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from weft.data.chat import common_prefix
 from weft.data.datasets.prompt import MESSAGES
+from weft.data.prefix import common_prefix
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.errors import ConfigError
+from weft.errors import ConfigError, UserError
 from weft.interfaces.base import Model
 
 Ids = list[int]
@@ -36,35 +36,41 @@ def in_own_form(model: Model, batch: SequenceSample, prefix: str = "", suffix: s
 
     Prompts of messages are rendered with the role's chat template, a completion as the assistant's turn. Others are text, with
     `prefix` and `suffix` around the prompt; where one of these is set, so are messages. A completion that was cut by its length
-    has no end token. Raises `ConfigError` for messages where the role has no template.
+    has no end token: `finished` says which, or its last token where the batch has no such key.
+
+    The metadata `left_out` says for each id what of its messages the role's template does not write. Raises `ConfigError`
+    naming role and id where it refuses them, or leaves out what a reply must know, and where the role has no template.
     """
     owner = batch.group_of("completion")
-    completions: list[list[Ids]] = [[] for _ in batch.ids]
-    for index, ids in zip(owner, batch.sequences("completion"), strict=True):
-        completions[int(index)].append(ids.tolist())
+    finished = batch.data["finished"].tolist() if "finished" in batch.data else [None] * len(owner)
+    completions: list[list[tuple[Ids, bool]]] = [[] for _ in batch.ids]
+    stop_ids = model.data_tokenizer.stop_ids()
+    for index, sequence, flag in zip(owner, batch.sequences("completion"), finished, strict=True):
+        ids = sequence.tolist()
+        ended = flag > 0 if flag is not None else bool(ids) and ids[-1] in stop_ids
+        completions[int(index)].append((ids, ended))
     nothing = (None,) * batch.num_ids
     given = batch.metadata.get(MESSAGES, nothing), batch.metadata.get("tools", nothing)
-    made = []
-    for prompt, group, messages, tools in zip(batch.sequences("prompt"), completions, *given, strict=True):
-        said = [_said(model, prompt.tolist(), ids) for ids in group]
+    made, left_out = [], list[list[str]]()
+    for id, prompt, group, messages, tools in zip(
+        batch.ids, batch.sequences("prompt"), completions, *given, strict=True
+    ):
+        said = [(model.data_tokenizer.decode_after(prompt.tolist(), ids, True), ended) for ids, ended in group]
         if messages is None or prefix or suffix:
             text = prefix + model.data_tokenizer.decode(prompt.tolist(), skip_special=True) + suffix
             made.append(_as_text(model.tokenizer, text, said))
+            left_out.append([])
         else:
-            made.append(_as_turns(model, messages, tools, said))
+            context, missing = _context(model, id, messages, tools)
+            made.append(_as_turns(model, context, messages, tools, said))
+            left_out.append(sorted(missing))
     lengths = {
         "prompt": [[len(prompt)] for prompt, _ in made],
         "completion": [[len(ids) for ids in group] for _, group in made],
     }
     flat = [ids for _, group in made for ids in group]
     data = {"prompt": _packed([prompt for prompt, _ in made]), "completion": _packed(flat)}
-    return SequenceSample.from_groups(batch.ids, lengths, data)
-
-
-def _said(model: Model, prompt: Ids, ids: Ids) -> tuple[str, bool]:
-    """(text of a completion, whether it was ended)."""
-    ended = len(ids) > 0 and ids[-1] in model.data_tokenizer.stop_ids()
-    return model.data_tokenizer.decode_after(prompt, ids, skip_special=True), ended
+    return SequenceSample.from_groups(batch.ids, lengths, data, {"left_out": left_out})
 
 
 def _as_text(tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]) -> tuple[Ids, list[Ids]]:
@@ -76,24 +82,51 @@ def _as_text(tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]
     return tokenizer.encode(prompt), made
 
 
-def _as_turns(
-    model: Model, messages: Sequence[Mapping[str, Any]], tools: Any, said: Sequence[tuple[str, bool]]
-) -> tuple[Ids, list[Ids]]:
-    """Prompt and completions as the role's template renders them, up to the end of the assistant's turn."""
-    tokenizer = model.tokenizer
-    if tokenizer.chat_template is None:
+def _context(model: Model, id: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> tuple[Ids, frozenset[str]]:
+    """(a prompt as the role's template renders it, what of its messages is in no token). Raises `ConfigError`."""
+    if model.tokenizer.chat_template is None:
         raise ConfigError(
             f"role {model.role!r} has another tokenizer than the data and no chat template, so it cannot be shown prompts that "
             f"are messages; set {model.role}.tokenizer.chat_template to a jinja file, or {model.role}.prompt_suffix (and "
             "prompt_prefix) to the text that stands around a prompt"
         )
-    prompt = tokenizer.encode_chat(messages, tools, add_generation_prompt=True)
+    try:
+        return model.tokenizer.encode_context(messages, tools)
+    except UserError as error:
+        raise ConfigError(
+            f"role {model.role!r} cannot be shown the prompt of row {id!r}: {error}; the option of this role is "
+            f"{model.role}.tokenizer.chat_template, and with {model.role}.prompt_suffix (and prompt_prefix) it reads plain text"
+        ) from error
+
+
+def _as_turns(
+    model: Model,
+    prompt: Ids,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    said: Sequence[tuple[str, bool]],
+) -> tuple[Ids, list[Ids]]:
+    """Prompt and completions as the role's template renders them, up to the end of the assistant's turn.
+
+    Blanks that the template of the data's tokenizer writes around a reply are its own, and no part of what was said.
+    """
+    tokenizer = model.tokenizer
+    before, after = _blanks(model.data_tokenizer)
     wholes = []
-    for text, ended in said:
+    for whole, ended in said:
+        text = whole.removeprefix(before)
+        text = text.removesuffix(after) if ended else text
         ids = tokenizer.encode_chat([*messages, {"role": "assistant", "content": text}], tools)
         wholes.append(_up_to_end(tokenizer, ids, common_prefix(prompt, ids), ended=ended))
     shared = min(common_prefix(prompt, *wholes), *(len(ids) - 1 for ids in wholes))
     return wholes[0][:shared], [ids[shared:] for ids in wholes]
+
+
+def _blanks(tokenizer: Tokenizer) -> tuple[str, str]:
+    """White space that a chat template writes before a reply, and between the reply and the token that ends it."""
+    before, after = tokenizer.around_reply
+    after = after.partition(tokenizer.turn_end)[0] if tokenizer.turn_end else ""
+    return (before if before.isspace() else ""), (after if after.isspace() else "")
 
 
 def _up_to_end(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Ids:

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from weft.data import dialogue
 from weft.data.asked import conversation, prompt_text
-from weft.data.chat import Message, common_prefix
 from weft.data.lengths import Encoded, Lengths
+from weft.data.messages import Message
+from weft.data.prefix import common_prefix
 from weft.data.progress import Reporter, show
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
@@ -132,9 +134,12 @@ def replied(
 ) -> Encoded:
     """A group of replies to the prompt in the column `key`: each is what follows the prompt's text, and EOS.
 
-    A prompt of messages, or any with `as_chat`, is rendered by the chat template, and a reply as the assistant's turn.
+    A prompt of messages, or any with `as_chat`, is rendered by the chat template, and a reply as the assistant's turn; to a
+    dialogue in the `\\n\\nHuman:` form it is stripped, as the turns before it are.
     """
     if as_chat or not isinstance(row[key], str):
+        if isinstance(row[key], str) and dialogue.HUMAN in row[key]:
+            replies = [reply.strip() for reply in replies]
         turns = [[{"role": "assistant", "content": reply}] for reply in replies]
         return continued(tokenizer, conversation(row, key), turns, row.get("tools"), **more)
     prompt = prompt_text(row, key)
@@ -159,24 +164,32 @@ def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more:
 
 
 def continued(
-    tokenizer: Tokenizer, context: Sequence[Message], replies: Sequence[Sequence[Message]], tools: Any, **more: Any
+    tokenizer: Tokenizer,
+    context: Sequence[Message],
+    replies: Sequence[Sequence[Message]],
+    tools: Any,
+    *,
+    may_be_empty: bool = False,
+    **more: Any,
 ) -> Encoded:
-    """A group of conversations that go on from `context`; only what follows it is trained. Raises `BadRow`."""
+    """A group of conversations that go on from `context`; only what follows it is trained. `may_be_empty`: a last turn without
+    words is a reply too, whose end is learned. Raises `BadRow`."""
     found = []
     for number, reply in enumerate(replies, 1):
-        check_replies(reply, f" of continuation {number}" if len(replies) > 1 else "")
+        where = f" of continuation {number}" if len(replies) > 1 else ""
+        check_replies(reply, where, may_be_empty=may_be_empty)
         before = [{**message, "train": False} for message in context]
         found.append(tokenizer.mask_chat([*before, *reply], tools))
     unused = frozenset().union(*(each.unused for each in found))
     return grouped([each.ids for each in found], [each.mask for each in found], unused=unused, **more)
 
 
-def check_replies(messages: Sequence[Message], where: str = "") -> None:
-    """Raise `BadRow` where the assistant has no turn, or one without any content."""
+def check_replies(messages: Sequence[Message], where: str = "", *, may_be_empty: bool = False) -> None:
+    """Raise `BadRow` where the assistant has no turn, or one without any content (`may_be_empty`: that is not the last)."""
     turns = [m for m in messages if m["role"] == "assistant"]
     if not turns:
         raise BadRow(f"there is no turn of the assistant{where}")
     for number, message in enumerate(messages, 1):
         said = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
-        if message["role"] == "assistant" and not said:
+        if message["role"] == "assistant" and not said and not (may_be_empty and number == len(messages)):
             raise BadRow(f"message {number}{where}: the assistant's content is empty")

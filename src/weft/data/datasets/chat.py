@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.data import trees
-from weft.data.asked import with_system
-from weft.data.chat import Message, normalise
+from weft.data.asked import as_messages, with_system
 from weft.data.datasets.base import TableDataset, check_replies, grouped
 from weft.data.lengths import Encoded
-from weft.data.rows import MESSAGE_KEYS, Row, need
+from weft.data.messages import Message, normalise
+from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, Row, answer_messages, first_of, need
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
@@ -20,7 +20,10 @@ from weft.registry import register_dataset
 @dataclass(frozen=True)
 class Chat:
     """`train_on: last` learns the last turn alone; `all` learns every turn of the assistant. A `system` column begins
-    conversations that have no system message."""
+    conversations that have no system message.
+
+    Of a row `{prompt, completion}` whose completion is messages, the prompt (messages or text) is not learned.
+    """
 
     messages_key: str | None = None
     id_key: str = "id"
@@ -31,7 +34,7 @@ class Chat:
             raise ConfigError(f"dataset.args.train_on={self.train_on!r}: must be all or last")
 
     def check(self, tokenizer: Tokenizer) -> None:
-        tokenizer.require_chat_template()
+        tokenizer.check_template()
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         if trees.is_tree(row):
@@ -39,9 +42,15 @@ class Chat:
                 self._conversation(normalise(trees.messages(path)), None, tokenizer, path[-1]["message_id"])
                 for path in trees.threads(row)
             ]
+        return [self._conversation(with_system(row, self._messages(row)), row.get("tools"), tokenizer, "")]
+
+    def _messages(self, row: Row) -> list[Message]:
         keys = (self.messages_key,) if self.messages_key else MESSAGE_KEYS
-        messages = with_system(row, normalise(row[need(row, keys, "chat")]))
-        return [self._conversation(messages, row.get("tools"), tokenizer, "")]
+        prompt, completion = first_of(row, PROMPT_KEYS), answer_messages(row)
+        if first_of(row, keys) is not None or prompt is None or completion is None:
+            return normalise(row[need(row, keys, "chat")])
+        context = [{**message, "train": False} for message in as_messages(row[prompt], "user")]
+        return [*context, *as_messages(row[completion], "assistant")]
 
     def _conversation(self, messages: Sequence[Message], tools: Any, tokenizer: Tokenizer, part: str) -> Encoded:
         check_replies(messages)
@@ -54,7 +63,8 @@ class Chat:
 
 @register_dataset("chat")
 class ChatDataset(TableDataset):
-    """Rows `{messages[{role, content}]}` as keys `prompt`, `completion`, `loss_mask`; the first reply begins the completion.
+    """Rows `{messages[{role, content}]}`, or `{prompt, completion}` of messages, as keys `prompt`, `completion`, `loss_mask`;
+    the first reply that is learned begins the completion.
 
     `options`: messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong, truncate_side.
     """

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from weft.data import dialogue
 from weft.data.asked import as_messages, conversation, need_prompt, prompt_keys, with_system
-from weft.data.chat import Message, normalise
 from weft.data.datasets.base import TableDataset, check_form, continued, grouped, replied
 from weft.data.lengths import Encoded
-from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, BadRow, Row, first_of, need, number, text
+from weft.data.messages import Message, normalise
+from weft.data.rows import ANSWER_KEYS, LABEL_KEYS, MESSAGE_KEYS, BadRow, Row, first_of, need, number, text
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
@@ -29,8 +29,8 @@ class Preference:
     that both share). Otherwise they are replies to the row's prompt: `prompt`, `instruction`, `question`, or `messages` without
     the reply that these may end with.
 
-    `as_chat`: texts are rendered with the chat template too. A row `{prompt, completion, label}` or `{messages, label}` is a
-    single reply that is wanted (true or 1) or not (false or 0).
+    `as_chat`: texts are rendered with the chat template too. A row `{prompt, completion, label}` or `{messages, label}` without
+    the two is a single reply that is wanted (true or 1) or not (false or 0); `kto_tag` is another name of `label`.
     """
 
     prompt_key: str | None = None
@@ -44,11 +44,13 @@ class Preference:
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         margin = 0.0 if row.get("margin") is None else number(row["margin"], "margin")
-        if not any(key in row for key in (*CHOSEN, self.chosen_key)) and row.get("label") is not None:
-            values = {"rank": [0.0], "comparison": [0.0], "margin": [margin], "label": [_label(row["label"])]}
+        chosen_keys = (self.chosen_key,) if self.chosen_key else CHOSEN
+        rejected_keys = (self.rejected_key,) if self.rejected_key else REJECTED
+        tag = first_of(row, LABEL_KEYS) or next((key for key in LABEL_KEYS if key in row), None)
+        if first_of(row, (*chosen_keys, *rejected_keys)) is None and tag is not None:
+            values = {"rank": [0.0], "comparison": [0.0], "margin": [margin], "label": [_label(row[tag], tag)]}
             return [self._single(row, tokenizer, values)]
-        chosen = row[need(row, (self.chosen_key,) if self.chosen_key else CHOSEN, "preference")]
-        rejected = row[need(row, (self.rejected_key,) if self.rejected_key else REJECTED, "preference")]
+        chosen, rejected = row[need(row, chosen_keys, "preference")], row[need(row, rejected_keys, "preference")]
         values = {**PAIR, "margin": [margin] * 2}
         if isinstance(chosen, str) and isinstance(rejected, str):
             return [self._texts(row, tokenizer, chosen, rejected, values)]
@@ -82,7 +84,8 @@ class Preference:
                 raise BadRow("as_chat needs a prompt, or dialogues that end with the assistant's turn")
             shared = _shared(talks)
             context = with_system(row, talks[0][:shared])
-            return continued(tokenizer, context, [talk[shared:] for talk in talks], None, values=values)
+            said = [talk[shared:] for talk in talks]
+            return continued(tokenizer, context, said, None, may_be_empty=True, values=values)
         return _dialogues(tokenizer, replies, values)
 
     def _single(self, row: Row, tokenizer: Tokenizer, values: Values) -> Encoded:
@@ -99,11 +102,11 @@ class Preference:
         return continued(tokenizer, conversation(row, key), [reply], row.get("tools"), values=values)
 
 
-def _label(value: object) -> float:
+def _label(value: object, key: str) -> float:
     """1 for a reply that is wanted: true, or the number 1."""
     if isinstance(value, bool) or value in (0, 1):
         return float(value)
-    raise BadRow(f"'label' must be true or false (or 1 or 0), not {value!r}")
+    raise BadRow(f"{key!r} must be true or false (or 1 or 0), not {'null' if value is None else repr(value)}")
 
 
 def _shared(talks: Sequence[Sequence[Message]]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.data import dialogue
-from weft.data.asked import INPUT, conversation, need_prompt, prompt_keys, prompt_text
+from weft.data.asked import INPUT, as_messages, conversation, need_prompt, prompt_keys, prompt_text
 from weft.data.datasets.base import TableDataset
 from weft.data.lengths import Encoded
 from weft.data.rows import MESSAGE_KEYS, BadRow, Row, first_of, plain, text
@@ -31,7 +31,7 @@ class Prompt:
 
     def check(self, tokenizer: Tokenizer) -> None:
         if self.as_chat:
-            tokenizer.require_chat_template()
+            tokenizer.check_template()
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
@@ -47,10 +47,12 @@ class Prompt:
                 raise BadRow(f"{key!r} is empty")
             return [Encoded(tokenizer.encode(prompt_text(row, key)), metadata=columns)]
         messages = conversation(row, key)
-        ids = tokenizer.encode_chat(messages, row.get("tools"), add_generation_prompt=True)
+        ids, unused = tokenizer.encode_context(messages, row.get("tools"))
         if not ids:
             raise BadRow(f"the chat template renders {key!r} as nothing")
-        return [Encoded(ids, metadata={**columns, MESSAGES: messages})]
+        if not isinstance(row[key], str) and as_messages(row[key], "user")[-1]["role"] == "assistant":
+            unused |= {f"{key}[] of the last reply"}
+        return [Encoded(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
 
 
 def _shared(row: Row) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from weft.data.asked import need_prompt
 from weft.data.datasets.base import TableDataset, check_form, replied
 from weft.data.lengths import Encoded
-from weft.data.rows import ANSWER_KEYS, Row, need, text
+from weft.data.rows import ANSWER_KEYS, BadRow, Row, answer_messages, need, text
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
@@ -27,6 +27,8 @@ class PromptAnswer:
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         prompt_key = need_prompt(row, self.prompt_key, "prompt_answer")
         answer_key = need(row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer")
+        if answer_messages(row) == answer_key:
+            raise BadRow(f"{answer_key!r} holds messages and no text; such rows are of dataset.type=chat")
         return [replied(tokenizer, row, prompt_key, [text(row, answer_key)], as_chat=self.as_chat)]
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from weft.data import trees
 from weft.data.asked import need_prompt, prompt_keys
-from weft.data.chat import normalise
 from weft.data.datasets.base import TableDataset, check_form, continued, replied
 from weft.data.lengths import Encoded
+from weft.data.messages import normalise
 from weft.data.rows import Row, first_of, need, texts
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError

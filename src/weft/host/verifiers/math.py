@@ -2,78 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from weft.host.verifiers import _symbolic as symbolic
 from weft.host.verifiers._answers import references
-from weft.host.verifiers._latex import exact, is_formula, named, plain, split_top, tidy, value
+from weft.host.verifiers._latex import exact, is_formula, named, plain, quantities, tidy
+from weft.host.verifiers._sets import braces, bracketed, inequality, listed, united
+from weft.host.verifiers._stated import boxed, boxes, said
+from weft.host.verifiers._value import same_value
 from weft.registry import register_verifier
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w\\-])")
-GAP = r"(?:[\s$,;.]|\\[()\[\],;]|\\q?quad)*"
-JOINT = re.compile(rf"{GAP}(?:and|or|\\text\{{\s*(?:and|or)\s*\}})?{GAP}")  # between the boxes of one answer
-SAID = re.compile(r"(?:final answer|answer)\s*(?:is|are|:|=)[\s*:]*(.+)", re.IGNORECASE)
-TAGGED = re.compile(r"<answer>(.+?)</answer>", re.DOTALL)
-FORMULA = re.compile(r"\s*(?:\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\])", re.DOTALL)
-ENDED = re.compile(r"\.(?:\s|$)|[,;]?\s+(?:because|since|as|so|which|where|when|for)\s", re.IGNORECASE)
-OPEN, CLOSED = ("(", "["), (")", "]")
-BASE = re.compile(r"\w+_\d+")
-SEEDS = (1, 2, 3)
+# A number and its base: 101_2, (2A)_{16}.
+BASE = re.compile(r"\(?\d+\)?_\{(?:[2-9]|[1-3]\d)\}|\(?(?:[\dA-F]{2,}|\d[\da-f]+)\)?_\{(?:1[1-9]|[23]\d)\}")
+TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm)\{\s*[A-Za-z][A-Za-z ]+\}")
+EITHER = re.compile(r"\d\W*\sor\s\W*\d")  # 5 or 6
 SHORT = 200  # characters of a text that may be an answer and nothing else
-
-
-def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` (braces balanced) or `\boxed 5`, None where there is none; several side by side
-    are a list."""
-    found: list[tuple[int, int, str]] = []  # (begin, end, inside)
-    for match in BOX.finditer(text):
-        rest = text[match.end() :]
-        braced = rest.startswith("{")
-        inside = _braced(rest) if braced else re.split(r"[\s$.]", rest, maxsplit=1)[0]
-        if inside:
-            found.append((match.start(), match.end() + len(inside) + 2 * braced, inside))
-    if not found:
-        return None
-    answer = [found[-1]]
-    for box in reversed(found[:-1]):
-        if not JOINT.fullmatch(text[box[1] : answer[0][0]]):
-            break
-        answer.insert(0, box)
-    return ", ".join(dict.fromkeys(inside for _, _, inside in answer))
-
-
-def _braced(text: str) -> str | None:
-    """What stands between the brace that a text begins with and the one that closes it."""
-    depth = 0
-    for index, sign in enumerate(text):
-        depth += (sign == "{") - (sign == "}")
-        if depth == 0:
-            return text[1:index]
-    return None
-
-
-def said(text: str) -> str | None:
-    """What stands in the last `<answer>`, or follows the last "answer is" or "Answer:": the formula that this begins with, or
-    its words up to the end of the sentence. None where nobody says so."""
-    tagged, found = TAGGED.findall(text), SAID.findall(text)
-    if not (tagged or found):
-        return None
-    rest = (tagged or found)[-1].strip().replace("**", "")
-    formula = FORMULA.match(rest)
-    if formula:
-        return next(group for group in formula.groups() if group is not None).strip()
-    return ENDED.split(rest, maxsplit=1)[0].strip(" .*_`")
+MOST_CHARACTERS = 2000  # of an answer that is compared as mathematics
+MOST_MEMBERS = 30  # of a list that are compared each with each
 
 
 def equal(answer: str, reference: str) -> bool:
     """Whether an answer is the reference: 1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1, {1,2} = {2,1}; [0,1) differs from (0,1].
 
-    What can be told without doubt (numbers, lists, tuples, intervals, the same spelling) is decided here; computer algebra
-    (`math_verify`) decides the rest.
+    What can be told without doubt (numbers, lists, tuples, intervals, the same spelling, the same value) is decided here;
+    computer algebra (`math_verify`) decides the rest.
     """
+    symbolic.engine().begin()
+    return _equal(answer, reference)
+
+
+def _equal(answer: str, reference: str) -> bool:
     one, other = tidy(answer), tidy(reference)
     known = _known(one, other)
     return symbolic.same(symbolic.formula(other), symbolic.formula(one)) if known is None else known
@@ -81,116 +41,124 @@ def equal(answer: str, reference: str) -> bool:
 
 def _known(one: str, other: str) -> bool | None:
     """Whether two tidy answers are the same; None where this cannot be told without doubt."""
-    if not one or not other:
+    if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
         return one == other
+    known = _known_quantities(one, other)
+    if known is not None:
+        return known
     a, b = plain(one), plain(other)
     if a.casefold() == b.casefold():
         return True
     numbers = exact(a), exact(b)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    bases = BASE.fullmatch(a), BASE.fullmatch(b)
-    if bases[0] and bases[1]:
+    if BASE.fullmatch(a) or BASE.fullmatch(b):
         return False  # other digits, or another base
-    if _listed(one) or _listed(other):
+    if a.isalpha() and b.isalpha() and (TEXT.fullmatch(one) or TEXT.fullmatch(other)):
+        return False  # other words
+    inside, other_inside = braces(one), braces(other)
+    if inside is not None or other_inside is not None:
+        if _set_and_tuple(inside, other) or _set_and_tuple(other_inside, one):
+            return False
+        return _known(one if inside is None else inside, other if other_inside is None else other_inside)
+    parts, others = united(one), united(other)
+    if parts and others:
+        return True if _same_members(parts, others) else None
+    if listed(one) or listed(other):
         return _known_list(one, other)
     (name, one), (other_name, other) = named(one), named(other)
     if (name is None) != (other_name is None) or (name is not None and name == other_name):
         return _known(one, other)
-    parts, others = _union(one), _union(other)
-    if parts and others:
-        return True if _same_members(parts, others) else None
-    parts, others = _bracketed(one), _bracketed(other)
-    if parts and others:
-        return len(parts) == len(others) and _all_equal(parts, others)
-    return _same_value(a, b)
+    if name is not None and other_name is not None:
+        return False if name[0] == other_name[0] == "(" else None  # on other letters
+    known = _known_interval(one, other)
+    return same_value(a, b) if known is None else known
 
 
-def _known_list(one: str, other: str) -> bool | None:
-    parts, others = _listed(one), _listed(other)
-    if parts and others:
-        return _same_members(parts, others) if len(parts) == len(others) else None
-    listed, single = (one, other) if parts else (other, one)
-    if _bracketed(single):
+def _set_and_tuple(inside: str | None, other: str) -> bool:
+    return inside is not None and listed(inside) is not None and bracketed(other) is not None
+
+
+def _known_quantities(one: str, other: str) -> bool | None:
+    """3 hours 20 minutes is not 3."""
+    found = quantities(one), quantities(other)
+    if found[0] is None and found[1] is None:
+        return None
+    if found[0] is None or found[1] is None:
+        return False if exact(plain(other if found[1] is None else one)) is not None else None
+    if [number for number, _ in found[0]] != [number for number, _ in found[1]]:
         return False
-    number = exact(plain(single))
-    return (
-        True if number is not None and exact(listed.replace(",", ".")) == number else None
-    )  # 1,22 where commas are points
+    return True if [unit[0] for _, unit in found[0]] == [unit[0] for _, unit in found[1]] else None
 
 
-def _union(text: str) -> list[str] | None:
-    parts = split_top(text.replace(r"\cup", "∪"), "∪")
-    return parts if len(parts) > 1 else None
-
-
-def _bracketed(text: str) -> list[str] | None:
-    """A tuple or an interval: brackets around two members or more, with the brackets as members."""
-    if text[0] in OPEN and text[-1] in CLOSED and len(split_top(text, ",")) == 1:
-        members = split_top(text[1:-1], ",")
-        if len(members) > 1:
-            return [text[0], *members, text[-1]]
+def _known_interval(one: str, other: str) -> bool | None:
+    """Tuples and intervals, and inequalities that are intervals."""
+    conditions = inequality(one), inequality(other)
+    if conditions[0] and conditions[1] and conditions[0][0] != conditions[1][0]:
+        return None  # on other letters
+    parts, others = (
+        found[1] if found else bracketed(text) for found, text in zip(conditions, (one, other), strict=True)
+    )
+    if parts and others:
+        return len(parts) == len(others) and all(_equal(a, b) for a, b in zip(parts, others, strict=True))
     return None
 
 
-def _listed(text: str) -> list[str] | None:
-    """Members of a list without brackets; `1 \\pm 2` lists two numbers."""
-    made: list[str] = []
-    for part in split_top(text, ","):
-        made += [part.replace(r"\pm", sign) for sign in "+-"] if r"\pm" in part else [part]
-    return made if len(made) > 1 else None
-
-
-def _all_equal(one: Sequence[str], other: Sequence[str]) -> bool:
-    return all(equal(a, b) for a, b in zip(one, other, strict=True))
+def _known_list(one: str, other: str) -> bool | None:
+    parts, others = listed(one), listed(other)
+    if parts and others:
+        return _same_members(parts, others) if len(parts) == len(others) else None
+    text, single = (one, other) if parts else (other, one)
+    if bracketed(single):
+        return None if united(text) else False
+    number = exact(plain(single))
+    commas_are_points = number is not None and exact(text.replace(",", ".")) == number  # 1,22
+    return True if commas_are_points else None
 
 
 def _same_members(one: Sequence[str], other: Sequence[str]) -> bool:
     """The same members in any order."""
-    left = list(other)
+    mine, left = list(one), list(other)
     for member in one:
-        match = next((n for n, candidate in enumerate(left) if equal(member, candidate)), None)
+        spelled = next((n for n, candidate in enumerate(left) if candidate.strip() == member.strip()), None)
+        if spelled is not None:
+            mine.remove(member)
+            del left[spelled]
+    if len(mine) > MOST_MEMBERS:
+        return False
+    for member in mine:
+        match = next((n for n, candidate in enumerate(left) if _equal(member, candidate)), None)
         if match is None:
             return False
         del left[match]
     return not left
 
 
-def _same_value(one: str, other: str) -> bool | None:
-    """Whether two expressions agree for several choices of their letters, up to float rounding: none has a value where the
-    other has not, such as the root of a letter below 0. None where they differ, unless both are numbers that are far apart."""
-    values = [(value(one, seed), value(other, seed)) for seed in SEEDS]
-    there = [(a, b) for a, b in values if a is not None and b is not None]
-    if len(there) < 2:
-        return None
-    both = len(there) == sum(a is not None or b is not None for a, b in values)
-    if both and all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in there):
-        return True
-    numbers = len(set(there)) == 1 and len(there) == len(SEEDS)  # no letter in them
-    return False if numbers and not math.isclose(*there[0], rel_tol=1e-4, abs_tol=1e-9) else None
-
-
 def right(completion: str, reference: str, *, strict: bool = False) -> bool:
     """Whether a completion answers with the reference."""
+    symbolic.engine().begin()
     expected, inside = boxed(reference) or reference, boxed(completion)
-    answer = inside
-    if inside is None:
-        if strict:
-            return False
-        answer = said(completion) or (completion if len(completion) <= SHORT else None)
+    stated = inside if inside is not None or strict else said(completion)
+    if stated == "" or (stated is None and strict):
+        return False
+    answer = completion if stated is None and len(completion) <= SHORT else stated
+    several = max(boxes(reference), boxes(completion)) > 1
     if answer is not None:
-        one_box = max(len(BOX.findall(text)) for text in (reference, completion)) < 2
+        if inside is None and stated is not None and answer.endswith("!") and _equal(answer[:-1], expected):
+            return True  # the end of a sentence, and no factorial
         one, other = tidy(answer), tidy(expected)
         known = _known(one, other)
-        if known is not None and (known or one_box):
+        if known is not None and (known or not several):
             return known
         if symbolic.same(symbolic.formula(other), symbolic.formula(one)):
             return True
-        if inside is None and one_box and is_formula(answer):
+        undecided = EITHER.search(answer) is not None and listed(other) is None
+        if inside is None and not several and (undecided or is_formula(one)):
             return False
-    if symbolic.same(symbolic.formula(reference), completion):
-        return True
-    return not is_formula(reference) and symbolic.same(reference, completion)
+    text = completion if inside is None or several else rf"\boxed{{{inside}}}"
+    return symbolic.same(symbolic.formula(reference), text) or (
+        not is_formula(reference) and symbolic.same(reference, text)
+    )
 
 
 @register_verifier("math")
@@ -208,7 +176,8 @@ def math_answer(
     The answer is what the last `\boxed{}` holds; without one (and without `strict`) what follows "the answer is", or the last
     formula or number. The reference is the column `answer` or `ground_truth` (or `column`): the answer itself, or a solution
     that boxes it. Fractions, roots, percent signs, degrees, units, tuples, intervals, sets and lists are compared for what
-    they mean; an expression that was not simplified counts.
+    they mean; an expression that was not simplified counts. An answer that algebra does not decide in its time (two seconds,
+    less where many are slow) gets 0.
     """
     rewards: list[float | None] = []
     for completion, reference in zip(completions, references(columns, column, len(completions)), strict=True):

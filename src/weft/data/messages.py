@@ -1,0 +1,138 @@
+"""Messages in one shape: roles by their usual names, contents as text, tool calls as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.errors import DataError, nearest
+
+Message = dict[str, Any]
+
+ROLES = {
+    "system": "system", "developer": "developer", "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
+    "function_call": "assistant",
+}  # fmt: skip
+REASONING = ("reasoning_content", "thinking")
+KEPT = ("name", "tool_call_id", *REASONING)
+
+
+def normalise(messages: Any) -> list[Message]:
+    """`[{role, content, ...}]` from `role/content` or `from/value` rows, roles by their usual names.
+
+    `prompter` and `human` are the user, `gpt` and `bot` the assistant, `observation` a tool; content parts are joined; a
+    `function_call` becomes `tool_calls`; `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the loss.
+    Raises `DataError` saying which message is wrong and how. Applied twice it changes nothing.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise DataError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")
+    if not messages:
+        raise DataError("the list of messages is empty")
+    return [_message(message, number) for number, message in enumerate(messages, 1)]
+
+
+def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Tool schemas as chat templates read them, `[{type, function: {name, ...}}]`; a JSON text is read, and a function's schema
+    alone is put into that form. Nothing (None, "", []) is None."""
+    if isinstance(tools, str):
+        tools = _json(tools, "tools") if tools.strip() else None
+    if not tools:
+        return None
+    if isinstance(tools, Mapping):
+        tools = [tools]
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError("tools must be a list of JSON schemas (or the JSON text of one)")
+    return [_schema(tool) for tool in tools]
+
+
+def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if "function" in tool or "name" not in tool:
+        return dict(tool)
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _message(message: Any, number: int) -> Message:
+    if not isinstance(message, Mapping):
+        raise DataError(f"message {number} must be a mapping with role and content, not {type(message).__name__}")
+    said = _first(message, "role", "from")
+    if said is None:
+        raise DataError(f"message {number} has no role (keys: {', '.join(map(str, message)) or 'none'})")
+    role = ROLES.get(str(said).lower())
+    if role is None:
+        close = nearest(str(said).lower(), ROLES)
+        raise DataError(f"message {number} has the unknown role {said!r}; {_hint(close)}")
+    found: Message = {"role": role}
+    content: Any = _first(message, "content", "value")
+    calls = list(message.get("tool_calls") or [])
+    if said == "function_call":
+        calls, content = _calls(_json(content, f"message {number}: function_call")), ""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content, reasoning, more = _parts(content, number)
+        calls += more
+        if reasoning:
+            found["reasoning_content"] = reasoning
+    if content is not None and not isinstance(content, str):
+        raise DataError(f"message {number}: content must be text, not {type(content).__name__}")
+    if content is None and not calls:
+        raise DataError(f"message {number} has no content")
+    found["content"] = content or ""
+    if calls:
+        found["tool_calls"] = [_call(call, number) for call in calls]
+    found |= {key: message[key] for key in KEPT if message.get(key) is not None}
+    if message.get("train") is False or 0 in (message.get("loss_weight"), message.get("weight")):
+        found["train"] = False
+    return found
+
+
+def _first(message: Mapping[Any, Any], *keys: str) -> Any:
+    """The first of these values that is there; files of several forms fill up with nulls."""
+    return next((message[key] for key in keys if message.get(key) is not None), None)
+
+
+def _hint(close: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(ROLES))}"
+
+
+def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
+    """(text, reasoning, tool calls) of a content given in parts."""
+    text, reasoning, calls = [], [], []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        value = "" if kind is None else part.get("text", part.get("value", part.get("content", part.get(kind))))
+        if kind == "text" and isinstance(value, str):
+            text.append(value)
+        elif kind in ("reasoning", "thinking") and isinstance(value, str):
+            reasoning.append(value)
+        elif kind in ("tool_call", "function_call"):
+            calls += _calls(_json(value, f"message {number}: {kind}"))
+        else:
+            raise DataError(f"message {number}: a content part of type {kind!r} is no text; weft trains on text")
+    return "".join(text), "".join(reasoning), calls
+
+
+def _calls(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    """A tool call in the form that chat templates read: {type, function: {name, arguments}}, arguments as a mapping."""
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(inner, Mapping) or "name" not in inner:
+        raise DataError(f"message {number}: a tool call needs a name and arguments")
+    arguments = inner.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments or "{}", f"message {number}: arguments of the tool call {inner['name']!r}")
+    extra = {"id": call["id"]} if call.get("id") is not None else {}
+    return {**extra, "type": "function", "function": {"name": inner["name"], "arguments": arguments}}
+
+
+def _json(text: Any, what: str) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{what} is not JSON ({error})") from error

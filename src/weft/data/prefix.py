@@ -1,0 +1,29 @@
+"""How far sequences begin alike: token ids, and characters of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def common_prefix(*sequences: Sequence[int]) -> int:
+    """How many leading entries all sequences share."""
+    shared = 0
+    for column in zip(*sequences, strict=False):
+        if any(value != column[0] for value in column):
+            break
+        shared += 1
+    return shared
+
+
+def common_start(one: str, other: str) -> int:
+    """How many leading characters two texts share."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def common_end(one: str, other: str) -> int:
+    """How many characters at their ends two texts share."""
+    return common_start(one[::-1], other[::-1])

@@ -1,0 +1,81 @@
+"""A process that compares answers by `math_verify`: `python -m weft.host.verifiers._algebra FD`, started by `_symbolic`.
+
+It forks a child that takes questions (number, reference, answer, seconds) from the connection and answers each with
+(number, whether they are the same, seconds it took). When the processor seconds of a question are over the kernel ends the
+child, in whatever loop of whatever library it is; (None, False, 0) is then the answer, and another child is forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import math_verify
+
+MEMORY = 4 << 30  # bytes of address space
+TARGETS = math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()
+
+
+def main(descriptor: int) -> None:
+    connection = Connection(descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks decides when to end
+    for name in (
+        "math_verify",
+        "latex2sympy2_extended",
+    ):  # what they say of texts that are no mathematics is for nobody
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    same("$1$", "$1$")  # loads what is loaded late
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.send("ready")
+        while True:
+            child = os.fork()
+            if child == 0:
+                _serve(connection)
+            _, status = os.waitpid(child, 0)
+            if status == 0:
+                return
+            connection.send((None, False, 0.0))
+
+
+def _serve(connection: Connection) -> None:
+    """Answer until nobody asks; ends the process."""
+    try:
+        while True:
+            number, reference, answer, seconds = connection.recv()
+            begin = time.process_time()
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            found = same(reference, answer)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send((number, found, time.process_time() - begin))
+    except (EOFError, OSError):
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def same(reference: str, answer: str) -> bool:
+    """Whether two texts say the same to the library: formulas, or sentences that hold one."""
+    one, other = parsed(reference), parsed(answer)
+    return bool(
+        one and other and math_verify.verify(list(one), list(other), timeout_seconds=None, allow_set_relation_comp=True)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def parsed(text: str) -> tuple[Any, ...]:
+    """What a text says: its last boxed answer, or its last formula or number. Empty where there is none."""
+    return tuple(math_verify.parse(text, TARGETS, parsing_timeout=None))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

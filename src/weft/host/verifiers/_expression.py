@@ -1,0 +1,211 @@
+"""Expressions in plain form (`_latex.plain`), read into trees."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+Node = tuple[Any, ...]  # ("number", Fraction), ("letter", name), ("constant", name), or an operation and its nodes
+
+MOST_CHARACTERS = 1000
+MOST_DEEP = 50
+MOST_EXPONENT = 400  # of a number such as 1e400
+FUNCTIONS = ("sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln", "log", "exp")
+INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
+CONSTANTS = {"pi": "pi", r"\pi": "pi", "e": "e", "i": "i"}
+GREEK = (
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "kappa", "lambda", "mu",
+    "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi",
+    "Sigma", "Phi", "Psi", "Omega",
+)  # fmt: skip
+BARE = ("sin", "cos", "tan", "ln", "log", "exp")  # functions that count without a backslash, too
+# What letters in a row are cut into; the names of hyperbolic functions keep `\sinh` from being `\sin h`.
+KNOWN = sorted(
+    [rf"\{name}" for name in (*FUNCTIONS, *GREEK, "sinh", "cosh", "tanh", "frac", "sqrt", "binom", "dbinom", "tbinom")]
+    + [r"\lfloor", r"\rfloor", r"\lceil", r"\rceil", "pi", "sqrt", "inf", *BARE],
+    key=len,
+    reverse=True,
+)
+TOKEN = re.compile(r"\d+\.?\d*(?:[eE]\d+)?|\.\d+|\\?[A-Za-z]+|_\{[A-Za-z0-9,]*\}|[-+*/^(){}\[\]!|]")
+CLOSING = {"(": ")", "{": "}", "[": "]", "|": "|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+ENDS = {"+", "-", *CLOSING.values()}
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A tree, the letters in it (but e and i), and whether a number in it has digits behind its point."""
+
+    root: Node
+    letters: frozenset[str]
+    decimal: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> Expression | None:
+    """The expression a text is; None where it is none."""
+    if len(text) > MOST_CHARACTERS:
+        return None
+    try:
+        parser = _Parser(text)
+        root = parser.sum(0)
+        parser.need("")
+    except _Syntax:
+        return None
+    return Expression(root, frozenset(parser.letters), parser.decimal)
+
+
+class _Syntax(Exception):
+    """The text is no expression."""
+
+
+class _Parser:
+    """sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^ atom)?."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = [token for match in TOKEN.finditer(text) for token in _letters(match.group())]
+        if "".join(self._tokens) != text:
+            raise _Syntax
+        self._at = 0
+        self.letters: set[str] = set()
+        self.decimal = False
+
+    def _peek(self) -> str:
+        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+
+    def _take(self, *wanted: str) -> str:
+        token = self._peek()
+        if not token or token not in wanted:
+            return ""
+        self._at += 1
+        return token
+
+    def need(self, wanted: str) -> None:
+        """This sign comes next ("": none does)."""
+        if self._peek() != wanted:
+            raise _Syntax
+        self._at += 1
+
+    def sum(self, depth: int) -> Node:
+        if depth > MOST_DEEP:
+            raise _Syntax
+        parts = [(1, self._product(depth))]
+        while sign := self._take("+", "-"):
+            parts.append((1 if sign == "+" else -1, self._product(depth)))
+        return parts[0][1] if len(parts) == 1 else ("sum", *parts)
+
+    def _product(self, depth: int) -> Node:
+        sign = 1
+        while found := self._take("-", "+"):
+            sign = -sign if found == "-" else sign
+        parts = [(1, self._power(depth))]
+        while self._peek() and self._peek() not in ENDS:
+            if self._take("/"):
+                parts.append((-1, self._power(depth)))
+            else:
+                if not self._take("*") and self._peek()[0] in ".0123456789" and parts[-1][1][0] == "number":
+                    raise _Syntax  # two numbers in a row
+                parts.append((1, self._power(depth)))
+        node: Node = parts[0][1] if len(parts) == 1 else ("product", *parts)
+        return node if sign == 1 else ("negative", node)
+
+    def _power(self, depth: int) -> Node:
+        base = self._atom(depth)
+        if self._take("!"):
+            if self._peek() == "!":
+                raise _Syntax  # of every second number
+            base = ("factorial", base)
+        return ("power", base, self._exponent(depth)) if self._take("^") else base
+
+    def _exponent(self, depth: int) -> Node:
+        return ("negative", self._atom(depth)) if self._take("-") else self._atom(depth)
+
+    def _group(self, opening: str, depth: int) -> Node:
+        self.need(opening)
+        inside = self.sum(depth + 1)
+        self.need(CLOSING[opening])
+        return inside
+
+    def _atom(self, depth: int) -> Node:
+        token = self._peek()
+        if token in ("(", "{", "["):
+            return self._group(token, depth)
+        if token in ("|", r"\lfloor", r"\lceil"):
+            return ({"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}[token], self._group(token, depth))
+        self._at += 1
+        if token[:1].isdigit() or token[:1] == ".":
+            return ("number", self._number(token))
+        if token == r"\frac":
+            return ("product", (1, self._group("{", depth)), (-1, self._group("{", depth)))
+        if token in (r"\binom", r"\dbinom", r"\tbinom"):
+            return ("binom", self._group("{", depth), self._group("{", depth))
+        if token in (r"\sqrt", "sqrt"):
+            degree = self._group("[", depth) if self._peek() == "[" else ("number", Fraction(2))
+            return ("root", self._group("{" if self._peek() == "{" else "(", depth), degree)
+        name = token.lstrip("\\")
+        if name in FUNCTIONS:
+            return self._function(name, depth)
+        if token in CONSTANTS and not self._peek().startswith("_"):
+            return ("constant", CONSTANTS[token])
+        if (len(token) == 1 and token.isalpha()) or name in GREEK:
+            letter = token + (self._take(self._peek()) if self._peek().startswith("_") else "")
+            self.letters.add(letter)
+            return ("letter", letter)
+        raise _Syntax
+
+    def _number(self, token: str) -> Fraction:
+        exponent = re.split("[eE]", token)[1:]
+        if exponent and int(exponent[0]) > MOST_EXPONENT:
+            raise _Syntax
+        number = Fraction(token)
+        self.decimal = self.decimal or number.denominator > 1
+        return number
+
+    def _function(self, name: str, depth: int) -> Node:
+        """`\\sin^2 x`, `\\log_2 8`, `\\sin 2x`: an argument without brackets goes on to the next sign or function."""
+        base = self._peek() if name == "log" and self._peek().startswith("_{") else ""
+        if base:
+            self._at += 1
+            if not base[2:-1].isdigit():
+                raise _Syntax
+        exponent = self._exponent(depth + 1) if self._take("^") else None
+        if exponent == ("negative", ("number", Fraction(1))):
+            name, exponent = INVERSES.get(name, ""), None
+            if not name:
+                raise _Syntax
+        argument = self._argument(depth)
+        node: Node = ("function", name, argument)
+        if base:
+            scale = ("function", "ln", ("number", Fraction(base[2:-1])))
+            node = ("product", (1, ("function", "ln", argument)), (-1, scale))
+        return node if exponent is None else ("power", node, exponent)
+
+    def _argument(self, depth: int) -> Node:
+        if depth > MOST_DEEP:
+            raise _Syntax
+        if self._peek() in CLOSING and self._peek() not in "|[":
+            return self._atom(depth + 1)
+        parts = [(1, self._power(depth + 1))]
+        while (token := self._peek()) and token not in ENDS and token not in "*(" and not _is_function(token):
+            if token == "/":
+                raise _Syntax  # of the function or of its argument
+            parts.append((1, self._power(depth + 1)))
+        return parts[0][1] if len(parts) == 1 else ("product", *parts)
+
+
+def _is_function(token: str) -> bool:
+    return token.lstrip("\\") in FUNCTIONS
+
+
+def _letters(token: str) -> list[str]:
+    """Letters in a row, cut into names that are known and variables: xy is x times y, and \\sinx the sine of x."""
+    if not token.lstrip("\\").isalpha():
+        return [token]
+    cut = []
+    while token:
+        name = next((known for known in KNOWN if token.startswith(known)), token if token[0] == "\\" else token[0])
+        cut.append(name)
+        token = token[len(name) :]
+    return cut

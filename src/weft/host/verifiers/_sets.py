@@ -1,0 +1,87 @@
+"""Answers that have members: lists, sets, tuples, intervals, unions. All texts are tidy (`_latex.tidy`)."""
+
+from __future__ import annotations
+
+import re
+
+from weft.host.verifiers._latex import split_top
+
+OPEN, CLOSED = ("(", "["), (")", "]")
+SIGN = {r"\leq": "≤", r"\le": "≤", r"\geq": "≥", r"\ge": "≥", r"\lt": "<", r"\gt": ">", "<=": "≤", ">=": "≥"}
+WRITTEN = re.compile(r"\\(?:leq?|geq?|lt|gt)(?:slant)?(?![A-Za-z])|[<>]=")
+LETTER = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|lambda|mu)")
+
+
+def braces(text: str) -> str | None:
+    r"""The members of a set in braces, `\{1,2\}`; None for anything else, a condition between braces included."""
+    for opening, closing in ((r"\{", r"\}"), ("{", "}")):
+        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
+            inside = text[len(opening) : -len(closing)]
+            if _balanced(inside) and not re.search(r"\\mid|[:|]", inside) and (opening == r"\{" or "," in inside):
+                return inside.strip()
+    return None
+
+
+def _balanced(text: str, opening: str = "{", closing: str = "}") -> bool:
+    depth = 0
+    for sign in text:
+        depth += (sign in opening) - (sign in closing)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def listed(text: str) -> list[str] | None:
+    r"""Members of a list without brackets; `1 \pm 2` lists two numbers."""
+    made: list[str] = []
+    for part in split_top(text, ","):
+        made += [part.replace(r"\pm", sign) for sign in "+-"] if r"\pm" in part else [part]
+    return made if len(made) > 1 else None
+
+
+def bracketed(text: str) -> list[str] | None:
+    """A tuple or an interval: brackets around two members or more, with the brackets as members."""
+    if (
+        text[:1] in OPEN
+        and text[-1] in CLOSED
+        and len(split_top(text, ",")) == 1
+        and _balanced(text[1:-1], "([{", ")]}")
+    ):
+        members = split_top(text[1:-1], ",")
+        if len(members) > 1:
+            return [text[0], *members, text[-1]]
+    return None
+
+
+def inequality(text: str) -> tuple[str, list[str]] | None:
+    """(letter, interval with its brackets as members) of `x<5`, `2 \\ge x`, `1<x\\le 3`."""
+    parts = re.split(r"([<>≤≥])", WRITTEN.sub(lambda match: SIGN[match.group().removesuffix("slant")], text))
+    terms, signs = [part.strip() for part in parts[::2]], parts[1::2]
+    if not all(terms):
+        return None
+    if len(terms) == 2 and LETTER.fullmatch(terms[1]):
+        terms, signs = terms[::-1], [_turned(signs[0])]
+    if len(terms) == 2 and LETTER.fullmatch(terms[0]):
+        below = signs[0] in "<≤"
+        closed = signs[0] in "≤≥"
+        ends = ["(", r"-\infty", terms[1], "]" if closed else ")"]
+        return terms[0], ends if below else ["[" if closed else "(", terms[1], r"\infty", ")"]
+    if len(terms) == 3 and LETTER.fullmatch(terms[1]) and (signs[0] in "<≤") == (signs[1] in "<≤"):
+        if signs[0] in ">≥":
+            terms, signs = terms[::-1], [_turned(sign) for sign in signs[::-1]]
+        return terms[1], ["(" if signs[0] == "<" else "[", terms[0], terms[2], ")" if signs[1] == "<" else "]"]
+    return None
+
+
+def _turned(sign: str) -> str:
+    return {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}[sign]
+
+
+def united(text: str) -> list[str] | None:
+    r"""The parts of `A \cup B`, and of `x<1 \text{ or } x>2`."""
+    parts = split_top(text.replace(r"\cup", "∪"), "∪")
+    if len(parts) > 1:
+        return parts
+    conditions = listed(text) or []
+    letters = {found[0] if (found := inequality(part)) else None for part in conditions}
+    return conditions if len(letters) == 1 and None not in letters else None

@@ -1,0 +1,301 @@
+"""Whether two expressions have the same value: exactly where they are rational, else to many more digits than can agree by
+chance. Bounded, so that no answer takes long."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import re
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from weft.host.verifiers._expression import Expression, Node, parse
+
+Number = Any  # a Fraction, or what mpmath has for real and complex numbers
+
+SEEDS = (1, 2, 3)  # choices of letters
+MOST_BITS = 20_000  # of a fraction's numerator and denominator
+MOST_FACTORIAL = 2000
+MOST_POWER = 10**6  # in an exponent of a number that is no fraction
+MOST_SIZE = 800  # of numbers that are rounded: between 2^-800 and 2^800
+FAR, NEAR = Fraction(1, 10**4), Fraction(1, 10**9)  # of a decimal from what it may stand for, relative to it
+DECIMAL = re.compile(r"[-+]?\d*\.\d+")
+_local = threading.local()
+
+
+class _Undecided(Exception):
+    """There is no value, or none within bounds."""
+
+
+def same_value(one: str, other: str) -> bool | None:
+    """Whether two texts in plain form are expressions of the same value, for several choices of their letters; None where
+    this cannot be told. A decimal of many digits is the number that it stands for if all of them are right."""
+    a, b = parse(one), parse(other)
+    if a is None or b is None:
+        return None
+    if a.letters or b.letters:
+        return _same_function(a, b)
+    found = _apart(a, b, 0)
+    if found is None:
+        return None
+    apart, relative = found
+    if not apart or not (a.decimal or b.decimal):
+        return not apart
+    if relative > FAR:
+        return False
+    if relative > NEAR:
+        return None
+    if DECIMAL.fullmatch(one):
+        return _digits_right(one, a, b)
+    return _digits_right(other, b, a) if DECIMAL.fullmatch(other) else None
+
+
+def _digits_right(text: str, decimal: Expression, number: Expression) -> bool:
+    """Whether a decimal is a number rounded, or cut off, behind its last digit."""
+    stated, meant = _evaluated(decimal, 0, 0), _evaluated(number, 0, 0)
+    assert stated and meant, "their difference is known"
+    last = Fraction(1, 10 ** len(text.partition(".")[2]))
+    apart = abs(stated.real - meant.real)
+    return 2 * apart <= last or (apart < last and abs(stated.real) < abs(meant.real))
+
+
+def _same_function(a: Expression, b: Expression) -> bool | None:
+    seen: list[Fraction] = []  # how far they are apart, relative to their size
+    rational = True
+    for seed in SEEDS:
+        there = _evaluated(a, seed, 0), _evaluated(b, seed, 0)
+        if there[0] is None or there[1] is None:
+            if there[0] is not there[1]:
+                return None  # such as the root of a letter below 0
+            continue
+        rational = rational and there[0].size < 0 and there[1].size < 0
+        found = _apart(a, b, seed)
+        if found is None:
+            return None
+        seen.append(found[1])
+    if len(seen) < 2:
+        return None
+    if not any(seen):
+        return True
+    if a.decimal or b.decimal:
+        return None
+    # Computer algebra knows of functions that have other names; those are far apart here, and what is near is not the same.
+    return False if (rational and a.letters == b.letters) or max(seen) < FAR else None
+
+
+def _apart(a: Expression, b: Expression, seed: int) -> tuple[Fraction, Fraction] | None:
+    """How far two values are apart, and that relative to the larger one; 0 where they are the same. What was rounded is
+    the same if no digit of many differs."""
+    one, other = _evaluated(a, seed, 0), _evaluated(b, seed, 0)
+    size = max(one.size, other.size) if one and other else -1
+    if size >= 0:
+        one, other = _evaluated(a, seed, size), _evaluated(b, seed, size)
+    if one is None or other is None:
+        return None
+    apart = max(abs(one.real - other.real), abs(one.imaginary - other.imaginary))
+    if size >= 0 and apart < Fraction(1, 2 ** (100 + 3 * size)):
+        apart = Fraction(0)
+    largest = max(abs(part) for value in (one, other) for part in (value.real, value.imaginary))
+    return apart, apart / largest if apart else apart
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A complex number, and the bits of the largest or smallest number that was rounded on the way to it; -1 if none was."""
+
+    real: Fraction
+    imaginary: Fraction
+    size: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluated(expression: Expression, seed: int, size: int) -> _Value | None:
+    """The value with every letter standing for a fixed number that `seed` picks, with digits enough for numbers of `size`."""
+    calculator = _Calculator(seed, 300 + 8 * size, real=bool(expression.letters))
+    try:
+        number = calculator.value(expression.root)
+    except (_Undecided, ArithmeticError, ValueError, TypeError):
+        return None
+    if isinstance(number, Fraction):
+        return _Value(number, Fraction(0), calculator.size)
+    return _Value(_fraction(number.real), _fraction(number.imag), calculator.size)
+
+
+def _fraction(number: Any) -> Fraction:
+    man, exp = number.man_exp  # without the sign
+    return Fraction(-man if number < 0 else man) * Fraction(2) ** exp
+
+
+def _context() -> Any:
+    """This thread's own mpmath: its precision is a setting."""
+    if not hasattr(_local, "context"):
+        _local.context = mpmath.MPContext()
+    return _local.context
+
+
+class _Calculator:
+    """Values of trees: fractions as long as they are exact, then numbers of `bits` bits."""
+
+    def __init__(self, seed: int, bits: int, *, real: bool) -> None:
+        self._seed, self._real, self.size = seed, real, -1
+        self._mp = _context()
+        self._mp.prec = bits
+
+    def value(self, node: Node) -> Number:
+        """The value of a tree. Raises `_Undecided`, and errors of arithmetic."""
+        kind, *parts = node
+        if kind == "number":
+            return parts[0]
+        if kind == "letter":
+            return _letter(parts[0], self._seed)
+        if kind == "constant":
+            return self._kept({"pi": +self._mp.pi, "e": +self._mp.e, "i": self._mp.mpc(0, 1)}[parts[0]])
+        if kind == "sum":
+            return self._total((sign, self.value(part)) for sign, part in parts)
+        if kind == "product":
+            return self._product((sign, self.value(part)) for sign, part in parts)
+        if kind == "function":
+            return self._kept(
+                self._function(parts[0], self._rounded_real(self.value(parts[1]), complexes=parts[0] == "exp"))
+            )
+        values = [self.value(part) for part in parts]
+        return self._kept(getattr(self, f"_{kind}")(*values))
+
+    def _kept(self, number: Number) -> Number:
+        """A number within bounds; the size of one that was rounded is noted."""
+        if isinstance(number, Fraction):
+            if max(number.numerator.bit_length(), number.denominator.bit_length()) > MOST_BITS:
+                raise _Undecided
+            return number
+        if not self._mp.isfinite(number):
+            raise _Undecided
+        if isinstance(number, self._mp.mpc) and number.imag == 0:
+            number = number.real
+        size = 0 if number == 0 else abs(int(self._mp.mag(number)))
+        if size > MOST_SIZE + self._mp.prec:  # what is left of a difference of equals has as many bits as there are
+            raise _Undecided
+        self.size = max(self.size, size)
+        return number
+
+    def _total(self, parts: Iterable[tuple[int, Number]]) -> Number:
+        total: Number = Fraction(0)
+        for sign, part in parts:
+            one, other = self._alike(total, part)
+            total = self._kept(one + sign * other)
+        return total
+
+    def _product(self, parts: Iterable[tuple[int, Number]]) -> Number:
+        total: Number = Fraction(1)
+        for sign, part in parts:
+            one, other = self._alike(total, part)
+            total = self._kept(one * other if sign == 1 else one / other)
+        return total
+
+    def _alike(self, one: Number, other: Number) -> tuple[Number, Number]:
+        """Two fractions, or two rounded numbers, whose sizes count."""
+        if isinstance(one, Fraction) and isinstance(other, Fraction):
+            return one, other
+        return self._rounded(one), self._rounded(other)
+
+    def _rounded(self, number: Number) -> Number:
+        """A number that is no fraction any more, and whose size counts."""
+        if not isinstance(number, Fraction):
+            return self._kept(number)
+        bits = max(number.numerator.bit_length(), number.denominator.bit_length())
+        if bits > MOST_SIZE:
+            raise _Undecided
+        self.size = max(self.size, bits)
+        return self._mp.mpf(number.numerator) / number.denominator
+
+    def _rounded_real(self, number: Number, *, complexes: bool = False) -> Number:
+        number = self._rounded(number)
+        if isinstance(number, self._mp.mpc) and not complexes:
+            raise _Undecided
+        return number
+
+    def _negative(self, number: Number) -> Number:
+        return -number
+
+    def _abs(self, number: Number) -> Number:
+        return abs(number)
+
+    def _floor(self, number: Number) -> Number:
+        if isinstance(number, Fraction):
+            return Fraction(math.floor(number))
+        number = self._rounded_real(number)
+        if abs(number - self._mp.nint(number)) < self._mp.mpf(2) ** -100:
+            raise _Undecided  # on which side of a whole number
+        return Fraction(int(self._mp.floor(number)))
+
+    def _ceil(self, number: Number) -> Number:
+        return -self._floor(-number)
+
+    def _factorial(self, number: Number) -> Number:
+        return Fraction(math.factorial(_whole(number)))
+
+    def _binom(self, n: Number, k: Number) -> Number:
+        return Fraction(math.comb(_whole(n), _whole(k)))
+
+    def _root(self, number: Number, degree: Number) -> Number:
+        if degree == 2 and isinstance(number, Fraction) and number >= 0:
+            top, bottom = math.isqrt(number.numerator), math.isqrt(number.denominator)
+            if top * top == number.numerator and bottom * bottom == number.denominator:
+                return Fraction(top, bottom)
+        number = self._rounded(number)
+        if degree == 2:
+            if isinstance(number, self._mp.mpc) or number < 0:
+                self._need_no_letters()
+            return self._mp.sqrt(number)
+        n = _whole(degree)
+        if isinstance(number, self._mp.mpc) or n == 0 or (number < 0 and n % 2 == 0):
+            raise _Undecided
+        return self._mp.root(number, n) if number >= 0 else -self._mp.root(-number, n)
+
+    def _need_no_letters(self) -> None:
+        if self._real:
+            raise _Undecided
+
+    def _power(self, base: Number, exponent: Number) -> Number:
+        if isinstance(exponent, Fraction) and exponent.denominator == 1:
+            times = int(exponent)
+            if isinstance(base, Fraction):
+                bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+                if bits * abs(times) > MOST_BITS + bits:
+                    raise _Undecided
+                return base**times
+            if abs(times) > MOST_POWER:
+                raise _Undecided
+            return base**times
+        base = self._rounded_real(base)
+        exponent = self._rounded_real(exponent, complexes=not self._real)
+        if base < 0 or abs(exponent) * max(1, abs(self._mp.mag(base) if base else 0)) > MOST_POWER:
+            raise _Undecided
+        return self._mp.power(base, exponent)
+
+    def _function(self, name: str, number: Number) -> Number:
+        mp = self._mp
+        if name == "exp" and abs(number) > MOST_POWER:
+            raise _Undecided
+        if (name in ("ln", "log") and number <= 0) or (name in ("arcsin", "arccos") and abs(number) > 1):
+            raise _Undecided
+        names = {"ln": "log", "log": "log10", "arcsin": "asin", "arccos": "acos", "arctan": "atan"}
+        return getattr(mp, names.get(name, name))(number)
+
+
+def _whole(number: Number) -> int:
+    if not (isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MOST_FACTORIAL):
+        raise _Undecided
+    return int(number)
+
+
+def _letter(name: str, seed: int) -> Fraction:
+    """A fixed number between 1 and 3 for a variable, below 0 for every third seed."""
+    digest = hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=2).digest()
+    size = 1 + Fraction(2 * (int.from_bytes(digest, "little") % 512) + 1, 512)
+    return -size if seed % 3 == 0 else size

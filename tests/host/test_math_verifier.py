@@ -1,0 +1,305 @@
+"""The verifier `math`: pairs of answers by hand, pairs made up, and answers that computer algebra never ends on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from math import comb, factorial
+from pathlib import Path
+
+import math_verify
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.host import math_pairs
+from weft.host.verifiers import _symbolic
+from weft.host.verifiers._symbolic import ALLOWANCE, REFILL, SECONDS, Engine
+from weft.host.verifiers.math import boxed, equal, math_answer, right
+
+
+@pytest.fixture(autouse=True)
+def all_the_time() -> None:
+    """No test pays for the slow answers of another."""
+    _symbolic.engine().allowed = ALLOWANCE
+
+
+def one(completion: str, *, strict: bool = False, **columns: list[str | None]) -> float | None:
+    """The reward of one completion."""
+    made = math_answer(["p"], [completion], completion_ids=[[]], strict=strict, **columns)
+    assert len(made) == 1
+    return made[0]
+
+
+SAME = [
+    (r"\frac{1}{2}", "0.5"), (r"\frac12", r"\dfrac{1}{2}"), ("1/2", r"\tfrac{1}{2}"), (r"\sqrt3", r"\sqrt{3}"),
+    (r"2\sqrt{3}", r"\sqrt{12}"), (r"50\%", "50"), (r"5\text{ cm}", "5"), (r"5 \text{ cm}^2", "5"), ("10 inches", "10"),
+    (r"\$1,000", "1000"), (r"1{,}000", "1000"), ("11,\\! 111", "11111"), (r"90^\circ", "90"), ("x=5", "5"), ("6.0", "6"),
+    ("[0,1)", r"\left[0, 1\right)"), (r"(-\infty,2]\cup[3,\infty)", r"(-\infty, 2] \cup [3, \infty)"), ("$5$", "5"),
+    (r"\{1,2\}", r"\{2, 1\}"), ("3, -3", "-3,3"), (r"1 \pm \sqrt{2}", r"1+\sqrt{2}, 1-\sqrt{2}"), ("5 or 6", "6,5"),
+    (r"\text{Evelyn}", "Evelyn"), (r"\text{(C)}", "C"), (r"3\frac{1}{5}", "3.2"), ("x^2+2x+1", "(x+1)^2"), ("5.", "5"),
+    (r"\frac{\pi}{4}", r"0.25\pi"), (r"\left(\frac{1}{2},3\right)", "(0.5, 3)"), (r"\frac{x+2}{7}", r"\frac17x+\frac27"),
+    (r"\frac{-3}{4}", "-0.75"), ("3!", "6"), (r"\sin x", r"\sin(x)"), ("2^{10}", "1024"), (r"\sqrt[3]{27}", "3"),
+    ("y=2x+3", "3+2x"), (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), ("|x-1|", "| x - 1 |"), (r"10\,000", "10000"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+]  # fmt: skip
+APART = [
+    ("1/3", "0.333"), ("(0,1)", "[0,1]"), ("(1,2)", "(2,1)"), ("5", "-5"), ("x", "y"), ("1,2", "1,2,3"), ("", "5"),
+    (r"\{1\}", r"\{2\}"), ("(1,2)", "1,2"), ("50", "0.5"), ("A", "B"), ("3.14", r"\pi"), ("x+1", "x+2"), ("1,1,2", "1,2,2"),
+    ("9^{9^{9^9}}", "1"), ("(" * 500, "1"), (r"\frac{1}{0}", r"\frac{2}{0}"), (r"\sqrt{-1}", "1"), ("171!", "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "b"), SAME)
+def test_equal_answers(a: str, b: str) -> None:
+    assert equal(a, b) and equal(b, a)
+
+
+@pytest.mark.parametrize(("a", "b"), APART)
+def test_unequal_answers(a: str, b: str) -> None:
+    assert not equal(a, b) and not equal(b, a)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_equal_to_itself_and_raises_nothing(text: str) -> None:
+    assert equal(text, text)
+    equal(text, r"\frac{1}{2}")
+
+
+@pytest.mark.parametrize(("reference", "answer"), math_pairs.SAME)
+def test_answers_that_are_right(reference: str, answer: str) -> None:
+    assert right(rf"So it is $\boxed{{{answer}}}$.", reference)
+
+
+@pytest.mark.parametrize(("reference", "answer"), math_pairs.APART)
+def test_answers_that_are_wrong(reference: str, answer: str) -> None:
+    assert not right(rf"So it is $\boxed{{{answer}}}$.", reference)
+
+
+@pytest.mark.parametrize(("reference", "completion"), math_pairs.SAID)
+def test_completions_that_say_the_answer(reference: str, completion: str) -> None:
+    assert right(completion, reference)
+
+
+@pytest.mark.parametrize(("reference", "completion"), math_pairs.UNSAID)
+def test_completions_that_do_not(reference: str, completion: str) -> None:
+    begin = time.monotonic()
+    assert not right(completion, reference)
+    assert time.monotonic() - begin < 5
+
+
+def test_more_is_judged_rightly_than_by_the_library_alone() -> None:
+    """The same pairs, each as its `parse` and `verify` read them."""
+    targets = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig())
+
+    def alone(reference: str, completion: str) -> bool:
+        gold = math_verify.parse(reference if "$" in reference else f"${reference}$", targets)
+        return bool(math_verify.verify(gold, math_verify.parse(completion, targets)))
+
+    rows = [(a, rf"\boxed{{{b}}}", True) for a, b in math_pairs.SAME]
+    rows += [(a, rf"\boxed{{{b}}}", False) for a, b in math_pairs.APART]
+    rows += [(a, b, True) for a, b in math_pairs.SAID]
+    rows = rows[::3]  # the library takes its time
+    found = sum(alone(reference, completion) == wanted for reference, completion, wanted in rows)
+    assert found < len(rows) - 20, "weft judges all of them rightly"
+
+
+def test_a_thread_may_judge() -> None:
+    """The library's clock is a signal, which threads may not set."""
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(right, r"\boxed{(0,1]}", r"0<x\le 1").result()
+
+
+def test_boxes() -> None:
+    assert boxed(r"so \boxed{\frac{1}{2}} and then \boxed{\{1, \{2\}\}}.") == r"\{1, \{2\}\}"
+    assert boxed(r"\boxed 5.") == "5"
+    assert boxed("none") is None
+    assert boxed(r"\boxed{1} then \boxed{cut off") == "1"
+
+
+def test_math_by_hand() -> None:
+    assert one(r"Thus $\boxed{0.5}$.", answer=[r"We get \boxed{\frac{1}{2}}"]) == 1.0
+    assert one(r"\boxed{1} or rather \boxed{2}", answer=["1"]) == 0.0
+    assert one("The final answer is $\\frac12$.", answer=["0.5"]) == 1.0
+    assert one("The final answer is 0.5", answer=["0.5"], strict=True) == 0.0
+    assert one(r"\boxed{1}", answer=[None]) is None
+
+
+# -- made up: no false answer is right
+
+
+def box(answer: str) -> str:
+    return rf"So it is $\boxed{{{answer}}}$."
+
+
+@st.composite
+def whole_numbers(draw: st.DrawFn) -> tuple[str, int]:
+    """A large whole number as an expression, and its value."""
+    kind = draw(st.sampled_from(["power", "factorial", "binomial", "product", "quotient"]))
+    if kind == "power":
+        base, exponent = draw(st.integers(2, 30)), draw(st.integers(8, 60))
+        return f"{base}^{{{exponent}}}", base**exponent
+    if kind == "factorial":
+        n = draw(st.integers(12, 60))
+        return f"{n}!", factorial(n)
+    if kind == "binomial":
+        n = draw(st.integers(36, 90))
+        return rf"\binom{{{n}}}{{{n // 2}}}", comb(n, n // 2)
+    a, b = draw(st.integers(10**5, 10**9)), draw(st.integers(10**5, 10**9))
+    return (rf"{a} \cdot {b}", a * b) if kind == "product" else (rf"\frac{{{a * b * 7}}}{{{7 * b}}}", a)
+
+
+@settings(max_examples=200, deadline=None)
+@given(whole_numbers(), st.integers(-3, 3), st.sampled_from(["2^{-40}", r"\frac{1}{10^{12}}", "1", "3^{20}"]))
+def test_large_numbers_are_compared_to_the_last_digit(number: tuple[str, int], off: int, added: str) -> None:
+    text, value = number
+    assert right(box(str(value + off)), text) == right(box(text), str(value + off)) == (off == 0)
+    assert not right(box(f"{text}+{added}"), text)
+    assert not right(box(text), f"{text}-{added}")
+    assert not right(box(rf"\frac{{1}}{{{text}}}"), "0")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(10**11, 10**12 - 1), st.integers(1, 10), st.integers(1, 9), st.sampled_from([1, 2, 4, 5, 8, 10]))
+def test_decimals_are_right_to_their_last_digit(digits: int, point: int, off: int, factor: int) -> None:
+    """Twelve digits, as a fraction and as a decimal."""
+    scale = 10**point
+
+    def decimal(n: int) -> str:
+        return f"{n // scale}.{n % scale:0{point}d}"
+
+    fraction = rf"\frac{{{digits * factor}}}{{{scale * factor}}}"
+    assert right(box(decimal(digits)), fraction)
+    assert not right(box(decimal(digits + off)), fraction)
+    assert not right(box(fraction), decimal(digits - off))
+    near = Fraction(digits, scale) * Fraction(10**6 + 1, 10**6)
+    assert not right(box(rf"\frac{{{near.numerator}}}{{{near.denominator}}}"), fraction)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 99), st.integers(2, 99), st.sampled_from(["1", "10^{-12}", "2^{-60}"]))
+def test_roots_and_functions_are_compared_to_many_digits(a: int, b: int, added: str) -> None:
+    root = rf"{a}\sqrt{{{b}}}"
+    assert right(box(rf"\sqrt{{{a * a * b}}}"), root)
+    for wrong in (rf"\sqrt{{{a * a * b + 1}}}", f"{root}+{added}", rf"\sqrt{{{a * a * b}+{added}}}"):
+        assert not right(box(wrong), root)
+    assert right(box(rf"\ln {a}+\ln {b}"), rf"\ln {a * b}")
+    assert not right(box(rf"\ln {a}+\ln {b}+{added}"), rf"\ln {a * b}")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 40), st.sampled_from(["1", "10^{-12}", "x", "y"]))
+def test_polynomials_are_compared_to_the_last_coefficient(a: int, b: int, power: int, added: str) -> None:
+    product, expanded = f"(x+{a})(x+{b}y)", f"x^2+{a}x+{b}xy+{a * b}y"
+    assert right(box(expanded), product)
+    assert not right(box(f"{expanded}+{added}"), product)
+    assert not right(box(f"x^2+{a}x+{b}xy+{a * b + 1}y"), product)
+    assert right(box(rf"({b}y_1+{a}x)^{{{power}}}"), rf"({a}x+{b}y_{{1}})^{{{power}}}")
+    assert not right(box(rf"({b}y_1+{a}x)^{{{power}}}+{added}"), rf"({a}x+{b}y_1)^{{{power}}}")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(-50, 50), st.integers(1, 50), st.booleans(), st.booleans())
+def test_conditions_are_compared_as_intervals(low: int, width: int, left: bool, right_closed: bool) -> None:
+    high, opening, closing = low + width, "[" if left else "(", "]" if right_closed else ")"
+    interval = f"{opening}{low}, {high}{closing}"
+    signs = r"\le" if left else "<", r"\leq" if right_closed else "<"
+    condition = f"{low} {signs[0]} x {signs[1]} {high}"
+    assert right(box(condition), interval) and right(box(interval), condition)
+    for other in (f"{opening}{low}, {high + 1}{closing}", f"{'(' if left else '['}{interval[1:]}"):
+        assert not right(box(condition), other) and not right(box(other), condition)
+    outside = rf"x<{low} \text{{ or }} x>{high}"
+    assert right(box(outside), rf"(-\infty,{low})\cup({high},\infty)")
+    assert not right(box(outside), rf"(-\infty,{low}]\cup({high},\infty)")
+    assert not right(box(outside), rf"(-\infty,{low})\cup({high + 1},\infty)")
+
+
+# -- time
+
+
+def test_large_powers_are_decided_without_algebra() -> None:
+    begin = time.monotonic()
+    completions = [rf"\boxed{{(x+{k})^{{999}}}}" for k in range(16)]
+    for reference in ("x^2+1", "5", r"\{1,2\}", "x^2=1"):
+        assert math_answer([""] * 16, completions, completion_ids=[], answer=[reference] * 16) == [0.0] * 16
+    assert right(completions[3], "(3+x)^{999}")
+    assert time.monotonic() - begin < 4
+
+
+def test_slow_answers_take_little_time_together() -> None:
+    """Each would take minutes; and a right answer that needs algebra is still right among them."""
+    completions = [rf"\boxed{{\sin^{{99}}(x+{k})}}" for k in range(40)] + [r"\boxed{y^2=25-x^2}"] * 2
+    answers = [r"\cos(x)^{99}+y"] * 40 + ["x^2+y^2=25"] * 2
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:  # where no alarm signal can be set
+        rewards = threads.submit(math_answer, [""] * 42, completions, completion_ids=[], answer=answers).result()
+    assert rewards[:40] == [0.0] * 40
+    assert time.monotonic() - begin < 20, "6 seconds of processor time"
+    for _ in range(int(0.5 / REFILL)):
+        _symbolic.engine().begin()
+    assert right(completions[-1], answers[-1])
+
+
+def test_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, given_seconds = Engine(), []
+    monkeypatch.setattr(engine, "_asked", lambda one, other, seconds: (False, given_seconds.append(seconds) or seconds))
+    for _ in range(100):
+        engine.begin()
+        assert not engine.ask("1", "2") and not engine.ask("1", "3")
+    assert sum(given_seconds) <= 1e-9 + ALLOWANCE + 100 * REFILL
+    assert given_seconds[:3] == [SECONDS, SECONDS, pytest.approx(2 * REFILL)]
+    assert given_seconds[-1] == pytest.approx(REFILL)
+
+
+def test_the_library_is_ended_in_whatever_loop_it_is() -> None:
+    engine = Engine()
+    assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
+    begin = time.monotonic()
+    for endless in ("$9^{9^{9^{9}}}$", r"$(x+y+z+1)^{400}$", "$((10^{9})^{10^9})!$"):
+        engine.begin()
+        assert not engine.ask("$(x+1)^{400}$", endless)
+    assert time.monotonic() - begin < 25, "6 seconds of processor time"
+    engine = Engine()
+    assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
+    assert not engine.ask("$5$", "$" + "(" * 50_000 + "$")
+    engine.begin()
+    assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$"), "another child answers"
+
+
+def test_a_process_that_died_is_replaced() -> None:
+    engine = Engine()
+    assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
+    assert engine.process is not None
+    os.kill(engine.process.pid, signal.SIGKILL)
+    engine.allowed = 0.2
+    assert not engine.ask("$(x+1)^{400}$", "$(x+y+z+1)^{400}$"), "the child that is left has its time and no parent"
+    engine.begin()
+    engine.allowed = ALLOWANCE
+    assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
+
+
+def test_files_of_the_working_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "math.py").write_text("raise SystemExit(3)")
+    (tmp_path / "selectors.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert Engine().ask("$x^2+y^2=25$", "$y^2=25-x^2$")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{" * 1000, "<answer>" * 1000, " " * 20_000, "$" * 5000, "answer is not " * 3000, r"\boxed{1} " * 2000,
+        r"\boxed{1}" + " " * 20_000 + r"\boxed{2}", r"\boxed{" + "5" * 5000 + "}", r"\boxed{1e99999999}",
+        r"\boxed{" + "1+" * 400 + "5}", r"\boxed{" + r"\sin(" * 40 + "1" + ")" * 40 + "}", "word " * 20_000,
+        r"\boxed{" + "2^{9999}+" * 100 + "1}", r"\boxed{" + r"\sqrt{2}+" * 100 + "1}", "$x^2$ " * 10_000, "1/" * 10_000,
+        r"\boxed{" + ",".join(f"x+{n}" for n in range(200)) + "}", r"\boxed{((2^{999})^{999})^{999}}", r"\boxed{" + "|" * 500,
+        r"\boxed{" + r"(2^{790}+x)^{x}+" * 60 + "x}", r"\boxed{e^{e^{e^{e^{e}}}}}", r"\boxed{\binom{999999}{499999}}",
+    ],
+)  # fmt: skip
+def test_hostile_texts_are_wrong_soon(text: str) -> None:
+    begin = time.monotonic()
+    assert not right(text, "6") and not right(text, "x^2+1")
+    assert time.monotonic() - begin < 8
