@@ -254,8 +254,29 @@ def test_by_hand() -> None:
     share = 1 / (1 + math.exp(-1.0 / 0.5))
     assert hand("discopop", 0.5, discopop_tau=0.5) == pytest.approx((1 - share) * nls(1.0) + share * math.exp(-1.0))
     assert hand("sigmoid", 0.5, f_divergence="forward_kl") == pytest.approx(nls(0.5 * (math.e - 1 / math.e)))
+    assert hand("sigmoid", 0.5, f_divergence="js") == pytest.approx(nls(0.5))  # log 2e / (1 + e) - log 2 / (e + 1) is 1
+    root = math.exp(0.5)
+    assert hand("sigmoid", 0.5, f_divergence="alpha") == pytest.approx(nls(0.5 * 2 * (root - 1 / root)))  # alpha 1/2
     odds = [math.log(math.exp(x) / (1 - math.exp(x))) for x in (-1.0, -2.0)]
     assert hand("orpo", 0.1) == pytest.approx(1.0 + 0.1 * nls(odds[0] - odds[1]))
+
+
+def test_aot_by_hand() -> None:
+    """Two ids of one pair. Policy: -1 and -2, -3 and -1 (better, worse); reference: -2 and -1, -1 and -1.5."""
+    logprobs = [-1.0, -2.0, -3.0, -1.0]
+    keys = {
+        "rank": [0, 1, 0, 1], "comparison": [0] * 4, "ref_logprobs": [-2.0, -1.0, -1.0, -1.5], "old_logprobs": logprobs,
+    }  # fmt: skip
+
+    def loss(loss_type: str) -> float:
+        sample = make_sample([(1, 1), (1, 1)], keys)
+        sample = sample.update(optimal_transport(sample, HostContext(), loss_type))
+        return evaluate(dpo_loss(loss_type, 0.5), sample, {"logprobs": logprobs}).loss
+
+    # Margins 1 and -2 of the policy, -1 and 0.5 of the reference: by rank 1 meets 0.5 and -2 meets -1.
+    assert loss("aot") == pytest.approx((nls(0.5 * 0.5) + nls(0.5 * -1.0)) / 2)
+    # Ratios 1 and -2 of the better, -1 and 0.5 of the worse: by rank -2 meets -1 and 1 meets 0.5.
+    assert loss("aot_unpaired") == pytest.approx((nls(0.5 * -1.0) + nls(0.5 * 0.5)) / 2)
 
 
 def test_kto_by_hand() -> None:

@@ -14,7 +14,7 @@ from weft.algorithms.dpo import LOSS_TYPES, REFERENCE_FREE, options_of
 from weft.algorithms.kl import ESTIMATORS
 from weft.algorithms.preferences import DIVERGENCES
 from weft.algorithms.sampler import CORRECTIONS
-from weft.experiments import DistillConfig, GRPOConfig
+from weft.experiments import DistillConfig, GRPOConfig, PPOConfig
 from weft.experiments.common import RunConfig
 from weft.options import leaves
 
@@ -36,6 +36,11 @@ def choices(option: str, config: RunConfig | None = None) -> tuple[str, ...]:
     return tuple(next(leaf.type for leaf in leaves(config or GRPOConfig()) if leaf.name == option).split("|"))
 
 
+MORE = (
+    "grpo.kl_in", "grpo.pass_k", "grpo.rescale_informative", "grpo.normalize_each_reward", "grpo.dynamic_sampling",
+    "grpo.overlong_buffer", "grpo.mask_truncated", "reward_by_token", "rew_step", "reward_column", "grpo.ref_ema_eta",
+    "ppo.use_adaptive_kl_ctl", "ppo.value_norm", "ppo.truncated",
+)  # fmt: skip
 CHOICES = ("surrogate", "importance_level", "loss_type", "baseline", "scale_rewards")
 EXPECTED: Mapping[str, Iterable[str]] = {
     "weft quickstart": registry.quickstarts.load_all(),
@@ -46,6 +51,7 @@ EXPECTED: Mapping[str, Iterable[str]] = {
     "sampler_correction": CORRECTIONS,
     "covariance": METHODS,
     "kl_estimator": ESTIMATORS,
+    "more options of policies": MORE,
     "verifier": registry.verifiers.load_all(),
     "loss": registry.losses.load_all(),
     "host function": registry.functions.load_all(),
@@ -65,6 +71,11 @@ def test_a_table_names_what_there_is(name: str) -> None:
     own = {n for n in EXPECTED[name] if not _of_a_test(name, n)}
     assert len(listed) == len(set(listed))
     assert set(listed) == own
+
+
+def test_options_of_policies_exist() -> None:
+    names = {leaf.name for config in (GRPOConfig(), PPOConfig()) for leaf in leaves(config)}
+    assert set(MORE) <= names | {name.rpartition(".")[0] for name in names}
 
 
 def _of_a_test(kind: str, name: str) -> bool:

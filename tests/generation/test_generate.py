@@ -300,14 +300,14 @@ def test_the_default_budget_is_a_share_of_memory() -> None:
 # -- stop texts
 
 
-def letters() -> Tokenizer:
+def letters(*special: str) -> Tokenizer:
     """Byte-level, one token a byte; its ids are the 61 that the tiny network can say."""
     said = b"abcdefghijklmnopqrstuvwxyz .,!?\n0123456789ABCDEFGH" + "é€".encode()
     vocab = {f"<{i}>": i for i in range(6)} | {printable(byte): 6 + i for i, byte in enumerate(said)}
     assert len(vocab) == LLAMA.vocab_size
     raw = RawTokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=list(special)))
 
 
 def printable(byte: int) -> str:
@@ -320,6 +320,14 @@ def say(network: Transformer, tokenizer: Tokenizer, spec: GenerationSpec) -> lis
     with open_generator(network, spec, device=CPU, version=0, eos_ids=[], tokenizer=tokenizer) as generator:
         generator.submit([Request("a", 0, tokenizer.encode("once"))])
         return drain(generator)["a", 0]
+
+
+def test_a_special_token_can_be_a_stop_text() -> None:
+    """Such as `<|im_end|>`, which the text that people see leaves out."""
+    tokenizer = letters("<3>")
+    assert tokenizer.decode([3, 7], skip_special=True) == tokenizer.decode([7])
+    stop = StopText(["<3>"], tokenizer)
+    assert [stop.feed(token) for token in (7, 8, 3)] == [False, False, True]
 
 
 def test_a_stop_text_ends_the_completion_where_it_is_complete() -> None:

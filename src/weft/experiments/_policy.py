@@ -17,7 +17,7 @@ from weft.experiments._roles import with_lr
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import parse_reward
 
-SAMPLED = ("completion", "logprobs", "versions", "finished")
+SAMPLED = ("completion", "logprobs", "versions", "finished", "loss_mask")
 SUPPORT = ("support", "support_counts")
 
 

@@ -1,0 +1,72 @@
+"""What is settled before a run: the dtype of every role."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.launch.cases import dpo, prepare
+from weft.engine.adapters_off import AdaptersOff
+from weft.launch import run
+from weft.launch.assemble import with_dtypes
+from weft.runtime import roles
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("dtypes")
+    prepare(made)
+    return made
+
+
+def dtypes(
+    root: Path, device: torch.device, actor: str | None = None, ref: str | None = None
+) -> tuple[str | None, ...]:
+    config = dpo(root, "dtypes")
+    config.actor.dtype, config.ref.dtype = actor, ref
+    experiment = with_dtypes(config.build(), device)
+    return experiment.roles["actor"].dtype, experiment.roles["ref"].dtype
+
+
+def test_other_roles_take_the_dtype_of_the_actor_unless_they_set_one(root: Path) -> None:
+    assert dtypes(root, CPU) == ("float32", "float32")
+    assert dtypes(root, CPU, actor="bfloat16") == ("bfloat16", "bfloat16")
+    assert dtypes(root, CPU, actor="bfloat16", ref="float32") == ("bfloat16", "float32")
+
+
+def test_on_a_gpu_the_dtype_is_the_checkpoints_own(root: Path) -> None:
+    assert dtypes(root, CUDA) == ("float32", "float32")
+    path = root / "model" / "model.safetensors"
+    kept = path.with_suffix(".kept")
+    shutil.copy(path, kept)
+    try:
+        save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path, {"format": "pt"})
+        assert dtypes(root, CUDA) == ("bfloat16", "bfloat16")
+        assert dtypes(root, CPU) == ("float32", "float32")
+    finally:
+        kept.replace(path)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_dpo_in_bfloat16_starts_at_log_2(rank: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policy and reference are one network then, with adapters even one engine's base."""
+    built: list[roles.Roles] = []
+    original = roles.Roles.__init__
+
+    def spy(self: roles.Roles, *given: object) -> None:
+        original(self, *given)  # type: ignore[arg-type]
+        built.append(self)
+
+    monkeypatch.setattr(roles.Roles, "__init__", spy)
+    config = dpo(root, f"bfloat16-{rank}")
+    config.actor.dtype, config.actor.lora.r, config.actor.lora.dropout, config.max_steps = "bfloat16", rank, 0.0, 1
+    metrics = run(config).metrics
+    assert metrics[0]["actor_train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert isinstance(built[0]._engine("ref"), AdaptersOff) is bool(rank)
