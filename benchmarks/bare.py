@@ -25,6 +25,10 @@ class Namespace:
     def astype(array: Any, dtype: Any) -> Any:
         return array.to(dtype)
 
+    @staticmethod
+    def take(array: Any, rows: Any, axis: int) -> Any:
+        return array.index_select(axis, rows)
+
 
 class Shaped:
     """`Float[Array, "N"]` is what it says to a reader."""
@@ -42,12 +46,17 @@ def stand_in() -> list[str]:
 
 
 def _array_api() -> ModuleType:
+    import numpy
     import torch
 
     module: Any = ModuleType("array_api_compat")
-    module.array_namespace = lambda *_: Namespace()
+    names = Namespace()
     module.is_torch_array = lambda array: isinstance(array, torch.Tensor)
-    module.to_device = lambda array, device: array.to(device)
+    module.is_jax_array = lambda array: False
+    module.is_array_api_obj = lambda array: isinstance(array, torch.Tensor | numpy.ndarray)
+    module.array_namespace = lambda array, *_: names if module.is_torch_array(array) else numpy
+    module.device = lambda array: array.device if module.is_torch_array(array) else "cpu"
+    module.to_device = lambda array, device: array.to(device) if module.is_torch_array(array) else array
     return module
 
 

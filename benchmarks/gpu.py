@@ -34,8 +34,8 @@ sys.path.insert(1, str(ROOT / "src"))
 
 import torch  # noqa: E402
 
-from benchmarks import bare, gpu_sides  # noqa: E402
-from benchmarks.gpu_sides import LLAMA_3_2_1B, TINY, Sizes, Where  # noqa: E402
+from benchmarks import bare, gpu_backends  # noqa: E402
+from benchmarks.gpu_backends import LLAMA_3_2_1B, TINY, Sizes, Where  # noqa: E402
 from benchmarks.results import require_clean, table  # noqa: E402
 
 FULL = Sizes(
@@ -90,8 +90,8 @@ class Run:
 
 def limits(run: Run) -> None:
     """What the device can do at most."""
-    run.details["products_per_s"] = gpu_sides.products(run.where, run.sizes.matmul, run.sizes.times)
-    run.details["bytes_per_s"] = gpu_sides.bandwidth(run.where, run.sizes.copied, run.sizes.times)
+    run.details["products_per_s"] = gpu_backends.products(run.where, run.sizes.matmul, run.sizes.times)
+    run.details["bytes_per_s"] = gpu_backends.bandwidth(run.where, run.sizes.copied, run.sizes.times)
     run.add("matrix products", run.details["products_per_s"] / 1e12, "TFLOP/s")
     run.add("copies", run.details["bytes_per_s"] / 1e9, "GB/s")
 
@@ -99,19 +99,19 @@ def limits(run: Run) -> None:
 def agreement(run: Run) -> None:
     """Whether the kernels of this device compute what the exact form does: sampled against recomputed log-probs, and a shared
     prompt against repeated ones. In bfloat16 some hundredths are rounding."""
-    made = gpu_sides.engine(run.sizes.config, run.where, trained=False)
+    made = gpu_backends.engine(run.sizes.config, run.where, trained=False)
     count, prompt, samples, new = 3, min(300, run.sizes.decode[1]), 3, 40
-    asked = gpu_sides.requests(count, prompt, samples, run.sizes.config["vocab_size"])
+    asked = gpu_backends.requests(count, prompt, samples, run.sizes.config["vocab_size"])
     with made.generating(_sampling(new)) as generator:
         generator.submit(asked)
-        rows = gpu_sides.drain(generator)
-        graphs = gpu_sides.graphs_of(generator)
-        run.details["kernels"] = gpu_sides.kernels(run.where, gpu_sides.network_of(made).config.head_dim)
+        rows = gpu_backends.drain(generator)
+        graphs = gpu_backends.graphs_of(generator)
+        run.details["kernels"] = gpu_backends.kernels(run.where, gpu_backends.network_of(made).config.head_dim)
         run.details["graphs"] = {"captured": 0 if graphs is None else len(graphs), "note": graphs and graphs.note}
-    batch = gpu_sides.sample_of(asked, rows, samples)
+    batch = gpu_backends.sample_of(asked, rows, samples)
     again = made.forward(batch, frozenset({"logprobs"})).data["logprobs"]
     run.add("sampled and recomputed log-probs differ", (again - batch.data["logprobs"]).abs().max(), "at most")
-    network = gpu_sides.network_of(made)
+    network = gpu_backends.network_of(made)
     shared, network.shares_prefixes = network.shares_prefixes, lambda _: False
     repeated = made.forward(batch, frozenset({"logprobs"})).data["logprobs"]
     network.shares_prefixes = shared
@@ -125,8 +125,8 @@ def sft(run: Run) -> None:
     from weft.algorithms.sft import SFTLoss
 
     sizes, where = run.sizes, run.where
-    made = gpu_sides.engine(sizes.config, where, trained=True)
-    batch = gpu_sides.batch_of(sizes.sft, sizes.config["vocab_size"])
+    made = gpu_backends.engine(sizes.config, where, trained=True)
+    batch = gpu_backends.batch_of(sizes.sft, sizes.config["vocab_size"])
     most = sum(sizes.sft)
     stats: list[Any] = []
     seconds = where.seconds(lambda: stats.extend(made.train([batch], SFTLoss(), max_tokens=most)), sizes.times, warm=3)
@@ -141,10 +141,10 @@ def sft(run: Run) -> None:
     run.profiled("sft", lambda: made.train([batch], SFTLoss(), max_tokens=most))
     del made
     found = {}
-    for attention in gpu_sides.attentions(where):
+    for attention in gpu_backends.attentions(where):
         _free(where)
-        model = gpu_sides.reference(sizes.config, where, attention, trained=True)
-        step = gpu_sides.train_step(model, sizes.sft, sizes.config["vocab_size"], where)
+        model = gpu_backends.reference(sizes.config, where, attention, trained=True)
+        step = gpu_backends.train_step(model, sizes.sft, sizes.config["vocab_size"], where)
         found[attention] = statistics.median(where.seconds(step, sizes.times, warm=3))
         del model, step
     run.details["sft"]["transformers"] = found
@@ -158,9 +158,9 @@ def decode(run: Run) -> None:
     batch, context = sizes.decode
     timed = DECODES if sizes is FULL or context >= DECODES else sizes.times
     prompt = max(1, context - timed // 2 - WARM)
-    made = gpu_sides.engine(sizes.config, where, trained=False)
+    made = gpu_backends.engine(sizes.config, where, trained=False)
     with made.generating(_sampling(timed + WARM + 32)) as generator:
-        generator.submit(gpu_sides.requests(batch, prompt, 1, sizes.config["vocab_size"]))
+        generator.submit(gpu_backends.requests(batch, prompt, 1, sizes.config["vocab_size"]))
         produced = 0
         while produced < WARM * batch:  # the prompts, then steps after which this size is captured
             produced += len(generator.step())
@@ -168,14 +168,14 @@ def decode(run: Run) -> None:
         taken = where.seconds(lambda: [generator.step() for _ in range(turn)], timed // turn)
         seconds = [turn_seconds / turn for turn_seconds in taken]
         run.profiled("decode", lambda: [generator.step() for _ in range(8)])
-        graphs = gpu_sides.graphs_of(generator)
+        graphs = gpu_backends.graphs_of(generator)
         note = "none" if graphs is None else graphs.note or f"{len(graphs)} sizes"
         for captured in list(graphs._captured.values())[-1:] if graphs is not None else ():
             alone = statistics.median(where.seconds(captured.replay, timed))  # writes what it wrote before
             run.add("decode: captured graph alone", 1e3 * alone, "ms")
         generator.abort([str(i) for i in range(batch)])
-    ours, config = statistics.median(seconds), gpu_sides.network_of(made).config
-    weights = sum(p.numel() * p.element_size() for p in gpu_sides.network_of(made).parameters())
+    ours, config = statistics.median(seconds), gpu_backends.network_of(made).config
+    weights = sum(p.numel() * p.element_size() for p in gpu_backends.network_of(made).parameters())
     keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * where.torch_dtype.itemsize
     least = (weights + batch * context * keys) / run.details["bytes_per_s"]
     run.details["decode"] = {"seconds": seconds, "least_seconds": least, "graphs": note}
@@ -186,8 +186,8 @@ def decode(run: Run) -> None:
     captured = None  # the loop left a graph in it
     del made, generator, graphs
     _free(where)
-    model = gpu_sides.reference(sizes.config, where, gpu_sides.attentions(where)[-1], trained=False)
-    theirs = gpu_sides.decode_seconds(model, batch, prompt, timed, where)
+    model = gpu_backends.reference(sizes.config, where, gpu_backends.attentions(where)[-1], trained=False)
+    theirs = gpu_backends.decode_seconds(model, batch, prompt, timed, where)
     run.details["decode"]["transformers"] = theirs
     run.add("decode: transformers generate", 1e3 * theirs, "ms")
     run.add("decode: times as fast as transformers", theirs / ours, "x", ">= 10")
@@ -199,9 +199,9 @@ def grpo(run: Run) -> None:
 
     sizes, where = run.sizes, run.where
     prompts, prompt, samples, new = sizes.grpo
-    actor = gpu_sides.engine(sizes.config, where, trained=True)
-    ref = gpu_sides.engine(sizes.config, where, trained=False)
-    asked = gpu_sides.requests(prompts, prompt, samples, sizes.config["vocab_size"])
+    actor = gpu_backends.engine(sizes.config, where, trained=True)
+    ref = gpu_backends.engine(sizes.config, where, trained=False)
+    asked = gpu_backends.requests(prompts, prompt, samples, sizes.config["vocab_size"])
     split: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -215,7 +215,7 @@ def grpo(run: Run) -> None:
     def generate() -> Any:
         with actor.generating(_sampling(new)) as generator:
             generator.submit(asked)
-            return gpu_sides.sample_of(asked, gpu_sides.drain(generator), samples)
+            return gpu_backends.sample_of(asked, gpu_backends.drain(generator), samples)
 
     def step() -> dict[str, float]:
         batch = timed("generation", generate)
@@ -247,7 +247,7 @@ def _rate_of_engine(made: Any) -> float:
     """What the engine's own `mfu` is a share of."""
     from weft.engine.device import matmul_rate
 
-    first = next(gpu_sides.network_of(made).parameters())
+    first = next(gpu_backends.network_of(made).parameters())
     return matmul_rate(first.device, first.dtype)
 
 

@@ -14,7 +14,7 @@ from benchmarks.model import Shape
 from benchmarks.pairs import Measured, Side, SideFailed, alternate
 
 SIDES = {
-    name: f"benchmarks.limit_sides:{name}"
+    name: f"benchmarks.limit_backends:{name}"
     for name in ("products", "train_weft", "train_transformers", "copies", "decode")
 }
 BYTES = 4  # float32

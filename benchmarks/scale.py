@@ -69,7 +69,7 @@ def main(words: Sequence[str] | None = None) -> None:
                         if not path.exists():
                             model.write_model(path, replace(shape, vocabulary=size), tokenizer)
                         settings = {**axis.settings(value), "model": str(path), "times": times}
-                        with Side(f"benchmarks.scale_sides:{axis.side}", work / "log", rest=arguments.rest) as side:
+                        with Side(f"benchmarks.scale_backends:{axis.side}", work / "log", rest=arguments.rest) as side:
                             points[axis.name][value].append(side.begin(settings))
         except SideFailed as error:
             raise SystemExit(str(error)) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ import pytest
 SRC = Path(__file__).resolve().parent.parent / "src"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "registry", "options", "randomness", "topology", "observe", "algorithms"),
+    ("errors", "registry", "options", "randomness", "topology", "observe", "algorithms", "kernels"),
     ("data", "graph", "models", "host"),
-    ("parallel", "realloc"),
+    ("checkpoints", "parallel", "realloc"),
     ("engine",),
     ("interfaces",),
     ("experiment",),
@@ -32,9 +33,6 @@ NEIGHBOURS = {
     ("algorithms", "errors"), ("algorithms", "registry"), ("algorithms", "options"),
     ("host", "data"), ("apps", "cli"),
 }  # fmt: skip
-
-# Plain values that configurations hold: read from above the floor they describe, and free of torch.
-SPECS = {"weft.engine.spec": 1, "weft.data.spec": 0}
 
 TORCH_FREE = ("torch", "transformers", "ray")
 LIGHT = ("weft", "weft.experiments", "weft.experiment", "weft.graph.graph", "weft.cli.main", "weft.algorithms.ppo")
@@ -70,11 +68,6 @@ def violation(module: str, target: str) -> str | None:
     source, wanted = part_of(module), part_of(target)
     if not target.startswith("weft.") or source == wanted or not source or wanted not in FLOOR:
         return None
-    if any(target == spec or target.startswith(f"{spec}.") for spec in SPECS):
-        floor = next(SPECS[s] for s in SPECS if target == s or target.startswith(f"{s}."))
-        return None if floor <= FLOOR[source] else f"{module} (floor {FLOOR[source]}) imports {target} (floor {floor})"
-    if module in SPECS and wanted in FLOORS[0]:
-        return None
     if source == "runtime" and wanted in ("experiments", "algorithms"):
         return f"{module} imports {target}: the runtime knows no algorithm"
     if source == "experiments" and wanted == "runtime":
@@ -84,22 +77,70 @@ def violation(module: str, target: str) -> str | None:
     return f"{module} (floor {FLOOR[source]}) imports {target} (floor {FLOOR[wanted]})"
 
 
+def modules() -> dict[str, Path]:
+    """Every module and package of weft by its name."""
+    found = {}
+    for path in sorted((SRC / "weft").rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        found[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
+    return found
+
+
+def imports_of(module: str, path: Path) -> Iterator[tuple[int, str]]:
+    return imported(path.read_text(), module, package=path.name == "__init__.py")
+
+
 def violations() -> list[str]:
     """Every import of the package that goes up or sideways."""
-    found = []
-    for path in sorted((SRC / "weft").rglob("*.py")):
-        package = path.name == "__init__.py"
-        parts = path.relative_to(SRC).with_suffix("").parts
-        module = ".".join(parts[:-1] if package else parts)
-        for line, target in imported(path.read_text(), module, package=package):
-            wrong = violation(module, target)
-            if wrong:
-                found.append(f"{path.relative_to(SRC)}:{line}: {wrong}")
-    return found
+    return [
+        f"{path.relative_to(SRC)}:{line}: {wrong}"
+        for module, path in modules().items()
+        for line, target in imports_of(module, path)
+        if (wrong := violation(module, target))
+    ]
+
+
+def file_graph() -> dict[str, set[str]]:
+    """Which files each file imports, type-only imports and those in functions included."""
+    files = modules()
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        found = set()
+        for _, target in imports_of(module, path):
+            while target and target not in files:  # `weft.a.b.Name` is the file `weft.a.b`
+                target = target.rpartition(".")[0]
+            found.add(target)
+        graph[module] = found - {"", "weft", module}
+    return graph
+
+
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str] | None:
+    """The files of one circle of imports, the first again at the end; None where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [str(module) for module in error.args[1]]
+    return None
 
 
 def test_imports_go_down() -> None:
     assert violations() == []
+
+
+def test_no_circle_of_files() -> None:
+    assert circle(file_graph()) is None
+
+
+def test_a_circle_of_files_is_found() -> None:
+    graph = file_graph()
+    graph["weft.kernels.types"] |= {"weft.models.network.transformer"}
+    found = circle(graph)
+    assert found is not None and {"weft.kernels.types", "weft.models.network.transformer"} <= set(found)
+
+
+def test_a_type_only_import_is_an_arrow() -> None:
+    assert "weft.runtime.state" in {target.rpartition(".")[0] for _, target in imported(
+        "if TYPE_CHECKING:\n    from weft.runtime.state import State", "weft.graph.x", package=False)}  # fmt: skip
 
 
 def test_every_part_has_a_floor() -> None:
@@ -113,12 +154,14 @@ def test_every_part_has_a_floor() -> None:
         ("weft.data.sample", "from weft.engine import base", True),
         ("weft.data.sample", "def f():\n    import weft.runtime.master", True),
         ("weft.data.sample", "if TYPE_CHECKING:\n    from weft.cli.main import main", True),
-        ("weft.graph.graph", "from weft.models.config import TransformerConfig", True),
+        ("weft.graph.graph", "from weft.models.network.config import TransformerConfig", True),
         ("weft.runtime.master", "from weft.algorithms.ppo import PPOActorLoss", True),
         ("weft.experiments.ppo", "from weft.runtime.master import Master", True),
         ("weft.data.sample", "from ..engine.base import Engine", True),
+        ("weft.kernels.types", "from weft.models.network.config import TransformerConfig", True),
+        ("weft.models.network.lora", "from weft.engine.spec import LoRASpec", True),
         ("weft.observe.report", "import importlib\nimportlib.import_module('weft.data.sample')", True),
-        ("weft.engine.torch_engine", "from weft.models.transformer import Transformer", False),
+        ("weft.engine.torch.engine", "from weft.models.network.transformer import Transformer", False),
         ("weft.host.reward", "from weft.data.sample import SequenceSample", False),
     ],
 )

@@ -1,9 +1,11 @@
 """weft trains language models after pretraining: SFT, reward models, DPO, PPO, GRPO as dataflow graphs."""
 
 from weft.registry import (
+    register_advantage,
     register_backend,
     register_dataset,
     register_experiment,
+    register_filter,
     register_function,
     register_hf_family,
     register_interface,
@@ -15,9 +17,11 @@ from weft.registry import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "register_advantage",
     "register_backend",
     "register_dataset",
     "register_experiment",
+    "register_filter",
     "register_function",
     "register_hf_family",
     "register_interface",

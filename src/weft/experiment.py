@@ -88,7 +88,8 @@ class Experiment:
     def with_mfc(self, name: str, **changes: Any) -> Experiment:
         """A copy in which the node `name` has other fields: `with_mfc("rew_inf", interface="x", post_hooks=[])`.
 
-        The evaluation's node of that name changes with it. Another interface begins without the arguments of the first.
+        The evaluation's node of that name changes with it. Another interface, or host function, begins without the arguments
+        of the first.
         """
         changed = _changed(self.graph, name, changes)
         evaluation = self.evaluation
@@ -119,7 +120,8 @@ class Experiment:
 
 def _changed(graph: DataflowGraph, name: str, changes: Mapping[str, Any]) -> DataflowGraph:
     node = graph.node(name)
-    if isinstance(node, MFCDef) and changes.get("interface", node.interface) != node.interface:
+    what = "interface" if isinstance(node, MFCDef) else "function"
+    if changes.get(what, getattr(node, what)) != getattr(node, what):
         changes = {"args": {}, **changes}
     unknown = sorted(set(changes) - {spec.name for spec in fields(node)})
     if unknown:

@@ -2,23 +2,43 @@
 
 A shipped thing is found by its file: `data/datasets/prompt.py` registers the dataset `prompt`. So the names are known
 without importing anything (torch stays out of `--help`), and a new file is all that a new name needs. User code registers
-with the `register_*` functions, as decorators or plain calls.
+with the `register_*` functions, as decorators or plain calls. A name may also be a place: `module:thing`, `FILE.py:thing`.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, UserError, unknown_name
 
 ROOT = Path(__file__).parent
-SHARED = {"base", "common", "spec"}  # modules that hold what the others of their package share, not a name of their own
+SHARED = {
+    "base",
+    "common",
+    "keymap",
+    "spec",
+}  # modules that hold what the others of their package share, not a name of their own
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a plain function stands for more: `maker` is the `module:function` that makes the thing of it, as
+    `made(function, name, **options)`; it is imported when the name is first asked for."""
+
+    maker: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, function: Callable[..., Any], name: str) -> Any:
+        module, _, attribute = self.maker.partition(":")
+        return getattr(importlib.import_module(module), attribute)(function, name, **self.options)
 
 
 class Registry:
@@ -28,15 +48,25 @@ class Registry:
         self.kind = kind
         self._package = package
         self._things: dict[str, Any] = {}
+        self._forms: dict[str, Form] = {}
+        self._made: dict[str, Any] = {}  # of functions that were asked for
 
-    def register(self, name: str, thing: Any = None) -> Any:
-        """Bind `name` once: `@register("x")` above a definition, or `register("x", thing)`. Taken names are an error."""
+    def register(self, name: str, thing: Any = None, *, form: Form | None = None) -> Any:
+        """Bind `name` once: `@register("x")` above a definition, or `register("x", thing)`. Taken names are an error.
+
+        With a `form` the thing is a function that stands for more; it stays as it is, to be called by hand.
+        """
         if thing is None:
-            return lambda decorated: self.register(name, decorated)
+            return lambda decorated: self.register(name, decorated, form=form)
         known = self._things.get(name)
         if known is not None and not _same_definition(known, thing):
             raise ConfigError(f"the {self.kind} {name!r} is registered twice; give the second one another name")
+        if form is not None and not inspect.isfunction(thing):
+            raise ConfigError(f"the {self.kind} {name!r}: {', '.join(form.options)} is for functions; leave it out")
+        if form is not None:
+            self._forms[name] = form
         self._things[name] = thing
+        self._made.pop(name, None)
         return thing
 
     def shipped(self) -> list[str]:
@@ -52,23 +82,51 @@ class Registry:
         return sorted({*self.shipped(), *self._things})
 
     def get(self, name: str) -> Any:
-        """The thing called `name`; imports its module first. Raises `ConfigError` with the nearest names."""
+        """The thing called `name`; imports its module first. A plain function comes as what it stands for.
+
+        Raises `ConfigError` with the nearest names.
+        """
         if name not in self._things and name in self.shipped():
             importlib.import_module(f"weft.{self._package}.{name}")
+        if name not in self._things and ":" in name:
+            return self._at(name)
         if name not in self._things:
             self.load_all()
         if name not in self._things:
             raise unknown_name(self.kind, name, self._things)
-        return self._things[name]
+        return self._as_meant(name)
+
+    def _as_meant(self, name: str) -> Any:
+        if name not in self._forms:
+            return self._things[name]
+        if name not in self._made:
+            self._made[name] = self._forms[name](self._things[name], name)
+        return self._made[name]
+
+    def _at(self, place: str) -> Any:
+        """What `module:thing` or `FILE.py:thing` names, as it is registered there, if it is."""
+        home, _, attribute = place.rpartition(":")
+        import_user_code([home])
+        module = sys.modules[Path(home).stem if home.endswith(".py") else home]
+        if attribute not in vars(module):
+            raise unknown_name(f"{self.kind} in {home}", attribute, (n for n in vars(module) if not n.startswith("_")))
+        thing = vars(module)[attribute]
+        known = next((name for name, each in self._things.items() if each is thing), None)
+        if known is None:
+            known = place
+            self.register(place, thing)
+        return self._as_meant(known)
 
     def load_all(self) -> list[str]:
         """Import every shipped module (some register several names) and return all names."""
         for module in self.shipped():
             importlib.import_module(f"weft.{self._package}.{module}")
-        return sorted(self._things)
+        return sorted(name for name in self._things if ":" not in name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._things or name in self.shipped()
+        if name in self._things or name in self.shipped():
+            return True
+        return isinstance(name, str) and ":" in name and self._at(name) is not None
 
 
 def _same_definition(one: Any, other: Any) -> bool:
@@ -91,14 +149,38 @@ losses = Registry("loss", "algorithms")
 experiments = Registry("experiment")
 quickstarts = Registry("quickstart", "experiments")
 
-register_dataset: Register = datasets.register
 register_interface: Register = interfaces.register
 register_function: Register = functions.register
 register_verifier: Register = verifiers.register
 register_backend: Register = backends.register
-register_loss: Register = losses.register
 register_experiment: Register = experiments.register
 register_quickstart: Register = quickstarts.register
+
+
+def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -> Any:
+    """Register a dataset class, or with `rows` a function `fn(row, option=..)` that makes rows of that shipped type of rows
+    of another kind (`weft.data.datasets._row_function`)."""
+    form = None if rows is None else Form("weft.data.datasets._row_function:dataset", {"rows": rows})
+    return datasets.register(name, thing, form=form)
+
+
+def register_loss(name: str, thing: Any = None, *, per: str | None = None, by_row: bool = False) -> Any:
+    """Register a loss: a class (or a function) that builds it of its options, or with `per` ("token" or "completion") a
+    function `fn(logprobs, .., option=..)` that says what each of them loses (`weft.algorithms._function`)."""
+    form = None if per is None else Form("weft.algorithms._function:loss", {"per": per, "by_row": by_row})
+    return losses.register(name, thing, form=form)
+
+
+def register_advantage(name: str, function: Any = None, *, per: str = "completion") -> Any:
+    """Register a host function that makes `advantages`: `fn(rewards, group, .., option=..)` returns one number a completion,
+    or with `per="token"` one a token (`weft.host._functions`)."""
+    return functions.register(name, function, form=Form("weft.host._functions:advantage", {"per": per}))
+
+
+def register_filter(name: str, function: Any = None) -> Any:
+    """Register a host function that drops prompts: `fn(rewards, .., option=..)` is called with the values of one prompt and
+    says whether it stays (`weft.host._functions`)."""
+    return functions.register(name, function, form=Form("weft.host._functions:keep"))
 
 
 def register_hf_family(family: Any) -> Any:

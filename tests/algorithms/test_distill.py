@@ -12,8 +12,9 @@ from loss_cases import Rows, evaluate, gradients, make_sample
 from weft.algorithms.distill import GKDLoss, generalised_jsd, kl_divergence
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError
-from weft.models.heads import Projection, TopIds
-from weft.models.lm_head import given_outputs, top_outputs
+from weft.models.network.event_outputs import given_outputs, top_outputs
+from weft.models.network.packed import TopIds
+from weft.models.network.token_outputs import Projection
 
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 STUDENT, TEACHER = np.log([[0.5, 0.5]]), np.log([[0.9, 0.1]])
@@ -156,7 +157,7 @@ def test_loss_and_metrics_by_hand() -> None:
     first = 0.5 * math.log(0.5 / 0.6) + 0.25 * math.log(0.25 / 0.3) + 0.25 * math.log(2.5)
     assert found.loss == pytest.approx(first / 2)  # at the second token they agree
     assert found.stats == pytest.approx({
-        "kl": first / 2,
+        "kl_exact": first / 2,
         "forward_kl": (0.6 * math.log(1.2) + 0.3 * math.log(1.2) + 0.1 * math.log(0.4)) / 2,
         "entropy_bound": 1.5 * math.log(2),
         "teacher_entropy_bound": (-0.6 * math.log(0.6) - 0.3 * math.log(0.3) - 0.1 * math.log(0.1) + 1.5 * math.log(2)) / 2,

@@ -17,6 +17,7 @@ from rich.console import Console
 from tokenizers import decoders
 
 from tests.tiny import make_llama
+from weft.checkpoints import hf_io, peft_io
 from weft.cli import chat as chat_command
 from weft.cli.chat import locate
 from weft.cli.chat_view import GUTTER, Answer, View, Wrap
@@ -25,9 +26,10 @@ from weft.cli.main import main
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine, Request, TokenEvent
-from weft.engine.spec import GenerationSpec, LoRASpec
+from weft.engine.spec import GenerationSpec
 from weft.errors import CheckpointError, ConfigError, DataError
-from weft.models import hf_io, lora, peft_io
+from weft.models.network import lora
+from weft.models.network.parameters import values
 
 
 @pytest.fixture(scope="module")
@@ -298,11 +300,11 @@ def test_an_adapter_talks_on_its_base(
 ) -> None:
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     network = hf_io.load(chat_model, "lm")
-    lora.attach(network, LoRASpec(r=4, alpha=64.0), seed=1)
-    for name, parameter in network.named_parameters():
+    lora.attach(network, r=4, alpha=64.0, seed=1)
+    parameters = values(network)
+    for name, parameter in parameters.items():
         if name.endswith(lora.B):
-            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
-    parameters = dict(network.named_parameters())
+            parameter.normal_(generator=torch.Generator().manual_seed(1))
     peft_io.save_adapter(adapter, parameters, lora.scales(network), network.config, base=str(chat_model))
     words = ["--base", str(chat_model), "--adapter", str(adapter), "--output", str(merged)]
     assert main(["convert", "merge", *words]) == 0

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tests.models.varlen_contract import varlen_attn
+from tests.kernels.gpu.varlen_contract import varlen_attn
 from weft.engine.generation import caches, graphs
-from weft.models import flash, flex
+from weft.kernels import flash, flex
 
 CALLS: Counter[str] = Counter()
 

@@ -75,8 +75,8 @@ def algorithms(folder: Path) -> None:
 
 def marked(folder: Path) -> None:
     """The tests that ask for a CUDA device."""
-    files = [f"tests/models/test_{name}.py" for name in ("flash", "flex")]
-    files += [f"tests/generation/test_{name}.py" for name in ("graphs", "paged_generation")]
+    files = [f"tests/kernels/gpu/test_{name}.py" for name in ("flash", "flex")]
+    files += [f"tests/engine/generation/test_{name}.py" for name in ("graphs", "caches_pages")]
     names = "agree_with or agrees_with_the_exact_form or on_the_device"
     settings = ["-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", str(folder / "tests")]
     assert pytest.main(["-q", "-k", names, *settings, *files]) == 0
@@ -86,7 +86,7 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {"mixed": mixed, "gpu": gpu, "algo
 
 
 def main(name: str, folder: Path, reads_pages: bool) -> None:
-    device.MATMUL_SIZE["cuda"] = 64  # the rate of products, which means nothing here
+    device.MATMUL_SIZES["cuda"] = (64,)  # the rate of products, which means nothing here
     kernels.install(reads_pages=reads_pages)
     with StandIn():
         PROGRAMS[name](folder)

@@ -80,6 +80,8 @@ def test_options_of_policies_exist() -> None:
 
 def _of_a_test(kind: str, name: str) -> bool:
     """Whether a test of this process registered it."""
+    if name.startswith("test-"):
+        return True
     held = {"verifier": registry.verifiers, "loss": registry.losses, "host function": registry.functions}
     held |= {"weft quickstart": registry.quickstarts, "dataset form": registry.datasets, "backend": registry.backends}
     return kind in held and not held[kind].get(name).__module__.startswith("weft.")

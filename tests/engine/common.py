@@ -14,7 +14,7 @@ from tests.tiny import make_llama
 from weft.algorithms.base import Loss, Max, Sum, trained_rows
 from weft.data.sample import SequenceSample
 from weft.engine.spec import ModelSpec, OptimizerSpec, Schedule
-from weft.engine.torch_engine import TorchEngine
+from weft.engine.torch.engine import TorchEngine
 from weft.registry import backends
 from weft.topology import Layout
 

@@ -1,224 +1,79 @@
-"""A prefix that several sequences go on from is computed once: outputs and gradients are those of the repeated prefix."""
+"""Which prompts begin alike, and how to spare most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from itertools import takewhile
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.common import batch_of, engine_of
-from tests.tiny import make_llama
-from weft.algorithms.base import Output
-from weft.algorithms.sft import SFTLoss
-from weft.data.sample import SequenceSample
-from weft.engine import rows, step
-from weft.engine.flops import Cost
-from weft.engine.rows import Places, pack
-from weft.models.config import Rope, TransformerConfig
-from weft.models.packed import Prefixed
-from weft.models.transformer import Transformer
+from weft.engine.shared_prefixes import SharedPrefix, shared_prefixes
 
-CPU = torch.device("cpu")
-CONFIG = TransformerConfig(
-    family="llama", vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    intermediate_size=48, max_positions=512, rope=Rope(dim=8, theta=10000.0), tied=True,
-)  # fmt: skip
-SHARING: dict[str, Callable[[Places, SequenceSample], Places]] = {
-    "nothing": lambda places, batch: places,
-    "by id": lambda places, batch: places.by_id(),
-    "by prefix": Places.by_prefix,
-}
-Groups = list[tuple[int, list[int]]]
-groups = st.lists(
-    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 30), min_size=1, max_size=4)), min_size=1, max_size=4
-)
+prompts = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
 
 
-@pytest.fixture(autouse=True)
-def _join_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LEAST_PROMPT", 1)
+def found(prompts: list[list[int]], least: int = 1) -> list[SharedPrefix]:
+    return shared_prefixes([np.array(prompt, np.int64) for prompt in prompts], least)
 
 
-def network_of(config: TransformerConfig, head: Any = "lm") -> Transformer:
-    torch.manual_seed(0)
-    network = Transformer(config, head).double()
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return network
+def common(members: list[list[int]]) -> int:
+    alike = len(list(takewhile(lambda tokens: len(set(tokens)) == 1, zip(*members, strict=False))))
+    return min(alike, *(len(prompt) - 1 for prompt in members))
 
 
-def outputs_of(network: Transformer, batch: SequenceSample, want: str, share: str) -> tuple[torch.Tensor, list[Any]]:
-    """(the output, the gradient of a weighted sum of it by every parameter)."""
-    places = Places.of(batch)
-    places = SHARING[share](places, batch)
-    packed = pack(batch, places, CPU, extra=1 if want == "values" else 0)
-    if share != "nothing":
-        assert isinstance(packed.attention, Prefixed) == bool(places.joins())
-    network.zero_grad()
-    out = network(packed, frozenset({want}))[want]
-    exists = torch.ones(len(out)) if want == "scores" else torch.from_numpy(places.rows(int(want == "values"))[1])
-    weights = torch.linspace(-1, 1, len(out)) * exists
-    (out * weights).sum().backward()
-    return (out * exists).detach(), [None if p.grad is None else p.grad.clone() for p in network.parameters()]
+def partitions(numbers: list[int]) -> Iterator[list[list[int]]]:
+    if not numbers:
+        yield []
+        return
+    for rest in partitions(numbers[1:]):
+        yield [[numbers[0]], *rest]
+        for at in range(len(rest)):
+            yield [*rest[:at], [numbers[0], *rest[at]], *rest[at + 1 :]]
 
 
-def check(network: Transformer, batch: SequenceSample, want: str, share: str = "by id") -> None:
-    repeated, their_gradients = outputs_of(network, batch, want, share="nothing")
-    shared, gradients = outputs_of(network, batch, want, share)
-    torch.testing.assert_close(shared, repeated)
-    for ours, theirs in zip(gradients, their_gradients, strict=True):
-        torch.testing.assert_close(ours, theirs)
+@settings(max_examples=200, deadline=None)
+@given(prompts, st.integers(1, 3))
+def test_no_other_partition_spares_more(prompts: list[list[int]], least: int) -> None:
+    made = found(prompts, least)
+    sharers = [number for shared in made for number in shared.sequences]
+    assert len(sharers) == len(set(sharers))
+    for shared in made:
+        assert len(shared.sequences) > 1 and shared.sequences == tuple(sorted(shared.sequences))
+        assert least <= shared.size <= common([prompts[i] for i in shared.sequences])
+    spared = sum(shared.size * (len(shared.sequences) - 1) for shared in made)
+
+    def most(partition: list[list[int]]) -> int:
+        sizes = [(len(part), common([prompts[i] for i in part])) for part in partition if len(part) > 1]
+        return sum(size * (count - 1) for count, size in sizes if size >= least)
+
+    assert spared == max(most(partition) for partition in partitions(list(range(len(prompts)))))
 
 
-@settings(max_examples=40, deadline=None)
-@given(groups)
-def test_logprobs_and_gradients_are_those_of_repeated_prompts(sizes: Groups) -> None:
-    check(network_of(CONFIG), batch_of(sizes), "logprobs")
-
-
-def templated(sizes: Groups, templates: list[int], seed: int = 0) -> SequenceSample:
-    """As `batch_of`; prompts begin with one of two templates, which begin alike themselves, as far as they are long enough."""
-    batch, random = batch_of(sizes, seed), np.random.default_rng(seed + 1)
-    common = random.integers(8, 300, 20)
-    made = [
-        np.concatenate([common[:6], random.integers(8, 300, 14)]),
-        np.concatenate([common, random.integers(8, 300, 9)]),
+def test_two_templates_that_begin_alike_by_hand() -> None:
+    first, second = [1, 2, 3, 4, 5], [1, 2, 7, 7, 7, 7]
+    assert found([[*first, 8, 8], [*second, 9, 9], [*first, 6], [*second, 5]]) == [
+        SharedPrefix((0, 2), 5),
+        SharedPrefix((1, 3), 6),
     ]
-    for prompt, which in zip(batch.sequences("prompt"), templates, strict=False):
-        size = min(len(prompt), len(made[which]))
-        prompt[:size] = torch.from_numpy(made[which][:size])
-    return batch
+    # Three at 5 tokens spare 10, all four at 2 tokens only 6.
+    assert found([[*first, 8], [*first, 9], [*first, 7], [*second, 9]]) == [SharedPrefix((0, 1, 2), 5)]
+    # Two go on from their own 4 tokens, the others from what all have in common.
+    assert found([[1, 2, 3, 4, 9], [1, 6], [1, 7], [1, 2, 3, 4, 8]]) == [
+        SharedPrefix((0, 3), 4),
+        SharedPrefix((1, 2), 1),
+    ]
+    assert found([[1, 2, 5], [1, 2, 6], [1, 2, 7], [1, 2, 8, 9], [1, 2, 8, 8]]) == [SharedPrefix((0, 1, 2, 3, 4), 2)]
 
 
-@settings(max_examples=40, deadline=None)
-@given(groups, st.lists(st.integers(0, 1), min_size=4, max_size=4))
-def test_what_different_ids_begin_with_is_computed_once(sizes: Groups, templates: list[int]) -> None:
-    batch = templated(sizes, templates)
-    check(network_of(CONFIG), batch, "logprobs", "by prefix")
-    check(network_of(CONFIG, "score"), batch, "scores", "by prefix")
+def test_a_last_token_is_never_shared() -> None:
+    assert found([[1, 2, 3], [1, 2, 3]]) == [SharedPrefix((0, 1), 2)]
+    assert found([[1], [1], []]) == []
+    assert found([[1, 2, 3], [1, 2, 4]], least=3) == []
 
 
-@settings(max_examples=15, deadline=None)
-@given(groups)
-def test_values_and_scores_too(sizes: Groups) -> None:
-    check(network_of(CONFIG, "value"), batch_of(sizes), "values")
-    check(network_of(CONFIG, "score"), batch_of(sizes), "scores")
-
-
-def test_the_shared_pack_by_hand() -> None:
-    lengths = {"prompt": [[2], [1]], "completion": [[3, 1], [2]]}
-    data = {"prompt": torch.tensor([10, 11, 30]), "completion": torch.tensor([20, 21, 22, 25, 40, 41])}
-    batch = SequenceSample.from_groups(["a", "b"], lengths, data)
-    places = Places.of(batch).by_id()
-    packed = pack(batch, places, CPU)
-    assert packed.tokens.tolist() == [10, 11, 20, 21, 22, 11, 25, 30, 40, 41]
-    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 1, 2, 0, 1, 2]
-    assert isinstance(packed.attention, Prefixed)
-    assert packed.attention.dense.starts == [0, 1, 5, 7, 10]
-    assert packed.attention.last.tolist() == [4, 6, 9]
-    assert [(join.prefix, join.rest) for join in packed.attention.joins] == [((0, 1), (1, 7))]
-    assert packed.rows.tolist() == [1, 2, 3, 5, 7, 8]
-    assert packed.labels.tolist() == [20, 21, 22, 25, 40, 41]
-    assert pack(batch, places, CPU, extra=1).rows.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert (places.pairs_across, places.segments.tolist()) == (4 * 1 + 2 * 1, [1, 4, 2, 3])
-
-
-def test_ids_that_begin_alike_stand_together_in_the_pack() -> None:
-    """The first and the third begin with 1, 2, 3; the second comes after both."""
-    lengths = {"prompt": [[4], [2], [5]], "completion": [[1], [2], [3]]}
-    data = {
-        "prompt": torch.tensor([1, 2, 3, 4, 9, 8, 1, 2, 3, 5, 6]),
-        "completion": torch.tensor([20, 21, 22, 23, 24, 25]),
-    }
-    batch = SequenceSample.from_groups(["a", "b", "c"], lengths, data)
-    places = Places.of(batch).by_prefix(batch)
-    packed = pack(batch, places, CPU)
-    assert packed.tokens.tolist() == [1, 2, 3, 4, 20, 5, 6, 23, 24, 25, 9, 8, 21, 22]
-    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7, 0, 1, 2, 3]
-    assert isinstance(packed.attention, Prefixed)
-    assert packed.attention.dense.starts == [0, 3, 5, 10, 14]
-    assert [(join.prefix, join.rest) for join in packed.attention.joins] == [((0, 3), (3, 10))]
-    assert packed.attention.last.tolist() == [4, 13, 9]
-    assert packed.rows.tolist() == [3, 11, 12, 6, 7, 8]
-    assert packed.labels.tolist() == [20, 21, 22, 23, 24, 25]
-    assert (places.spared, places.pairs_across) == (3, (2 + 5) * 3)
-
-
-@pytest.mark.parametrize("key", ["logprobs", "ref_logprobs", "values"])
-def test_what_another_pass_scored_is_shared_by_id_alone(key: str) -> None:
-    batch = templated([(40, [5]), (40, [5])], [0, 0])
-    assert step.sharing_in_training(Places.of(batch), batch.data, batch, CPU).spared == 20
-    scored = batch.update(batch_of([(40, [5]), (40, [5])], **{key: [0.0] * 10}).select(keys=[key]))
-    assert step.sharing_in_training(Places.of(scored), scored.data, scored, CPU).spared == 0
-
-
-@pytest.mark.parametrize(
-    ("device", "rest", "spared"), [("cpu", 948, 20), ("cpu", 949, 0), ("cuda", 28, 20), ("cuda", 29, 0)]
-)
-def test_what_ids_share_must_spare_some_of_all_tokens(device: str, rest: int, spared: int) -> None:
-    """Of two ids that begin with 20 tokens a fiftieth, on an accelerator a quarter."""
-    batch = templated([(21, [5]), (21, [5 + rest])], [0, 0])
-    assert step.sharing_in_training(Places.of(batch), batch.data, batch, torch.device(device)).spared == spared
-
-
-def test_a_training_pass_computes_once_what_ids_begin_with() -> None:
-    network, batch = network_of(CONFIG), templated([(40, [5]), (30, [2, 4]), (40, [6])], [0, 1, 0])
-    want: frozenset[Output] = frozenset({"logprobs"})
-    apart, scored = step.compute(network, batch, step.Pass(want), CPU)
-    once, trained = step.compute(network, batch, step.Pass(want, trained_only=True), CPU)
-    assert apart.spared == 29 and once.spared == 20 + 29
-    torch.testing.assert_close(trained["logprobs"], scored["logprobs"])
-
-
-def test_sequences_that_drop_something_share_nothing() -> None:
-    network, batch = network_of(CONFIG), templated([(40, [5]), (40, [6, 6])], [0, 0])
-    how = step.Pass(frozenset({"logprobs"}), trained_only=True)
-    assert step.compute(network, batch, how, CPU)[0].spared
-    assert not step.compute(network, batch, replace(how, noise=(0, 0)), CPU)[0].spared
-
-
-def test_operations_are_counted_as_they_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts of 40 tokens that share 20, with 5 and 6 tokens after them, all of which are trained."""
-    counted = []
-    training = Cost.training
-
-    def counting(self: Cost, lengths: Any, *, rows: float | None = None, across: float = 0.0) -> float:
-        counted.append((lengths.tolist(), rows, across))
-        return training(self, lengths, rows=rows, across=across)
-
-    monkeypatch.setattr(Cost, "training", counting)
-    engine_of(make_llama(tmp_path)).train([templated([(40, [5]), (40, [6])], [0, 0])], SFTLoss())
-    assert counted == [([20, 25, 26], 11.0, (25 + 26) * 20)]
-
-
-def test_what_cannot_be_joined_is_repeated() -> None:
-    assert network_of(CONFIG).shares_prefixes(100)
-    assert not network_of(replace(CONFIG, windows=(None, 64))).shares_prefixes(100)
-    assert network_of(replace(CONFIG, windows=(None, 64))).shares_prefixes(64)
-    assert not network_of(replace(CONFIG, attention_softcap=30.0)).shares_prefixes(100)
-    dynamic = Rope(dim=8, theta=10000.0, scaling="dynamic", values={"factor": 2.0, "original": 64})
-    assert not network_of(replace(CONFIG, rope=dynamic)).shares_prefixes(100)
-
-
-def test_single_completions_and_short_prompts_are_packed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LEAST_PROMPT", 16)
-    batch = batch_of([(40, [5]), (15, [3, 4]), (0, [2, 2])])
-    assert not Places.of(batch).by_id().prefix.any()
-    pair = batch_of([(16, [3, 4])])
-    for share in ("by id", "by prefix"):
-        assert SHARING[share](Places.of(pair), pair).prefix.tolist() == [15, 15]
-        assert not SHARING[share](Places.of(batch), batch).spared
-    answers = SequenceSample.from_groups(
-        ["a", "b"], {"completion": [[20], [20]]}, {"completion": torch.ones(40).long()}
-    )
-    assert not Places.of(answers).by_prefix(answers).spared
-    long = Places.of(batch_of([(65, [3] * 5), (65, [3] * 4), (64, [3] * 9)]))
-    assert long.by_id(least=65, spared=256).prefix.tolist() == [64] * 5 + [0] * 13
-    np.testing.assert_array_equal(Places.of(batch).lengths, [45, 18, 19, 2, 2])
+def test_many_prompts_of_one_template_take_no_deep_stack() -> None:
+    template = list(range(30))
+    [shared] = found([[*template, 40 + i] for i in range(3000)])
+    assert (shared.size, len(shared.sequences)) == (30, 3000)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from tests.engine.common import Nll, batch_of, spec_of, tiny
-from tests.engine.test_engine_train import Broken, parameters
+from tests.engine.torch.test_engine_train import Broken, parameters
 from weft.data.sample import SequenceSample
-from weft.engine import torch_engine
 from weft.engine.backends import common
 from weft.engine.spec import OptimizerSpec
 from weft.engine.spread import OneDevice
-from weft.engine.torch_engine import TorchEngine
+from weft.engine.torch import engine as torch_engine
+from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
 from weft.registry import backends
 from weft.topology import Layout

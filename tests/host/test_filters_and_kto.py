@@ -8,7 +8,6 @@ import torch
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
 from weft.host.base import HostContext, make_host_function
-from weft.host.filters import dynamic_sampling
 from weft.host.kto import kto_baseline, kto_mismatch
 
 
@@ -23,21 +22,22 @@ def grouped(key: str, groups: list[list[list[float]]], dtype: torch.dtype = torc
 def test_dynamic_sampling_drops_groups_of_one_reward() -> None:
     context = HostContext()
     batch = grouped("rewards", [[[1.0], [0.0]], [[1.0], [1.0]], [[0.0], [0.0]], [[0.5], [0.25]]])
-    made = dynamic_sampling(batch, context)
+    made = make_host_function("dynamic_sampling", {})(batch, context)
     assert made.ids == ("p0", "p3")
     assert made.data["kept"].tolist() == [1.0, 1.0]
     assert context.metrics == {"kept_fraction": 0.5}
 
 
 def test_dynamic_sampling_may_drop_everything() -> None:
-    made = dynamic_sampling(grouped("rewards", [[[1.0], [1.0]]]), HostContext())
+    made = make_host_function("dynamic_sampling", {})(grouped("rewards", [[[1.0], [1.0]]]), HostContext())
+    assert made is not None
     assert made.ids == ()
     assert made.num_ids == 0
 
 
 def test_dynamic_sampling_refuses_groups_of_one() -> None:
     with pytest.raises(ConfigError, match="group_size"):
-        dynamic_sampling(grouped("rewards", [[[1.0]], [[0.0], [1.0]]]), HostContext())
+        make_host_function("dynamic_sampling", {})(grouped("rewards", [[[1.0]], [[0.0], [1.0]]]), HostContext())
 
 
 COMPLETIONS = [[[1, 2], [3]], [[4, 5, 6]], [[7], [8], [9]]]

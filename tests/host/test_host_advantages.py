@@ -60,8 +60,8 @@ def test_ppo_by_hand() -> None:
     # KL 0.5, 0, -1; rewards -0.05, 1 and 0.1. deltas: -.05+.27-.2=.02, 1-.3=.7; .1+.36-.1=.36
     assert made["advantages"] == pytest.approx([0.02 + 0.45 * 0.7, 0.7, 0.36])
     assert made["returns"] == pytest.approx([0.535, 1.0, 0.46])
-    assert metrics["kl"] == pytest.approx(-0.5 / 3)
-    assert metrics["kl_per_completion"] == pytest.approx(-0.25)
+    assert metrics["kl_k1"] == pytest.approx(-0.5 / 3)
+    assert metrics["kl_k1_per_completion"] == pytest.approx(-0.25)
     assert metrics["kl_coef"] == 0.1
     assert (metrics["reward"], metrics["truncated_fraction"]) == (5.0, 0.5)
     assert metrics["reward_after_kl"] == pytest.approx((0.95 + 0.1) / 2)
@@ -334,7 +334,7 @@ def test_kl_in_the_reward_by_hand() -> None:
     batch = sample([[2, 1]], **keys)
     made, metrics = call(GroupAdvantages(scale="none", kl_coef=2.0), batch)
     assert made["advantages"] == pytest.approx([0.5, 0.5, -0.5]), "3 - 2 against 0, mean 0.5"
-    assert metrics["kl"] == pytest.approx(1 / 3) and metrics["kl_per_completion"] == pytest.approx(0.5)
+    assert metrics["kl_k1"] == pytest.approx(1 / 3) and metrics["kl_k1_per_completion"] == pytest.approx(0.5)
     made, _ = call(GroupAdvantages(baseline="leave_one_out", scale="none", kl_coef=2.0), batch)
     assert made["advantages"] == pytest.approx([1.0, 1.0, -1.0])
     made, _ = call(GroupAdvantages(baseline="none", scale="none", kl_coef=2.0), batch)

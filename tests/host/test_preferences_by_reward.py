@@ -13,7 +13,7 @@ import torch
 from weft.algorithms.dpo import dpo_loss
 from weft.algorithms.reward import num_pairs
 from weft.data.sample import SequenceSample
-from weft.engine.rows import Places, SampleRows
+from weft.engine.rows import PackLayout, SampleRows
 from weft.errors import ConfigError, DataError
 from weft.host.base import HostContext, make_host_function
 
@@ -41,7 +41,7 @@ def preferences(batch: SequenceSample, **args: Any) -> tuple[SequenceSample, dic
 
 
 def rows(batch: SequenceSample) -> SampleRows:
-    return SampleRows(batch, Places.of(batch), torch.device("cpu"), torch.float32)
+    return SampleRows(batch, PackLayout.of(batch), torch.device("cpu"), torch.float32)
 
 
 def pairs(batch: SequenceSample, **args: Any) -> list[tuple[int, int]]:

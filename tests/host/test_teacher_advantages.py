@@ -8,7 +8,7 @@ import torch
 
 from weft.algorithms.grpo import GRPOLoss
 from weft.data.sample import SequenceSample
-from weft.engine.rows import Places, SampleRows
+from weft.engine.rows import PackLayout, SampleRows
 from weft.errors import ConfigError
 from weft.host.base import HostContext, make_host_function
 
@@ -48,8 +48,8 @@ BATCH = sample(
 def test_by_hand(discount: float, expected: list[float]) -> None:
     found, metrics = advantages(BATCH, discount)
     assert found == pytest.approx(expected)
-    assert metrics["reverse_kl"] == pytest.approx(4.5 / 5)
-    assert metrics["reverse_kl_per_completion"] == pytest.approx(4.5 / 3)
+    assert metrics["kl_k1"] == pytest.approx(4.5 / 5)
+    assert metrics["kl_k1_per_completion"] == pytest.approx(4.5 / 3)
     assert metrics["teacher_agreement"] == pytest.approx(2 / 5)
     trained = [value for value, mask in zip(expected, BATCH.data["loss_mask"], strict=True) if mask]
     assert metrics["advantage_std"] == pytest.approx(np.std(trained))
@@ -78,7 +78,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     batch = sample([[1]] * 7, **values)
     found, _ = advantages(batch)
     held = batch.update(sample([[1]] * 7, advantages=found))
-    rows = SampleRows(held, Places.of(held), torch.device("cpu"), torch.float64)
+    rows = SampleRows(held, PackLayout.of(held), torch.device("cpu"), torch.float64)
     loss = GRPOLoss(loss_type="dapo")
     total = torch.zeros((), dtype=torch.float64)
     for token, weight in enumerate(logp.exp().tolist()):
@@ -86,7 +86,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
         masked = held.update(SequenceSample.from_default(
             held.ids, [1] * 7, {"loss_mask": torch.tensor([float(id not in others) for id in held.ids])}
         ))  # fmt: skip
-        rows = SampleRows(masked, Places.of(masked), torch.device("cpu"), torch.float64)
+        rows = SampleRows(masked, PackLayout.of(masked), torch.device("cpu"), torch.float64)
         total = total + weight * loss({"logprobs": logp, "entropy": logp.detach()}, rows, loss.denominators(masked))[0]
     [ours] = torch.autograd.grad(total, student, retain_graph=True)
     [exact] = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), student)

@@ -17,7 +17,7 @@ from weft.engine.base import Engine
 from weft.errors import ConfigError
 from weft.interfaces.base import Model
 from weft.interfaces.infer import Infer, same_tokens
-from weft.models.heads import TopIds
+from weft.models.network.packed import TopIds
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from weft.data.sample import SequenceSample
 from weft.engine.base import Engine, StepStats
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.errors import ConfigError
-from weft.interfaces.base import Model
-from weft.interfaces.train import Train, merged, minibatches, single_completions
+from weft.interfaces.base import MFCResult, Model
+from weft.interfaces.train import Train, merged
+from weft.runtime.split import split
 
 
 def batch_of(groups: list[list[int]], **keys: list[float]) -> SequenceSample:
@@ -54,71 +55,18 @@ def model_of(engine: Engine_, step: int = 0, schedule: Schedule | None = None) -
     return Model("actor", cast(Engine, engine), tokenizer, tokenizer, "cpu", "float32", step, 7, schedule)
 
 
-def ids_of(parts: list[SequenceSample]) -> list[list[str]]:
-    return [list(part.ids) for part in parts]
+def train_step(interface: Train, model: Model, batch: SequenceSample) -> MFCResult:
+    """As the Master and a worker do."""
+    parts = split(batch, interface.minibatches(), 1, seed=model.seed, role=model.role, step=model.step)
+    return interface.train_step(model, [part for (part,) in parts])
 
 
-def test_minibatches_keep_groups_whole_where_they_divide() -> None:
-    batch = batch_of([[1, 2], [3, 4], [5, 6], [7, 8]])
-    assert ids_of(minibatches(batch, 2, "sequence")) == [["a", "b"], ["c", "d"]]
-    assert ids_of(minibatches(batch, 1, "sequence")) == [["a", "b", "c", "d"]]
-
-
-def test_completions_are_dealt_singly_where_groups_do_not_divide() -> None:
-    parts = minibatches(batch_of([[1, 2], [3, 4], [5, 6]]), 2, "sequence")
-    assert ids_of(parts) == [["a[0]", "a[1]", "b[0]"], ["b[1]", "c[0]", "c[1]"]]
-    assert [p.lengths["completion"].tolist() for p in parts] == [[1, 2, 3], [4, 5, 6]]
-
-
-def test_groups_that_a_loss_needs_whole_stay_whole() -> None:
-    parts = minibatches(batch_of([[1, 2], [3, 4], [5, 6]]), 2, "group")
-    assert ids_of(parts) == [["a", "b"], ["c"]]
-
-
-def test_single_completions_hold_the_same_tokens_with_their_prompt_and_columns() -> None:
-    batch = batch_of([[1, 2], [3]], advantages=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], rewards=[7.0, 8.0, 9.0])
-    single = single_completions(batch)
-    assert single.ids == ("a[0]", "a[1]", "b[0]")
-    assert [s.tolist() for s in single.sequences("prompt")] == [[0, 1], [0, 1], [2, 3]]
-    assert [s.tolist() for s in single.sequences("completion")] == [[0], [1, 2], [3, 4, 5]]
-    assert [s.tolist() for s in single.sequences("advantages")] == [[0.0], [1.0, 2.0], [3.0, 4.0, 5.0]]
-    assert single.data["rewards"].tolist() == [7.0, 8.0, 9.0]
-    assert single.metadata["answer"] == ("a!", "a!", "b!")
-
-
-def test_every_epoch_sees_every_completion_once_in_an_order_of_its_own() -> None:
-    engine = Engine_()
-    batch = batch_of([[1]] * 16)
-    Train("sft", num_minibatches=4, epochs=3, temperature=0.7).train_step(
-        replace(model_of(engine), max_tokens=9), batch
-    )
-    (parts,) = engine.trained
+def test_every_minibatch_is_a_step_of_the_engine() -> None:
+    engine, batch = Engine_(), batch_of([[1]] * 8)
+    model = replace(model_of(engine), max_tokens=9)
+    train_step(Train("sft", num_minibatches=4, epochs=3, temperature=0.7), model, batch)
     assert (engine.temperatures, engine.limits) == ([0.7], [9])
-    assert [p.num_ids for p in parts] == [4] * 12
-    epochs = [[id for ids in ids_of(parts[i : i + 4]) for id in ids] for i in (0, 4, 8)]
-    assert epochs[0] == list(batch.ids)
-    assert all(sorted(order) == sorted(batch.ids) for order in epochs)
-    assert epochs[1] != epochs[0] and epochs[2] != epochs[1]
-    again = Engine_()
-    Train("sft", num_minibatches=4, epochs=3).train_step(model_of(again), batch)
-    assert ids_of(again.trained[0]) == ids_of(parts)
-    later = Engine_()
-    Train("sft", num_minibatches=4, epochs=3).train_step(model_of(later, step=1), batch)
-    assert ids_of(later.trained[0]) != ids_of(parts)
-
-
-def test_mini_batch_size_counts_completions() -> None:
-    engine = Engine_()
-    interface = Train("sft", mini_batch_size=4)
-    interface.train_step(model_of(engine), batch_of([[1, 1]] * 8))
-    interface.train_step(model_of(engine), batch_of([[1, 1]] * 3))  # the short last batch of an epoch
-    assert [[p.num_sequences() for p in parts] for parts in engine.trained] == [[4, 4, 4, 4], [3, 3]]
-
-
-def test_a_batch_smaller_than_its_minibatches_makes_fewer() -> None:
-    engine = Engine_()
-    Train("sft", num_minibatches=4).train_step(model_of(engine), batch_of([[1], [1]]))
-    assert [p.num_ids for p in engine.trained[0]] == [1, 1]
+    assert [part.num_ids for part in engine.trained[0]] == [2] * 12
 
 
 def test_a_role_sits_out_its_frozen_steps() -> None:
@@ -126,7 +74,7 @@ def test_a_role_sits_out_its_frozen_steps() -> None:
     assert (schedule.frozen_steps, schedule.total_steps) == (8, 4)
     engine, batch = Engine_(), batch_of([[1]] * 4)
     interface = Train("sft", num_minibatches=2, epochs=2)  # four optimizer steps a call
-    results = [interface.train_step(model_of(engine, step, schedule), batch) for step in range(3)]
+    results = [train_step(interface, model_of(engine, step, schedule), batch) for step in range(3)]
     assert [r.metrics.get("frozen") for r in results] == [1.0, 1.0, None]
     assert len(engine.trained) == 1
 
@@ -141,7 +89,7 @@ def test_a_warm_up_of_an_epoch_lasts_an_epoch_whatever_the_last_batch_holds(size
     engine, interface = Engine_(), Train("sft", num_minibatches=4)
     schedule = OptimizerSpec(frozen_epochs=1).schedule(total_steps=100, steps_per_epoch=per_epoch)
     results = [
-        interface.train_step(model_of(engine, step, schedule), batch_of([[1]] * size))
+        train_step(interface, model_of(engine, step, schedule), batch_of([[1]] * size))
         for step, size in enumerate(sizes)
     ]
     frozen = per_epoch // 4

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.launch.cases import dpo, prepare
-from weft.engine.adapters_off import AdaptersOff
+from weft.engine.torch.adapters_off import AdaptersOff
 from weft.launch import run
 from weft.launch.assemble import with_dtypes
 from weft.runtime import roles

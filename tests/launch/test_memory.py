@@ -83,7 +83,7 @@ def test_the_estimate_is_within_15_percent_of_what_is_measured(tmp_path: Path, n
         command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
-    used = re.search(r"were needed at most, .* expected \((\d+)%\)", done.stdout)
+    used = re.search(r"of which this run needed .*; expected were .* \((\d+)%\)", done.stdout)
     assert used is not None, done.stdout
     assert 85 <= int(used.group(1)) <= 115, used.group(0)
 
@@ -96,7 +96,7 @@ def test_the_estimate_is_printed_and_stored(tmp_path: Path, capsys: pytest.Captu
             r"memory of model: parameters (\S+ MiB), optimizer \S+ MiB, gradients (\S+ MiB), activations", text
         )
         assert held is not None and held.group(1) == held.group(2)
-        assert text.index("memory: about ") < text.index("were needed at most")
+        assert text.index("memory: about ") < text.index("of which this run needed")
 
 
 def test_the_estimate_counts_completions_that_are_sampled_for_a_share_of_the_rows(
@@ -188,5 +188,5 @@ def test_a_total_without_activations_is_no_upper_limit() -> None:
     part = Forecast({"actor": role}, torch.device("cuda"), ("actor",), 0.0)
     assert list(whole.lines())[-1] == "memory: about 1.00 GiB at most"
     assert list(part.lines())[-1] == "memory: about 1.00 GiB without activations of actor"
-    assert part.compared(2.0).endswith("1.00 GiB expected without activations of actor (200%)")
-    assert whole.compared(2.0).endswith("1.00 GiB expected (200%)")
+    assert part.compared(2.0).endswith("expected were 1.00 GiB without activations of actor (200%)")
+    assert whole.compared(2.0).endswith("expected were 1.00 GiB (200%)")

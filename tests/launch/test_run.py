@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,13 @@ def test_a_run_leaves_what_the_contract_lists(finished):
     assert json.loads((finished.directory / "timeline.json").read_text())
     with pytest.raises(CheckpointError, match="no checkpoint of role 'actor'; roles: model"):
         finished.checkpoint("actor")
+
+
+def test_peak_memory_is_one_number_in_the_log_the_metrics_and_the_report(finished):
+    shown = f"{finished.metrics[-1]['peak_memory_gb']:.2f} GB"
+    assert f"memory: {shown} at most" in (finished.directory / "log.txt").read_text()
+    tiles = (finished.directory / "report.html").read_text().partition("peak memory")[2]
+    assert re.search(r"[\d.]+ GB", tiles).group() == shown
 
 
 def test_a_checkpoint_is_loaded_by_transformers(finished):
@@ -208,7 +216,7 @@ def test_a_host_function_that_raises_is_named_and_the_run_can_go_on(root, capsys
 
 
 def test_a_reference_shares_the_base_of_a_lora_actor(root, monkeypatch):
-    from weft.engine.adapters_off import AdaptersOff
+    from weft.engine.torch.adapters_off import AdaptersOff
     from weft.runtime import roles
 
     built = []

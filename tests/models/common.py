@@ -1,4 +1,4 @@
-"""Small networks for the tests of this folder."""
+"""Small networks for tests."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.models import hf_io
-from weft.models.config import TransformerConfig
-from weft.models.packed import pack
-from weft.models.transformer import Head, Transformer
+from weft.checkpoints import hf_io
+from weft.models.network import lora
+from weft.models.network.config import TransformerConfig
+from weft.models.network.packed import pack
+from weft.models.network.parameters import values
+from weft.models.network.transformer import Head, Transformer
 from weft.registry import families
 
 
@@ -27,9 +29,28 @@ def tiny(
     network = hf_io.init_random(tiny_config(name, **changes), head, seed=seed, dtype=dtype)
     generator = torch.Generator().manual_seed(seed + 100)
     with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.1)
+        for value in values(network).values():
+            value.add_(torch.randn(value.shape, generator=generator, dtype=dtype) * 0.1)
     return network
+
+
+def adapted(
+    name: str = "llama", head: Head = "lm", *, targets: tuple[str, ...] = (), dropout: float = 0.0, **changes: Any
+) -> Transformer:
+    """A network whose adapters are not zero."""
+    network = tiny(name, head, **changes)
+    lora.attach(network, r=3, alpha=6.0, dropout=dropout, targets=targets)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for n, value in values(network).items():
+            if lora.is_adapter(n):
+                value.copy_(torch.randn(value.shape, generator=generator) * 0.2)
+    return network
+
+
+@torch.no_grad()
+def logits(network: Transformer, row: Tensor) -> Tensor:
+    return network.next_token_logits(network.hidden(pack([row])))
 
 
 def sequences(lengths: list[int], *, vocab: int = 131, seed: int = 5) -> list[Tensor]:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import transformers
 
+from tests.models.common import tiny
+from weft.checkpoints import hf_io
 from weft.errors import CheckpointError
-from weft.models import hf_io
 from weft.models.families.base import Family
+from weft.models.network.parameters import values
 from weft.registry import families
 from weft.testing import check_family
 from weft.testing.families import reference_model
@@ -74,8 +76,13 @@ def test_checkpoints_of_the_bare_trunk_load(name: str, tmp_path: Path) -> None:
     reference = reference_model(family, "lm", 0, {"tie_word_embeddings": True})
     reference.base_model.save_pretrained(tmp_path)
     network = hf_io.load(tmp_path)
-    for ours, value in network.named_parameters():
+    for ours, value in values(network).items():
         assert value.shape == hf_io.Reader(tmp_path).read(ours).shape
+
+
+def test_every_family_has_a_tiny_network() -> None:
+    for name in families.load_all():
+        assert sum(p.numel() for p in tiny(name).parameters()) < 200_000
 
 
 # -- config.json

@@ -86,7 +86,7 @@ def test_a_restart_cuts_the_files_and_goes_on(tmp_path: Path) -> None:
 
 def test_opening_cuts_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    observer = Observer.open(RunInfo(tmp_path, "e", "t", {}, cut=1), {}, progress=False)
+    observer = Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=1), {}, progress=False)
     observer.step({"step": 2, "train/loss": 2.0, "step_seconds": 1.0})
     observer.close("stopped")
     assert [row.get("train/loss") for row in read_rows(tmp_path / "metrics.jsonl")] == [None, 2.0]
@@ -137,7 +137,7 @@ def test_tensorboard_files_read_back_and_a_resumed_run_has_one_curve(tmp_path: P
         first.log(step, {"train/loss": 1.0 / step})
     first.text(3, [{"prompt": "<b>|", "completion": "a\nb", "reward": 0.5}])
     first.close()
-    (second,) = make_sinks({"tensorboard": {}}, RunInfo(tmp_path, "e", "t", {}, cut=1))
+    (second,) = make_sinks({"tensorboard": {}}, RunInfo(tmp_path, "e", "t", {}, resumed_step=1))
     for step in (2, 3, 4):
         second.log(step, {"train/loss": 10.0 / step})
     second.close()

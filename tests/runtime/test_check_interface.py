@@ -97,7 +97,7 @@ class Writes(Base):
 
 
 class DoesNotTrain:
-    def train_step(self, model, batch):
+    def train_step(self, model, minibatches):
         return MFCResult()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from weft.errors import CheckpointError, RunError
 from weft.runtime import disk
-from weft.runtime.recover import Cuts, damage, named_cut
+from weft.runtime.recovery import RecoveryPoints, damage, named_point
 
 
 def fill(text: str):
@@ -55,60 +55,60 @@ def test_where_writing_fails_the_old_directory_is_still_there(tmp_path, monkeypa
 
 
 def test_the_last_two_cuts_are_kept(tmp_path):
-    cuts = Cuts(tmp_path / "recover")
+    points = RecoveryPoints(tmp_path / "recover")
     for step in (1, 2, 5):
-        cuts.write(step, fill(str(step)))
-    assert [cut.step for cut in cuts.found()] == [5, 2]
+        points.write(step, fill(str(step)))
+    assert [point.step for point in points.found()] == [5, 2]
     assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == ["step2", "step2.json", "step5", "step5.json"]
 
 
 def test_a_damaged_cut_gives_way_to_the_one_before(tmp_path):
-    cuts, notes = Cuts(tmp_path), []
+    points, notes = RecoveryPoints(tmp_path), []
     for step in (1, 2):
-        cuts.write(step, fill(str(step)))
-    assert cuts.newest(notes.append).step == 2 and notes == []
+        points.write(step, fill(str(step)))
+    assert points.newest(notes.append).step == 2 and notes == []
     (tmp_path / "step2" / "a.txt").write_text("x")
-    assert cuts.newest(notes.append).step == 1
+    assert points.newest(notes.append).step == 1
     assert "step 2 is damaged (a.txt has other bytes" in notes[0]
     (tmp_path / "step1" / "a.txt").unlink()
-    assert cuts.newest(notes.append) is None
+    assert points.newest(notes.append) is None
     (tmp_path / "step1.json").write_text("{")
-    assert damage(cuts.found()[-1]) == "step1.json cannot be read"
+    assert damage(points.found()[-1]) == "step1.json cannot be read"
 
 
 def test_a_cut_without_its_manifest_never_was_one(tmp_path, monkeypatch):
-    cuts = Cuts(tmp_path)
-    cuts.write(1, fill("1"))
+    points = RecoveryPoints(tmp_path)
+    points.write(1, fill("1"))
     monkeypatch.setattr(disk, "write_text", full_disk)
     with pytest.raises(OSError):
-        cuts.write(2, fill("2"))
-    assert cuts.newest(print).step == 1
-    cuts.mend()
+        points.write(2, fill("2"))
+    assert points.newest(print).step == 1
+    points.mend()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step1", "step1.json"]
 
 
 def test_going_back_drops_the_cuts_beyond(tmp_path):
-    cuts = Cuts(tmp_path)
+    points = RecoveryPoints(tmp_path)
     for step in (1, 2):
-        cuts.write(step, fill(str(step)))
-    cuts.drop_after(1)
-    assert [cut.step for cut in cuts.found()] == [1]
+        points.write(step, fill(str(step)))
+    points.drop_after(1)
+    assert [point.step for point in points.found()] == [1]
 
 
-def test_resume_from_names_a_cut_a_checkpoint_or_a_run(tmp_path):
+def test_resume_from_names_a_recovery_point_a_checkpoint_or_a_run(tmp_path):
     run = tmp_path / "run"
-    cuts = Cuts(run / "recover")
+    points = RecoveryPoints(run / "recover")
     with pytest.raises(CheckpointError, match="no such directory"):
-        named_cut(run / "x")
+        named_point(run / "x")
     for step in (1, 2):
-        cuts.write(step, fill(str(step)))
+        points.write(step, fill(str(step)))
     with pytest.raises(CheckpointError, match="model's path"):
-        named_cut(run)
+        named_point(run)
     (run / "config.yaml").write_text("a: 1\n")
     (run / "checkpoints" / "actor" / "step1").mkdir(parents=True)
     (run / "checkpoints" / "actor" / "step9").mkdir(parents=True)
-    assert named_cut(run).step == 2
-    assert named_cut(run / "recover" / "step1").step == 1
-    assert named_cut(run / "checkpoints" / "actor" / "step1").step == 1
-    with pytest.raises(CheckpointError, match="cuts: step2, step1"):
-        named_cut(run / "checkpoints" / "actor" / "step9")
+    assert named_point(run).step == 2
+    assert named_point(run / "recover" / "step1").step == 1
+    assert named_point(run / "checkpoints" / "actor" / "step1").step == 1
+    with pytest.raises(CheckpointError, match="there are: step2, step1"):
+        named_point(run / "checkpoints" / "actor" / "step9")

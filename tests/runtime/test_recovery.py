@@ -123,14 +123,14 @@ def test_a_damaged_cut_gives_way_to_the_one_before(tmp_path, monkeypatch):
     (toy.path / "recover" / "step5" / "master.bin").write_bytes(b"\0")
     toy.run()
     assert timeless(lines(toy.path)) == timeless(lines(whole.path)) and toy.weights() == whole.weights()
-    assert "the cut at step 5 is damaged" in (toy.path / "log.txt").read_text()
+    assert "the recovery point at step 5 is damaged" in (toy.path / "log.txt").read_text()
 
 
 def test_without_any_whole_cut_the_run_begins_anew_unless_resume_is_demanded(tmp_path, monkeypatch):
     toy = stopped(tmp_path, monkeypatch)
     shutil.rmtree(toy.path / "recover")
     before = (toy.path / "metrics.jsonl").read_text()
-    with pytest.raises(ConfigError, match="holds no whole cut"):
+    with pytest.raises(ConfigError, match="holds no whole recovery point"):
         Toy(tmp_path, control=CONTROL | {"recover_mode": "resume"}).run()
     assert (toy.path / "metrics.jsonl").read_text() == before, "nothing is touched"
     toy.run()
@@ -144,7 +144,7 @@ def test_another_number_of_threads_is_taken_over_and_another_torch_is_told(tmp_p
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(local, "numerics", lambda device: real(device) | {"torch": "9.9", "threads": 7})
     toy.run()
-    assert asked == [torch.get_num_threads()], "as many as the cut was computed with"
+    assert asked == [torch.get_num_threads()], "as many as the recovery point was computed with"
     log = (toy.path / "log.txt").read_text()
     assert "then, 9.9 now" in log and "7 now: the run goes on" in log
 

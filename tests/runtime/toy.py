@@ -121,7 +121,8 @@ class ToyTrain:
     def __init__(self, key: str = "advantages", fail_at: int | None = None) -> None:
         self.key, self.fail_at, self.calls = key, fail_at, 0
 
-    def train_step(self, model, batch) -> MFCResult:
+    def train_step(self, model, minibatches) -> MFCResult:
+        (batch,) = minibatches
         self.calls += 1
         if self.fail_at == model.step:
             raise ValueError("out of luck")
@@ -145,7 +146,7 @@ class ToyAdvantages:
         self.mean = torch.zeros(1, dtype=torch.float64)
 
     def __call__(self, batch, context) -> SequenceSample:
-        scores = batch.data["scores"] - batch.data["ref"]
+        scores = torch.as_tensor(batch.data["scores"] - batch.data["ref"])
         self.mean = 0.9 * self.mean + 0.1 * scores.mean()
         context.record("mean", float(self.mean))
         return one_each(batch.ids, "advantages", scores - self.mean)

@@ -145,6 +145,10 @@ def _reduce(stats: list[Stat]) -> float:
 
 def fixed(array: Array) -> Array:
     """The same values as a constant: no gradient flows through. The array API has no name for this."""
+    if array_api_compat.is_jax_array(array):
+        import jax  # of whoever made the array
+
+        return jax.lax.stop_gradient(array)
     return array.detach() if array_api_compat.is_torch_array(array) else array
 
 

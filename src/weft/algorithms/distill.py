@@ -70,7 +70,7 @@ class GKDLoss(Loss):
     64 likeliest ids and normalises both models over these, or calls all others of the teacher e^-100. Token mean, as TRL's;
     the paper divides by a completion's length first.
 
-    Metrics, means over trained tokens, of the K + 1 events: `kl` KL(student || teacher) and `forward_kl`
+    Metrics, means over trained tokens, of the K + 1 events: `kl_exact` KL(student || teacher) and `forward_kl`
     KL(teacher || student); `entropy_bound` and `teacher_entropy_bound`, which the entropies reach at least; `teacher_mass`, the
     share of the teacher's probability that its K ids hold; `teacher_agreement`, how often the token is the teacher's likeliest;
     `nll`, where it counts, of the tokens that the data wrote.
@@ -119,7 +119,7 @@ class GKDLoss(Loss):
         xp = array_api_compat.array_namespace(student, teacher)
         agrees = batch["completion"] == batch["given_ids"][:, 0]
         each = {
-            "kl": kl_divergence(student, teacher),
+            "kl_exact": kl_divergence(student, teacher),
             "forward_kl": kl_divergence(teacher, student),
             "entropy_bound": -xp.sum(xp.exp(student) * student, axis=-1),
             "teacher_entropy_bound": -xp.sum(xp.exp(teacher) * teacher, axis=-1),

@@ -30,7 +30,8 @@ def pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]:
     InstructGPT's 1 / C(K, 2) and Open-Assistant's mean over groups of means; TRL knows pairs only, where it is 1.
     """
     xp = array_api_compat.array_namespace(group)
-    counts = xp.take(xp.unique_counts(group).counts, xp.unique_inverse(group).inverse_indices)
+    ordered = xp.sort(group)  # sizes that depend on values, as of `unique_counts`, cannot be compiled
+    counts = xp.searchsorted(ordered, group, side="right") - xp.searchsorted(ordered, group, side="left")
     return 1.0 / xp.astype(counts, dtype)
 
 

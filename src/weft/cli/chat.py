@@ -153,7 +153,7 @@ def _check_talks(path: str) -> None:
 
 def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
     """The model that an adapter belongs to, with the adapter's tokenizer where it has one. Raises `CheckpointError`."""
-    from weft.models.peft_io import read_adapter_config
+    from weft.checkpoints.peft_io import read_adapter_config
 
     settings = read_adapter_config(adapter)
     if settings["task_type"] != "CAUSAL_LM":
@@ -169,13 +169,15 @@ def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
 
 def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
     """Add what the adapter changes to the engine's weights."""
-    from weft.models import hf_io, lora, peft_io
+    from weft.checkpoints import hf_io, peft_io
+    from weft.models.network import lora
+    from weft.models.network.parameters import values
     from weft.topology import whole
 
     network = hf_io.load(base, "lm")
     peft_io.load_adapter(adapter, network)
     scales = lora.scales(network)
-    merged = lora.merge(dict(network.named_parameters()), scales)
+    merged = lora.merge(values(network), scales)
     changed = ((name, merged[name]) for name in (f"{layer}.weight" for layer in scales))
     engine.write(((name, whole(tuple(value.shape)), value) for name, value in changed), version=0)
 

@@ -51,7 +51,7 @@ def _require_empty(output: Path) -> None:
 
 
 def _llama2c(arguments: argparse.Namespace) -> None:
-    from weft.models import hf_io, llama2c
+    from weft.checkpoints import hf_io, llama2c
 
     for file in (arguments.checkpoint, arguments.tokenizer):
         if not file.is_file():
@@ -110,11 +110,13 @@ def _save_tokenizer(vocabulary: spm.Model, length: int, output: Path) -> None:
 def _merge(arguments: argparse.Namespace) -> None:
     import torch
 
+    from weft.checkpoints import hf_io, peft_io
     from weft.data.spec import TokenizerSpec
     from weft.data.tokenizer import Tokenizer
     from weft.engine import saving
     from weft.engine.spec import ModelSpec
-    from weft.models import hf_io, lora, peft_io
+    from weft.models.network import lora
+    from weft.models.network.parameters import values
 
     settings = peft_io.read_adapter_config(arguments.adapter)
     head = peft_io.TASKS[settings["task_type"]]
@@ -122,13 +124,13 @@ def _merge(arguments: argparse.Namespace) -> None:
     stored = hf_io.Reader(base, head).dtype
     network = hf_io.load(base, head, dtype=stored)
     peft_io.load_adapter(arguments.adapter, network)
-    parameters = dict(network.named_parameters())
-    if not any(bool(value.any()) for name, value in parameters.items() if name.endswith(lora.B)):
+    held = values(network)
+    if not any(bool(value.any()) for name, value in held.items() if name.endswith(lora.B)):
         raise CheckpointError(
             f"{arguments.adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?"
         )
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
-    merged = lora.merge(parameters, lora.scales(network))
+    merged = lora.merge(held, lora.scales(network))
     config, source = network.config, _tokenizer_of(arguments.adapter, base)
     arguments.output.mkdir(parents=True, exist_ok=True)
     if source is not None:

@@ -41,7 +41,7 @@ class LoadedData:
 
 
 @dataclass(frozen=True)
-class Built:
+class SourceData:
     """One source, read: its samples to train on, those to evaluate on, and their counts."""
 
     share: Share
@@ -60,7 +60,7 @@ def load_data(
     """
     reporter: Reporter = show if progress is None or progress is True else silent if progress is False else progress
     util = DatasetUtility(tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter)
-    reader = Reader(spec, spec.type or dataset_type, util)
+    reader = SourceReader(spec, spec.type or dataset_type, util)
     named = _named(_sources(spec))
     built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
     valid = {one.valid.name: one.valid for one in built if one.valid is not None}
@@ -80,7 +80,7 @@ def load_data(
     return LoadedData(_loader(spec, built, seed), valid, tuple(counts), tuple(notes), max(longest, default=0))
 
 
-def _loader(spec: DatasetSpec, built: list[Built], seed: int) -> Loader:
+def _loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> Loader:
     streams = [one for one in built if not isinstance(one.train, Part)]
     if not streams:
         parts = [one.train for one in built if isinstance(one.train, Part)]
@@ -104,7 +104,7 @@ def _batching(spec: DatasetSpec) -> Batching:
 
 
 @dataclass(frozen=True)
-class Reader:
+class SourceReader:
     """Builds the dataset classes of a run."""
 
     spec: DatasetSpec
@@ -126,7 +126,7 @@ class Reader:
         """What happens to longer rows, or None for what is usual for their type."""
         return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
 
-    def source(self, source: SourceSpec, name: str, *, several: bool) -> Built:
+    def source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
         """Read one training source and split off what it is evaluated on."""
         type, dataset = self._build(source)
         share = source.valid_split
@@ -137,7 +137,7 @@ class Reader:
                 raise ConfigError(
                     f"{name}: an iterable dataset cannot be split; set dataset.valid_path instead of valid_split"
                 )
-            return Built(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
+            return SourceData(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
         if not len(dataset):
             raise DataError(f"{name}: the dataset is empty")
         held = hold_out(_keys(dataset), share)
@@ -149,7 +149,7 @@ class Reader:
         if source.valid_path is not None:
             valid, count = self.validation(replace(source, path=source.valid_path, split=None), name)
             counts.append(count)
-        return Built(drawn, train, tuple(counts), valid)
+        return SourceData(drawn, train, tuple(counts), valid)
 
     def validation(self, source: SourceSpec, name: str) -> tuple[Part, SourceCount]:
         """All rows of a validation path, whatever path the arguments name for training."""

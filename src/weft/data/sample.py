@@ -1,7 +1,8 @@
 """SequenceSample: the packed, ragged batch on every edge of the graph. Immutable; its laws are property-tested.
 
 An id is a *group*: one shared prefix (`prompt`, one length) and K >= 1 continuations (`completion`, K lengths). Every other
-key has either K lengths an id (one for each completion) or one. Data of all ids lies in one tensor a key.
+key has either K lengths an id (one for each completion) or one. Data of all ids lies in one array a key, numpy's or torch's:
+operations keep the kind they find.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from weft.data import codec, groups, packing
+from weft.algorithms.base import host_array
+from weft.data import arrays, codec, groups, packing
+from weft.data.arrays import Array
 from weft.data.groups import PART, Rearranged
 from weft.errors import DataError, nearest
 
 Ints = npt.NDArray[np.int32]
-Values = Tensor | npt.NDArray[Any] | Sequence[Any]
+Values = Array | Sequence[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +32,14 @@ class SequenceSample:
     """Sequences of id i under `key` are `lengths[key][offsets[key][i]:offsets[key][i + 1]]`.
 
     `ids` are unique texts; `lengths[key]` is int32 [num sequences]; `offsets[key]` is int32 [num_ids + 1]; `data[key]` is one
-    tensor [sum of lengths, *trailing], or absent (a description only); `metadata[key]` is a tuple of num_ids values that are
+    array [sum of lengths, *trailing], or absent (a description only); `metadata[key]` is a tuple of num_ids values that are
     no tensors. Raises `DataError` naming the key where these do not fit together.
     """
 
     ids: tuple[str, ...]
     lengths: Mapping[str, Ints]
     offsets: Mapping[str, Ints]
-    data: Mapping[str, Tensor] = field(default_factory=dict)
+    data: Mapping[str, Array] = field(default_factory=dict)
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,7 +71,8 @@ class SequenceSample:
         data: Mapping[str, Values] | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> SequenceSample:
-        """Any number of sequences an id: `seqlens[key][i]` lists the lengths of id i. Values become tensors."""
+        """Any number of sequences an id: `seqlens[key][i]` lists the lengths of id i. Values become torch tensors
+        (`numpy()` makes a sample of numpy arrays of them)."""
         lengths, offsets = {}, {}
         for key, by_id in seqlens.items():
             lengths[key] = np.asarray([n for group in by_id for n in group], dtype=np.int32)
@@ -99,9 +102,9 @@ class SequenceSample:
     def num_tokens(self, key: str = "completion") -> int:
         return int(_known(self, key, self.lengths).sum())
 
-    def sequences(self, key: str) -> list[Tensor]:
-        """Every sequence of a key in order, as views of its tensor."""
-        return list(torch.split(_known(self, key, self.data), self.lengths[key].tolist()))
+    def sequences(self, key: str) -> list[Array]:
+        """Every sequence of a key in order, as views of its array."""
+        return arrays.cut(_known(self, key, self.data), self.lengths[key])
 
     def group_of(self, key: str) -> npt.NDArray[np.int64]:
         """int64 [num sequences]: the index of the id that each sequence belongs to."""
@@ -129,25 +132,25 @@ class SequenceSample:
         lengths = {k: np.concatenate([_known(s, k, s.lengths) for s in samples]) for k in names}
         offsets = {k: _offsets(np.concatenate([np.diff(s.offsets[k]) for s in samples])) for k in names}
         held = [k for k in names if any(k in s.data for s in samples)]
-        data = {k: torch.cat([_known(s, k, s.data) for s in samples]) for k in held}
+        data = {k: arrays.concat([_known(s, k, s.data) for s in samples]) for k in held}
         columns = dict.fromkeys(name for s in samples for name in s.metadata)
         metadata = {c: tuple(v for s in samples for v in s.metadata.get(c, (None,) * s.num_ids)) for c in columns}
         return cls(tuple(i for s in samples for i in s.ids), lengths, offsets, data, metadata)
 
     def split(self, k: int) -> list[SequenceSample]:
         """`k` parts of consecutive ids whose largest token cost is as small as it can be; `gather` undoes it."""
-        return self._cut(packing.cut_evenly(self.token_costs(), k))
+        return _cut(self, packing.cut_evenly(self.token_costs(), k))
 
     def split_by_tokens(self, budget: int, field: str = "max_tokens_per_microbatch") -> list[SequenceSample]:
         """The fewest parts of consecutive ids that cost at most `budget` tokens each, evenly filled.
 
         Raises `ConfigError` naming `field` where one id alone costs more (`ungroup` cuts groups first).
         """
-        return self._cut(packing.cut_by_budget(self.token_costs(), budget, field))
+        return _cut(self, packing.cut_by_budget(self.token_costs(), budget, field))
 
     def unpack(self) -> list[SequenceSample]:
         """One sample an id."""
-        return self._cut(list(range(self.num_ids + 1)))
+        return _cut(self, list(range(self.num_ids + 1)))
 
     def select(self, ids: Iterable[str] | None = None, keys: Iterable[str] | None = None) -> SequenceSample:
         """These ids in this order, and these keys. Views where the ids are consecutive, copies otherwise."""
@@ -166,7 +169,7 @@ class SequenceSample:
         at = np.asarray(rows, dtype=np.int64)
         counts = {key: np.diff(offset)[at].astype(np.int64) for key, offset in picked.offsets.items()}
         index = {key: _ranges(offset[at], counts[key]) for key, offset in picked.offsets.items()}
-        return picked._rearrange(Rearranged(tuple(wanted), rows, index, counts))
+        return _rearrange(picked, Rearranged(tuple(wanted), rows, index, counts))
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
         """Cut every group into runs of completions that cost at most `max_tokens`, each with the whole prompt.
@@ -174,7 +177,7 @@ class SequenceSample:
         A part is called `id[first:stop]`; `metadata["part"]` says what it was cut from. `regroup` is the inverse.
         Raises `ConfigError` naming `field` where one completion with its prompt costs more.
         """
-        return self._rearrange(groups.cut_groups(self.ids, self.lengths, self.offsets, max_tokens, field))
+        return _rearrange(self, groups.cut_groups(self.ids, self.lengths, self.offsets, max_tokens, field))
 
     def regroup(self) -> SequenceSample:
         """Join the parts that `ungroup` made, whatever their order; keys added since have one sequence a completion.
@@ -183,9 +186,26 @@ class SequenceSample:
         """
         if PART not in self.metadata:
             return self
-        return self._rearrange(groups.join_groups(self.metadata[PART], self.offsets), drop=PART)
+        return _rearrange(self, groups.join_groups(self.metadata[PART], self.offsets), drop=PART)
 
     # -- other values of the same shape
+
+    def like(self, key: str, /, **values: Values) -> SequenceSample:
+        """New keys laid out as `key` is, with the same ids: `sample.like("completion", advantages=..)` has one value a token.
+
+        They get the kind of array that this sample holds. Raises `DataError` naming a key whose values do not fit.
+        """
+        return self._laid_out(key, _known(self, key, self.lengths), values)
+
+    def one_per(self, key: str, /, **values: Values) -> SequenceSample:
+        """New keys of one value for each sequence of `key`, with the same ids: `sample.one_per("completion", rewards=..)`."""
+        return self._laid_out(key, np.ones(self.num_sequences(key), dtype=np.int32), values)
+
+    def _laid_out(self, key: str, lengths: Ints, values: Mapping[str, Values]) -> SequenceSample:
+        held = self.data.get(key, next(iter(self.data.values()), torch.empty(0)))
+        data = {name: arrays.as_kind(held, each) for name, each in values.items()}
+        offsets = dict.fromkeys(values, self.offsets[key])
+        return SequenceSample(self.ids, dict.fromkeys(values, lengths), offsets, data)
 
     def meta(self) -> SequenceSample:
         """The description alone: ids, lengths and metadata without tensors."""
@@ -214,15 +234,23 @@ class SequenceSample:
         )
 
     def to(self, device: str | torch.device) -> SequenceSample:
-        data = {key: value.to(device) for key, value in self.data.items()}
+        """The same values as torch tensors on a device."""
+        data = {key: torch.as_tensor(value).to(device) for key, value in self.data.items()}
+        return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
+
+    def numpy(self) -> SequenceSample:
+        """The same values as numpy arrays."""
+        data = {key: host_array(value) for key, value in self.data.items()}
         return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
 
     def to_bytes(self, compression: str | None = None) -> bytes:
         """Bytes without pickle; `compression` is None or "zlib". Metadata must be JSON values (tuples become lists)."""
         shapes = {f"lengths/{key}": torch.from_numpy(value.copy()) for key, value in self.lengths.items()}
         shapes |= {f"offsets/{key}": torch.from_numpy(value.copy()) for key, value in self.offsets.items()}
-        tensors = {f"data/{key}": value for key, value in self.data.items()}
-        return codec.encode({**shapes, **tensors}, {"ids": self.ids, "metadata": dict(self.metadata)}, compression)
+        tensors = {f"data/{key}": torch.as_tensor(value) for key, value in self.data.items()}
+        kept = [key for key, value in self.data.items() if isinstance(value, np.ndarray)]
+        values = {"ids": self.ids, "metadata": dict(self.metadata), **({"numpy": kept} if kept else {})}
+        return codec.encode({**shapes, **tensors}, values, compression)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> SequenceSample:
@@ -231,7 +259,8 @@ class SequenceSample:
         fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
         for name, tensor in tensors.items():
             part, key = name.split("/", 1)
-            fields[part][key] = tensor if part == "data" else tensor.numpy()
+            as_tensor = part == "data" and key not in values.get("numpy", ())
+            fields[part][key] = tensor if as_tensor else tensor.numpy()
         return cls(tuple(values["ids"]), fields["lengths"], fields["offsets"], fields["data"], values["metadata"])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -250,29 +279,31 @@ class SequenceSample:
         data = {new: self.data[old] for old, new in names.items() if old in self.data}
         return SequenceSample(self.ids, lengths, offsets, data, self.metadata)
 
-    def _cut(self, bounds: Sequence[int]) -> list[SequenceSample]:
-        """Consecutive ids between `bounds`; data are views."""
-        starts = {key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)]) for key, value in self.lengths.items()}
-        parts = []
-        for low, high in pairwise(bounds):
-            span = {key: (int(offset[low]), int(offset[high])) for key, offset in self.offsets.items()}
-            lengths = {key: self.lengths[key][a:b] for key, (a, b) in span.items()}
-            offsets = {key: self.offsets[key][low : high + 1] - a for key, (a, _) in span.items()}
-            data = {
-                key: value[int(starts[key][span[key][0]]) : int(starts[key][span[key][1]])]
-                for key, value in self.data.items()
-            }
-            metadata = {name: values[low:high] for name, values in self.metadata.items()}
-            parts.append(SequenceSample(self.ids[low:high], lengths, offsets, data, metadata))
-        return parts
 
-    def _rearrange(self, new: Rearranged, drop: str = "") -> SequenceSample:
-        """The sequences that `new` lists, with their ids' metadata except the column `drop`."""
-        lengths = {key: self.lengths[key][index] for key, index in new.index.items()}
-        offsets = {key: _offsets(counts) for key, counts in new.counts.items()}
-        data = {key: _pick(value, self.lengths[key], new.index[key]) for key, value in self.data.items()}
-        metadata = {k: tuple(v[row] for row in new.rows) for k, v in self.metadata.items() if k != drop}
-        return SequenceSample(new.ids, lengths, offsets, data, {**metadata, **new.metadata})
+def _cut(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
+    """Consecutive ids between `bounds`; data are views."""
+    starts = {key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)]) for key, value in sample.lengths.items()}
+    parts = []
+    for low, high in pairwise(bounds):
+        span = {key: (int(offset[low]), int(offset[high])) for key, offset in sample.offsets.items()}
+        lengths = {key: sample.lengths[key][a:b] for key, (a, b) in span.items()}
+        offsets = {key: sample.offsets[key][low : high + 1] - a for key, (a, _) in span.items()}
+        data = {
+            key: value[int(starts[key][span[key][0]]) : int(starts[key][span[key][1]])]
+            for key, value in sample.data.items()
+        }
+        metadata = {name: values[low:high] for name, values in sample.metadata.items()}
+        parts.append(SequenceSample(sample.ids[low:high], lengths, offsets, data, metadata))
+    return parts
+
+
+def _rearrange(sample: SequenceSample, new: Rearranged, drop: str = "") -> SequenceSample:
+    """The sequences that `new` lists, with their ids' metadata except the column `drop`."""
+    lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
+    offsets = {key: _offsets(counts) for key, counts in new.counts.items()}
+    data = {key: _pick(value, sample.lengths[key], new.index[key]) for key, value in sample.data.items()}
+    metadata = {k: tuple(v[row] for row in new.rows) for k, v in sample.metadata.items() if k != drop}
+    return SequenceSample(new.ids, lengths, offsets, data, {**metadata, **new.metadata})
 
 
 def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
@@ -314,15 +345,14 @@ def _ranges(starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDAr
     return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) + shift
 
 
-def _pick(value: Tensor, lengths: Ints, index: npt.NDArray[np.int64]) -> Tensor:
-    """The sequences `index` of a packed tensor, one after another; a view where they are consecutive."""
+def _pick(value: Array, lengths: Ints, index: npt.NDArray[np.int64]) -> Array:
+    """The sequences `index` of a packed array, one after another; a view where they are consecutive."""
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if len(index) == 0:
         return value[:0]
     if np.array_equal(index, np.arange(index[0], index[0] + len(index))):
         return value[int(starts[index[0]]) : int(starts[index[-1] + 1])]
-    rows = _ranges(starts[index], lengths[index].astype(np.int64))
-    return value.index_select(0, torch.from_numpy(rows).to(value.device))
+    return arrays.take(value, _ranges(starts[index], lengths[index].astype(np.int64)))
 
 
 def _check_same_keys(samples: Sequence[SequenceSample]) -> None:

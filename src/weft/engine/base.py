@@ -16,7 +16,7 @@ from weft.topology import Layout, Slice
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weft.models.heads import TopIds
+    from weft.models.network.packed import TopIds
 
     Veto = Callable[[Mapping[str, float]], str | None]
     ModelBackend = Callable[[ModelSpec, Layout], "Engine"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,13 @@ from typing import Any
 import torch
 
 from weft.errors import ConfigError
-from weft.models.native.library import library
-from weft.models.products import product
+from weft.kernels import product
 from weft.observe import memory as observe_memory
 
 GIGABYTE = 1024.0**3
-MATMUL_SIZE = {"cpu": 512, "cuda": 8192}  # large enough to run at full speed, small enough to go unnoticed
+# Large enough to run at full speed, small enough to go unnoticed.
+MATMUL_SIZES = {"cpu": (512, 1024), "cuda": (8192,)}
 MATMUL_REPEATS = 3
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
-HEAP = {M_TRIM_THRESHOLD: (1 << 31) - 1, M_MMAP_THRESHOLD: 1 << 25, M_ARENA_MAX: 1}  # bytes, the most it takes; arenas
 
 
 def best_device() -> torch.device:
@@ -34,14 +30,8 @@ def best_device() -> torch.device:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device that the option `device` names; the best one when it is None. Raises `ConfigError`.
-
-    On a CPU it also sets up the heap: tensors lie there.
-    """
-    device = best_device() if name is None else _named(name)
-    if device.type == "cpu":
-        set_up_heap()
-    return device
+    """The device that the option `device` names; the best one when it is None. Raises `ConfigError`."""
+    return best_device() if name is None else _named(name)
 
 
 def _named(name: str) -> torch.device:
@@ -93,21 +83,6 @@ def cgroup_limits(mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/
     return limits
 
 
-def set_up_heap() -> None:
-    """Have this process keep memory that is freed. Where the kernels are compiled tensors lie in a range of their own
-    (`heap.cpp`); what else is large lies, where the C library is glibc, in one heap for all threads.
-
-    Given back and asked for again, each page costs a fault: up to a quarter of a training step of a 13M-parameter model.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):  # another C library
-            for option, value in HEAP.items():
-                ctypes.CDLL(None).mallopt(option, value)
-    kernels = library()
-    if kernels is not None and hasattr(kernels, "weft_heap"):
-        kernels.weft_heap()
-
-
 def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -135,8 +110,11 @@ def numerics(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large matrix product, measured once: what `mfu` is a share of."""
-    size = MATMUL_SIZE.get(device.type, MATMUL_SIZE["cpu"])
+    """Floating-point operations a second of a large matrix product, the best of some, measured once."""
+    return max(_rate(size, device, dtype) for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"]))
+
+
+def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = []
     for _ in range(MATMUL_REPEATS + 1):  # the first one warms up

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,3 +38,21 @@ class Cost:
     def per_token(self) -> float:
         """Operations a trained token takes in matrix products."""
         return (1 + self.backward) * 2.0 * self.products
+
+
+class ProductRate:
+    """The best rate seen of matrix products on a device: measured beforehand, or that of a step that was faster."""
+
+    def __init__(self, measure: Callable[[], float]) -> None:
+        self._measure = measure
+
+    @functools.cached_property
+    def best(self) -> float:
+        """Operations a second; measured when it is first needed."""
+        return self._measure()
+
+    def share(self, operations: float, seconds: float) -> float:
+        """MFU: the rate of a step as a share of the best, at most 1."""
+        rate = operations / seconds
+        self.best = max(self.best, rate)
+        return rate / self.best

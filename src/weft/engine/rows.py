@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.algorithms.base import host_array
+from weft.data import arrays
 from weft.data.sample import SequenceSample
 from weft.engine.shared_prefixes import shared_prefixes
 from weft.errors import DataError
-from weft.models.heads import Support
-from weft.models.packed import Dense, Join, Packed, Prefixed
-from weft.models.transfer import put
+from weft.kernels import put
+from weft.models.attention.contexts import Dense, Join, Prefixed
+from weft.models.network.packed import Packed
+from weft.models.network.token_outputs import Support
 
 Index = npt.NDArray[np.int64]
 
@@ -32,7 +35,7 @@ LEAST_PROMPT = 16  # tokens of a prompt that is worth sharing, but for its last 
 
 
 @dataclass(frozen=True)
-class Places:
+class PackLayout:
     """Where the sequences of a micro-batch lie in the pack; all int64 `[S]`.
 
     Sequences may share a prefix of their prompts, which stands in the pack once, before all of them. A prompt's last token
@@ -46,7 +49,7 @@ class Places:
     prefix: Index  # tokens of its shared prefix
 
     @classmethod
-    def of(cls, sample: SequenceSample) -> Places:
+    def of(cls, sample: SequenceSample) -> PackLayout:
         """Every completion with its own prompt.
 
         Raises `DataError` where there are no completions, or one that is empty together with its prompt.
@@ -63,7 +66,7 @@ class Places:
             raise DataError(f"id {sample.ids[group[empty[0]]]!r}: a sequence without any token cannot be computed")
         return cls(group, prompts[group], length, np.arange(len(group)), np.zeros_like(length))
 
-    def by_id(self, *, least: int | None = None, spared: int = 0) -> Places:
+    def by_id(self, *, least: int | None = None, spared: int = 0) -> PackLayout:
         """The same sequences; ids with several completions share a prompt of `least` tokens (`LEAST_PROMPT`) or more,
         where that spares `spared` of them."""
         first = np.searchsorted(self.group, self.group)
@@ -75,12 +78,12 @@ class Places:
         )
         return replace(self, first=np.where(worth, first, self.first), prefix=np.where(worth, self.prompt - 1, 0))
 
-    def by_prefix(self, sample: SequenceSample) -> Places:
+    def by_prefix(self, sample: SequenceSample) -> PackLayout:
         """The same sequences, those of `sample`; whatever their ids, prompts share what they begin with alike, from
         `LEAST_PROMPT` - 1 tokens on and never their last one (`weft.engine.shared_prefixes`)."""
         if "prompt" not in sample.data:
             return self
-        prompts = [prompt.cpu().numpy() for prompt in sample.sequences("prompt")]
+        prompts = [host_array(prompt) for prompt in sample.sequences("prompt")]
         first, prefix = self.first.copy(), self.prefix.copy()
         for shared in shared_prefixes([prompts[id] for id in self.group], max(1, LEAST_PROMPT - 1)):
             first[list(shared.sequences)], prefix[list(shared.sequences)] = shared.sequences[0], shared.size
@@ -143,7 +146,7 @@ class Places:
         return float(((self.lengths - self.prefix) * self.prefix).sum())
 
 
-def pack(sample: SequenceSample, places: Places, device: torch.device, *, extra: int = 0) -> Packed:
+def pack(sample: SequenceSample, layout: PackLayout, device: torch.device, *, extra: int = 0) -> Packed:
     """The network's input: every sequence once. `extra` rows a sequence after the last token (values have one).
 
     The label of an extra row is the sequence's last token, which nothing reads.
@@ -151,34 +154,34 @@ def pack(sample: SequenceSample, places: Places, device: torch.device, *, extra:
     prompts = sample.sequences("prompt") if "prompt" in sample.data else None
     completions = sample.sequences("completion")
     tokens, positions = [], []
-    for s in places.order:
-        lead, prefix = int(places.lead[s]), int(places.prefix[s])
+    for s in layout.order:
+        lead, prefix = int(layout.lead[s]), int(layout.prefix[s])
         if prompts is not None:
-            prompt = prompts[places.group[s]]
+            prompt = prompts[layout.group[s]]
             tokens += [prompt[:lead], prompt[prefix:]]
         tokens.append(completions[s])
-        positions += [np.arange(lead), np.arange(prefix, places.lengths[s])]
-    flat = put(torch.cat(tokens).to(torch.int64), device)
-    rows, exists = places.rows(extra)
-    last = np.repeat(places.starts + places.length - 1, places.length + extra)
+        positions += [np.arange(lead), np.arange(prefix, layout.lengths[s])]
+    flat = put(torch.as_tensor(arrays.concat(tokens)).to(torch.int64), device)
+    rows, exists = layout.rows(extra)
+    last = np.repeat(layout.starts + layout.length - 1, layout.length + extra)
     following = np.minimum(np.where(exists, rows + 1, rows), last)
     return Packed(
         tokens=flat,
         positions=put(np.concatenate(positions), device),
-        attention=_context(places, device),
+        attention=_context(layout, device),
         rows=put(rows, device),
         labels=flat[put(following, device)],
     )
 
 
-def _context(places: Places, device: torch.device) -> Dense | Prefixed:
-    sizes = places.segments
+def _context(layout: PackLayout, device: torch.device) -> Dense | Prefixed:
+    sizes = layout.segments
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     dense = Dense(put(cu_seqlens, device), int(sizes.max()))
-    joins = places.joins()
+    joins = layout.joins()
     if not joins:
         return dense
-    return Prefixed(dense, joins, put(places.starts + places.length - 1, device))
+    return Prefixed(dense, joins, put(layout.starts + layout.length - 1, device))
 
 
 class _Sum(torch.autograd.Function):
@@ -214,14 +217,14 @@ class _Spread(torch.autograd.Function):
 class SampleRows:
     """A micro-batch as a loss sees it; the fields are those of `weft.algorithms.base.RowBatch`. Floats are `dtype`."""
 
-    def __init__(self, sample: SequenceSample, places: Places, device: torch.device, dtype: torch.dtype) -> None:
-        self._sample, self._places, self._device, self._dtype = sample, places, device, dtype
-        self._counts = self._on_device(places.length)
-        self.num_rows = int(places.length.sum())
-        self.num_sequences = len(places.length)
-        self.group = self._on_device(places.group)
+    def __init__(self, sample: SequenceSample, layout: PackLayout, device: torch.device, dtype: torch.dtype) -> None:
+        self._sample, self._layout, self._device, self._dtype = sample, layout, device, dtype
+        self._counts = self._on_device(layout.length)
+        self.num_rows = int(layout.length.sum())
+        self.num_sequences = len(layout.length)
+        self.group = self._on_device(layout.group)
         self.sequence = torch.arange(self.num_sequences, device=device).repeat_interleave(self._counts)
-        self.exists = self._on_device(places.rows()[1])
+        self.exists = self._on_device(layout.rows()[1])
         mask = self["loss_mask"] if "loss_mask" in self else torch.ones(self.num_rows, dtype=dtype, device=device)
         self.mask = mask * self.exists
         self.lengths = self.sum(self.mask)
@@ -235,15 +238,15 @@ class SampleRows:
 
         Raises `KeyError` for a key the sample lacks, `DataError` for one laid out in another way.
         """
-        sample, places = self._sample, self._places
+        sample, layout = self._sample, self._layout
         if key not in sample.data:
             raise KeyError(f"the batch has no key {key!r}; it holds {list(sample.data)}")
         values, lengths = put(sample.data[key], self._device), sample.lengths[key]
         if values.is_floating_point():
             values = values.to(self._dtype)
-        if np.array_equal(lengths, places.length):
+        if np.array_equal(lengths, layout.length):
             return values
-        if np.array_equal(lengths, places.length + 1):
+        if np.array_equal(lengths, layout.length + 1):
             last = np.cumsum(lengths) - 1
             return values[self._on_device(np.delete(np.arange(len(values)), last))]
         if (lengths == 1).all() and len(lengths) == self.num_sequences:
@@ -267,10 +270,10 @@ class SampleRows:
 
         Without the key `comparison` a group is one comparison.
         """
-        rank = self._sample.data["rank"].cpu().numpy()
+        rank = host_array(self._sample.data["rank"])
         zeros = np.zeros_like(rank)
-        comparison = self._sample.data["comparison"].cpu().numpy() if "comparison" in self else zeros
-        group = self._places.group
+        comparison = host_array(self._sample.data["comparison"]) if "comparison" in self else zeros
+        group = self._layout.group
         better, worse = [], []
         for first in range(self.num_sequences):
             same = (group == group[first]) & (comparison == comparison[first]) & (rank > rank[first])
@@ -297,12 +300,12 @@ def given_ids_of(sample: SequenceSample, device: torch.device) -> Tensor:
     return put(sample.data["given_ids"], device)
 
 
-def as_sample(sample: SequenceSample, places: Places, out: Mapping[str, Tensor]) -> SequenceSample:
+def as_sample(sample: SequenceSample, layout: PackLayout, out: Mapping[str, Tensor]) -> SequenceSample:
     """The network's outputs on the ids of `sample`, on the CPU: `[L + 1]` values, `[1]` scores, `[L]` of all others."""
-    bounds = np.cumsum(np.bincount(places.group, minlength=sample.num_ids))[:-1]
+    bounds = np.cumsum(np.bincount(layout.group, minlength=sample.num_ids))[:-1]
     groups: dict[str, list[list[int]]] = {}
     for key in out:
-        lengths = np.ones_like(places.length) if key == "scores" else places.length + (key == "values")
+        lengths = np.ones_like(layout.length) if key == "scores" else layout.length + (key == "values")
         groups[key] = [part.tolist() for part in np.split(lengths, bounds)]
     return SequenceSample.from_groups(
         sample.ids, groups, {key: value.cpu() for key, value in out.items()}, sample.metadata

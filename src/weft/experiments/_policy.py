@@ -9,11 +9,12 @@ from typing import Any
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
+from weft.experiment import Experiment
 from weft.experiments import _checks as checks
-from weft.experiments._assemble import batches
+from weft.experiments._assemble import Plan, assemble, batches, check, type_of
 from weft.experiments._lengths import Lengths, asked_for
 from weft.experiments._policy_options import PolicyOptions, SamplingConfig, SamplingOptions
-from weft.experiments._roles import with_lr
+from weft.experiments._roles import critic, reference, with_lr
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import parse_reward
 
@@ -34,7 +35,9 @@ class Policy:
 
     @classmethod
     def of(cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int) -> Policy:
-        """Raises `ConfigError` for sizes that do not divide or fit, and where nothing gives a reward."""
+        """Raises `UserError` for options that every experiment has (names, devices), for sizes that do not divide or fit, and
+        where nothing gives a reward."""
+        check(config)
         dataset = batches(config.dataset)
         _check_rewards(config)
         if dataset.train_tokens_per_batch is not None:
@@ -56,11 +59,6 @@ class Policy:
     @property
     def completions(self) -> int:
         return self.batch * self.samples
-
-    @property
-    def longest(self) -> int | None:
-        """Most tokens of a prompt and its completion, where the user says so."""
-        return asked_for(self.config.dataset, self.options.gen)
 
     @property
     def minibatches(self) -> int:
@@ -116,13 +114,53 @@ class Policy:
         """Keys that calls on sampled tokens read where sampling was limited to some ids."""
         return SUPPORT if self.gen.record_support else ()
 
-    def actor(self) -> ModelSpec:
-        """The policy, with the learning rate that holds where none is set."""
-        return with_lr(self.config.actor.with_head("lm", trained=True), 1e-6)
+    def roles(self, *, reference_by: str | None) -> tuple[dict[str, ModelSpec], dict[str, str]]:
+        """(the actor, and the reference and the reward model where there are any; which role begins as a copy of which).
 
-    def reward_role(self) -> ModelSpec:
-        """The reward model, whose head says one number a completion, or one a token where it scores steps."""
-        return self.config.rew.with_head("score" if self.config.rew_step is None else "value", trained=False)
+        `reference_by` is the option that leaves the reference out, where it does; else None. The actor has a learning rate of
+        1e-6 where none is set. The reference without a path of its own is the actor as it starts. The reward model's head says
+        one number a completion, or one a token where it scores steps.
+        """
+        config = self.config
+        roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
+        init_from: dict[str, str] = {}
+        if reference_by is None:
+            roles["ref"], init_from = reference(config.ref, config.actor)
+        elif self.options.ref_ema_eta:
+            raise ConfigError(
+                f"{self.name}.ref_ema_eta moves a reference, and {reference_by} leaves it out; set one of the two"
+            )
+        if self.has_model:
+            roles["rew"] = config.rew.with_head("score" if config.rew_step is None else "value", trained=False)
+        return roles, init_from
+
+    def critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
+        """(the critic, which role it begins as a copy of): `spec` where it has a path, else the reward model where it reads the
+        actor's tokens, or the actor. Its learning rate is 5e-6 where none is set."""
+        valued, copied = critic(spec, init, self.config.actor, self.config.rew)
+        return with_lr(valued, 5e-6), copied
+
+    def experiment(
+        self, roles: Mapping[str, ModelSpec], init_from: Mapping[str, str], nodes: Sequence[Node], *notes: str
+    ) -> Experiment:
+        """The experiment, checked as far as no torch is needed: its steps are those of `actor_train`, and every call that
+        trains makes `updates` optimizer steps of a batch. `notes` are lines for the plan that is printed before the run."""
+        trains = [node for node in nodes if isinstance(node, MFCDef) and node.trains]
+        plan = Plan(
+            roles=roles,
+            nodes=nodes,
+            dataset=self.dataset,
+            dataset_type=type_of(self.dataset, "prompt"),
+            data_role="actor",
+            steps_follow="actor_train",
+            longest=asked_for(self.config.dataset, self.options.gen),
+            evaluation=self.evaluation(),
+            syncs=self._syncs() if "ref" in roles else [],
+            init_from=init_from,
+            updates_per_firing={node.name: self.updates for node in trains},
+            notes=[*_step_notes(self, [node.role for node in trains]), *notes],
+        )
+        return assemble(self.config, plan)
 
     def generate(self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any) -> MFCDef:
         """Samples completions; with a prefix its outputs get names of their own."""
@@ -141,7 +179,7 @@ class Policy:
         reward of every function by itself is kept, too."""
         config, nodes = self.config, list[Node]()
         if self.has_model:
-            nodes.append(self._reward_model(size, prefix, "scores" if self.has_function else "rewards"))
+            nodes.append(_reward_model(config, size, prefix, "scores" if self.has_function else "rewards"))
         if self.has_function:
             remap = {key: prefix + key for key in ("completion", *(("scores",) if self.has_model else ()))}
             made = (
@@ -154,38 +192,10 @@ class Policy:
                 input_keys=("prompt", *remap), output_keys=made,
                 input_key_remap=remap if prefix else {},
                 output_key_remap={key: prefix + key for key in made} if prefix else {},
-                args=self._reward_args(parts), tokenizer_role="actor",
+                args=_reward_args(config, parts), tokenizer_role="actor",
             )  # fmt: skip
             nodes.append(reward)
         return nodes
-
-    def _reward_args(self, parts: bool) -> dict[str, Any]:
-        config = self.config
-        chosen = {
-            "column": config.reward_column,
-            "by_token": config.reward_by_token or None,
-            "keep_parts": parts or None,
-            "scores_weight": config.rew_weight if self.has_model else None,
-        }
-        args = {"reward": config.reward, "timeout_s": config.reward_timeout_s, "on_timeout": config.reward_on_timeout}
-        return args | {name: value for name, value in chosen.items() if value is not None}
-
-    def _reward_model(self, size: int, prefix: str, scores: str) -> MFCDef:
-        config = self.config
-        form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
-        asked: dict[str, Any] = {"outputs": ["scores"], **{key: text for key, text in form.items() if text}}
-        made = {"scores": prefix + scores}
-        if config.rew_step is not None:
-            asked, made = (
-                {"step": config.rew_step.replace("\\n", "\n")},
-                {**made, "token_rewards": f"{prefix}token_rewards"},
-            )
-        return MFCDef(
-            name=f"{prefix}rew_inf", role="rew", interface="infer" if config.rew_step is None else "process_reward",
-            method="inference", batch_size=size,
-            input_keys=("prompt", "completion"), optional_keys=("finished",), output_keys=tuple(made), output_key_remap=made,
-            input_key_remap={key: prefix + key for key in ("completion", "finished")} if prefix else {}, args=asked,
-        )  # fmt: skip
 
     def reference(self, waits: Sequence[str] = ()) -> MFCDef:
         """Scores the completions with the reference; `waits` are keys of nodes that it lets go first."""
@@ -258,10 +268,40 @@ class Policy:
         )  # fmt: skip
         return [self.generate(size, count, record_support=False), *self.rewards(size), rates]
 
-    def syncs(self) -> list[ParamSync]:
+    def _syncs(self) -> list[ParamSync]:
         """The reference as a moving average of the actor, where that is asked for."""
         eta = self.options.ref_ema_eta
         return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
+
+
+def _reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
+    """The arguments of the host function `reward`; `parts`: the reward of every function by itself is kept, too."""
+    chosen = {
+        "column": config.reward_column,
+        "by_token": config.reward_by_token or None,
+        "keep_parts": parts or None,
+        "scores_weight": config.rew_weight if has_model(config) else None,
+    }
+    args = {"reward": config.reward, "timeout_s": config.reward_timeout_s, "on_timeout": config.reward_on_timeout}
+    return args | {name: value for name, value in chosen.items() if value is not None}
+
+
+def _reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
+    """The call that scores completions with the reward model; `scores` is what its output is called on the edge."""
+    form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
+    asked: dict[str, Any] = {"outputs": ["scores"], **{key: text for key, text in form.items() if text}}
+    made = {"scores": prefix + scores}
+    if config.rew_step is not None:
+        asked, made = (
+            {"step": config.rew_step.replace("\\n", "\n")},
+            {**made, "token_rewards": f"{prefix}token_rewards"},
+        )
+    return MFCDef(
+        name=f"{prefix}rew_inf", role="rew", interface="infer" if config.rew_step is None else "process_reward",
+        method="inference", batch_size=size,
+        input_keys=("prompt", "completion"), optional_keys=("finished",), output_keys=tuple(made), output_key_remap=made,
+        input_key_remap={key: prefix + key for key in ("completion", "finished")} if prefix else {}, args=asked,
+    )  # fmt: skip
 
 
 SAMPLING = tuple(
@@ -269,7 +309,7 @@ SAMPLING = tuple(
 )
 
 
-def step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
+def _step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
     """What one step does, for the plan that is printed before the run."""
     count, size = policy.completions, policy.completions // policy.minibatches
     most = policy.dataset.max_prompt_len

@@ -14,6 +14,8 @@ from weft.experiments.common import MFCOptions, RunConfig
 from weft.host.spec import locate, parse_reward
 from weft.options import option
 
+__all__ = ["MFCOptions", "PolicyConfig", "PolicyOptions", "SamplingConfig", "SamplingOptions"]
+
 
 def _reward_problem(reward: Any) -> str | None:
     try:

@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.algorithms.grpo import GRPOLoss
-from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, check, type_of
-from weft.experiments._policy import Policy, step_notes
-from weft.experiments._policy_options import PolicyConfig, PolicyOptions
-from weft.experiments._roles import reference
-from weft.experiments.common import MFCOptions
+from weft.experiments._policy import Policy
+from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions
 from weft.graph.mfc import HostFunction, Node
 from weft.options import option
 from weft.registry import register_quickstart
@@ -130,28 +126,11 @@ class GRPOConfig(PolicyConfig):
 
     def build(self) -> Experiment:
         """The graph of a GRPO step. Raises `UserError` with the option, its value and the rule."""
-        check(self)
         grpo = self.grpo
         policy = Policy.of(self, grpo, "grpo", grpo.group_size)
         _check(grpo, self, policy)
-        roles, init_from = self._roles(policy)
-        return assemble(
-            self,
-            Plan(
-                roles=roles,
-                nodes=self._nodes(policy),
-                dataset=policy.dataset,
-                dataset_type=type_of(policy.dataset, "prompt"),
-                data_role="actor",
-                steps_follow="actor_train",
-                longest=policy.longest,
-                evaluation=policy.evaluation(),
-                syncs=policy.syncs() if self._has_ref else [],
-                init_from=init_from,
-                updates_per_firing={"actor_train": policy.updates},
-                notes=[*step_notes(policy, ["actor"]), *_notes(grpo)],
-            ),
-        )
+        roles, copied = policy.roles(reference_by=None if self._has_ref else "grpo.kl_coef=0")
+        return policy.experiment(roles, copied, self._nodes(policy), *_notes(grpo))
 
     @property
     def _has_ref(self) -> bool:
@@ -160,20 +139,6 @@ class GRPOConfig(PolicyConfig):
     @property
     def _kl_in_reward(self) -> bool:
         return self._has_ref and self.grpo.kl_in == "reward"
-
-    def _roles(self, policy: Policy) -> tuple[dict[str, ModelSpec], dict[str, str]]:
-        """(roles, which role begins as a copy of which)."""
-        roles = {"actor": policy.actor()}
-        init_from: dict[str, str] = {}
-        if self._has_ref:
-            roles["ref"], init_from = reference(self.ref, self.actor)
-        elif self.grpo.ref_ema_eta:
-            raise ConfigError(
-                "grpo.ref_ema_eta moves a reference, and grpo.kl_coef=0 leaves it out; set one of the two"
-            )
-        if policy.has_model:
-            roles["rew"] = policy.reward_role()
-        return roles, init_from
 
     def _nodes(self, policy: Policy) -> list[Node]:
         grpo, size = self.grpo, policy.batch

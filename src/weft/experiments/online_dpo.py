@@ -16,13 +16,10 @@ from weft.algorithms.dpo import REFERENCE_FREE, default_beta, dpo_loss
 from weft.algorithms.labelled import LABELLED
 from weft.algorithms.preferences import KINDS
 from weft.algorithms.transport import TRANSPORTED
-from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, check, type_of
-from weft.experiments._policy import Policy, step_notes
+from weft.experiments._policy import Policy
 from weft.experiments._policy_options import SamplingConfig, SamplingOptions
-from weft.experiments._roles import reference
 from weft.experiments.dpo import DPOOptions
 from weft.graph.mfc import HostFunction, Node
 from weft.options import option
@@ -116,41 +113,16 @@ class OnlineDPOConfig(SamplingConfig):
     def build(self) -> Experiment:
         """The graph `actor_gen -> rewards -> preferences`, `ref_inf`, `actor_train`; without `ref_inf` where the loss needs no
         reference. Raises `UserError` with the option, its value and the rule."""
-        check(self)
-        policy = Policy.of(self, self.online_dpo, "online_dpo", self.online_dpo.samples_per_prompt)
-        _check(self.online_dpo, policy)
-        roles, init_from = self._roles(policy)
-        return assemble(
-            self,
-            Plan(
-                roles=roles,
-                nodes=self._nodes(policy),
-                dataset=policy.dataset,
-                dataset_type=type_of(policy.dataset, "prompt"),
-                data_role="actor",
-                steps_follow="actor_train",
-                longest=policy.longest,
-                evaluation=policy.evaluation(),
-                syncs=policy.syncs(),
-                init_from=init_from,
-                updates_per_firing={"actor_train": policy.updates},
-                notes=[*step_notes(policy, ["actor"]), _note(self.online_dpo)],
-            ),
-        )
+        options = self.online_dpo
+        policy = Policy.of(self, options, "online_dpo", options.samples_per_prompt)
+        _check(options, policy)
+        loss = f"online_dpo.loss_type={options.loss_type}"
+        roles, copied = policy.roles(reference_by=None if self._has_ref else loss)
+        return policy.experiment(roles, copied, self._nodes(policy), _note(options))
 
     @property
     def _has_ref(self) -> bool:
         return self.online_dpo.loss_type not in REFERENCE_FREE
-
-    def _roles(self, policy: Policy) -> tuple[dict[str, ModelSpec], dict[str, str]]:
-        """(roles, which role begins as a copy of which)."""
-        roles = {"actor": policy.actor()}
-        init_from: dict[str, str] = {}
-        if self._has_ref:
-            roles["ref"], init_from = reference(self.ref, self.actor)
-        if policy.has_model:
-            roles["rew"] = policy.reward_role()
-        return roles, init_from
 
     def _nodes(self, policy: Policy) -> list[Node]:
         options, size = self.online_dpo, policy.batch

@@ -6,13 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weft.engine.spec import ModelSpec, OptimizerSpec
-from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, check, type_of
-from weft.experiments._policy import Policy, step_notes
-from weft.experiments._policy_options import PolicyConfig, PolicyOptions
-from weft.experiments._roles import critic, reference, with_lr
-from weft.experiments.common import MFCOptions
+from weft.experiments._policy import Policy
+from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option
 from weft.registry import register_quickstart
@@ -92,48 +88,17 @@ class PPOConfig(PolicyConfig):
 
     def build(self) -> Experiment:
         """The graph of a PPO step. Raises `UserError` with the option, its value and the rule."""
-        check(self)
         policy = Policy.of(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
-        roles, init_from = self._roles(policy)
-        return assemble(
-            self,
-            Plan(
-                roles=roles,
-                nodes=self._nodes(policy),
-                dataset=policy.dataset,
-                dataset_type=type_of(policy.dataset, "prompt"),
-                data_role="actor",
-                steps_follow="actor_train",
-                longest=policy.longest,
-                evaluation=policy.evaluation(),
-                syncs=policy.syncs() if self._has_ref else [],
-                init_from=init_from,
-                updates_per_firing={"actor_train": policy.updates, "critic_train": policy.updates},
-                notes=step_notes(policy, ["actor", "critic"]),
-            ),
-        )
+        critic, begins_as = policy.critic(self.critic, self.ppo.critic_init)
+        others, copied = policy.roles(reference_by=None if self._has_ref else "ppo.kl_ctl=0")
+        actor = others.pop("actor")
+        warmup = replace(actor.optimizer, frozen_epochs=self.ppo.critic_warmup_epochs)
+        roles = {"actor": replace(actor, optimizer=warmup), "critic": critic, **others}
+        return policy.experiment(roles, begins_as | copied, self._nodes(policy))
 
     @property
     def _has_ref(self) -> bool:
         return self.ppo.kl_ctl > 0
-
-    def _roles(self, policy: Policy) -> tuple[dict[str, ModelSpec], dict[str, str]]:
-        """(roles, which role begins as a copy of which)."""
-        actor = policy.actor()
-        warmup = replace(actor.optimizer, frozen_epochs=self.ppo.critic_warmup_epochs)
-        roles = {"actor": replace(actor, optimizer=warmup)}
-        init_from: dict[str, str] = {}
-        valued, copied = critic(self.critic, self.ppo.critic_init, self.actor, self.rew)
-        roles["critic"] = with_lr(valued, 5e-6)
-        init_from |= copied
-        if self._has_ref:
-            roles["ref"], copied = reference(self.ref, self.actor)
-            init_from |= copied
-        elif self.ppo.ref_ema_eta:
-            raise ConfigError("ppo.ref_ema_eta moves a reference, and ppo.kl_ctl=0 leaves it out; set one of the two")
-        if policy.has_model:
-            roles["rew"] = policy.reward_role()
-        return roles, init_from
 
     def _nodes(self, policy: Policy) -> list[Node]:
         ppo, size = self.ppo, policy.batch

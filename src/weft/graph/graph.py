@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.errors import GraphError, nearest, unknown_name
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
@@ -62,6 +62,32 @@ class DataflowGraph:
             if node.name == name:
                 return node
         raise unknown_name("node", name, [n.name for n in self.nodes])
+
+    def insert_after(self, name: str, new: Node) -> DataflowGraph:
+        """The graph with `new` behind the node `name`: a key that both make is read by `new` and comes from it from now on.
+
+        The first node's goes on the edge `{key}_before_{new.name}`. A `batch_size` of 0 is that of the first. Raises
+        `GraphError` where `new` reads nothing of it.
+        """
+        old = self.node(name)
+        shared = [key for key in new.output_keys if key in old.output_keys]
+        edges = {key: old.output_key_remap.get(key, key) for key in old.output_keys}
+        aside = {key: f"{edges[key]}_before_{new.name}" for key in shared}
+        read = {key: aside.get(key, edges[key]) for key in (*new.input_keys, *new.optional_keys) if key in edges}
+        if not read:
+            raise GraphError(
+                f"insert_after: node {new.name!r} reads {_listed((*new.input_keys, *new.optional_keys))}, and {name!r} makes "
+                f"{_listed(old.output_keys)}; name one of these among its input_keys"
+            )
+        changed = replace(old, output_key_remap={**old.output_key_remap, **aside})
+        placed = replace(
+            new,
+            batch_size=new.batch_size or old.batch_size,
+            input_key_remap={**read, **new.input_key_remap},
+            output_key_remap={**{key: edges[key] for key in shared}, **new.output_key_remap},
+        )
+        nodes = [each for node in self.nodes for each in ((changed, placed) if node.name == name else (node,))]
+        return replace(self, nodes=nodes)
 
     def producers(self, consumer: str) -> tuple[str, ...]:
         """Nodes that `consumer` reads a key from, required or optional, in topological order."""

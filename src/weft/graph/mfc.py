@@ -33,6 +33,10 @@ class ParamSync:
     eta: float = 1.0
     after: str = ""
 
+    @property
+    def name(self) -> str:
+        return f"sync {self.source} -> {self.target}"
+
 
 Hook = Offload | Call
 

@@ -21,12 +21,13 @@ class Firing:
 
 @dataclass
 class Entry:
-    """What is known of one id: the keys that exist, the nodes that took it (`started`) and those that are through."""
+    """What is known of one id: the keys that exist, the nodes that took it, each with its firing's number, and those that
+    are through."""
 
     id: str
     batch: int  # which of the loader's batches brought it
     keys: set[str]
-    started: set[str] = field(default_factory=set)
+    started: dict[str, int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
 
 
@@ -34,12 +35,13 @@ class Entry:
 class Buffer:
     """(id, key) descriptions in loader order; never tensors. Ids of one epoch at a time, so an id is here at most once.
 
-    `closed`: the loader has given all ids of this epoch. `fired` counts the firings of each node, `marks[node]` those of all
-    nodes up to the last firing of this one.
+    `closed`: the loader has given all ids of this epoch. `fired` counts the firings of each node, `finished` those that are
+    through, `marks[node]` the firings of all nodes up to the last one of this.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     fired: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
     closed: bool = False
     num_batches: int = 0
     marks: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class Buffer:
     def start(self, firing: Firing) -> None:
         """Note that a node took its ids."""
         for id in firing.ids:
-            self.entries[id].started.add(firing.node)
+            self.entries[id].started[firing.node] = firing.step
         self.fired[firing.node] = self.fired.get(firing.node, 0) + 1
         self.marks[firing.node] = dict(self.fired)
 
@@ -66,14 +68,17 @@ class Buffer:
     def drop(self, ids: Iterable[str]) -> None:
         """Forget ids that nobody needs any more; none of them may be in a firing under way."""
         for id in ids:
-            assert self.entries[id].started == self.entries[id].done, f"id {id!r} is still in a firing"
+            assert self.entries[id].started.keys() == self.entries[id].done, f"id {id!r} is still in a firing"
             del self.entries[id]
 
     def finish(self, firing: Firing, kept: Collection[str], keys: Iterable[str], num_nodes: int) -> list[str]:
         """Note what a firing made. Ids outside `kept` were filtered out. Returns the ids that nobody needs any more."""
         made, gone, keep = set(keys), [], set(kept)
+        self.finished[firing.node] = self.finished.get(firing.node, 0) + 1
         for id in firing.ids:
-            entry = self.entries[id]
+            entry = self.entries.get(id)
+            if entry is None:  # another filter dropped it meanwhile
+                continue
             entry.done.add(firing.node)
             entry.keys |= made
             if id not in keep or len(entry.done) == num_nodes:
@@ -89,9 +94,11 @@ class Buffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.entries = {
-            id: Entry(id, batch, set(keys), set(done), set(done)) for id, batch, keys, done in state["entries"]
+            id: Entry(id, batch, set(keys), dict.fromkeys(done, -1), set(done))
+            for id, batch, keys, done in state["entries"]
         }
-        self.fired, self.closed, self.num_batches = dict(state["fired"]), state["closed"], state["num_batches"]
+        self.fired, self.finished = dict(state["fired"]), dict(state["fired"])
+        self.closed, self.num_batches = state["closed"], state["num_batches"]
         self.marks = {node: dict(each) for node, each in state["marks"].items()}
 
 

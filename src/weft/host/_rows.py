@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from weft.algorithms.advantages import segment_sums, starts_of
 from weft.algorithms.base import host_array
@@ -44,6 +43,15 @@ class Rows:
             return values[group]
         raise DataError(f"key {key!r} holds {len(values)} values; there are {len(group)} completions")
 
+    def either(self, key: str) -> Vector:
+        """A key of one value a completion or an id [S], or else of one a token [T]."""
+        if key not in self.batch.data:
+            held = ", ".join(self.batch.data) or "none"
+            raise DataError(f"there is no key {key!r}; the node reads: {held}; add it to its input_keys")
+        if (self.batch.lengths[key] == 1).all():
+            return self.sequences(key)
+        return self.tokens(key)
+
     @property
     def group(self) -> npt.NDArray[np.int64]:
         """int64 [S]: which id a completion belongs to."""
@@ -65,16 +73,11 @@ class Rows:
 
     def values(self, **keys: Vector) -> SequenceSample:
         """New keys of one value a completion, as float32."""
-        counts = np.diff(self.batch.offsets["completion"])
-        data = {key: torch.from_numpy(values.astype(np.float32)) for key, values in keys.items()}
-        return SequenceSample.from_groups(self.batch.ids, {key: [[1] * int(n) for n in counts] for key in keys}, data)
+        return self.batch.one_per("completion", **{key: each.astype(np.float32) for key, each in keys.items()})
 
     def sample(self, **keys: Vector) -> SequenceSample:
         """New keys of one value a token, as float32."""
-        counts = np.diff(self.batch.offsets["completion"])
-        by_id = [part.tolist() for part in np.split(self.lengths, np.cumsum(counts)[:-1])]
-        data = {key: torch.from_numpy(values.astype(np.float32)) for key, values in keys.items()}
-        return SequenceSample.from_groups(self.batch.ids, dict.fromkeys(keys, by_id), data)
+        return self.batch.like("completion", **{key: each.astype(np.float32) for key, each in keys.items()})
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,9 @@ class RewardShape:
 
 
 def kl_rows(rows: Rows, mask: Vector, estimator: str, context: HostContext) -> Vector:
-    """The KL to the reference at each trained token, nats; records its means over tokens and over completions."""
+    """The KL to the reference at each trained token, nats. Records its means over tokens and over completions under the
+    estimator's name: `kl_k1` and `kl_k1_per_completion` (`kl` alone is what a policy node measures)."""
     kl = kl_estimate(rows.tokens("logprobs"), rows.tokens("ref_logprobs"), estimator) * mask
-    context.record("kl", float(kl.sum() / max(mask.sum(), 1.0)))
-    context.record("kl_per_completion", float(segment_sums(kl, rows.lengths).mean()))
+    context.record(f"kl_{estimator}", float(kl.sum() / max(mask.sum(), 1.0)))
+    context.record(f"kl_{estimator}_per_completion", float(segment_sums(kl, rows.lengths).mean()))
     return kl

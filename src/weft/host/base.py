@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class HostContext:
 class HostCallable(Protocol):
     """Called with the node's input keys; returns a sample with its output keys, for all ids or (a filter) fewer.
 
-    `state_dict` holds nested plain values and numpy arrays, and is saved at every recovery cut.
+    `state_dict` holds nested plain values and numpy arrays, and is part of every recovery point.
     """
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample | None: ...
@@ -46,7 +46,7 @@ class HostCallable(Protocol):
 
 
 @runtime_checkable
-class Beginner(HostCallable, Protocol):
+class SupportsPrefetch(HostCallable, Protocol):
     """A host function that can begin with some ids while others are still sampled.
 
     `begin` is called with the keys `begins_with` (the function's own names) of ids for which a running call has made them, in
@@ -61,6 +61,13 @@ class Beginner(HostCallable, Protocol):
     def begin(self, batch: SequenceSample, context: HostContext) -> None: ...
 
 
+@runtime_checkable
+class KeepsAll(HostCallable, Protocol):
+    """A host function that never drops an id: what comes next need not wait until it is known what it keeps."""
+
+    keeps_all: Literal[True]
+
+
 class Stateless:
     """For host functions whose result depends on the batch alone: nothing to save."""
 
@@ -69,6 +76,13 @@ class Stateless:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return None
+
+
+@runtime_checkable
+class Short(Protocol):
+    """A host function that was registered in a shorter form (`weft.host._functions`)."""
+
+    def build(self, args: Mapping[str, Any]) -> HostCallable: ...
 
 
 @dataclass
@@ -84,10 +98,13 @@ class PlainFunction(Stateless):
 
 def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
     """The host function registered as `name`: a class is built with `args`, a function is called with them every time.
+    `name` may also be `module:thing` or `FILE.py:thing`.
 
     Raises `ConfigError` for an unknown name and for arguments that the thing does not take or that are missing.
     """
     thing = functions.get(name)
+    if isinstance(thing, Short):
+        return thing.build(args)
     is_class = inspect.isclass(thing)
     check_arguments(f"host function {name!r}", thing, args, given=0 if is_class else 2)
     made = thing(**args) if is_class else PlainFunction(thing, dict(args))

@@ -11,6 +11,8 @@ z0 is a statistic of the whole batch, so it arrives at the loss as a key (rule 5
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -37,13 +39,8 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
         mask = rolled.data["kl_mask"]
     if batch.num_ids == 1:
         mask = torch.zeros_like(mask)
-    shape = rolled.lengths["kl_completion"], rolled.offsets["kl_completion"]
-    return SequenceSample(
-        batch.ids,
-        dict.fromkeys(("kl_completion", "kl_mask"), shape[0]),
-        dict.fromkeys(("kl_completion", "kl_mask"), shape[1]),
-        {"kl_completion": rolled.data["kl_completion"], "kl_mask": mask},
-    )
+    made = rolled.like("kl_completion", kl_completion=rolled.data["kl_completion"], kl_mask=mask)
+    return replace(made, ids=batch.ids)
 
 
 @register_function("kto_baseline")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError, unknown_name
@@ -64,11 +63,11 @@ class PreferencesByReward(Stateless):
         context.record("tied_fraction", float((margins == 0.0).mean()))
         if margins.any():
             context.record("reward_margin", float(margins[margins > 0.0].mean()))
-        data = {
-            "rank": torch.from_numpy(np.concatenate([rank for rank, _, _ in made])),
-            "comparison": torch.from_numpy(np.concatenate([comparison for _, comparison, _ in made])),
-        }
-        return SequenceSample.from_groups(batch.ids, {key: [[1] * int(n) for n in counts] for key in data}, data)
+        return batch.one_per(
+            "completion",
+            rank=np.concatenate([rank for rank, _, _ in made]),
+            comparison=np.concatenate([comparison for _, comparison, _ in made]),
+        )
 
 
 def best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from weft.algorithms.advantages import group_stds, zero_variance
 from weft.algorithms.base import host_array
@@ -73,6 +72,7 @@ class RewardFunction(Stateless):
     keep_parts: bool = False
     pool: Pool = field(init=False, repr=False)
     begins_with: ClassVar[Sequence[str]] = ("prompt", "completion")
+    keeps_all: ClassVar[Literal[True]] = True
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "num_workers", "chunk_size"):
@@ -117,18 +117,14 @@ class RewardFunction(Stateless):
         return self._sample(rewards, sums, batch)
 
     def _sample(self, rewards: Vector, sums: Sums, batch: SequenceSample) -> SequenceSample:
-        counts = np.diff(batch.offsets["completion"])
-        single = [[1] * int(n) for n in counts]
-        lengths, data = {"rewards": single}, {"rewards": _tensor(rewards)}
-        if self.by_token:
-            lengths["token_rewards"] = [
-                list(part) for part in np.split(batch.lengths["completion"], np.cumsum(counts)[:-1])
-            ]
-            data["token_rewards"] = _tensor(sums.by_token)
+        single = {"rewards": rewards}
         if self.keep_parts:
             scores = [host_array(batch.data["scores"])] if "scores" in batch.data else []
-            lengths["reward_parts"], data["reward_parts"] = single, _tensor(np.column_stack([*sums.parts, *scores]))
-        return SequenceSample.from_groups(batch.ids, lengths, data)
+            single["reward_parts"] = np.column_stack([*sums.parts, *scores])
+        made = batch.one_per("completion", **{key: values.astype(np.float32) for key, values in single.items()})
+        if self.by_token:
+            made = made.update(batch.like("completion", token_rewards=sums.by_token.astype(np.float32)))
+        return made
 
     def _calls(self, texts: Texts, ids: Sequence[str]) -> list[Call]:
         """All completions, those of consecutive prompts together that the same functions reward, `chunk_size` prompts at a
@@ -263,10 +259,6 @@ class Sums:
                 context.record(f"reward/{label}", float(np.nanmean(part)))
         for name, value in self.metrics.items():
             context.record(name, value)
-
-
-def _tensor(values: Vector) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.float32))
 
 
 def record_rewards(rewards: Vector, group: npt.NDArray[np.int64], context: HostContext) -> None:

@@ -26,8 +26,8 @@ class TeacherAdvantages(Stateless):
     normalised, the first step split off, samples mixed with the teacher's).
 
     Keys: completion (lengths), `logprobs` [L] as sampled, `teacher_logprobs` [L]; `teacher_top1` [L] (1 where the token is the
-    teacher's likeliest), `loss_mask`, `prompt` where there are any. Metrics over trained tokens: `reverse_kl`, the mean of
-    log pi_student - log pi_teacher, an unbiased estimate of their KL that may be negative; `reverse_kl_per_completion`, its
+    teacher's likeliest), `loss_mask`, `prompt` where there are any. Metrics over trained tokens: `kl_k1`, the mean of
+    log pi_student - log pi_teacher, an unbiased estimate of their KL that may be negative; `kl_k1_per_completion`, its
     sums; `teacher_agreement`, the mean of `teacher_top1`; `advantage_std`.
     """
 
@@ -45,8 +45,8 @@ class TeacherAdvantages(Stateless):
         counts = segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
         found = reversed_discounted_sums(-apart, counts, self.discount)
         if len(apart):
-            context.record("reverse_kl", float(apart.mean()))
-            context.record("reverse_kl_per_completion", float(segment_sums(apart, counts).mean()))
+            context.record("kl_k1", float(apart.mean()))
+            context.record("kl_k1_per_completion", float(segment_sums(apart, counts).mean()))
             context.record("advantage_std", float(found.std()))
             if "teacher_top1" in batch.data:
                 context.record("teacher_agreement", float(rows.tokens("teacher_top1")[trained].mean()))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from weft.data.datasets.prompt import MESSAGES
 from weft.data.prefix import common_prefix
@@ -140,5 +141,5 @@ def _up_to_end(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Id
     return kept if kept and kept[-1] == end else [*kept, end]
 
 
-def _packed(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    return torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64)
+def _packed(sequences: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    return np.array([token for ids in sequences for token in ids], dtype=np.int64)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import DEFAULT_MAX_TOKENS, Engine
 from weft.engine.spec import Schedule
+
+Unit = Literal["sequence", "group"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,28 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Minibatches:
+    """How a training call wants its batch: as `count` minibatches, or as minibatches of `size` completions, and all of them
+    `epochs` times. A `unit` of "group" keeps all completions of an id together."""
+
+    count: int = 1
+    size: int | None = None
+    epochs: int = 1
+    unit: Unit = "group"
+
+    def asked(self, completions: int) -> int:
+        """Minibatches of so many completions, in an epoch, where none is short of ids."""
+        return self.count if self.size is None else -(-completions // self.size)
+
+    def of(self, batch: SequenceSample) -> int:
+        """Minibatches of this batch: fewer than asked for where it holds less than one thing for each."""
+        if self.count == 1 and self.size is None:
+            return 1
+        completions = batch.num_sequences()
+        return min(self.asked(completions), batch.num_ids if self.unit == "group" else completions)
+
+
+@dataclass(frozen=True)
 class MFCResult:
     """New keys by id (None where a call makes none) and metrics, logged as `{node}/{metric}`."""
 
@@ -47,13 +71,18 @@ class MFCResult:
 
 
 class ModelInterface(Protocol):
-    """Built as `cls(**args)` with the node's args. A graph that calls a method its interface lacks is refused. `check_tokens`
-    is asked before the start, of the role's tokenizer and the data's, and raises `UserError` where the call needs others."""
+    """Built as `cls(**args)` with the node's args. A graph that calls a method its interface lacks is refused.
 
+    `check_tokens` is asked before the start, of the role's tokenizer and the data's, and raises `UserError` where the call
+    needs others. `train_step` gets its batch cut already: as `minibatches` says, in the order in which the optimizer is to
+    step, or whole where the interface does not say.
+    """
+
+    def minibatches(self) -> Minibatches: ...
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None: ...
     def generate(self, model: Model, batch: SequenceSample) -> MFCResult: ...
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult: ...
-    def train_step(self, model: Model, batch: SequenceSample) -> MFCResult: ...
+    def train_step(self, model: Model, minibatches: Sequence[SequenceSample]) -> MFCResult: ...
     def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult: ...
     def save(self, model: Model, directory: Path) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...

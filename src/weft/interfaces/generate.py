@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from weft import randomness
+from weft.algorithms.base import host_array
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Request, TokenEvent
@@ -119,22 +121,22 @@ class Generate:
         """The completions, K by K in order of `ids`, as keys of a sample."""
         events = [event for row in rows for event in row]
         tokens, single = [len(row) for row in rows], [1] * len(rows)
-        made: dict[str, tuple[list[int], list[Any], torch.dtype]] = {
-            "completion": (tokens, [event.token for event in events], torch.int64),
-            "logprobs": (tokens, [event.logprob for event in events], torch.float32),
-            "versions": (tokens, [event.version for event in events], torch.int64),
-            "loss_mask": (tokens, [1.0] * len(events), torch.float32),
-            "finished": (single, [float(row[-1].finish == "stop") for row in rows], torch.float32),
+        made: dict[str, tuple[list[int], list[Any], npt.DTypeLike]] = {
+            "completion": (tokens, [event.token for event in events], np.int64),
+            "logprobs": (tokens, [event.logprob for event in events], np.float32),
+            "versions": (tokens, [event.version for event in events], np.int64),
+            "loss_mask": (tokens, [1.0] * len(events), np.float32),
+            "finished": (single, [float(row[-1].finish == "stop") for row in rows], np.float32),
         }
         if self.spec.record_support:
             kept = [sum(len(event.support) for event in row) for row in rows]
-            made["support"] = (kept, [id for event in events for id in event.support], torch.int64)
-            made["support_counts"] = (tokens, [len(event.support) for event in events], torch.int64)
+            made["support"] = (kept, [id for event in events for id in event.support], np.int64)
+            made["support_counts"] = (tokens, [len(event.support) for event in events], np.int64)
         count = self.samples_per_prompt
         lengths = {
             key: [sizes[i : i + count] for i in range(0, len(rows), count)] for key, (sizes, _, _) in made.items()
         }
-        data = {key: torch.tensor(values, dtype=dtype) for key, (_, values, dtype) in made.items()}
+        data = {key: np.array(values, dtype=dtype) for key, (_, values, dtype) in made.items()}
         return SequenceSample.from_groups(ids, lengths, data)
 
 
@@ -142,18 +144,15 @@ def _own(batch: SequenceSample) -> SequenceSample:
     """The rows' own completions, every token trained where nothing is said."""
     keys = ["completion", *(["loss_mask"] if "loss_mask" in batch.data else [])]
     kept = batch.select(keys=keys)
-    shape = kept.lengths["completion"], kept.offsets["completion"]
-    mask = kept.data["loss_mask"].float() if len(keys) > 1 else torch.ones(kept.num_tokens())
-    data = {"completion": kept.data["completion"], "loss_mask": mask}
-    return _marked(SequenceSample(kept.ids, dict.fromkeys(data, shape[0]), dict.fromkeys(data, shape[1]), data), 0.0)
+    mask = host_array(kept.data["loss_mask"]) if len(keys) > 1 else np.ones(kept.num_tokens())
+    own = {"completion": kept.data["completion"], "loss_mask": mask.astype(np.float32)}
+    return _marked(kept.like("completion", **own), 0.0)
 
 
 def _marked(made: SequenceSample, sampled: float) -> SequenceSample:
     """`completion` and `loss_mask`, with `sampled` at every completion."""
-    counts = [[1] * len(lengths) for lengths in made.seqlens["completion"]]
-    marks = torch.full((made.num_sequences(),), sampled)
-    flags = SequenceSample.from_groups(made.ids, {"sampled": counts}, {"sampled": marks})
-    return made.select(keys=["completion", "loss_mask"]).update(flags)
+    marks = np.full(made.num_sequences(), sampled, dtype=np.float32)
+    return made.select(keys=["completion", "loss_mask"]).update(made.one_per("completion", sampled=marks))
 
 
 def _metrics(rows: Sequence[Sequence[TokenEvent]], seconds: float) -> dict[str, float]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weft.algorithms.base import Output, host_array
+from array_api_compat import array_namespace
+
+from weft.algorithms.base import Array, Output, host_array
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
@@ -16,8 +18,8 @@ from weft.host.base import HostContext
 from weft.host.reward import record_rewards
 from weft.interfaces._own_form import has_own_form, in_own_form, same_tokens
 from weft.interfaces.base import MFCResult, Model
-from weft.models.heads import TopIds
-from weft.models.lm_head import LIKELIEST
+from weft.models.network.event_outputs import LIKELIEST
+from weft.models.network.packed import TopIds
 from weft.registry import register_interface
 
 TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(LIKELIEST))
@@ -83,13 +85,18 @@ class Infer:
         return bool(self.prompt_prefix or self.prompt_suffix)
 
 
+def _mean(values: Array) -> float:
+    xp = array_namespace(values)
+    return float(xp.mean(xp.astype(values, xp.float64)))
+
+
 def _metrics(made: SequenceSample, left_out: Sequence[Sequence[str]]) -> Mapping[str, float]:
     """The mean of what was computed; of scores also the spread, under the names of reward nodes. `prompts_in_part`: the share
     of prompts of which the role's template leaves out something (`left_out` by id), where there are such."""
     context = HostContext()
     for key in ("entropy", "values"):
         if key in made.data:
-            context.record(key, float(made.data[key].double().mean()))
+            context.record(key, _mean(made.data[key]))
     if "scores" in made.data:
         record_rewards(host_array(made.data["scores"]).astype("float64"), made.group_of("scores"), context)
     if any(left_out):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from weft.algorithms.advantages import segment_sums
 from weft.algorithms.base import host_array
@@ -73,10 +72,5 @@ class ProcessReward:
 
 
 def _sample(batch: SequenceSample, rewards: np.ndarray, scores: np.ndarray) -> SequenceSample:
-    counts = np.diff(batch.offsets["completion"])
-    by_id = [part.tolist() for part in np.split(batch.lengths["completion"], np.cumsum(counts)[:-1])]
-    lengths = {"token_rewards": by_id, "scores": [[1] * int(n) for n in counts]}
-    data = {"token_rewards": rewards, "scores": scores}
-    return SequenceSample.from_groups(
-        batch.ids, lengths, {key: torch.from_numpy(each.astype(np.float32)) for key, each in data.items()}
-    )
+    by_token = batch.like("completion", token_rewards=rewards.astype(np.float32))
+    return by_token.update(batch.one_per("completion", scores=scores.astype(np.float32)))

@@ -58,7 +58,7 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
             samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
             horizon=horizon,
             plan=plan_lines(experiment, horizon, facts, group.numerics(), data, expected),
-            farewell=lambda: expected.compared(group.most_memory_gb()),
+            farewell=expected.compared,
         )
     )
 

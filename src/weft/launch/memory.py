@@ -7,30 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 
+from weft import kernels
 from weft.data.loader import LoadedData
 from weft.data.sample import SequenceSample
 from weft.engine import memory, microbatches
-from weft.engine.adapters_off import shares_base
 from weft.engine.device import peak_memory_gb
 from weft.engine.generation.generate import DEFAULT_SEQUENCES, SEQUENCES
 from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
-from weft.engine.rows import Places
+from weft.engine.rows import PackLayout
 from weft.engine.spec import GenerationSpec, ModelSpec
-from weft.engine.step import sharing, sharing_in_training
-from weft.engine.torch_engine import dtype_of
+from weft.engine.torch.adapters_off import shares_base
+from weft.engine.torch.engine import dtype_of
+from weft.engine.torch.step import sharing, sharing_in_training
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
-from weft.models.heads import chunk_rows
-from weft.models.native import library
+from weft.models.network.token_outputs import chunk_rows
+from weft.runtime.split import minibatches
 
 GIB, MIB = 2.0**30, 2.0**20
-# On a CPU the heap keeps what is free, with holes between tensors of many sizes, and more of them where torch cuts its blocks;
-# the room of a cache serves little else once it is free, and kernels bring buffers and pages of code: fewer where they multiply
-# in the processor's tiles, whose buffers stay where they are. As measured.
-HOLES, HOLES_OF_TORCH, KERNELS, KERNELS_IN_TILES = 1.15, 1.4, 40 * 2**20, 8 * 2**20
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
 
 
@@ -48,9 +44,10 @@ class Forecast:
         whole, held = memory.total(self.roles), sum(role.held for role in self.roles.values())
         if self.device.type != "cpu":
             return whole
+        # The heap keeps what is free, with holes between tensors of many sizes; a cache's room serves little else once it is
+        # free.
         caches = sum(role.cache for role in self.roles.values())
-        holes = HOLES_OF_TORCH if library.library() is None else HOLES
-        return held + holes * (whole - held) + caches + (KERNELS_IN_TILES if library.in_tiles() else KERNELS)
+        return held + kernels.HOLES * (whole - held) + caches + kernels.kernel_bytes()
 
     def lines(self) -> Iterator[str]:
         """For people, before the run."""
@@ -66,9 +63,12 @@ class Forecast:
         return f"without activations of {', '.join(self.incomplete)}" if self.incomplete else "at most"
 
     def compared(self, most: float) -> str:
-        """For people, after the run, which held `most` GiB at most."""
+        """For people, after the run, which held `most` GiB at most (`peak_memory_gb` of its last line)."""
         used, scope = (most - self.baseline) * GIB, f" {self._scope}" if self.incomplete else ""
-        return f"memory: {size(used)} were needed at most, {size(self.total)} expected{scope} ({used / self.total:.0%})"
+        return (
+            f"memory: {most:.2f} GB at most, of which this run needed {size(used)}; expected were {size(self.total)}{scope} "
+            f"({used / self.total:.0%})"
+        )
 
 
 def held_memory(device: torch.device) -> float:
@@ -127,8 +127,8 @@ def _settings(spec: ModelSpec, device: torch.device, vocab_size: int) -> Setting
         recompute=spec.recomputed_layers,
         offload_optimizer=spec.optimizer.offload and device.type != "cpu",
         chunk_rows=chunk_rows(vocab_size, device),
-        packs=plain and library.library() is None,
-        in_place=plain and library.library() is not None,
+        packs=plain and kernels.cpu_library() is None,
+        in_place=plain and kernels.cpu_library() is not None,
         adds_rows=plain,
     )
 
@@ -158,27 +158,27 @@ def _works(
     computes a prefix of several sequences once, and whether it does so in training."""
     if "completion" not in batch.data:
         return
-    places = Places.of(batch)
+    layout = PackLayout.of(batch)
     if call.method == "generate":
-        together = min(len(places.length), SEQUENCES.get(device.type, DEFAULT_SEQUENCES))
+        together = min(len(layout.length), SEQUENCES.get(device.type, DEFAULT_SEQUENCES))
         capacity = SLOT
-        while capacity < int(places.lengths.max()):
+        while capacity < int(layout.lengths.max()):
             capacity *= 2
         yield Work(tokens=0, cache_tokens=together * capacity, sequences=together)
         return
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
-    limit = max(limit, int(places.lengths.max()))  # what is too long is said where it happens: sampling may end earlier
+    limit = max(limit, int(layout.lengths.max()))  # what is too long is said where it happens: sampling may end earlier
     trains = call.method == "train_step"
     shares = bool(shared) and (shared["in_training"] or not trains)
     entropy = trains and bool(call.args.get("entropy_coef"))  # without a weight it has no gradient
     parts: Sequence[SequenceSample] = [batch]
     if trains:
         updates = max(1, experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1)))
-        parts = [batch.select(ids=list(ids)) for ids in np.array_split(np.asarray(batch.ids), updates) if len(ids)]
+        parts = minibatches(batch, min(updates, batch.num_ids), "group")
     for part in parts:
         cuts = microbatches.cut(part, limit, "sequence")
         for cut in cuts:
-            at = Places.of(cut)
+            at = PackLayout.of(cut)
             if shares and int(at.lengths.max()) <= shared["longest"]:
                 keys = (*call.input_keys, *call.optional_keys)
                 at = sharing_in_training(at, keys, cut, device) if trains else sharing(at, keys)

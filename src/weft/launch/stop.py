@@ -13,7 +13,7 @@ POLL_SECONDS = 0.1
 
 
 def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", deadline_s: float = 600.0) -> str:
-    """Send SIGTERM to the run's process and wait until it is gone: it finishes its step and writes a cut first.
+    """Send SIGTERM to the run's process and wait until it is gone: it finishes its step and writes a recovery point first.
 
     Returns what happened, for people. Raises `ConfigError` where there is no such run or nobody runs it, `RunError` where it
     does not end in time.

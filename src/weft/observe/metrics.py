@@ -16,8 +16,8 @@ COUNTERS = ("step", "epoch")
 HEADLINES = ("reward", "loss", "accuracy")
 # Shown before all others, in this order; the rest is a click away.
 TELLING = (
-    "reward", "accuracy", "accuracies", "token_accuracy", "loss", "value_loss", "perplexity", "kl", "margin", "margins",
-    "kendalltau", "response_length", "entropy", "reward_std", "frac_reward_zero_std", "truncated_fraction",
+    "reward", "accuracy", "accuracies", "token_accuracy", "loss", "value_loss", "perplexity", "kl", "kl_exact", "margin",
+    "margins", "kendalltau", "response_length", "entropy", "reward_std", "frac_reward_zero_std", "truncated_fraction",
     "clip_ratio", "explained_variance", "grad_norm", "learning_rate", "tokens_per_second",
 )  # fmt: skip
 RISING = (
@@ -31,7 +31,7 @@ RISING = (
     "explained_variance",
 )
 FALLING = ("loss", "perplexity")
-ACRONYMS = {"kl": "KL", "mfu": "MFU", "approx_kl": "approx. KL", "kl_coef": "KL coefficient"}
+ACRONYMS = {"kl": "KL", "kl_exact": "KL (exact)", "mfu": "MFU", "approx_kl": "approx. KL", "kl_coef": "KL coefficient"}
 
 Line = Mapping[str, float | None]
 

@@ -53,13 +53,14 @@ class Observer:
         log_freq_steps: int = 1,
         memory: Callable[[], float] = peak_memory_gb,
     ) -> Observer:
-        """The observer of a run whose directory exists: starts its loggers, cuts its files to `run.cut` steps, and shows the
-        live view where the output is a terminal and `progress` is on. Raises `UserError` where a logger cannot start."""
+        """The observer of a run whose directory exists: starts its loggers, cuts its files to `run.resumed_step` steps, and
+        shows the live view where the output is a terminal and `progress` is on. Raises `UserError` where a logger cannot
+        start."""
         earlier = max((int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row), default=0)
         run = replace(run, logged=earlier)
         view = make_view(f"{run.experiment_name}/{run.trial_name}", progress=progress)
         observer = cls(run.directory, make_sinks(loggers, run), view, log_freq_steps=log_freq_steps, memory=memory)
-        observer.truncate(run.cut)
+        observer.truncate(run.resumed_step)
         view.start()
         return observer
 
@@ -123,11 +124,11 @@ class Observer:
         """A line for log.txt alone: what the terminal is told of in another way."""
         self._log(line)
 
-    def truncate(self, cut_step: int) -> None:
-        """Forget the steps beyond the cut that a restart goes on from."""
+    def truncate(self, step: int) -> None:
+        """Forget the steps beyond the recovery point that a restart goes on from."""
         with self._told(METRICS):
-            self._metrics.truncate(cut_step)
-            self._samples.truncate(cut_step)
+            self._metrics.truncate(step)
+            self._samples.truncate(step)
 
     def close(self, status: str = "finished") -> None:
         """End the live view with one line that sums up, and the loggers. A second call does nothing."""

@@ -12,7 +12,15 @@ from weft.observe.metrics import direction, duration, headline, last_part, numbe
 
 RECENT = 50  # steps whose pace the remaining time is taken from
 BARS = "▁▂▃▄▅▆▇█"
-BESIDE = ("kl", "accuracy", "accuracies", "token_accuracy", "margin", "response_length")  # shown next to the headline
+BESIDE = (
+    "kl",
+    "kl_exact",
+    "accuracy",
+    "accuracies",
+    "token_accuracy",
+    "margin",
+    "response_length",
+)  # shown next to the headline
 
 
 @dataclass

@@ -32,14 +32,14 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger is told about the run. Of a run that goes on, `cut` is the step it goes on from and `logged` the last
-    one in its metrics.jsonl (`Observer.open` reads it there); both are 0 for a new run."""
+    """What a logger is told about the run. Of a run that goes on, `resumed_step` is the step it goes on from and `logged` the
+    last one in its metrics.jsonl (`Observer.open` reads it there); both are 0 for a new run."""
 
     directory: Path
     experiment_name: str
     trial_name: str
     config: Mapping[str, Any]
-    cut: int = 0
+    resumed_step: int = 0
     logged: int = 0
 
 

@@ -19,14 +19,14 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
-    return TensorBoard(run.directory / FOLDER, run.cut)
+    return TensorBoard(run.directory / FOLDER, run.resumed_step)
 
 
 class TensorBoard:
-    """Event files by TensorBoard's own writer, without torch or TensorFlow. A run that goes on from step `cut` marks what
-    an earlier process wrote beyond it as superseded, so that there is one curve."""
+    """Event files by TensorBoard's own writer, without torch or TensorFlow. A run that goes on from step `resumed_step` marks
+    what an earlier process wrote beyond it as superseded, so that there is one curve."""
 
-    def __init__(self, folder: Path, cut: int = 0) -> None:
+    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.summary_v2 import text_pb
@@ -36,7 +36,7 @@ class TensorBoard:
         earlier = folder.is_dir() and any(folder.iterdir())
         self._writer = EventFileWriter(str(folder))
         if earlier:
-            self._add(cut + 1, session_log=SessionLog(status=SessionLog.START))
+            self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]

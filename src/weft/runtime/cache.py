@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from weft.data.arrays import Array
 from weft.data.sample import SequenceSample
 from weft.engine.base import Engine
 from weft.graph.mfc import MFCDef
@@ -124,6 +125,6 @@ def fingerprint(node: MFCDef, engine: Engine) -> str:
     return digest.hexdigest()
 
 
-def _bytes(values: torch.Tensor) -> bytes:
-    flat = values.detach().cpu().contiguous().reshape(-1)
+def _bytes(values: Array) -> bytes:
+    flat = torch.as_tensor(values).detach().cpu().contiguous().reshape(-1)  # numpy has no bfloat16
     return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""

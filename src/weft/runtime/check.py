@@ -9,7 +9,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, GraphError
 from weft.experiment import Experiment
 from weft.graph.mfc import Call, MFCDef, Node
-from weft.interfaces.base import ModelInterface
+from weft.interfaces.base import Minibatches, ModelInterface
 from weft.registry import functions, interfaces
 from weft.runtime.group import EVALUATION
 
@@ -28,6 +28,14 @@ def implements(interface: str, method: str) -> bool:
     """Whether the registered class defines `method` itself; what it inherits from the Protocol is no implementation."""
     cls = interfaces.get(interface)
     return any(method in vars(base) for base in inspect.getmro(cls) if base is not ModelInterface)
+
+
+def wanted_minibatches(node: MFCDef) -> Minibatches:
+    """How the node's interface wants its batch; whole where it does not say."""
+    if not node.trains or not implements(node.interface, "minibatches"):
+        return Minibatches()
+    wanted: Minibatches = interfaces.get(node.interface)(**node.args).minibatches()
+    return wanted
 
 
 def check_calls(experiment: Experiment) -> None:

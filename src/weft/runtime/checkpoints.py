@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.runtime import disk, waiting
+from weft.runtime import disk
 from weft.runtime.directory import RunDirectory
 from weft.runtime.group import WorkerGroup
 
@@ -25,15 +25,14 @@ class Checkpoints:
         for role in self._roles:
             target = self._directory.checkpoints / role / f"step{step}"
             target.parent.mkdir(parents=True, exist_ok=True)
-            what = f"saving role {role!r}"
-            made.append(disk.write_directory(target, lambda d, role=role, what=what: self._write(role, d, what)))  # type: ignore[misc]
+            made.append(disk.write_directory(target, lambda d, role=role: self._group.save(role, d).result()))  # type: ignore[misc]
         if milestone and self._roles:
             steps = sorted({*self._milestones(), step})
             disk.write_text(self._directory.checkpoints / MILESTONES, json.dumps(steps) + "\n")
         return made
 
     def prune(self) -> None:
-        """Remove what goes beyond the limit. A restart needs none of them: cuts hold all that it takes up."""
+        """Remove what goes beyond the limit. A restart needs none of them: recovery points hold all that it takes up."""
         if self._limit is None:
             return
         kept = self._milestones()
@@ -46,9 +45,6 @@ class Checkpoints:
         """Remove what a killed process left half-written."""
         for role in self._roles:
             disk.mend(self._directory.checkpoints / role)
-
-    def _write(self, role: str, directory: Path, what: str) -> None:
-        waiting.wait(self._group.save(role, directory), None, what)
 
     def _milestones(self) -> list[int]:
         path = self._directory.checkpoints / MILESTONES

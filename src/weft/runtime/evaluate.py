@@ -11,13 +11,13 @@ from weft.data.tokenizer import Tokenizer
 from weft.experiment import Evaluation, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.ready import Buffer, ready
-from weft.runtime.firing import Fires
 from weft.runtime.group import EVALUATION, WorkerGroup
-from weft.runtime.ledger import Measured, join
+from weft.runtime.node_runner import NodeRunner
+from weft.runtime.step_metrics import Measured, join
 from weft.runtime.store import TensorStore
 
 
-class Rows(Protocol):
+class ValidationSource(Protocol):
     """A validation source: one id at a place."""
 
     def __len__(self) -> int: ...
@@ -32,13 +32,12 @@ class Evaluator:
         experiment: Experiment,
         evaluation: Evaluation,
         group: WorkerGroup,
-        sources: Mapping[str, Rows],
+        sources: Mapping[str, ValidationSource],
         tokenizers: Mapping[str, Tokenizer],
     ) -> None:
         self._graph, self._group, self._sources = evaluation.graph, group, sources
         self._size, self._tokens = evaluation.batch_size, experiment.dataset.valid_tokens_per_batch
-        seed, role = experiment.control.seed, experiment.data_role
-        self._fires = Fires(evaluation.graph, group, tokenizers, role, seed, EVALUATION)
+        self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
 
     def run(self, step: int) -> dict[str, float]:
         """`eval/{source}/{metric}` of every source, and `eval/{metric}` over the ids of all. `step` seeds what is sampled."""
@@ -58,10 +57,11 @@ class Evaluator:
         buffer.add(batch.ids, batch.keys)
         seconds = 0.0
         whole = _whole_batches(self._graph)
-        while wave := ready(whole, buffer, {}, []):
-            firing = replace(wave[0], step=step)
+        while firings := ready(whole, buffer, {}, []):
+            firing = replace(firings[0], step=step)
             buffer.start(firing)
-            outcome = self._fires.start(firing, metas.fetch(firing.ids, ()))()
+            self._runner.start(firing, metas)
+            outcome = self._runner.wait()
             if outcome.outputs is not None:
                 metas.put(outcome.outputs)
             metrics.update(outcome.metrics)
@@ -70,7 +70,7 @@ class Evaluator:
         self._group.discard(batch.ids)
         return Measured(metrics, batch.num_ids, seconds)
 
-    def _batches(self, source: str, rows: Rows) -> Iterator[SequenceSample]:
+    def _batches(self, source: str, rows: ValidationSource) -> Iterator[SequenceSample]:
         """The rows in order, `batch_size` at a time, or as many as `valid_tokens_per_batch` holds."""
         part: list[SequenceSample] = []
         tokens = 0

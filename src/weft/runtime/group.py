@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 from weft.data.sample import SequenceSample
 from weft.graph.mfc import ParamSync
-from weft.interfaces.base import MFCResult
+from weft.runtime.events import Events
 
 SampleMeta = SequenceSample  # a description: ids, lengths and metadata, no tensors
 
@@ -19,14 +19,21 @@ EVALUATION = "eval/"  # what the names of the evaluation graph's calls begin wit
 
 
 class WorkerGroup(Protocol):
-    """Engines are keyed by (role, layout). The first five signatures are frozen (docs/architecture.md)."""
+    """Engines are keyed by (role, layout). What a role is asked for is done in the order in which it was asked for.
 
-    def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> Future[MFCResult]:
-        """Run a model function call on the ids of `parts` [minibatch][dp]; `step` counts the node's firings from 0."""
+    The group hands over a description and tells what becomes of it on `events`, the one queue that its user waits on.
+    """
+
+    @property
+    def events(self) -> Events: ...
+
+    def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
+        """Begin a model function call on the ids of `parts` [minibatch][data-parallel rank]; `step` counts the node's firings
+        from 0. The events' task is `(mfc, step)`, the result an `MFCResult`."""
         ...
 
-    def sync(self, s: ParamSync) -> Future[int]:
-        """Move parameters between roles; the target's new version."""
+    def sync(self, s: ParamSync, step: int) -> None:
+        """Begin to move parameters between roles. The events' task is `(s.name, step)`, the result the target's new version."""
         ...
 
     def snapshot(self, d: Path) -> Future[None]:
@@ -45,9 +52,8 @@ class WorkerGroup(Protocol):
         """Take in tensors made outside (rows of the loader, keys of a host function)."""
         ...
 
-    def listen(self, mfc: str, hear: Callable[[SampleMeta], None]) -> None:
-        """Have `hear` told of outputs that a call has made before its end (`Model.announce`); they can be fetched then. It is
-        called where the call is made, and returns at once. Several may listen to one call."""
+    def listen(self, mfc: str) -> None:
+        """Have `Announced` told of outputs that this call has made before its end."""
         ...
 
     def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
@@ -71,5 +77,5 @@ class WorkerGroup(Protocol):
         ...
 
     def peak_memory_gb(self) -> float:
-        """Most memory held at once since the last call, in GiB."""
+        """Most memory held at once since the run began, in GiB; on a CPU since the process did."""
         ...

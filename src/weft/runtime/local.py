@@ -14,7 +14,8 @@ import torch
 from weft.data.sample import SequenceSample
 from weft.engine.device import numerics, peak_memory_gb, reset_peak_memory
 from weft.graph.mfc import ParamSync
-from weft.interfaces.base import MFCResult
+from weft.runtime import events
+from weft.runtime.events import Events
 from weft.runtime.group import SampleMeta
 from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker
@@ -28,17 +29,24 @@ class LocalGroup:
     deadline, keep its view alive and hear a signal. The thread is a daemon; a call that hangs cannot keep the process."""
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:
+        self.events: Events = queue.SimpleQueue()
+        self._announcing: set[str] = set()  # calls whose early outputs somebody wants
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
         self._thread.start()
-        self._device, self._closed, self._most = device, False, 0.0
+        self._device, self._closed = device, False
+        reset_peak_memory(device)
         self._worker = self._run(make).result()
 
-    def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> Future[MFCResult]:
-        return self._run(lambda: self._worker.call(mfc, step, [meta for minibatch in parts for meta in minibatch]))
+    def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
+        minibatches = [ranks[0] for ranks in parts]  # one device: the first rank is all there are
+        early = self.events if mfc in self._announcing else None
+        self._run(
+            lambda: events.run((mfc, step), lambda: self._worker.call(mfc, step, minibatches, early), self.events)
+        )
 
-    def sync(self, s: ParamSync) -> Future[int]:
-        return self._run(lambda: self._worker.roles.sync(s))
+    def sync(self, s: ParamSync, step: int) -> None:
+        self._run(lambda: events.run((s.name, step), lambda: self._worker.roles.sync(s), self.events))
 
     def snapshot(self, d: Path) -> Future[None]:
         def save() -> None:
@@ -48,7 +56,7 @@ class LocalGroup:
         return self._run(save)
 
     def restore(self, d: Path) -> None:
-        """Computes with as many threads as the process did that wrote the cut, so that sums come out the same."""
+        """Computes with as many threads as the process did that wrote the recovery point, so that sums come out the same."""
 
         def load() -> None:
             threads = read_state(d / NUMERICS)["threads"]
@@ -62,15 +70,14 @@ class LocalGroup:
 
     def close(self, deadline_s: float) -> None:
         self._closed = True
-        self._worker.listeners.clear()  # they know who made this group
         self._queue.put(None)
         self._thread.join(deadline_s)
 
     def put(self, sample: SequenceSample) -> SampleMeta:
         return self._worker.store.put(sample)
 
-    def listen(self, mfc: str, hear: Callable[[SampleMeta], None]) -> None:
-        self._worker.listeners.setdefault(mfc, []).append(hear)
+    def listen(self, mfc: str) -> None:
+        self._announcing.add(mfc)
 
     def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
         return self._worker.store.fetch(ids, keys, optional)
@@ -88,14 +95,7 @@ class LocalGroup:
         return self._run(lambda: numerics(self._device)).result()
 
     def peak_memory_gb(self) -> float:
-        peak = peak_memory_gb(self._device)
-        self._most = max(self._most, peak)
-        reset_peak_memory(self._device)
-        return peak
-
-    def most_memory_gb(self) -> float:
-        """Most memory held at once since the beginning, in GiB."""
-        return max(self._most, peak_memory_gb(self._device))
+        return peak_memory_gb(self._device)
 
     def _run(self, task: Callable[[], T]) -> Future[T]:
         assert not self._closed, "the worker group is closed"

@@ -16,13 +16,15 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import GraphError, RunError
 from weft.experiment import Experiment
+from weft.graph.agenda import Agenda
+from weft.graph.mfc import HostFunction
 from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus
-from weft.runtime import waiting
-from weft.runtime.firing import Fires, Outcome
 from weft.runtime.group import WorkerGroup
-from weft.runtime.ledger import Ledger, Measured
+from weft.runtime.node_runner import NodeRunner
+from weft.runtime.outcome import Outcome
 from weft.runtime.prefetch import Prefetched
 from weft.runtime.state import read_state, write_state
+from weft.runtime.step_metrics import Measured, StepMetrics
 from weft.runtime.store import TensorStore
 
 MASTER, WORKERS = "master.bin", "workers"
@@ -30,9 +32,10 @@ NUMERICS = "numerics"
 
 
 class Listener(Protocol):
-    """Hears of every firing when it is over, while its tensors are still there."""
+    """Hears of every firing when it is over, and of the ids of a step while their tensors are still there."""
 
-    def fired(self, outcome: Outcome, step: int, ends_step: bool) -> None: ...
+    def fired(self, outcome: Outcome, step: int) -> None: ...
+    def stepped(self, ids: Sequence[str], step: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class StepResult:
 
 @dataclass
 class Position:
-    """How far the run is; part of a cut."""
+    """How far the run is; part of a recovery point."""
 
     step: int = 0
     epochs_done: int = 0
@@ -69,9 +72,15 @@ class Master:
         self._experiment, self._graph, self._group = experiment, experiment.graph, group
         self._loader = Prefetched(loader, experiment.control.total_train_epochs)
         self.listener: Listener | None = None
-        self._fires = Fires(experiment.graph, group, tokenizers, experiment.data_role, experiment.control.seed)
-        self._buffer, self._ledger, self._metas = Buffer(), Ledger(), TensorStore()
+        self._runner = NodeRunner(experiment, experiment.graph, group, tokenizers)
+        self._buffer, self._metrics, self._metas = Buffer(), StepMetrics(), TensorStore()
         self.position = Position()
+        self._agenda = Agenda(self._graph, self.position.versions)
+        self._open: list[
+            Firing
+        ] = []  # of host functions that may drop ids: what they keep is not yet taken into account
+        self._kept: dict[Firing, Sequence[str]] = {}  # what they kept, of those that are over
+        self._gone: list[str] = []  # ids that nobody will need once all that was decided is done
 
     def step(self) -> StepResult | None:
         """Run until the node that steps follow has fired and all that its ids need is done; None where data are used up.
@@ -85,43 +94,70 @@ class Master:
         self._turn_epoch()
         now = self.position
         epoch = now.epochs_done + now.ids_done / max(1, self._loader.num_ids)
-        measured = self._ledger.close()
+        measured = self._metrics.close()
         return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
 
     def _until_stepped(self) -> bool:
-        old: set[str] | None = None  # once the step's node has fired: the ids of this step and older ones
+        old: set[str] | None = None  # once the step's node is to fire: the ids of this step and older ones
+        stepped: tuple[str, ...] = ()
         while True:
-            wave = ready(self._graph, self._buffer, self.position.versions, [])
+            firings = ready(self._graph, self._buffer, self._buffer.finished, self._open)
             if old is not None:
-                wave = [firing for firing in wave if old.issuperset(firing.ids)]
-                if not wave:
-                    return True
-            if not wave and not self._load():
+                firings = [firing for firing in firings if old.issuperset(firing.ids)]
+            for firing in firings:
+                if firing.node == self._experiment.steps_follow:
+                    stepped, order = firing.ids, list(self._buffer.entries)
+                    old = set(order[: order.index(stepped[-1]) + 1])
+            if firings:
+                self._decide(firings)
+            elif self._open:
+                self._close_first()
+            elif old is not None:
+                self._finish(stepped)
+                return True
+            elif not self._load():
+                self._finish()
                 return False
-            stepped = [firing for firing in wave if firing.node == self._experiment.steps_follow]
-            if stepped:
-                order = list(self._buffer.entries)
-                old = set(order[: order.index(stepped[0].ids[-1]) + 1])
-            self._run(wave)
 
-    def _run(self, wave: Sequence[Firing]) -> None:
-        """Start every firing of the wave, then wait for all: what comes next never depends on which was faster."""
-        ends = []
-        for firing in wave:
+    # -- deciding: a call's end changes nothing that is not known before, so what comes next is decided without it; the ends of
+    #    host functions that may drop ids are taken into account one by one, in the order in which they were decided on
+
+    def _decide(self, firings: Sequence[Firing]) -> None:
+        """Take these firings as good as done, but for what host functions keep."""
+        for firing in firings:
             self._count_rounds(firing.node)
             self._buffer.start(firing)
-            ends.append(self._fires.start(firing, self._metas.fetch(firing.ids, ())))
-        for end in ends:
-            self._over(end())
-        for firing in wave:
+            self._agenda.add(firing, self._buffer)
+            self._metrics.expect(firing.node)
+        for firing in firings:
+            if self._may_drop(firing):
+                self._open.append(firing)
+            else:
+                self._close(firing, firing.ids)
+        for firing in firings:
             self._drop_surplus(firing.node)
+
+    def _close_first(self) -> None:
+        """Wait for the host function that was decided on first, and take into account what it kept."""
+        firing = self._open[0]
+        while firing not in self._kept:
+            self._go_on()
+        self._open.remove(firing)
+        self._close(firing, self._kept.pop(firing))
         spent = exhausted(self._graph, self._buffer)
         if spent is not None:
             raise RunError(
                 f"filter {spent.name!r}: {spent.refill_rounds} rounds of sampling left nothing to train on; its prompts "
-                f"may all be "
-                "too easy or too hard, or rewards never differ; change the data or the reward, or allow more rounds"
+                "may all be too easy or too hard, or rewards never differ; change the data or the reward, or allow more rounds"
             )
+
+    def _may_drop(self, firing: Firing) -> bool:
+        node = self._graph.node(firing.node)
+        return isinstance(node, HostFunction) and self._runner.functions.may_drop(node)
+
+    def _close(self, firing: Firing, kept: Sequence[str]) -> None:
+        node = self._graph.node(firing.node)
+        self._forget(self._buffer.finish(firing, kept, node.outputs, len(self._graph.nodes)))
 
     def _count_rounds(self, node: str) -> None:
         """Log how often was sampled for a training node that fires now, where a filter asks for more."""
@@ -129,40 +165,57 @@ class Master:
             filter = self._graph.refills(edge) if edge.producer == node else None
             if filter is not None:
                 rounds = float(self._buffer.rounds(edge.consumer, node))
-                self._ledger.add(filter.name, Measured({f"rounds/{edge.consumer}": rounds}, 1, 0.0))
+                self._metrics.add(filter.name, Measured({f"rounds/{edge.consumer}": rounds}, 1, 0.0))
 
     def _drop_surplus(self, node: str) -> None:
         """Let go of what a refill brought beyond what the training node took."""
+        while self._open and any(
+            self._graph.refills(edge) for edge in self._graph.version_edges if edge.producer == node
+        ):
+            self._close_first()
         gone = surplus(self._graph, self._buffer, node)
-        if gone:
-            self._buffer.drop(gone)
-            self._forget(gone)
-
-    def _over(self, outcome: Outcome) -> None:
-        firing, node = outcome.firing, self._graph.node(outcome.firing.node)
-        for sync in self._graph.syncs:
-            if sync.after == firing.node:
-                waiting.wait(self._group.sync(sync), None, f"sync {sync.source} -> {sync.target}")
-        self.position.versions[firing.node] = self.position.versions.get(firing.node, 0) + 1
-        if outcome.outputs is not None:
-            self._metas.put(outcome.outputs)
-        self._ledger.add(firing.node, Measured(outcome.metrics, len(firing.ids), outcome.seconds))
-        if self.listener is not None:
-            self.listener.fired(outcome, self.position.step + 1, firing.node == self._experiment.steps_follow)
-        gone = self._buffer.finish(firing, outcome.kept, node.outputs, len(self._graph.nodes))
+        self._buffer.drop(gone)
         self._forget(gone)
 
     def _forget(self, gone: Sequence[str]) -> None:
-        """Ids that nobody needs any more leave the workers and the books."""
-        self._group.discard(gone)
-        self._metas.discard(gone)
+        self._gone += gone
         self.position.ids_done += len(gone)
+
+    # -- doing: whatever can begin does so, and the first end there is makes others begin
+
+    def _go_on(self) -> None:
+        """Begin what may begin; take in the next end of a firing."""
+        for firing in self._agenda.take():
+            self._runner.start(firing, self._metas)
+        outcome = self._runner.wait()
+        firing = outcome.firing
+        self.position.versions[firing.node] = self.position.versions.get(firing.node, 0) + 1
+        if outcome.outputs is not None:
+            self._metas.put(outcome.outputs)
+        self._metrics.add(firing.node, Measured(outcome.metrics, len(firing.ids), outcome.seconds))
+        if self._may_drop(firing):
+            self._kept[firing] = outcome.kept
+        if self.listener is not None:
+            self.listener.fired(outcome, self.position.step + 1)
+
+    def _finish(self, stepped: Sequence[str] = ()) -> None:
+        """See all through that was decided; ids that nobody needs any more leave the workers and the books."""
+        while self._agenda or not self._runner.idle:
+            self._go_on()
+        if stepped and self.listener is not None:
+            self.listener.stepped(stepped, self.position.step + 1)
+        self._group.discard(self._gone)
+        self._metas.discard(self._gone)
+        self._gone = []
+
+    # -- rows
 
     def _load(self) -> bool:
         """Take in the loader's next batch; False at the end of the last epoch."""
         if self._buffer.closed:
             if self._buffer.entries:
                 raise self._stuck()
+            self._finish()  # the next epoch has the same ids
             self._turn_epoch()
         if self.position.epochs_done >= self._experiment.control.total_train_epochs:
             return False
@@ -193,7 +246,7 @@ class Master:
         shown = "; ".join(f"{row.id}: through {', '.join(sorted(row.done)) or 'nothing'}" for row in rows)
         return RunError(f"no node can run on the {len(self._buffer.entries)} ids that are left of this epoch ({shown})")
 
-    # -- the cut: between steps, with nothing in flight
+    # -- recovery points: between steps, with nothing in flight
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """Write everything that a restart needs into the empty `directory`; `extra` comes back from `load`."""
@@ -201,7 +254,7 @@ class Master:
             "position": vars(self.position),
             "buffer": self._buffer.state_dict(),
             "loader": self._loader.state_dict(),
-            "functions": self._fires.state_dict(),
+            "functions": self._runner.functions.state_dict(),
             NUMERICS: dict(self._group.numerics()),
             "extra": dict(extra),
         }
@@ -211,16 +264,17 @@ class Master:
         for number, sample in enumerate(self._metas.batches()):
             (descriptions / f"{number}.bin").write_bytes(sample.to_bytes())
         (directory / WORKERS).mkdir()
-        waiting.wait(self._group.snapshot(directory / WORKERS), None, "the workers' snapshot")
+        self._group.snapshot(directory / WORKERS).result()
 
     def load(self, directory: Path) -> Mapping[str, Any]:
         """Take up what `save` wrote; returns its `extra` and, under `numerics`, what the run was computed with."""
         state = read_state(directory / MASTER)
         self._group.restore(directory / WORKERS)
         self.position = Position(**state["position"])
+        self._agenda = Agenda(self._graph, self.position.versions)
         self._buffer.load_state_dict(state["buffer"])
         self._loader.load_state_dict(state["loader"])
-        self._fires.load_state_dict(state["functions"])
+        self._runner.functions.load_state_dict(state["functions"])
         for path in sorted((directory / "descriptions").iterdir(), key=lambda p: int(p.stem)):
             self._metas.put(SequenceSample.from_bytes(path.read_bytes()))
         return {**state["extra"], NUMERICS: state[NUMERICS]}

@@ -1,4 +1,4 @@
-"""The loader's next batch, made while the one before it is at work. What a cut sees is the position of what was given out."""
+"""The loader's next batch, made while the one before it is at work. Its state is the position of what was given out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.data.batches import Loader
 from weft.data.sample import SequenceSample
-from weft.runtime import waiting
+from weft.runtime import background
 
 
 class Prefetched:
@@ -31,7 +31,7 @@ class Prefetched:
         self._ahead = None
         self._look()
         if self._loader.epoch < self._epochs:
-            self._ahead = waiting.begin(self._loader.next_batch, "weft-loader")
+            self._ahead = background.begin(self._loader.next_batch, "weft-loader")
         return batch
 
     def state_dict(self) -> dict[str, Any]:

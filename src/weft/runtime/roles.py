@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from weft.engine.adapters_off import shares_base
 from weft.engine.base import Engine
 from weft.engine.spec import ModelSpec
+from weft.engine.torch.adapters_off import shares_base
 from weft.errors import CheckpointError, ConfigError
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.graph.graph import DataflowGraph
@@ -36,7 +34,7 @@ class Samples:
     def generations(self, ids: Sequence[str]) -> list[dict[str, Any]]:
         """Every completion of these ids: id, prompt, completion, completion_ids, logprobs, finish_reason."""
         batch = self._group.fetch(ids, ["prompt", "completion"], ["logprobs", "finished"])
-        logprobs: Sequence[torch.Tensor | None] = [None] * batch.num_sequences()
+        logprobs: Sequence[Any] = [None] * batch.num_sequences()
         if "logprobs" in batch.data:
             logprobs = batch.sequences("logprobs")
         rows = []

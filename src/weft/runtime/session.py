@@ -1,4 +1,4 @@
-"""A run from its first step to its last: steps, evaluation, checkpoints, cuts, and what happens when it is told to stop."""
+"""A run from its first step to its last: steps, evaluation, checkpoints, recovery points, and the way it ends."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from weft.runtime import disk
 from weft.runtime.checkpoints import Checkpoints
 from weft.runtime.directory import RunDirectory, Status
 from weft.runtime.evaluate import Evaluator
+from weft.runtime.firing_recorder import FiringRecorder
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS, Master, StepResult
-from weft.runtime.recover import Cut, Cuts, named_cut
+from weft.runtime.recovery import RecoveryPoint, RecoveryPoints, named_point
 from weft.runtime.samples import Samples
 from weft.runtime.schedule import Every, Horizon
-from weft.runtime.watch import Watch
 
-CUT_SECONDS = 600.0  # a step that ends this long after the last cut makes one, wherever checkpoints are rarer
+RECOVERY_SECONDS = (
+    600.0  # a step that ends this long after the last recovery point makes one, wherever checkpoints are rarer
+)
 REPORT_SECONDS = 60.0  # the report is built anew at a checkpoint, at most this often, and at the end
 CLOSE_SECONDS = 10.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -48,7 +50,7 @@ class Parts:
     samples: Samples
     horizon: Horizon
     plan: Sequence[str] = ()
-    farewell: Callable[[], str] | None = None
+    farewell: Callable[[float], str] | None = None
 
 
 class Session:
@@ -57,16 +59,17 @@ class Session:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._control = parts, parts.experiment.control
         self._master, self._group, self._directory = parts.master, parts.group, parts.directory
-        self._cuts = Cuts(parts.directory.recover)
+        self._points = RecoveryPoints(parts.directory.recover)
         roles, limit = parts.experiment.saved_roles, self._control.save_total_limit
         self._checkpoints = Checkpoints(parts.directory, roles, parts.group, limit)
         self._report_due = Every(secs=REPORT_SECONDS)
         self._due = frequencies(self._control, evaluates=parts.evaluator is not None)
-        self._saved_step = self._cut_step = self._evaluated_step = 0
+        self._saved_step = self._point_step = self._evaluated_step = 0
         self._signal: int | None = None
         self._notes = list(parts.plan)  # until there is an observer to tell
-        self._watch: Watch | None = None
+        self._recorder: FiringRecorder | None = None
         self._observer: Observer | None = None
+        self._peak: float | None = None  # GiB of memory, of the last line
 
     @property
     def step(self) -> int:
@@ -78,38 +81,40 @@ class Session:
     def open(self, *, goes_on: bool) -> None:
         """Begin to write: nothing in the directory is touched before. `goes_on`: the directory holds this run already.
 
-        Raises `UserError` where the cut that is asked for is not there, or a logger cannot start.
+        Raises `UserError` where the recovery point that is asked for is not there, or a logger cannot start.
         """
-        cut = self._find_cut() if goes_on else None
-        if cut is None and self._control.resume_from is not None:
-            cut = named_cut(Path(self._control.resume_from))
-        if cut is not None:
-            self._take_up(cut)
+        point = self._find_point() if goes_on else None
+        if point is None and self._control.resume_from is not None:
+            point = named_point(Path(self._control.resume_from))
+        if point is not None:
+            self._take_up(point)
         elif goes_on and self._control.recover_mode == "resume":
-            raise ConfigError(f"recover_mode=resume: {self._directory.path} holds no whole cut; auto begins anew")
+            raise ConfigError(
+                f"recover_mode=resume: {self._directory.path} holds no whole recovery point; auto begins anew"
+            )
         elif goes_on:
             why = (
                 "no recovery point is whole"
-                if self._cuts.found()
+                if self._points.found()
                 else "the run stopped before its first recovery point"
             )
             self._notes.append(f"{why}; starting again")
-        self._cuts.drop_after(self.step)
+        self._points.drop_after(self.step)
         config = self._parts.experiment.resolved()
         self._directory.write_config(config)
         self._directory.set_status("running", self.step)
         disk.write_text(self._directory.path / "graph.svg", to_svg(self._parts.experiment.graph))
         names = self._control.experiment_name, self._control.trial_name
         self._observe(RunInfo(self._directory.path, *names, config, self.step))
-        self._tell(f"going on after step {self.step}" if cut else f"writing to {self._directory.path}")
+        self._tell(f"going on after step {self.step}" if point else f"writing to {self._directory.path}")
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
         """Write down how the run ended; let go of the workers, without waiting for them where the run did not end well."""
         self._group.close(CLOSE_SECONDS if status == "finished" else 0.0)
         if self._observer is None:
             return
-        if self._parts.farewell is not None:
-            self._tell(self._parts.farewell())
+        if self._parts.farewell is not None and self._peak is not None:
+            self._tell(self._parts.farewell(self._peak))
         if error is not None:  # whoever started the run shows it
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
@@ -121,22 +126,22 @@ class Session:
         """The lines of metrics.jsonl."""
         return list(read_rows(self._directory.path / METRICS))
 
-    def _find_cut(self) -> Cut | None:
-        """The cut of this directory to go on from; what a killed process left half-written is removed first."""
-        self._cuts.mend()
+    def _find_point(self) -> RecoveryPoint | None:
+        """The recovery point of this directory to go on from; what a killed process left half-written is removed first."""
+        self._points.mend()
         self._checkpoints.mend()
         named = self._control.resume_from
         if named is not None and self._directory.path.resolve() in Path(named).expanduser().resolve().parents:
             return None  # one of its own, asked for by name
-        return self._cuts.newest(self._notes.append)
+        return self._points.newest(self._notes.append)
 
-    def _take_up(self, cut: Cut) -> None:
-        """Restore a cut. Says what would keep the bits from being those of a run that was never stopped."""
-        state = self._master.load(cut.directory)
+    def _take_up(self, point: RecoveryPoint) -> None:
+        """Restore a recovery point. Says what would keep the bits from being those of a run that was never stopped."""
+        state = self._master.load(point.directory)
         for name, every in self._due.items():
             every.load_state_dict(state["due"][name])
         self._saved_step, self._evaluated_step = state["saved_step"], state["evaluated_step"]
-        self._cut_step = self.step
+        self._point_step = self.step
         then, now = state[NUMERICS], self._group.numerics()
         apart = [f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value]
         if apart:
@@ -152,8 +157,10 @@ class Session:
         )
         observer.expect(parts.horizon.steps, self.step)
         self._observer = observer
-        self._watch = self._master.listener = Watch(parts.experiment, parts.samples, self._directory.path, observer)
-        self._watch.truncate(self.step)
+        self._recorder = self._master.listener = FiringRecorder(
+            parts.experiment, parts.samples, self._directory.path, observer
+        )
+        self._recorder.truncate(self.step)
         for note in self._notes:
             observer.note(note)
 
@@ -182,7 +189,7 @@ class Session:
         if self._saved_step != self.step:
             self._save(milestone=False)
             if self._control.recover_mode != "disabled":
-                self._cut()
+                self._write_point()
             self._checkpoints.prune()
 
     def _over(self) -> bool:
@@ -192,11 +199,11 @@ class Session:
         return position.epochs_done >= control.total_train_epochs
 
     def _between(self, result: StepResult) -> None:
-        """After a step: measure, write the line, save, cut. A signal ends the run here."""
+        """After a step: measure, write the line, save, write a recovery point. A signal ends the run here."""
         due = {name: every.due(result.step, result.epochs_done) for name, every in self._due.items()}
         over = self._over()
         line = {"step": result.step, "epoch": result.epoch, "step_seconds": result.seconds, **result.measured}
-        line["peak_memory_gb"] = self._group.peak_memory_gb()
+        line["peak_memory_gb"] = self._peak = self._group.peak_memory_gb()
         if due["evaluate"] or over:
             line |= self._evaluate()
         self._write_line(line)
@@ -204,7 +211,7 @@ class Session:
             self._save(milestone=due["milestone"])
         saved, asked = self._saved_step == self.step, self._signal is not None
         if self._control.recover_mode != "disabled" and (saved or asked or due["cut"]):
-            self._cut()
+            self._write_point()
         if saved:
             self._checkpoints.prune()
             if self._report_due.due(result.step, result.epochs_done):
@@ -213,9 +220,9 @@ class Session:
             raise self._interrupted(self._signal)
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
-        assert self._observer is not None and self._watch is not None, "the session is open"
+        assert self._observer is not None and self._recorder is not None, "the session is open"
         self._observer.step(line)
-        self._observer.samples(self.step, self._watch.rows)
+        self._observer.samples(self.step, self._recorder.rows)
 
     def _evaluate(self) -> dict[str, float]:
         if self._parts.evaluator is None or self._evaluated_step == self.step:
@@ -229,15 +236,15 @@ class Session:
             self._checkpoints.save(self.step, milestone=milestone)
         self._saved_step = self.step
 
-    def _cut(self) -> None:
+    def _write_point(self) -> None:
         extra = {
             "due": {name: every.state_dict() for name, every in self._due.items()},
             "saved_step": self._saved_step,
             "evaluated_step": self._evaluated_step,
         }
         with self._span("recover"):
-            self._cuts.write(self.step, lambda d: self._master.save(d, extra))
-        self._cut_step = self.step
+            self._points.write(self.step, lambda d: self._master.save(d, extra))
+        self._point_step = self.step
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
@@ -253,7 +260,7 @@ class Session:
 
     @contextmanager
     def _hearing_signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM lets the step end and the cut be written; a second one ends at once."""
+        """The first Ctrl-C or SIGTERM lets the step end and the recovery point be written; a second one ends at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -274,9 +281,9 @@ class Session:
 
     def _interrupted(self, number: int) -> Interrupted:
         how = f"stopped by {signal.Signals(number).name} after step {self.step}"
-        if self._cut_step == self.step:
+        if self._point_step == self.step:
             return Interrupted(f"{how}; give the same command again to go on", number)
-        return Interrupted(f"{how}; recover_mode=disabled wrote no cut to go on from", number)
+        return Interrupted(f"{how}; recover_mode=disabled wrote no recovery point to go on from", number)
 
 
 def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
@@ -288,5 +295,7 @@ def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
         "evaluate": evaluate,
         "save": Every(control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs),
         "milestone": Every(control.save_milestone_freq_steps, control.save_milestone_freq_epochs),
-        "cut": Every(control.recover_freq_steps, secs=CUT_SECONDS),
+        "cut": Every(
+            control.recover_freq_steps, secs=RECOVERY_SECONDS
+        ),  # of recovery points; the name that they have it by
     }

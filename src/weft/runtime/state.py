@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from array_api_compat import is_array_api_obj
 
 from weft.data import codec
 from weft.errors import RunError
@@ -39,11 +40,11 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {key: _pack(each, f"{place}.{key}", tensors) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_pack(each, f"{place}[{i}]", tensors) for i, each in enumerate(value)]
-    if isinstance(value, torch.Tensor | np.ndarray):
-        tensors[place] = torch.as_tensor(value)
-        return {ARRAY: [place, "torch" if isinstance(value, torch.Tensor) else "numpy"]}
     if isinstance(value, np.generic):
         return value.item()
+    if is_array_api_obj(value):  # a state comes back as the kind that it was
+        tensors[place] = torch.as_tensor(value)
+        return {ARRAY: [place, "numpy" if isinstance(value, np.ndarray) else "torch"]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise RunError(f"{place} is a {type(value).__name__}; state_dict() holds plain values, numpy arrays and tensors")

@@ -18,8 +18,10 @@ from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, fingerprint
 from weft.runtime.check import calls_of, implements
 from weft.runtime.edges import on_edges, read_inputs
+from weft.runtime.events import Announced, Events
 from weft.runtime.group import SECONDS, STARTED, SampleMeta
 from weft.runtime.roles import Roles
+from weft.runtime.split import owners, take
 from weft.runtime.state import read_state, write_state
 from weft.runtime.store import TensorStore
 
@@ -44,21 +46,21 @@ class Worker:
         self._interfaces = {name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()}
         self._caches: dict[str, OutputCache] = {}
         self.roles = Roles(experiment, specs)
-        self.listeners: dict[str, list[Callable[[SampleMeta], None]]] = {}  # by call: who hears what it announces
 
-    def call(self, name: str, step: int, metas: Sequence[SampleMeta]) -> MFCResult:
-        """Run the call `name` on the ids of `metas`, in their order. The result's outputs are descriptions.
+    def call(self, name: str, step: int, minibatches: Sequence[SampleMeta], early: Events | None = None) -> MFCResult:
+        """Run the call `name` on these minibatches. The result's outputs are descriptions; `early` is told of those that are
+        made before the end.
 
         An error of the run is told with node, role and ids; any other gets them as a note.
         """
         node = self.calls[name]
-        ids = [id for meta in metas for id in meta.ids]
+        ids = owners(minibatches)
         where = (
             f"node {name!r} (role {node.role!r}, {len(ids)} ids: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''})"
         )
         started, clock = time.time(), time.perf_counter()
         try:
-            made, metrics = self._call(node, name, step, ids)
+            made, metrics = self._call(node, name, step, minibatches, early)
         except RunError as error:
             raise RunError(f"{where}: {error}") from error
         except Exception as error:
@@ -68,30 +70,29 @@ class Worker:
         return MFCResult(self.store.put(made) if made else None, {**metrics, **times})
 
     def _call(
-        self, node: MFCDef, name: str, step: int, ids: Sequence[str]
+        self, node: MFCDef, name: str, step: int, minibatches: Sequence[SampleMeta], early: Events | None
     ) -> tuple[SequenceSample | None, Mapping[str, float]]:
+        ids = owners(minibatches)
         batch = read_inputs(self.store, node, ids)
         limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
-        model = replace(self.model(node.role, step), announce=self._announce(node, name), max_tokens=limit)
+        model = replace(self.model(node.role, step), announce=self._announce(node, name, early), max_tokens=limit)
         self._hooks(node.pre_hooks, model, before=True)
         if node.cache:
             result = self._cached(node, name, model, batch)
         else:
-            result = getattr(self._interfaces[name], node.method)(model, batch)
+            given = take(batch, minibatches) if node.trains else batch
+            result = getattr(self._interfaces[name], node.method)(model, given)
         self._hooks(node.post_hooks, model, before=False)
         return on_edges(node, result.outputs, ids), result.metrics
 
-    def _announce(self, node: MFCDef, name: str) -> Callable[[SequenceSample], None] | None:
-        listeners = self.listeners.get(name)
-        if listeners is None:
+    def _announce(self, node: MFCDef, name: str, early: Events | None) -> Callable[[SequenceSample], None] | None:
+        if early is None:
             return None
 
         def announce(made: SequenceSample) -> None:
             outputs = on_edges(node, made, made.ids)
             assert outputs is not None
-            meta = self.store.put(outputs)
-            for hear in listeners:
-                hear(meta)
+            early.put(Announced(name, self.store.put(outputs)))
 
         return announce
 

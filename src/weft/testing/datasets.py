@@ -19,6 +19,7 @@ from weft.data.mixture import Share
 from weft.data.progress import silent
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
+from weft.registry import datasets
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
@@ -28,8 +29,9 @@ SAMPLES = 64  # looked at in a large dataset, evenly spread
 BATCHES = 12  # positions that are resumed from
 
 
-def check_dataset(cls: type[Any], *, tokenizer: Tokenizer | None = None, **args: Any) -> None:
-    """Every property a dataset class has to have. It is built as `cls(util=DatasetUtility(...), **args)`.
+def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, **args: Any) -> None:
+    """Every property a dataset class, or what is registered by this name, has to have. It is built as
+    `cls(util=DatasetUtility(...), **args)`.
 
     Map-style classes: samples of one id each, unique ids, the same sample for the same index, in every object built alike.
     Iterable ones: every pass gives the same batches. Both: keys that agree, lengths that fit together, token ids within the
@@ -37,17 +39,18 @@ def check_dataset(cls: type[Any], *, tokenizer: Tokenizer | None = None, **args:
     `tokenizer` defaults to `small_tokenizer()`.
     """
     words = tokenizer or small_tokenizer()
+    make = datasets.get(cls) if isinstance(cls, str) else cls
     with tempfile.TemporaryDirectory() as folder:
 
         def build() -> Any:
-            return cls(util=DatasetUtility(words, cache_dir=folder, progress=silent), **args)
+            return make(util=DatasetUtility(words, cache_dir=folder, progress=silent), **args)
 
         dataset = build()
         if isinstance(dataset, MapDataset):
             _check_map(dataset, build, words)
         else:
             assert isinstance(dataset, StreamDataset), (
-                f"{cls.__name__} has neither __len__ and __getitem__ (samples by index) nor __iter__ (whole batches)"
+                f"{make.__name__} has neither __len__ and __getitem__ (samples by index) nor __iter__ (whole batches)"
             )
             _check_stream(dataset, build, words)
 

@@ -18,11 +18,12 @@ import transformers
 from torch import Tensor
 from torch.testing import assert_close
 
-from weft.models import hf_io
+from weft.checkpoints import hf_io
 from weft.models.families.base import Family
-from weft.models.kv_cache import KVCache
-from weft.models.packed import pack
-from weft.models.transformer import Transformer
+from weft.models.kv.slots import KVCache
+from weft.models.network.packed import pack
+from weft.models.network.parameters import canonical, values
+from weft.models.network.transformer import Transformer
 from weft.registry import families
 
 LENGTHS = (5, 17, 1, 12, 30, 17)
@@ -91,7 +92,7 @@ def check_language_model(family: Family, reference: Any, directory: Path, seed: 
     _check_values(network, reference, sequences)
     check_gradients(family, network, reference, sequences)
     check_cache(network, sequences)
-    hf_io.save(directory / "ours", dict(network.named_parameters()), network.config)
+    hf_io.save(directory / "ours", values(network), network.config)
     again = transformers.AutoModelForCausalLM.from_pretrained(directory / "ours", attn_implementation="eager")
     _check_values(network, again.eval(), sequences)
     if network.config.tied:
@@ -127,10 +128,10 @@ def check_gradients(family: Family, network: Transformer, reference: Any, sequen
                 parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         reference.save_pretrained(folder)
         reader = hf_io.Reader(folder)
-        for name, parameter in network.named_parameters():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            assert_close(parameter.grad, reader.read(name), msg=f"gradients of {name} differ")
-            assert parameter.grad.abs().max() > 0, f"the gradient of {name} is zero"
+        for name, stored in canonical(network).items():
+            assert stored.grad is not None, f"{name} has no gradient"
+            assert_close(stored.grad, reader.read(name), msg=f"gradients of {name} differ")
+            assert stored.grad.abs().max() > 0, f"the gradient of {name} is zero"
 
 
 @torch.no_grad()
@@ -178,7 +179,7 @@ def check_classifier(family: Family, directory: Path, seed: int, overrides: Mapp
     ]  # transformers looks for padding, id 0
     scores = network(pack(sequences), SCORES)["scores"]
     assert_close(scores, torch.cat([reference(s[None]).logits[0] for s in sequences]), msg=lambda m: f"scores: {m}")
-    hf_io.save(directory / "ours-reward", dict(network.named_parameters()), network.config, "score")
+    hf_io.save(directory / "ours-reward", values(network), network.config, "score")
     again = transformers.AutoModelForSequenceClassification.from_pretrained(
         directory / "ours-reward", attn_implementation="eager"
     )

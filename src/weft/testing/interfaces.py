@@ -14,8 +14,9 @@ import torch
 
 from weft.data.sample import SequenceSample
 from weft.engine.spec import Head, ModelSpec, Schedule
-from weft.interfaces.base import MFCResult, Model, ModelInterface
+from weft.interfaces.base import MFCResult, Minibatches, Model, ModelInterface
 from weft.registry import backends
+from weft.runtime.split import split
 from weft.runtime.state import read_state, write_state
 from weft.testing.datasets import small_tokenizer
 from weft.topology import Layout
@@ -120,8 +121,13 @@ def _implements(cls: type[Any], method: str) -> bool:
 
 
 def _call(interface: Any, name: str, model: Model, batch: SequenceSample) -> MFCResult:
-    method: Callable[[Model, SequenceSample], MFCResult] = getattr(interface, name)
-    return method(model, batch)
+    method: Callable[..., MFCResult] = getattr(interface, name)
+    if name != "train_step":
+        return method(model, batch)
+    wanted = interface.minibatches() if _implements(type(interface), "minibatches") else Minibatches()
+    return method(
+        model, [part for (part,) in split(batch, wanted, 1, seed=model.seed, role=model.role, step=model.step)]
+    )
 
 
 def _check_call(bench: Bench, name: str) -> None:

@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from weft.checkpoints import hf_io
+from weft.checkpoints.weight_files import WeightFiles
 from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import ModelSpec
-from weft.engine.torch_engine import DTYPES, dtype_of
+from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.errors import ConfigError
-from weft.models import hf_io
-from weft.models.config import TransformerConfig
-from weft.models.weight_files import WeightFiles
+from weft.models.network.config import TransformerConfig
+from weft.models.network.transformer import Embedding
 from weft.topology import Layout
 
 
@@ -72,6 +73,9 @@ def products(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
     """Parameters that a token meets in matrix products, all experts counted; a tied embedding is the head's matrix too."""
     matrices = sum(p.numel() for p in network.parameters() if p.dim() >= 2)
     looked_up = sum(
-        p.numel() for m in network.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
+        p.numel()
+        for m in network.modules()
+        if isinstance(m, nn.Embedding | Embedding)
+        for p in m.parameters(recurse=False)
     )
     return matrices - looked_up + (sum(p.numel() for p in embedding.parameters()) if tied else 0)

@@ -11,19 +11,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from weft.checkpoints import hf_io
 from weft.data.tokenizer import Tokenizer
-from weft.engine import hf_load, hf_lora, saving
+from weft.engine import saving
 from weft.engine.backends import common
 from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
-from weft.engine.hf_network import DIGITS, HFNetwork
-from weft.engine.hf_trial import Trial, try_out
+from weft.engine.hf import load as hf_load
+from weft.engine.hf import lora as hf_lora
+from weft.engine.hf.network import DIGITS, HFNetwork
+from weft.engine.hf.trial import Trial, try_out
 from weft.engine.spec import ModelSpec
-from weft.engine.torch_engine import Built, TorchEngine
+from weft.engine.torch.engine import BuiltNetwork, TorchEngine
 from weft.errors import ConfigError
-from weft.models import hf_io
-from weft.models.config import TransformerConfig
-from weft.models.transformer import Head, Pooling
+from weft.models.network.config import TransformerConfig
+from weft.models.network.head import Pooling
+from weft.models.network.transformer import Head
 from weft.registry import register_backend
 from weft.topology import Layout
 
@@ -76,7 +79,7 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         module.config.use_cache = False
 
     rates = hf_load.dropout_rates(module.config.to_dict())
-    built = Built(
+    built = BuiltNetwork(
         network=network,
         save=save,
         cost=cost,

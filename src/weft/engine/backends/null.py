@@ -12,7 +12,7 @@ from weft.data.sample import SequenceSample
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
-from weft.models.heads import TopIds
+from weft.models.network.packed import TopIds
 from weft.registry import register_backend
 from weft.topology import Layout, Slice
 

@@ -11,17 +11,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from weft.checkpoints import hf_io, peft_io
 from weft.data.tokenizer import Tokenizer
 from weft.engine import saving
 from weft.engine.backends import common
 from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
 from weft.engine.spec import ModelSpec
-from weft.engine.torch_engine import DTYPES, Built, TorchEngine, dtype_of
-from weft.models import hf_io, lora, peft_io
-from weft.models.balance import balance_weight
-from weft.models.config import TransformerConfig
-from weft.models.transformer import MLP, Block, Head, Pooling, Transformer
+from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, dtype_of
+from weft.models.network import lora
+from weft.models.network.aux_loss import aux_loss_weight
+from weft.models.network.block import MLP, Block
+from weft.models.network.config import TransformerConfig
+from weft.models.network.head import Pooling
+from weft.models.network.linear import Linear
+from weft.models.network.transformer import Head, Transformer
 from weft.registry import register_backend
 from weft.topology import Layout
 
@@ -38,22 +42,23 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     network = _read(spec, path, device)
     if spec.dropout is not None:
         _set_dropout(network, spec.dropout)
-    network.checkpointing = spec.recomputed_layers
+    network.recompute_every = spec.recomputed_layers
     network.padding = saving.skipped_padding(tokenizer, spec)
     network.requires_grad_(spec.trained)
     cost = _cost(network, frozen=spec.has_adapters)
     if spec.has_adapters:
-        lora.attach(network, spec.lora, seed=spec.seed)
+        own = spec.lora
+        lora.attach(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets, seed=spec.seed)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         kept = saving.padded(tokenizer, spec, network.pooling)
         kept.save(directory)
         _save(directory, tensors, network, spec, kept)
 
-    balance = balance_weight(config, spec.router_aux_loss_coef)
+    balance = aux_loss_weight(config, spec.router_aux_loss_coef)
     rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
     drops = any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0)
-    built = Built(
+    built = BuiltNetwork(
         network=network,
         save=save,
         cost=cost,
@@ -89,7 +94,7 @@ def _set_dropout(network: Transformer, rate: float) -> None:
     for block in network.blocks:
         assert isinstance(block, Block)
         block.dropout = rate
-        block.attention.scores = replace(block.attention.scores, dropout=rate)
+        block.attention.spec = replace(block.attention.spec, dropout=rate)
 
 
 def _longest_shared(network: Transformer) -> int:
@@ -104,10 +109,10 @@ def _adapters_keep(network: Transformer) -> int:
     what an MLP's last matrix reads, which is computed again where it has none."""
     experts, kept = network.config.experts, 0
     kept += sum(_reads(block) - _dropped(block) for block in network.blocks)
-    for layer in (module for module in network.modules() if isinstance(module, lora.Adapted)):
-        rank, inputs = layer.lora_a.shape[-2:]
-        copies = experts.top_k if experts is not None and layer.lora_a.dim() > 2 else 1
-        kept += copies * (rank + (inputs + inputs // 4 if layer.rate else 0))
+    for adapter in lora.adapters(network).values():
+        rank, inputs = adapter.lora_a.shape[-2:]
+        copies = experts.top_k if experts is not None and adapter.lora_a.dim() > 2 else 1
+        kept += copies * (rank + (inputs + inputs // 4 if adapter.rate else 0))
     return -(-kept // network.config.num_layers)
 
 
@@ -118,18 +123,20 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 def _reads(block: torch.nn.Module) -> int:
     """Elements of a token that an adapter on the MLP's last matrix reads, where it keeps them as they are."""
-    down = block.mlp.down if isinstance(block, Block) and isinstance(block.mlp, MLP) else None
-    return int(down.lora_a.shape[-1]) if isinstance(down, lora.Adapted) and not down.rate else 0
+    if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
+        return 0
+    adapters = lora.adapters_of(block.mlp.down)
+    return sum(int(adapter.lora_a.shape[-1]) for adapter in adapters if not adapter.rate)
 
 
 def _dropped(block: torch.nn.Module) -> int:
     """Elements of a token that norms give to adapters alone, each of which keeps them after its own dropout."""
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
-    attention, mlp = block.attention, block.mlp
-    readers = [(attention.q, attention.k, attention.v), (mlp.up,) if mlp.gate is None else (mlp.gate, mlp.up)]
-    apart = [layers for layers in readers if all(isinstance(x, lora.Adapted) and x.rate for x in layers)]
-    return sum(int(layers[0].weight.shape[1]) for layers in apart)
+    readers: list[Linear] = [block.attention.qkv, block.mlp.gate_up if block.mlp.down.gated else block.mlp.up]
+    rates = [[adapter.rate for adapter in lora.adapters_of(layer)] for layer in readers]
+    apart = (len(own) == len(layer.parts) and all(own) for layer, own in zip(readers, rates, strict=True))
+    return sum(layer.weight.shape[1] for layer, alone in zip(readers, apart, strict=True) if alone)
 
 
 def _sizes(network: Transformer) -> dict[str, int]:

@@ -1,38 +1,33 @@
 """Which form keys and values take on a device: the scheduler's accounting, the memory, and how a decode step runs over it.
 
-Slots everywhere (`models/kv_cache.py`), but pages (`models/paged_cache.py`) on a GPU whose kernels read them.
+Slots everywhere (`models/kv/slots.py`), but pages (`models/kv/pages.py`) on a GPU whose kernels read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft.engine.generation.ahead import Ahead
 from weft.engine.generation.blocks import Blocks, Slots
+from weft.engine.generation.decode_batch import DecodeBatch
+from weft.engine.generation.decoder import Decoder
 from weft.engine.generation.graphs import COARSE, SIZES, DecodeGraphs, cuda_capture
+from weft.engine.generation.multi_step import MultiStepDecoder
 from weft.engine.generation.page_blocks import PageBlocks
-from weft.engine.generation.rows import Rows
+from weft.engine.generation.passes import Passes, reads_only_written
 from weft.engine.generation.scheduler import Budget
 from weft.engine.generation.settings import SettingsTable
-from weft.models import flash, flex
-from weft.models.config import TransformerConfig
-from weft.models.kv_cache import KVCache
-from weft.models.packed import Packed, in_vectors
-from weft.models.paged_cache import PAGE, PagedCache, PagePool
-from weft.models.rope import CHANGING
-from weft.models.transformer import Transformer
-
-if TYPE_CHECKING:
-    from weft.engine.generation.generate import Decoder
-
-LEAST_SPARED = 256  # keys that a joined prefix must spare a CPU in a step to pay for its join; others are copied
-LEAST_ROWS = {"cpu": 4}  # torch adds fewer rows up by other kernels on a CPU, whose sums differ in the last digit
+from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors
+from weft.models.kv.pages import PAGE, PagedCache, PagePool
+from weft.models.kv.slots import KVCache
+from weft.models.network.config import TransformerConfig
+from weft.models.network.packed import Packed
+from weft.models.network.rope import CHANGING
 
 
 class Cache(Protocol):
@@ -49,9 +44,10 @@ class Cache(Protocol):
 
 
 class Caches(Protocol):
-    """One generator's key-value memory. `least_rows` is the fewest tokens of a pass."""
+    """One generator's key-value memory, and the network's passes over it. `least_rows` is the fewest tokens of a pass."""
 
     least_rows: int
+    passes: Passes
 
     @property
     def blocks(self) -> Blocks: ...
@@ -68,12 +64,12 @@ class Caches(Protocol):
         """Hidden states [R, hidden] of one more token each in the rows 0 .. R - 1 of `cache`; read before the next call."""
         ...
 
-    def ahead(self, rows: Rows, settings: SettingsTable) -> Ahead | None:
-        """What computes steps ahead; None where they are computed one at a time."""
+    def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
+        """What computes several decode steps in a call; None where they are computed one at a time."""
         ...
 
-    def moved(self, caches: Iterable[Any]) -> None:
-        """Weights may be others from now on, or lie elsewhere; `caches` are in use."""
+    def weights_changed(self) -> None:
+        """Weights may be others from now on, or lie elsewhere."""
         ...
 
     def close(self) -> None:
@@ -102,11 +98,12 @@ class SlotCaches:
     def __init__(self, network: Decoder, device: torch.device, budget: Budget) -> None:
         self._network, self._device = network, device
         joins = device.type == "cpu" and network.shares_prefixes(budget.max_tokens)
-        least_spared, unit = LEAST_SPARED if joins else None, in_vectors(1, device)
-        self._kernels = isinstance(network, Transformer) and network.reads_only_written
+        least_spared, unit = LEAST_SPARED_KEYS if joins else None, in_vectors(1, device)
+        self._kernels = reads_only_written(network)
+        self.passes = Passes(network)
         self.blocks = Slots(budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._kernels)
         alone = self._kernels and network.config.experts is None  # experts' activations are torch's
-        self.least_rows = 1 if alone else LEAST_ROWS.get(device.type, 1)
+        self.least_rows = LEAST_ROWS if device.type == "cpu" and not alone else 1
 
     def new(self, room: int | None = None) -> KVCache:
         slots, room = self._size() if room is None else (1, in_vectors(room, self._device))
@@ -126,17 +123,16 @@ class SlotCaches:
             fillers = cache.allocate(self.least_rows - count)
             tokens = np.concatenate([tokens, np.zeros(len(fillers), np.int64)])
         packed = cache.extend(np.arange(len(tokens)), torch.from_numpy(tokens).to(self._device))
-        states = self._network.hidden(packed)
+        states = self.passes.hidden(packed)
         for slot in reversed(fillers):
             cache.release(slot)
         return states[:count] if fillers else states
 
-    def ahead(self, rows: Rows, settings: SettingsTable) -> Ahead | None:
-        return Ahead.over(self._network, rows, settings)
+    def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
+        return MultiStepDecoder(self.passes, rows, settings) if self.passes.multi_step else None
 
-    def moved(self, caches: Iterable[KVCache]) -> None:
-        for cache in caches:
-            cache.moved()
+    def weights_changed(self) -> None:
+        self.passes.forget()
 
     def close(self) -> None:
         """Each cache holds its own memory."""
@@ -145,7 +141,7 @@ class SlotCaches:
 class PageCaches:
     def __init__(self, network: Decoder, device: torch.device, budget: Budget, page: int = PAGE) -> None:
         self._network, config, dtype = network, network.config, next(network.parameters()).dtype
-        self.least_rows = 1
+        self.least_rows, self.passes = 1, Passes(network)
         self.blocks = PageBlocks(budget.max_sequences, budget.max_tokens, page, least_spared=page)
         self._pool = PagePool(config, device, dtype, page=page)
         sizes = SIZES if _flashes(config, device, dtype) else COARSE
@@ -163,10 +159,10 @@ class PageCaches:
         step = cache.step(range(len(tokens)), tokens)
         return self.graphs(step, form=(step.shape[1], len(self._pool.pages)))
 
-    def ahead(self, rows: Rows, settings: SettingsTable) -> None:
+    def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> None:
         """A GPU's steps are captured as graphs; the host waits for each one's tokens."""
 
-    def moved(self, caches: Iterable[PagedCache]) -> None:
+    def weights_changed(self) -> None:
         self.graphs.drop()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,46 +28,25 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.device import memory_bytes
 from weft.engine.generation.caches import Cache, caches_for
+from weft.engine.generation.decode_batch import DecodeBatch
+from weft.engine.generation.decoder import Decoder
 from weft.engine.generation.prefixes import Prefix
 from weft.engine.generation.requests import check_partial, limit_of
-from weft.engine.generation.rows import Rows
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.generation.settings import SettingsTable
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError
-from weft.models.config import TransformerConfig
-from weft.models.packed import Packed
-from weft.models.rope import CHANGING
-from weft.models.transfer import put
+from weft.kernels import put
+from weft.models.network.config import TransformerConfig
+from weft.models.network.rope import CHANGING
 
 KV_SHARE = 0.25  # of the device's memory that keys and values may take
 SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
 DEFAULT_SEQUENCES = 512  # a step of a GPU reads the weights once, however many rows it has
 PREFILL = {"cpu": 2048}  # prompt tokens of a step; more gain nothing on a CPU, and what runs waits for them
 DEFAULT_PREFILL = 8192
-
-
-class Decoder(Protocol):
-    """What the generator needs of a network."""
-
-    config: TransformerConfig
-    training: bool
-
-    def shares_prefixes(self, longest: int) -> bool:
-        """Whether its attention reads a prefix that is stored apart, for sequences of up to `longest` tokens."""
-        ...
-
-    @property
-    def reads_pages(self) -> bool:
-        """Whether keys and values are read by weft's attention, so that they may lie in pages."""
-        ...
-
-    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...
-    def next_token_logits(self, hidden_rows: Tensor) -> Tensor: ...
-    def parameters(self) -> Iterator[Tensor]: ...
-    def train(self, mode: bool = True) -> object: ...
 
 
 @contextmanager
@@ -115,8 +94,8 @@ class BatchGenerator:
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._least_rows = self._caches.least_rows
         self._settings = SettingsTable(replace(spec, tokenizer=tokenizer), stop_ids, network.config.vocab_size)
-        self._rows = Rows()
-        self._ahead = self._caches.ahead(self._rows, self._settings)
+        self._rows = DecodeBatch()
+        self._multi_step = self._caches.multi_step(self._rows, self._settings)
         self._cache: Cache | None = None
         self._held: dict[Prefix | Fill, Cache] = {}  # prefixes, and prompts that take several steps
         self._draws: dict[tuple[str, int], tuple[int, randomness.Key]] = {}  # settings and key
@@ -166,7 +145,11 @@ class BatchGenerator:
         self._let_go_unused(plan.chunks)
         if self._cache is not None:
             self._caches.fit(self._cache)
-        if self._ahead and len(self._rows) and (drawn := self._ahead.take(self._kv(), joined=bool(plan.chunks))):
+        if (
+            self._multi_step
+            and len(self._rows)
+            and (drawn := self._multi_step.take(self._kv(), joined=bool(plan.chunks)))
+        ):
             events = self._book(*drawn)
         else:
             states = [self._decode()] if len(self._rows) else []
@@ -190,7 +173,7 @@ class BatchGenerator:
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
         """Tokens from now on carry `version`. Keys and values of the old weights are computed again, or kept as they are."""
         self._version = version
-        self._caches.moved(self._held.values() if self._cache is None else (self._cache, *self._held.values()))
+        self._caches.weights_changed()
         if not keep_kv:
             while len(self._rows):
                 self._take_out(len(self._rows) - 1)
@@ -241,7 +224,7 @@ class BatchGenerator:
         cache = self._held[holder]
         tokens = torch.zeros(max(count, self._least_rows), dtype=torch.int64)
         tokens[:count] = torch.tensor(fill.tokens[chunk.start : chunk.stop])
-        states = self._network.hidden(cache.extend([0], [tokens]), put(np.array([count - 1]), self._device))
+        states = self._caches.passes.hidden(cache.extend([0], [tokens]), put(np.array([count - 1]), self._device))
         cache.truncate(0, chunk.stop)
         return states
 
@@ -256,7 +239,7 @@ class BatchGenerator:
         missing = max(0, self._least_rows - sum(lengths))
         tokens[-1] = torch.nn.functional.pad(tokens[-1], (0, missing))
         packed = cache.extend(slots, tokens)
-        last = self._network.hidden(packed, put(np.cumsum(lengths) - 1, self._device))
+        last = self._caches.passes.hidden(packed, put(np.cumsum(lengths) - 1, self._device))
         if missing:
             cache.truncate(slots[-1], lengths[-1])
         return slots, last
@@ -333,8 +316,8 @@ class BatchGenerator:
     def _take_out(self, row: int) -> Live:
         """Give a row's slot back; the last row moves into its place."""
         assert self._cache is not None
-        if self._ahead is not None:
-            self._ahead.drop()
+        if self._multi_step is not None:
+            self._multi_step.drop()
         self._cache.release(row)
         live = self._rows.remove(row)
         if not len(self._rows):

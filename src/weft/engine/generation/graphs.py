@@ -1,6 +1,6 @@
 """Decode steps as captured graphs: one launch in place of hundreds, at a few fixed numbers of rows.
 
-A step arrives as a matrix of numbers (`weft.models.paged_cache.PagedCache.step`), is filled up with rows of zeros to the next
+A step arrives as a matrix of numbers (`weft.models.kv.pages.PagedCache.step`), is filled up with rows of zeros to the next
 size, copied into a fixed buffer, and replayed. What is captured holds addresses of weights and pages, so it is dropped where
 these may have moved: with the generator, when weights change, and when pages or the table grow.
 """

@@ -17,16 +17,16 @@ Level = tuple[int, int]  # (tokens, hash of the chain up to there)
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens that begin several sequences. `ready` once their keys and values are computed; `sharers` run now."""
+    """Tokens that begin several sequences. `ready` once their keys and values are computed; `users` run now."""
 
     tokens: tuple[int, ...]
     mark: int  # hash of the chain
     ready: bool = False
-    sharers: int = 0
+    users: int = 0
 
 
 @dataclass
-class Beginnings:
+class PrefixIndex:
     """How many of the sequences at hand begin with each chain."""
 
     least: int  # tokens that a new prefix must spare: its length times the sequences beyond the first

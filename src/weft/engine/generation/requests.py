@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.engine.base import Partial, Request
 from weft.engine.generation.scheduler import Sequence
 from weft.errors import DataError
-from weft.models.config import TransformerConfig
+from weft.models.network.config import TransformerConfig
 
 
 def limit_of(config: TransformerConfig, request: Request, most: int) -> int:

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft import kernels
 from weft.engine.spec import GenerationSpec
 from weft.errors import RunError
-from weft.models.native import library
-from weft.models.native import logits as native
 
 BLOCK = 128  # ids a step of the two-level search through the CDF
 HEAD = 1024  # likeliest ids looked at before a whole row is sorted
@@ -67,7 +66,7 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
     if logits.is_mps:
         logits, uniforms = logits.cpu(), uniforms.cpu()
         banned = None if banned is None else Ban(banned.rows.cpu(), banned.ids.cpu())
-    copies = banned is not None or limits(spec, logits.shape[-1]) or not library.serves(logits)
+    copies = banned is not None or limits(spec, logits.shape[-1]) or not kernels.serves(logits)
     if not logits.is_cpu or not copies:
         return _draw(logits, uniforms, spec, banned)
     size, parts = max(1, CELLS // logits.shape[-1]), []
@@ -99,16 +98,17 @@ def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | 
 
 def _sample(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens of the softmax of `allowed`, their log-probs in that of `scores`)."""
-    if not library.serves(allowed):
+    if not kernels.serves(allowed):
         return (tokens := inverse_cdf(allowed.softmax(dim=-1), uniforms)), _logprobs(scores, tokens)
-    tokens, logprobs = native.draw(allowed, uniforms)
+    tokens, logprobs = kernels.draw(allowed, uniforms)
     return tokens, logprobs if allowed is scores else _logprobs(scores, tokens)
 
 
 def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Step by step what `models/heads.py` computes, so that equal logits give equal log-probs to the last bit."""
-    if library.serves(scores):
-        return _at(scores, tokens) - native.statistics(scores).lse
+    """Step by step what `weft.models.network.token_outputs` computes, so that equal logits give equal log-probs to the last
+    bit."""
+    if kernels.serves(scores):
+        return _at(scores, tokens) - kernels.statistics(scores).lse
     return _at(scores.log_softmax(dim=-1), tokens).float()
 
 

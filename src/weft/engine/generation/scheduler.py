@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from weft.engine.generation.blocks import Blocks
-from weft.engine.generation.prefixes import Beginnings, Level, Prefix
+from weft.engine.generation.prefixes import Level, Prefix, PrefixIndex
 from weft.errors import RunError
 
 
@@ -84,7 +84,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One step: `preempted` give their memory back, then passes over the last tokens of `decodes` and over `chunks` in order.
     Each sequence of `decodes` and of a fill's last chunk gets one token."""
 
@@ -104,7 +104,7 @@ class Scheduler:
         self.prefixes: dict[int, Prefix] = {}
         self._known: dict[tuple[str, int], Sequence] = {}
         self._longest = 0  # tokens that any of them may come to have
-        self._beginnings = Beginnings(blocks.least_spared or 0)
+        self._index = PrefixIndex(blocks.least_spared or 0)
 
     @property
     def idle(self) -> bool:
@@ -121,28 +121,28 @@ class Scheduler:
                 f"{self.budget.max_tokens} are held at most; lower gen.max_new_tokens or dataset.max_prompt_len"
             )
         if self.blocks.least_spared is not None:
-            sequence.levels = self._beginnings.levels(sequence.prompt)
-            self._beginnings.add(sequence.levels)
+            sequence.levels = self._index.levels(sequence.prompt)
+            self._index.add(sequence.levels)
         self._known[sequence.key] = sequence
         self._longest = max(self._longest, most)
         self.blocks.expect(len(self._known), self._longest)
         self.waiting.append(sequence)
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """What the next step runs; whatever is planned counts as done from now on."""
         preempted = self._make_room()
         decodes = list(self.running.values())
         if not preempted:  # their tokens may not be booked yet, and there is no room anyway
             self._admit()
         self._drop_unused()
-        return Plan(preempted, decodes, self._chunks())
+        return StepPlan(preempted, decodes, self._chunks())
 
     def finish(self, sequence: Sequence) -> None:
         """A running sequence is done."""
         del self.running[sequence.key]
         self._release(sequence)
         self._forget(sequence)
-        self._drop_unused(self._beginnings.counts)
+        self._drop_unused(self._index.counts)
 
     def abort(self, ids: Iterable[str]) -> list[Sequence]:
         """Forget every sequence of these ids; returns them in order of submission."""
@@ -160,7 +160,7 @@ class Scheduler:
                 self._release(sequence)
             self._forget(sequence)
         self.filling = [fill for fill in self.filling if fill.makes or fill.sequences]
-        self._drop_unused(self._beginnings.counts)
+        self._drop_unused(self._index.counts)
         return gone
 
     def restart(self) -> None:
@@ -196,14 +196,14 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.key)
         if sequence.prefix is not None:
-            sequence.prefix.sharers -= 1
+            sequence.prefix.users -= 1
             sequence.prefix = None
 
     def _forget(self, sequence: Sequence) -> None:
         del self._known[sequence.key]
         if not self._known:
             self._longest = 0
-        self._beginnings.remove(sequence.levels)
+        self._index.remove(sequence.levels)
 
     def _drop_unused(self, keep: Container[int] = ()) -> bool:
         """Give back prefixes that nobody admitted begins with, but those of the marks `keep` that are computed; whether there
@@ -211,7 +211,7 @@ class Scheduler:
         unused = [
             prefix
             for prefix in self.prefixes.values()
-            if not prefix.sharers and not (prefix.ready and prefix.mark in keep)
+            if not prefix.users and not (prefix.ready and prefix.mark in keep)
         ]
         for prefix in unused:
             del self.prefixes[prefix.mark]
@@ -262,11 +262,11 @@ class Scheduler:
             return None
         if prefix is not None:
             sequence.prefix = prefix
-            prefix.sharers += 1
+            prefix.users += 1
         return [*fills, Fill(rest, after=prefix, sequences=[sequence])]
 
     def _prefix_of(self, sequence: Sequence) -> Prefix | None:
-        level = self._beginnings.best(sequence.levels, self.prefixes)
+        level = self._index.best(sequence.levels, self.prefixes)
         if level is None:
             return None
         length, mark = level

@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.engine.generation import sampling
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
-from weft.models.transfer import put
+from weft.kernels import put
 from weft.options import validate
 
 Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
@@ -24,7 +24,7 @@ class SettingsTable:
     come before any end."""
 
     def __init__(self, spec: GenerationSpec, stop_ids: frozenset[int], vocab_size: int) -> None:
-        self._own, self._vocab = spec, vocab_size
+        self._own, self.vocab_size = spec, vocab_size
         self._given: dict[int, tuple[GenerationSpec, int]] = {}  # by id, so that one object is compared once
         self.specs: list[GenerationSpec] = []
         self.is_stop = np.zeros((0, vocab_size), bool)
@@ -95,8 +95,8 @@ class SettingsTable:
         return sampling.Ban(put(early, device), put(ends, device)) if len(ends) else None
 
     def _add(self, spec: GenerationSpec) -> int:
-        stops = np.zeros((1, self._vocab), bool)
-        stops[0, [id for id in self._stop_ids | set(spec.stop_ids) if 0 <= id < self._vocab]] = True
+        stops = np.zeros((1, self.vocab_size), bool)
+        stops[0, [id for id in self._stop_ids | set(spec.stop_ids) if 0 <= id < self.vocab_size]] = True
         self.specs.append(spec)
         self.is_stop = np.concatenate([self.is_stop, stops])
         self.least = np.append(self.least, spec.min_new_tokens)

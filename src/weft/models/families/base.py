@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import CheckpointError
-from weft.models.config import Activation, TransformerConfig
-from weft.models.keymap import Key, KeyMap
+from weft.models.families.keymap import Key, KeyMap
+from weft.models.network.config import Activation, TransformerConfig
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu",

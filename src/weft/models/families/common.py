@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import CheckpointError
-from weft.models.config import Rope, TransformerConfig
 from weft.models.families.base import ConfigReader, activation_name
-from weft.models.keymap import Fused, Key, Part
+from weft.models.families.keymap import Fused, Key, Part
+from weft.models.network.config import Rope, TransformerConfig
 
 TINY_LLAMA: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -189,7 +189,7 @@ def linear(name: str, hf: str, *, bias: bool = False, transpose: bool = False, p
 
 def fused(names: tuple[str, ...], hf: str, sizes: tuple[int, ...], *, blocks: int = 1, bias: bool = False,
           transpose: bool = False) -> tuple[Key, ...]:  # fmt: skip
-    """Linear layers that the checkpoint holds as one, see `weft.models.keymap.Fused`."""
+    """Linear layers that the checkpoint holds as one, see `weft.models.families.keymap.Fused`."""
     keys: list[Key] = []
     for index, name in enumerate(names):
         layout = Fused(blocks, sizes, index)

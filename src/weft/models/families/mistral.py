@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.models.config import TransformerConfig
 from weft.models.families import common
 from weft.models.families.base import ConfigReader, Family
+from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
 
 

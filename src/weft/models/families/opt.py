@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.models.config import TransformerConfig
 from weft.models.families import common
 from weft.models.families.base import ConfigReader, Family, activation_name
-from weft.models.keymap import Key
+from weft.models.families.keymap import Key
+from weft.models.network.config import TransformerConfig
 from weft.registry import register_hf_family
 
 OFFSET = 2  # rows of the position table before position 0

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from weft.errors import CheckpointError
-from weft.models.config import Experts, TransformerConfig
 from weft.models.families import common
 from weft.models.families.base import ConfigReader, Family
-from weft.models.keymap import Key
+from weft.models.families.keymap import Key
+from weft.models.network.config import Experts, TransformerConfig
 from weft.registry import register_hf_family
 
 

@@ -1,0 +1,346 @@
+"""Hugging Face directories in and out.
+
+    family, config = read_config(path)                       # config.json; a hub name is fetched first
+    network = load(path, "lm", device=..., dtype=...)        # a Transformer; value and score heads get new weights where absent
+    network = init_random(config, "lm", seed=1)              # the same values for the same seed and parameter name
+    save(directory, values(network), config, "lm")           # weights, config.json, generation_config.json
+    reader = Reader(path); reader.read("blocks.3.attention.q.weight", where)   # only those bytes
+
+A value or score head is saved as `transformers` saves `AutoModelForSequenceClassification(num_labels=1)`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft import randomness
+from weft.checkpoints import weight_files
+from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles
+from weft.errors import CheckpointError, nearest
+from weft.models.families.base import Family
+from weft.models.families.keymap import Key, Piece, pieces
+from weft.models.network.config import TransformerConfig
+from weft.models.network.parameters import values as canonical_values
+from weft.models.network.transformer import Head, Pooling, Transformer
+from weft.registry import families
+from weft.topology import Slice, whole
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+POOLING = "weft_pooling"  # config.json key of score heads that read the mean over tokens, which transformers cannot say
+MEAN_POOLED = "WeftMeanPooledRewardModel"  # their architecture: a program that goes by its name refuses it
+GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NAMED = 8  # keys that an error lists
+
+
+# -- configuration
+
+
+def resolve(path: str | Path) -> Path:
+    """The directory of a model: `path` itself, or the hub's snapshot of it. Raises `CheckpointError` where neither is there."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:
+        raise CheckpointError(f"{path} is no directory with a model in it")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        found = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+        if not any(found.glob("*.safetensors")):
+            snapshot_download(str(path), allow_patterns=["*.bin", "*.bin.index.json"], ignore_patterns=["*/*"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failed:
+        raise CheckpointError(f"{path} is neither a directory nor a model that the hub hands out: {failed}") from failed
+    return found
+
+
+def read_raw(path: str | Path) -> dict[str, Any]:
+    """The values of a model directory's config.json."""
+    file = resolve(path) / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"{path} has no {CONFIG}; a model directory holds {CONFIG}, weights and tokenizer files")
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as broken:
+        raise CheckpointError(f"{file} is no JSON: {broken}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return raw
+
+
+def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
+    """The family of a config.json, or the one called `type`. Raises `CheckpointError` with the nearest names."""
+    name = type or raw.get("model_type")
+    if name is None:
+        raise CheckpointError("config.json names no model_type; set type to the model's family")
+    if name not in families.load_all():
+        near = nearest(name, families.names())
+        hint = f"nearest: {', '.join(near)}" if near else f"weft's own: {', '.join(families.names())}"
+        raise CheckpointError(
+            f"no family for models of type {name!r} ({hint}); backend=hf runs any decoder that transformers knows"
+        )
+    return families.get(name)
+
+
+def read_config(path: str | Path, type: str | None = None) -> tuple[Family, TransformerConfig]:
+    """(family, configuration) of a model directory or hub name."""
+    raw = read_raw(path)
+    family = find_family(raw, type)
+    return family, family.config(raw)
+
+
+def check_vocabulary(config: TransformerConfig, tokenizer_size: int, model: str, tokenizer: str) -> None:
+    """Raises `CheckpointError` where the tokenizer has ids that the model has no embedding for."""
+    if tokenizer_size > config.vocab_size:
+        raise CheckpointError(
+            f"{model} has a vocabulary of {config.vocab_size}, its tokenizer {tokenizer} one of {tokenizer_size}: "
+            "some token ids have no embedding; take the tokenizer that belongs to the model"
+        )
+
+
+# -- reading
+
+
+class Reader:
+    """The parameters of a model directory under their canonical names, whole or in part.
+
+    Opening checks every name and shape; reading a parameter's slice reads only its bytes (`bytes_read`).
+    """
+
+    def __init__(self, path: str | Path, head: Head = "lm", type: str | None = None) -> None:
+        self.directory = resolve(path)
+        raw = read_raw(self.directory)
+        self.family = find_family(raw, type)
+        self.config = self.family.config(raw)
+        self.pooling: Pooling = "mean" if raw.get(POOLING) == "mean" else "last"
+        self.files = WeightFiles(self.directory)
+        self._names = frozenset(self.files.names)
+        self.shapes = parameter_shapes(self.config, head)
+        self.keymap = self.family.keymap(self.config, head)
+        prefix = self.family.prefix
+        self._bare = bool(prefix) and not any(name.startswith(prefix) for name in self.files.names)
+        _check_names(self)
+        self.missing = [n for n, k in self.keymap.keys.items() if any(h not in self for h in k.hf_names())]
+
+    def __contains__(self, hf: object) -> bool:
+        return isinstance(hf, str) and self.stored_name(hf) in self._names
+
+    @property
+    def bytes_read(self) -> int:
+        return self.files.bytes_read
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What most of the weights are stored in."""
+        return self.files.dtype
+
+    def stored_name(self, hf: str) -> str:
+        """The name in the files: checkpoints of the bare trunk lack its prefix."""
+        return hf.removeprefix(self.family.prefix) if self._bare else hf
+
+    def read(self, name: str, where: Slice | None = None) -> Tensor:
+        """`parameter[where]` in the dtype of the files. Raises `CheckpointError` for a name that is not there."""
+        if name not in self.keymap.keys or name in self.missing:
+            near = nearest(name, self.keymap.keys)
+            raise CheckpointError(f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(near)}")
+        key, shape = self.keymap.keys[name], self.shapes[name]
+        where = whole(shape) if where is None else where
+        found: Tensor | None = None
+        for piece in pieces(key, shape, where):
+            part = self.files.read(self.stored_name(piece.hf), piece.source)
+            part = part.T if key.transpose and part.dim() == 2 else part
+            part = part[None] if piece.expert is not None else part
+            if part.shape == tuple(s.stop - s.start for s in where):
+                return part
+            if found is None:
+                found = torch.empty([s.stop - s.start for s in where], dtype=part.dtype)
+            target = tuple(slice(t.start - w.start, t.stop - w.start) for t, w in zip(piece.target, where, strict=True))
+            found[target] = part
+        assert found is not None, "a parameter has at least one piece"
+        return found
+
+
+def _check_names(reader: Reader) -> None:
+    """Every tensor has a meaning, every parameter a tensor of its shape; but for the head, which may be new or unused."""
+    family, config, where = reader.family, reader.config, reader.directory
+    wanted = reader.keymap.hf_names()
+    heads = {k for head in ("lm", "score") for k, keys in family.keymap(config, head).hf_names().items()}
+    heads |= {"lm_head.weight", "embed_out.weight"} if config.tied else set()
+    known = {reader.stored_name(name) for name in {*wanted, *heads}}
+    unknown = [n for n in reader.files.names if n not in known and not n.endswith(family.buffers)]
+    if unknown:
+        raise CheckpointError(
+            f"{where} holds {_listed(unknown)}, which a {family.name} model with this config.json has not; "
+            "is config.json the one that belongs to the weights?"
+        )
+    missing = [name for name in wanted if name not in reader and name != family.score]
+    if missing:
+        raise CheckpointError(
+            f"{where} lacks {_listed(missing)}, which a {family.name} model with this config.json has"
+        )
+    for name, keys in wanted.items():
+        expected = keys[0].hf_shape(reader.shapes[keys[0].name])
+        if name in reader and reader.files.shape(reader.stored_name(name)) != expected:
+            raise CheckpointError(
+                f"{where}: {name} is {reader.files.shape(reader.stored_name(name))}, config.json asks for {expected}"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def load(
+    path: str | Path, head: Head = "lm", *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    pooling: Pooling | None = None, type: str | None = None, seed: int = 0,
+) -> Transformer:  # fmt: skip
+    """The network of a model directory or hub name, in `dtype`.
+
+    A value or score head that the directory lacks (a causal language model) is made new, as `init_random` with `seed` makes
+    it. `pooling` defaults to what the directory says, else the last token.
+    """
+    reader = Reader(path, head, type)
+    network = Transformer.empty(reader.config, head, pooling or reader.pooling, device=device, dtype=dtype)
+    for name, values in canonical_values(network).items():
+        if name in reader.missing:
+            fill(name, values, reader.config, head, seed)
+        else:
+            values.copy_(reader.read(name))
+    return network
+
+
+# -- new weights
+
+
+def init_random(
+    config: TransformerConfig, head: Head = "lm", *, seed: int, pooling: Pooling = "last",
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+) -> Transformer:  # fmt: skip
+    """A network from scratch. Values depend on `seed` and the parameter's name alone, so an actor and its ref are equal."""
+    network = Transformer.empty(config, head, pooling, device=device, dtype=dtype)
+    for name, values in canonical_values(network).items():
+        fill(name, values, config, head, seed)
+    return network
+
+
+def fill(name: str, parameter: Tensor, config: TransformerConfig, head: Head, seed: int) -> None:
+    """Initial values of one parameter, drawn in float32 on the CPU whatever the device.
+
+    Matrices and embeddings: normal with the configuration's `initializer_range`; those that write into the residual stream
+    (o, down) divided by sqrt(2 layers) (Radford et al. 2019, section 2.3). Norms start as the identity, biases at 0. A score
+    head: normal with standard deviation 1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores start near unit
+    variance. A value head: 0, so that a new critic's first advantages are the returns themselves, without noise.
+    """
+    with torch.no_grad():
+        if name.endswith(".bias") or (head == "value" and name == "score.weight"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(0.0 if config.norm == "rms_plus_one" else 1.0)
+        else:
+            low, high = randomness.key(seed, "init", id=name)
+            generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.copy_(values * _initial_std(name, parameter, config))
+
+
+def _initial_std(name: str, parameter: Tensor, config: TransformerConfig) -> float:
+    if name == "score.weight":
+        return 1.0 / math.sqrt(parameter.shape[1] + 1)
+    residual = name.endswith((".attention.o.weight", ".down.weight"))
+    return config.initializer_range / (math.sqrt(2 * config.num_layers) if residual else 1.0)
+
+
+def parameter_shapes(config: TransformerConfig, head: Head = "lm") -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape, without memory for any of them."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in canonical_values(Transformer(config, head)).items()}
+
+
+# -- writing
+
+
+def save(
+    directory: str | Path, parameters: Mapping[str, Tensor], config: TransformerConfig, head: Head = "lm", *,
+    dtype: torch.dtype | None = None, pooling: Pooling = "last", family: Family | None = None, shard_bytes: int = SHARD_BYTES,
+) -> None:  # fmt: skip
+    """Write a directory that `transformers` loads: weights, generation_config.json, and config.json last.
+
+    `parameters` are canonical; they are written in `dtype` (their own by default). A generation_config.json that is there
+    already keeps what it says of anything but special tokens. Every file stands under another name until
+    it is complete, so a directory with a config.json is whole. Raises `RunError` where the disk refuses.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    family = family or families.get(config.family)
+    values = family.to_hf(config, head)
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    keymap = family.keymap(config, head)
+    assert set(shapes) == set(keymap.keys), f"parameters differ from the key map: {set(shapes) ^ set(keymap.keys)}"
+    stored = {name: (dtype or parameters[keys[0].name].dtype) for name, keys in keymap.hf_names().items()}
+    sizes = {
+        name: math.prod(keys[0].hf_shape(shapes[keys[0].name])) * stored[name].itemsize
+        for name, keys in keymap.hf_names().items()
+    }
+    tensors = ((name, tensor.to(stored[name])) for name, tensor in assemble(keymap.hf_names(), parameters))
+    weight_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
+    values["dtype"] = str(next(iter(stored.values()))).removeprefix("torch.")
+    values.pop(POOLING, None)
+    if pooling == "mean" and head == "score":
+        values |= {POOLING: "mean", "architectures": [MEAN_POOLED]}
+    chosen = {key: values[key] for key in GENERATION_KEYS if values.get(key) is not None}
+    there = folder / GENERATION
+    write_generation(folder, {**(json.loads(there.read_text()) if there.is_file() else {}), **chosen})
+    weight_files.write_text(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def name_mean_pooled(directory: Path) -> None:
+    """Give a saved reward model with mean pooling its own architecture, in place of that of `transformers`' class."""
+    values = read_raw(directory) | {"architectures": [MEAN_POOLED]}
+    weight_files.write_text(directory / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
+    """Write generation_config.json, whole or not at all."""
+    weight_files.write_text(Path(directory) / GENERATION, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def assemble(wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) for each name, put together from the parameters it holds."""
+    held: dict[str, list[tuple[Key, Piece]]] = {name: [] for name in wanted}
+    for key in {key.name: key for keys in wanted.values() for key in keys}.values():
+        for piece in pieces(key, tuple(parameters[key.name].shape)):
+            held[piece.hf].append((key, piece))
+    for name, parts in held.items():
+        whole_tensor: Tensor | None = None
+        for key, piece in parts:
+            parameter = parameters[key.name].detach()
+            part = parameter[piece.target]
+            part = part[0] if piece.expert is not None else part
+            part = part.T if key.transpose and part.dim() == 2 else part
+            shape = key.hf_shape(tuple(parameter.shape))
+            if tuple(part.shape) == shape:
+                whole_tensor = part
+                break
+            if whole_tensor is None:
+                whole_tensor = part.new_empty(shape)
+            whole_tensor[piece.source] = part
+        assert whole_tensor is not None, name
+        yield name, whole_tensor
+
+
+def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:
+    """The configuration with `bos_token_id`, `eos_token_id`, `pad_token_id` of its tokenizer; None takes one out."""
+    unknown = set(ids) - set(GENERATION_KEYS)
+    assert not unknown, f"no token ids: {unknown}"
+    extra = {**config.extra, **ids}
+    return replace(config, extra={key: value for key, value in extra.items() if key not in ids or value is not None})

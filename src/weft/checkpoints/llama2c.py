@@ -1,0 +1,138 @@
+"""Checkpoints of llama2.c (Karpathy 2023), float32: the legacy layout and export version 1.
+
+Legacy: seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, length; a negative vocabulary has a classifier of its
+own), then the weights, two rotary tables among them. Version 1: "ak42", the version, the seven, a byte "shared classifier",
+zeros up to byte 256, then the weights with all norms first.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.errors import CheckpointError
+from weft.models.network.config import Rope, TransformerConfig
+
+MAGIC, HEADER_BYTES = 0x616B3432, 256
+BOS, EOS, UNKNOWN = 1, 2, 0  # of every vocabulary that llama2.c exports
+MATRICES = {"attention.q": "wq", "attention.k": "wk", "attention.v": "wv", "attention.o": "wo",
+            "mlp.gate": "w1", "mlp.down": "w2", "mlp.up": "w3"}  # fmt: skip
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Header:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    length: int
+    shared: bool  # the embedding is the classifier
+    legacy: bool
+    start: int  # bytes before the weights
+
+
+def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
+    """(configuration, canonical parameters in float32). Raises `CheckpointError` for another format or size."""
+    raw = path.read_bytes()
+    header = _header(path, raw)
+    shapes = _shapes(header)
+    expected = header.start + 4 * sum(math.prod(shape) for shape in shapes.values())
+    if len(raw) != expected:
+        raise CheckpointError(
+            f"{path} has {len(raw)} bytes, its header asks for {expected}; it is truncated or no float32"
+        )
+    values = torch.from_numpy(np.frombuffer(raw, dtype="<f4", offset=header.start).copy())
+    stored = {
+        name: part.reshape(shapes[name])
+        for name, part in zip(shapes, values.split([math.prod(s) for s in shapes.values()]), strict=True)
+    }
+    return _config(header), _parameters(header, stored)
+
+
+def _header(path: Path, raw: bytes) -> Header:
+    if len(raw) < HEADER_BYTES:
+        raise CheckpointError(f"{path} has {len(raw)} bytes: no llama2.c checkpoint")
+    magic, version = struct.unpack_from("<Ii", raw)
+    legacy = magic != MAGIC
+    if not legacy and version != 1:
+        raise CheckpointError(f"{path} is export version {version} (quantized); convert version 0 or 1, float32")
+    hidden, inner, layers, heads, kv_heads, vocab, length = struct.unpack_from("<7i", raw, 0 if legacy else 8)
+    shared = vocab > 0 if legacy else raw[36] != 0
+    start = 28 if legacy else HEADER_BYTES
+    header = Header(hidden, inner, layers, heads, kv_heads, abs(vocab), length, shared, legacy, start)
+    plausible = all(
+        0 < n < 2**24 for n in (header.hidden, header.intermediate, header.layers, header.vocab, header.length)
+    )
+    if not plausible or header.heads < 1 or header.kv_heads < 1 or header.hidden % header.heads:
+        raise CheckpointError(f"{path} is no llama2.c checkpoint: its header reads {header}")
+    return header
+
+
+def _shapes(header: Header) -> Shapes:
+    """The tensors in file order; those of all layers stand together."""
+    layers, hidden, inner = header.layers, header.hidden, header.intermediate
+    size = hidden // header.heads
+    shared = header.kv_heads * size
+    embedding: Shapes = {"embedding": (header.vocab, hidden)}
+    attention_norm: Shapes = {"attention_norm": (layers, hidden)}
+    mlp_norm: Shapes = {"mlp_norm": (layers, hidden)}
+    last_norm: Shapes = {"norm": (hidden,)}
+    attention: Shapes = {
+        "wq": (layers, hidden, hidden), "wk": (layers, shared, hidden), "wv": (layers, shared, hidden),
+        "wo": (layers, hidden, hidden),
+    }  # fmt: skip
+    mlp: Shapes = {"w1": (layers, inner, hidden), "w2": (layers, hidden, inner), "w3": (layers, inner, hidden)}
+    classifier: Shapes = {} if header.shared else {"classifier": (header.vocab, hidden)}
+    if header.legacy:
+        tables: Shapes = {"cos": (header.length, size // 2), "sin": (header.length, size // 2)}
+        return embedding | attention_norm | attention | mlp_norm | mlp | last_norm | tables | classifier
+    return attention_norm | mlp_norm | last_norm | embedding | attention | mlp | classifier
+
+
+def _config(header: Header) -> TransformerConfig:
+    head_dim = header.hidden // header.heads
+    return TransformerConfig(
+        family="llama",
+        vocab_size=header.vocab,
+        hidden_size=header.hidden,
+        num_layers=header.layers,
+        num_heads=header.heads,
+        num_kv_heads=header.kv_heads,
+        head_dim=head_dim,
+        intermediate_size=header.intermediate,
+        max_positions=header.length,
+        norm_eps=1e-5,
+        rope=Rope(10000.0, head_dim),
+        tied=header.shared,
+        extra={"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": UNKNOWN},
+    )
+
+
+def _parameters(header: Header, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {"embed.weight": stored["embedding"], "norm.weight": stored["norm"]}
+    if not header.shared:
+        found["head.weight"] = stored["classifier"]
+    for layer in range(header.layers):
+        block = f"blocks.{layer}"
+        found[f"{block}.norm1.weight"] = stored["attention_norm"][layer]
+        found[f"{block}.norm2.weight"] = stored["mlp_norm"][layer]
+        for ours, theirs in MATRICES.items():
+            matrix = stored[theirs][layer]
+            if theirs in ("wq", "wk"):
+                matrix = _halves(matrix, header.heads if theirs == "wq" else header.kv_heads)
+            found[f"{block}.{ours}.weight"] = matrix
+    return found
+
+
+def _halves(matrix: Tensor, heads: int) -> Tensor:
+    """Rows of each head from the layout that rotates neighbours (2i, 2i + 1) to the one that rotates (i, i + dim / 2)."""
+    return matrix.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

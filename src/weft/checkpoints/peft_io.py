@@ -1,0 +1,228 @@
+"""Adapters in PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`.
+
+weft's adapters stand on unfused layers. Where the checkpoint fuses several (phi3's qkv, GPT-2's c_attn), their adapters
+are one adapter of the sum of their ranks: A stacked, B block-diagonal, with `rank_pattern` and `alpha_pattern` keeping the
+scale. That is exact, and so is the way back. A stack of experts is one adapter an expert under the checkpoint's names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.checkpoints import weight_files
+from weft.errors import CheckpointError
+from weft.models.families.base import Family
+from weft.models.families.keymap import Key, KeyMap
+from weft.models.network.config import TransformerConfig
+from weft.models.network.lora import A, B, adapters, attach_ranks
+from weft.models.network.transformer import Head, Transformer
+from weft.registry import families
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+TASKS: dict[str, Head] = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
+SAME_RANK = 1e-12  # two scales that differ by less are the same
+
+
+def save_adapter(
+    directory: str | Path, parameters: Mapping[str, Tensor], scales: Mapping[str, float], config: TransformerConfig,
+    head: Head = "lm", *, base: str, dropout: float = 0.0,
+) -> None:  # fmt: skip
+    """Write the adapters among `parameters` (canonical names, `lora_a` and `lora_b` included); `scales` by layer.
+
+    `base` is the model they belong to. A value or score head is saved with them, as PEFT does with `modules_to_save`.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    family: Family = families.get(config.family)
+    keymap = family.keymap(config, head)
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, tuple[int, float]] = {}
+    for module, a, b, scale in _export(keymap, parameters, scales):
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
+        ranks[module] = (a.shape[0], scale * a.shape[0])
+    if head != "lm":
+        tensors[f"{PREFIX}{family.score}"] = parameters["score.weight"].detach()
+    settings = {
+        "peft_type": "LORA",
+        "task_type": next(task for task, kind in TASKS.items() if (kind == "lm") == (head == "lm")),
+        "base_model_name_or_path": base,
+        **_rank_settings(ranks),
+        "target_modules": _targets(list(ranks), keymap),
+        "lora_dropout": dropout,
+        "bias": "none",
+        "fan_in_fan_out": any(key.transpose for key in keymap.keys.values()),
+        "modules_to_save": None if head == "lm" else [family.score.removesuffix(".weight")],
+        "inference_mode": True,
+    }
+    weight_files.write_safetensors(folder / WEIGHTS, tensors)
+    weight_files.write_text(folder / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def _export(
+    keymap: KeyMap, parameters: Mapping[str, Tensor], scales: Mapping[str, float]
+) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+    """(module of the checkpoint, A [r, in], B [out, r], scale) of every adapter."""
+    for hf, keys in keymap.hf_names().items():
+        held = [key for key in keys if key.name.removesuffix(".weight") in scales and key.name.endswith(".weight")]
+        if not held:
+            continue
+        layers = [key.name.removesuffix(".weight") for key in held]
+        scale = scales[layers[0]]
+        assert all(abs(scales[layer] - scale) < SAME_RANK for layer in layers), f"{hf}: adapters of several scales"
+        pairs = [(parameters[f"{layer}.{A}"].detach(), parameters[f"{layer}.{B}"].detach()) for layer in layers]
+        if held[0].experts:
+            e = held[0].hf_names().index(hf)
+            pairs = [(a[e], b[e]) for a, b in pairs]
+        module = hf.removesuffix(".weight")
+        if held[0].fused is None:
+            yield module, *pairs[0], scale
+        else:
+            yield module, torch.cat([a for a, _ in pairs]), _fuse(held, [b for _, b in pairs]), scale
+
+
+def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
+    """The B of the fused layer: each part's rows where the checkpoint has them, each in columns of its own."""
+    first = keys[0].fused
+    assert first is not None
+    fused = parts[0].new_zeros(first.blocks * sum(first.sizes), sum(part.shape[1] for part in parts))
+    column = 0
+    for key, part in zip(keys, parts, strict=True):
+        assert key.fused is not None
+        for there, here in key.fused.runs(slice(0, part.shape[0])):
+            fused[there, column : column + part.shape[1]] = part[here]
+        column += part.shape[1]
+    return fused
+
+
+def _rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+    """`r` and `lora_alpha` of most modules, and patterns for the others."""
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    others = {module: pair for module, pair in ranks.items() if pair != usual}
+    return {
+        "r": usual[0],
+        "lora_alpha": usual[1],
+        "rank_pattern": {module: r for module, (r, _) in others.items()},
+        "alpha_pattern": {module: alpha for module, (_, alpha) in others.items()},
+    }
+
+
+def _targets(modules: list[str], keymap: KeyMap) -> list[str]:
+    """The shortest endings that name these modules of the checkpoint and no others."""
+    others = {hf.removesuffix(".weight") for hf in keymap.hf_names() if hf.endswith(".weight")} - set(modules)
+    found = set()
+    for module in modules:
+        words = module.split(".")
+        endings = (".".join(words[-n:]) for n in range(1, len(words) + 1))
+        found.add(next(e for e in endings if not any(o == e or o.endswith(f".{e}") for o in others)))
+    return sorted(found)
+
+
+# -- reading
+
+
+def read_adapter_config(directory: str | Path) -> dict[str, Any]:
+    """The settings of an adapter directory. Raises `CheckpointError` for a kind of adapter that weft does not compute."""
+    file = Path(directory) / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"{directory} has no {CONFIG}; an adapter directory holds {CONFIG} and {WEIGHTS}")
+    settings: dict[str, Any] = json.loads(file.read_text())
+    if settings.get("peft_type") != "LORA":
+        raise CheckpointError(f"{file} is of type {settings.get('peft_type')!r}; weft reads LORA adapters")
+    for key in (
+        "use_dora",
+        "use_qalora",
+        "lora_bias",
+        "target_parameters",
+        "layer_replication",
+        "alora_invocation_tokens",
+    ):
+        if settings.get(key):
+            raise CheckpointError(
+                f"{file} has {key}={settings[key]!r}, which weft does not compute; merge it with PEFT"
+            )
+    if settings.get("bias", "none") != "none":
+        raise CheckpointError(f"{file} has bias={settings['bias']!r}: trained biases; merge it with PEFT")
+    if settings.get("task_type") not in TASKS:
+        raise CheckpointError(f"{file} is for {settings.get('task_type')!r}; weft reads {' and '.join(TASKS)}")
+    return settings
+
+
+def load_adapter(directory: str | Path, network: Transformer) -> None:
+    """Attach the adapters of a PEFT directory to `network` and fill them; a saved score head is taken over too.
+
+    Raises `CheckpointError` for tensors that the network has no place for.
+    """
+    folder = Path(directory)
+    settings = read_adapter_config(folder)
+    files = weight_files.WeightFiles(folder, single=WEIGHTS)
+    family: Family = families.get(network.config.family)
+    keymap = family.keymap(network.config, network.kind)
+    found: dict[str, dict[str, tuple[Tensor, Tensor, float]]] = {}
+    used = set()
+    for hf, keys in keymap.hf_names().items():
+        module = hf.removesuffix(".weight")
+        names = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
+        if names[0] not in files.names:
+            continue
+        used |= set(names)
+        a, b = files.read(names[0]), files.read(names[1])
+        scale = _scale(settings, module, a.shape[0])
+        for key in keys:
+            layer = key.name.removesuffix(".weight")
+            found.setdefault(layer, {})[hf] = (*_unfuse(key, a, b), scale)
+    score = f"{PREFIX}{family.score}"
+    unknown = sorted(set(files.names) - used - {score})
+    if unknown:
+        raise CheckpointError(
+            f"{folder / WEIGHTS} holds {unknown[0]} and others like it, for which the model has no layer"
+        )
+    attach_ranks(network, {n: _rank(n, parts) for n, parts in found.items()}, settings.get("lora_dropout", 0.0))
+    attached = adapters(network)
+    with torch.no_grad():
+        for layer, parts in found.items():
+            adapter = attached[layer]
+            key = keymap.keys[f"{layer}.weight"]
+            ordered = [parts[hf] for hf in key.hf_names() if hf in parts]
+            if key.experts and len(ordered) != key.experts:
+                raise CheckpointError(f"{folder / WEIGHTS} has adapters on some experts of {layer} only")
+            down, up = [part[0] for part in ordered], [part[1] for part in ordered]
+            adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
+            adapter.lora_b.copy_(torch.stack(up) if key.experts else up[0])
+        if network.kind != "lm" and score in files.names:
+            network.score.weight.copy_(files.read(score))
+
+
+def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) (Kalajdzievski 2023, "rsLoRA"), with the module's own alpha where a pattern has one."""
+    alpha = settings["lora_alpha"]
+    for pattern, value in (settings.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = value
+    return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+
+
+def _rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) -> tuple[int, float]:
+    pairs = {(a.shape[0], scale) for a, _, scale in parts.values()}
+    if len(pairs) > 1:
+        raise CheckpointError(f"the experts of {layer} have adapters of several ranks; weft keeps one rank a layer")
+    return pairs.pop()
+
+
+def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """One layer's share of a fused adapter; ranks that do not reach its rows are left out."""
+    if key.fused is None:
+        return a, b
+    size = key.fused.blocks * key.fused.sizes[key.fused.index]
+    rows = torch.cat([b[there] for there, _ in key.fused.runs(slice(0, size))])
+    reach = rows.abs().sum(0) > 0
+    return (a[reach], rows[:, reach]) if bool(reach.any()) else (a, rows)

@@ -1,0 +1,42 @@
+"""Arrays of any kind (numpy, torch, later jax) joined, picked and cut along their first dimension; the kind stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = Any  # numpy or torch; anything that the array API standard describes
+
+
+def concat(arrays: Sequence[Array]) -> Array:
+    """One after another, in the kind of the first."""
+    first = arrays[0]
+    return array_api_compat.array_namespace(first).concat([as_kind(first, each) for each in arrays])
+
+
+def take(array: Array, rows: npt.NDArray[np.int64]) -> Array:
+    """The rows with these numbers, on the same device."""
+    xp = array_api_compat.array_namespace(array)
+    return xp.take(array, xp.asarray(rows, device=array_api_compat.device(array)), axis=0)
+
+
+def cut(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
+    """Views of consecutive runs of rows of these lengths."""
+    if array_api_compat.is_torch_array(array):
+        return list(torch.split(array, lengths.tolist()))  # one call makes all views
+    ends = np.cumsum(lengths)
+    return [array[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+
+
+def as_kind(like: Array, values: Any) -> Array:
+    """`values` (an array of any kind, or numbers) in the kind of `like`, on its device."""
+    xp = array_api_compat.array_namespace(like)
+    if array_api_compat.is_array_api_obj(values) and array_api_compat.array_namespace(values) is xp:
+        return values
+    held = values if array_api_compat.is_array_api_obj(values) else np.asarray(values)
+    return xp.asarray(held, device=array_api_compat.device(like))

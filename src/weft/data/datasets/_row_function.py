@@ -1,0 +1,104 @@
+"""A dataset written as one function of a row: `register_dataset(name, rows="prompt_answer")` makes a dataset of it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.data.datasets.base import DatasetUtility, TableDataset, configure
+from weft.data.lengths import Encoded
+from weft.data.rows import BadRow, Row
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import Form, Source, tokenize
+from weft.errors import ConfigError
+from weft.registry import datasets, import_user_code
+
+
+@dataclass(frozen=True)
+class RowFunction:
+    """A form: what `module`'s function `name` makes of a row, read as rows of the type `rows` are.
+
+    `source` is a hash of the file that holds the function: another one makes other token ids.
+    """
+
+    rows: str
+    inner: Any
+    module: str
+    file: str
+    name: str
+    source: str
+    options: Mapping[str, Any]
+
+    @property
+    def id_key(self) -> str:
+        return str(self.inner.id_key)
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        self.inner.check(tokenizer)
+
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+        try:
+            made = self.function()(row, **self.options)
+        except KeyError as error:
+            raise BadRow(f"lacks the key {error.args[0]!r}, which {self.name} reads") from error
+        if not isinstance(made, Mapping):
+            raise BadRow(f"{self.name} makes a {type(made).__name__} of it; it has to make a row of type {self.rows}")
+        return list(self.inner.encode(made, tokenizer))
+
+    def function(self) -> Callable[..., Any]:
+        """The function, in this process or in one that tokenizes rows."""
+        module = sys.modules.get(self.module)
+        if module is None or self.name not in vars(module):  # `__main__` is another module in another process
+            if self.module == "__main__" or importlib.util.find_spec(self.module) is None:
+                import_user_code([self.file])
+                module = sys.modules[Path(self.file).stem]
+            else:
+                module = importlib.import_module(self.module)
+        found: Callable[..., Any] = vars(module)[self.name]
+        return found
+
+
+class RowDataset:
+    """The rows of a file as a function makes them."""
+
+    def __init__(self, form: Form, lengths: Any, util: DatasetUtility, path: str, split: str | None) -> None:
+        self.form = type(form)
+        source = Source(path, split, util.cache_dir, util.num_workers, util.progress)
+        self.table = tokenize(form, lengths, util.tokenizer, source)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        return self.table[index]
+
+
+def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[..., RowDataset]:
+    """What builds the dataset of `function`, which is called as `function(row, option=..)` and returns a row of the shipped
+    type `rows`; everything from there on (limits, masks, reports, cache, mixtures) is that type's."""
+    shipped = datasets.get(rows)
+    if not (inspect.isclass(shipped) and issubclass(shipped, TableDataset)):
+        raise ConfigError(f"dataset type {name!r}: rows={rows!r} is no type that reads rows; take a shipped one")
+    file = inspect.getsourcefile(function)
+    if file is None or not function.__qualname__.isidentifier():
+        raise ConfigError(f"dataset type {name!r}: define {function.__qualname__} at the top of a module or file")
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    own = list(inspect.signature(function).parameters)[1:]
+
+    def build(util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> RowDataset:
+        given = {key: value for key, value in options.items() if value is not None or key not in shipped.usual}
+        of_function = {key: given.pop(key) for key in own if key in given}
+        inner, lengths = configure(shipped.form, {**shipped.usual, **given})
+        where = function.__module__, str(Path(file).resolve()), function.__qualname__
+        return RowDataset(RowFunction(rows, inner, *where, digest, of_function), lengths, util, path, split)
+
+    build.__module__, build.__qualname__, build.__name__ = function.__module__, function.__qualname__, function.__name__
+    return build

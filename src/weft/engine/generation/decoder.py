@@ -1,0 +1,32 @@
+"""What generation needs of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from weft.models.network.config import TransformerConfig
+from weft.models.network.packed import Packed
+
+
+class Decoder(Protocol):
+    """A network that text is generated with: `Transformer`, or another that gives the same."""
+
+    config: TransformerConfig
+    training: bool
+
+    def shares_prefixes(self, longest: int) -> bool:
+        """Whether its attention reads a prefix that is stored apart, for sequences of up to `longest` tokens."""
+        ...
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether keys and values are read by weft's attention, so that they may lie in pages."""
+        ...
+
+    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...
+    def next_token_logits(self, hidden_rows: Tensor) -> Tensor: ...
+    def parameters(self) -> Iterator[Tensor]: ...
+    def train(self, mode: bool = True) -> object: ...

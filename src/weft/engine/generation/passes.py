@@ -1,0 +1,231 @@
+"""A network's passes over cached sequences: by the CPU kernel that computes one in a single call where it serves the network,
+else module by module. Both give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from weft import kernels
+from weft.engine.generation.decoder import Decoder
+from weft.kernels import BlockWeights, CachedForward, CachedPass, LinearWeights, NetworkWeights, PrefixRows
+from weft.models.kv.slots import Cached, KVCache, PrefixGroup
+from weft.models.network import rope
+from weft.models.network.block import MLP, Attention, Block, Norm
+from weft.models.network.config import TransformerConfig
+from weft.models.network.linear import Linear
+from weft.models.network.packed import Packed
+from weft.models.network.transformer import Transformer
+
+# Which values of a configuration's fields the kernel computes; None: every value. A field that is not here turns the kernel off
+# where it has another value than its default.
+SERVED: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
+    "family": None,
+    "vocab_size": None,
+    "hidden_size": None,
+    "num_layers": None,
+    "num_heads": None,
+    "num_kv_heads": None,
+    "head_dim": lambda config: config.head_dim <= kernels.MOST_HEAD_DIM,
+    "intermediate_size": None,
+    "max_positions": None,
+    "norm": lambda config: config.norm != "layer",
+    "norm_eps": None,
+    "placement": lambda config: config.placement == "pre",
+    "activation": lambda config: config.activation == "silu",
+    "gated": lambda config: config.gated,
+    "rope": None,
+    "qkv_bias": None,
+    "o_bias": None,
+    "mlp_bias": None,
+    "head_bias": None,
+    "qk_norm": lambda config: config.qk_norm in (None, "head"),
+    "attention_scale": None,
+    "layer_scaled_attention": None,
+    "final_softcap": None,  # it is the head's, which reads the states
+    "windows": None,
+    "tied": None,
+    "initializer_range": None,
+    "embed_dropout": None,  # nothing is dropped while text is generated
+    "hidden_dropout": None,
+    "attention_dropout": None,
+    "extra": None,  # what changes no number
+}
+
+
+def serves(config: TransformerConfig) -> bool:
+    """Whether the kernel computes networks of this configuration."""
+    for field in fields(config):
+        if field.name not in SERVED:
+            if getattr(config, field.name) != field.default:
+                return False
+        elif (rule := SERVED[field.name]) is not None and not rule(config):
+            return False
+    return True
+
+
+def reads_only_written(network: object) -> bool:
+    """Whether the network's attention reads no place of a slot that no token was written to."""
+    if not isinstance(network, Transformer):
+        return False
+    config, weight = network.config, next(network.parameters())
+    heads = weight.detach().new_empty(0, 1, config.head_dim)
+    return config.attention_softcap is None and kernels.serves_attention(heads, heads, heads)
+
+
+@dataclass
+class _Prepared:
+    """A network as the kernel reads it over one cache."""
+
+    forward: CachedForward
+    moves: int  # of the cache, when it was prepared
+    groups: tuple[PrefixGroup, ...] = ()  # of the decode step that `prefixes` is of
+    prefixes: tuple[PrefixRows, ...] = ()
+
+
+class Passes:
+    """Passes of one network without a gradient. It keeps where weights and caches lie until it is told to `forget`."""
+
+    def __init__(self, network: Decoder) -> None:
+        self._network = network
+        self._prepared: WeakKeyDictionary[KVCache, _Prepared | None] = WeakKeyDictionary()
+        self._rotations: tuple[Tensor, Tensor] | None = None  # of the positions that were asked for so far
+        self._fits = _fits(network)
+
+    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+        """As `Transformer.hidden`."""
+        context = x.attention
+        prepared = self._over(context.cache) if isinstance(context, Cached) else None
+        if prepared is None:
+            return self._network.hidden(x, rows)
+        return prepared.forward.run(self._pass(prepared, x), rows)
+
+    def ahead(self, x: Packed, draws: kernels.Drawing) -> tuple[Tensor, Tensor]:
+        """As `CachedForward.run_ahead`, over a cache of which `draws` is true."""
+        assert isinstance(x.attention, Cached)
+        prepared = self._over(x.attention.cache)
+        assert prepared is not None
+        return prepared.forward.run_ahead(self._pass(prepared, x, len(draws.uniforms)), draws)
+
+    @property
+    def multi_step(self) -> bool:
+        """Whether several decode steps may be computed in one call."""
+        settings = self._network.config.rope
+        return self._fits and (settings is None or settings.scaling not in rope.CHANGING)
+
+    def draws(self, cache: KVCache) -> bool:
+        """Whether tokens are drawn in the same call as decode steps over the cache are computed."""
+        prepared = self._over(cache)
+        return prepared is not None and prepared.forward.weights.head is not None
+
+    def is_ready(self, cache: KVCache) -> bool:
+        """Whether the cache and the weights lie where they lay at the last pass over it."""
+        prepared = self._prepared.get(cache)
+        return prepared is not None and prepared.moves == cache.moves
+
+    def forget(self) -> None:
+        """Weights may be others from now on, or lie elsewhere."""
+        self._prepared.clear()
+        self._fits = _fits(self._network)
+
+    def _over(self, cache: KVCache) -> _Prepared | None:
+        if not self._fits:
+            return None
+        found = self._prepared.get(cache)
+        if found is None or found.moves != cache.moves:
+            assert isinstance(self._network, Transformer)
+            weights = _weights(self._network, cache)
+            found = _Prepared(CachedForward(weights), cache.moves) if kernels.serves_network(weights) else None
+            if found is None:
+                self._fits = False
+                return None
+            self._prepared[cache] = found
+        return found
+
+    def _pass(self, prepared: _Prepared, x: Packed, steps: int = 1) -> CachedPass:
+        context = x.attention
+        assert isinstance(context, Cached)
+        rotation, after = self._rotation(x, context, steps), context.used + context.new
+        prefixes = self._prefixes(prepared, context)
+        return CachedPass(x.tokens, context.slots, context.new, after, rotation, prefixes)
+
+    def _prefixes(self, prepared: _Prepared, context: Cached) -> tuple[PrefixRows, ...]:
+        """Those of a decode step are mostly those of the one before."""
+        if context.max_len > 1:
+            return tuple(_prefix(cache, rows) for cache, rows in context.continued)
+        if context.groups is not prepared.groups:
+            prepared.groups = context.groups
+            prepared.prefixes = tuple(_prefix(cache, rows) for cache, rows in context.continued)
+        return prepared.prefixes
+
+    def _rotation(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(cos, sin, each [P, 1, half], the row of them that each token takes, int64 [T]); with rows for `steps` decode
+        steps."""
+        settings, dtype = self._network.config.rope, context.cache.dtype
+        if settings is None:
+            return None
+        if settings.scaling in rope.CHANGING:
+            cos, sin = rope.rotation(settings, x.positions, context.token_lengths, dtype)
+            return cos.contiguous(), sin.contiguous(), torch.arange(len(x.positions))
+        end = max(context.cache.capacity, context.max_used + steps) + int(context.before.max())
+        if self._rotations is None or len(self._rotations[0]) < end:
+            positions = torch.arange(end)
+            cos, sin = rope.rotation(settings, positions, positions, dtype)
+            self._rotations = cos.contiguous(), sin.contiguous()
+        return *self._rotations, x.positions
+
+
+def _fits(network: Decoder) -> bool:
+    """Whether the kernel computes what the network's modules do, and they no more than that: no hooks, no adapters, no parts
+    that ranks have to reduce."""
+    if not isinstance(network, Transformer) or not serves(network.config):
+        return False
+    for module in network.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return False
+        if getattr(module, "reduce", None) is not None or (isinstance(module, Linear) and len(module.adapters)):
+            return False
+    return network.begins and network.ends
+
+
+def _weights(network: Transformer, cache: KVCache) -> NetworkWeights:
+    config, drawn = network.config, None
+    if network.kind == "lm" and config.final_softcap is None:
+        projection = network.projection
+        if projection.weight.shape == network.embed.weight.shape and projection.split is None:
+            drawn = LinearWeights(projection.weight, projection.bias)
+    blocks = [block for block in network.blocks if isinstance(block, Block)]
+    stored = zip(blocks, cache.keys, cache.values, strict=True)
+    return NetworkWeights(
+        embedding=network.embed.weight, blocks=[_block(*each) for each in stored], norm=_scale(network.norm), head=drawn,
+        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size, eps=config.norm_eps, offset=0.0 if config.norm == "rms" else 1.0,
+    )  # fmt: skip
+
+
+def _block(block: Block, keys: Tensor, values: Tensor) -> BlockWeights:
+    attention, mlp = block.attention, block.mlp
+    assert isinstance(attention, Attention) and isinstance(mlp, MLP)
+    q_norm, k_norm = (_scale(attention.q_norm), _scale(attention.k_norm)) if attention.qk_norm else (None, None)
+    return BlockWeights(
+        _scale(block.norm1), _scale(block.norm2), q_norm, k_norm, _linear(attention.qkv), _linear(attention.o),
+        _linear(mlp.gate_up), _linear(mlp.down), keys, values, attention.spec.scale, attention.spec.window,
+    )  # fmt: skip
+
+
+def _linear(layer: Linear) -> LinearWeights:
+    return LinearWeights(layer.weight, layer.bias)
+
+
+def _scale(norm: Norm) -> Tensor:
+    assert norm.weight is not None
+    return norm.weight
+
+
+def _prefix(prefix: KVCache, rows: Tensor) -> PrefixRows:
+    stored = [x for pair in zip(prefix.keys, prefix.values, strict=True) for x in pair]
+    return PrefixRows(rows, int(prefix.used[0]), prefix.capacity, stored)

@@ -1,0 +1,95 @@
+"""weft's attention inside a `transformers` module, by the two interfaces that `transformers` has for it.
+
+A decoder whose attention asks `AttentionInterface` for its function gets `packed_attention`, which reads the pass (who attends
+to whom) from the attention module that calls it. Nothing else of the module is touched. Whether that is exact for a given
+decoder is tried out before it is used (`trial.py`), because a decoder may mix tokens in other places than attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from weft.kernels import AttentionSpec
+from weft.models.attention.contexts import AttentionContext
+from weft.models.attention.dispatch import attend
+from weft.models.attention.inputs import AttentionInputs
+from weft.models.network.dropout import TokenDropout
+
+NAME = "weft_packed"
+STATE = "weft_pass"  # attribute of an attention module
+UNKNOWN = ("s_aux", "position_bias")  # arguments of attention functions that weft's attention has not
+
+
+class NotPacked(Exception):
+    """This decoder's attention asks for something that weft's attention does not compute."""
+
+
+@dataclass(frozen=True)
+class AttentionPass:
+    """One forward pass, as an attention module reads it. `layer` counts the modules in the order of their calls."""
+
+    context: AttentionContext
+    dropout: TokenDropout | None
+    layer: int
+
+
+@dataclass
+class Recorder:
+    """Takes the place of a pass while a decoder is tried out: who calls, with which shapes and which limits."""
+
+    context: AttentionContext
+    callers: list[nn.Module]
+    shapes: list[tuple[int, int, int, int]]  # query heads, kv heads, key dim, value dim
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
+    state = vars(module).get(STATE)
+    window = settings.get("sliding_window")
+    if isinstance(state, Recorder):
+        _record(state, module, (query, key, value), attention_mask, settings)
+        state = AttentionPass(state.context, None, len(state.callers) - 1)
+    assert isinstance(state, AttentionPass), "HFNetwork sets the pass before it calls the module"
+    spec = AttentionSpec(
+        scale=settings.get("scaling") or query.shape[-1] ** -0.5,
+        window=window,
+        softcap=settings.get("softcap"),
+        dropout=settings.get("dropout") or 0.0,
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    given = AttentionInputs(q, k, v, spec, state.layer, state.dropout)
+    return attend(given, state.context)[None], None
+
+
+def _record(
+    recorder: Recorder, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, settings: Any
+) -> None:
+    query, key, value = qkv
+    for name in UNKNOWN:
+        if settings.get(name) is not None:
+            raise NotPacked(f"its attention has {name}")
+    limit = None if mask is None else int(mask.flatten()[0])
+    if limit is not None and limit != settings.get("sliding_window"):
+        raise NotPacked("its attention mask is neither causal nor a sliding window")
+    if module in recorder.callers:
+        raise NotPacked("its attention runs several times a layer")
+    recorder.callers.append(module)
+    recorder.shapes.append((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
+
+
+def mask_limit(*_: Any, local_size: int | None = None, device: Any = None, **__: Any) -> Tensor | None:
+    """In place of a mask [.., T, T]: nothing where it is causal, else how far back a token sees, for `_record` to compare."""
+    return None if local_size is None else torch.full((1, 1, 1, 1), float(local_size))
+
+
+def register() -> None:
+    """Make the functions known to `transformers`; saying it twice changes nothing."""
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, mask_limit)

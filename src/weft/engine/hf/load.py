@@ -1,0 +1,142 @@
+"""Reading and writing the `transformers` module of the backend `hf`. Nothing is unpickled, no code of the directory is run
+unless the role's spec says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils import logging
+
+from weft import randomness
+from weft.checkpoints import hf_io
+from weft.checkpoints.weight_files import WeightFiles
+from weft.engine.spec import ModelSpec
+from weft.errors import CheckpointError, ConfigError, RunError
+
+DROPOUTS = ("dropout", "pdrop")  # how the keys of configurations that set dropout rates end
+HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")  # what a checkpoint of another head may hold or lack
+
+
+def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The module of a model directory or hub name on `device` in `dtype`, or a new one from its config.json.
+
+    Raises `UserError` for a directory that is not whole, an architecture that is no decoder, or one that brings its own code.
+    """
+    where = path if spec.trust_remote_code else str(hf_io.resolve(path))
+    raw = hf_io.read_raw(where)
+    auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModelForSequenceClassification
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
+            _configure(config, spec)
+            with _seeded(spec.seed):
+                if spec.init_from_scratch:
+                    module = auto.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+                    new = ["score.weight"]
+                else:
+                    _check_files(hf_io.resolve(where))
+                    module, report = auto.from_pretrained(
+                        where, config=config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
+                        output_loading_info=True,
+                    )  # fmt: skip
+                    new = _check_report(path, report)
+        except (OSError, ValueError, SafetensorError) as refused:
+            if isinstance(refused, ConfigError | CheckpointError):
+                raise
+            code = "it brings Python code of its own; read that, then set trust_remote_code=true to run it: "
+            hint = code if "auto_map" in raw and not spec.trust_remote_code else ""
+            first = str(refused).splitlines()[0]
+            raise CheckpointError(f"{path}: transformers cannot load it: {hint}{first}") from refused
+    if spec.head != "lm" and any(name.startswith(HEADS) for name in new):
+        _new_head(module, spec)
+    return module.to(device).eval()
+
+
+def _check_files(directory: Path) -> None:
+    """Raises `CheckpointError` naming a missing or truncated file; `transformers` only says that something is wrong."""
+    if any(directory.glob("*.safetensors*")):
+        WeightFiles(directory)
+
+
+def _configure(config: Any, spec: ModelSpec) -> None:
+    values = config.to_dict()
+    if values.get("is_encoder_decoder"):
+        raise ConfigError(f"{spec.path}: a {values.get('model_type')} model has an encoder; backend=hf runs decoders")
+    if spec.head != "lm":
+        config.num_labels = 1
+    if spec.dropout is not None:
+        for key in dropout_rates(values):
+            setattr(config, key, spec.dropout)
+
+
+def dropout_rates(values: dict[str, Any]) -> dict[str, float]:
+    """The dropout rates of a configuration by their keys."""
+    return {k: v for k, v in values.items() if k.endswith(DROPOUTS) and isinstance(v, int | float) and v is not True}
+
+
+def _check_report(path: str, report: dict[str, Any]) -> list[str]:
+    """Names of new parameters: those of the head. Raises `CheckpointError` for any other that is missing or left over."""
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    lost = [name for name in missing if not name.startswith(HEADS)]
+    spare = [name for name in unexpected if not name.startswith(HEADS)]
+    if lost or spare or report["mismatched_keys"]:
+        wrong = ", ".join(map(str, (lost or spare or sorted(report["mismatched_keys"]))[:8]))
+        kind = "lacks" if lost else "holds unknown" if spare else "has other shapes than config.json says for"
+        raise CheckpointError(f"{path} {kind} {wrong}; is config.json the one that belongs to the weights?")
+    if any(name.startswith("lm_head.") for name in missing):
+        raise CheckpointError(f"{path} lacks lm_head; it is no causal language model")
+    return missing
+
+
+def _new_head(module: nn.Module, spec: ModelSpec) -> None:
+    """A new value head is 0 and a new score head small, as `weft.checkpoints.hf_io.fill` makes them and for its reasons."""
+    for child in module.children():
+        if isinstance(child, nn.Linear) and child.out_features == 1:
+            with torch.no_grad():
+                low, high = randomness.key(spec.seed, "init", id="score.weight")
+                generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
+                drawn = torch.randn(child.weight.shape, generator=generator)
+                std = 0.0 if spec.head == "value" else 1.0 / math.sqrt(child.in_features + 1)
+                child.weight.copy_(drawn * std)
+                if child.bias is not None:
+                    child.bias.zero_()
+
+
+def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | None = None) -> None:
+    """A Hugging Face directory of the module as it stands, or with `state` for its weights. Raises `RunError` where the disk
+    refuses."""
+    try:
+        with quiet():
+            module.save_pretrained(directory, state_dict=state)
+    except (OSError, SafetensorError) as failed:
+        raise RunError(f"{directory} could not be written ({failed}); what was saved before is untouched") from failed
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and remarks of `transformers`; what matters of them is checked here."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """New weights come from torch's generator: seed it, and leave it as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

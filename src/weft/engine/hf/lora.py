@@ -1,0 +1,153 @@
+"""Low-rank adapters (Hu et al. 2021, "LoRA", section 4.1) on a `transformers` module: y = W x + scale B A drop(x), W frozen.
+
+Targets are the module's own names of its linear layers (`q_proj`, `query_key_value`, ...); where none are named, all of them
+but the output layer. `weft.models.network.lora` does the same for weft's decoder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from weft import randomness
+from weft.engine import checkpoint
+from weft.engine.spec import LoRASpec
+from weft.errors import ConfigError, nearest
+
+BASE = ".base"  # what wrapping puts into a parameter's name
+
+
+class Adapted(nn.Module):
+    """A linear layer (GPT-2's transposed one, too) with an adapter; `weight` and `bias` stay readable for who asks."""
+
+    def __init__(self, base: nn.Linear | Conv1D, r: int, scale: float, dropout: float) -> None:
+        super().__init__()
+        self.base, self.scale, self.dropout, self.active = base, scale, dropout, True
+        self.transposed = isinstance(base, Conv1D)
+        inputs, outputs = base.weight.shape if self.transposed else base.weight.shape[::-1]
+        self.lora_a = nn.Parameter(base.weight.new_empty(r, inputs))
+        self.lora_b = nn.Parameter(base.weight.new_zeros(outputs, r))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        if not self.active:
+            return y
+        return y + self.scale * F.linear(F.linear(F.dropout(x, self.dropout, self.training), self.lora_a), self.lora_b)
+
+    def merged(self, a: Tensor, b: Tensor) -> Tensor:
+        """The base's weight with the adapter's matrices added, summed in float32."""
+        update = self.scale * (b.detach().float() @ a.detach().float())
+        weight = self.base.weight.detach()
+        return (weight.float() + (update.T if self.transposed else update)).to(weight.dtype)
+
+
+def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
+    """Freeze everything but a value or score head and give the target layers adapters.
+
+    A starts uniform in +-1/sqrt(in), from `seed` and the layer's name alone; B at 0. Raises `ConfigError` for a target that the
+    module lacks.
+    """
+    output = module.get_output_embeddings()
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not output and "." in name
+    }
+    held = {name.rsplit(".", 1)[1] for name in layers}
+    for target in spec.targets:
+        if target not in held:
+            raise ConfigError(
+                f"lora.targets: this {module.config.model_type} module has no linear layers {target!r}; "
+                f"it has {', '.join(nearest(target, held) or sorted(held))}"
+            )
+    module.requires_grad_(False)
+    for name, layer in layers.items():
+        parent, own = name.rsplit(".", 1)
+        if spec.targets and own not in spec.targets:
+            continue
+        adapted = Adapted(layer, spec.r, spec.alpha / spec.r, spec.dropout)
+        low, high = randomness.key(seed, "init", id=f"{name}.lora_a")
+        generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
+        drawn = torch.rand(adapted.lora_a.shape, generator=generator) * 2 - 1
+        with torch.no_grad():
+            adapted.lora_a.copy_(drawn / math.sqrt(adapted.lora_a.shape[1]))
+        setattr(module.get_submodule(parent), own, adapted)
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear) and child is not output and "." not in name:
+            child.requires_grad_(True)
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Within it the module computes what its base computes."""
+    adapted = [layer for layer in module.modules() if isinstance(layer, Adapted)]
+    for layer in adapted:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer in adapted:
+            layer.active = True
+
+
+def merged_state(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The module's state with the adapters merged, under the names it had without them. `tensors` hold the adapters exactly."""
+    state = {
+        name.replace(f"{BASE}.", "."): value
+        for name, value in module.state_dict().items()
+        if not name.endswith((".lora_a", ".lora_b"))
+    }
+    for name, layer in module.named_modules():
+        if isinstance(layer, Adapted):
+            state[f"{name}.weight"] = layer.merged(tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"])
+    return state
+
+
+def save_adapter(
+    directory: Path, module: PreTrainedModel, tensors: Mapping[str, Tensor], spec: LoRASpec, base: str
+) -> None:
+    """PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`. `tensors` are parameters by the module's names."""
+    directory.mkdir(parents=True, exist_ok=True)
+    adapted = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
+    held: dict[str, Tensor] = {}
+    for name in adapted:
+        held[f"base_model.model.{name}.lora_A.weight"] = tensors[f"{name}.lora_a"]
+        held[f"base_model.model.{name}.lora_B.weight"] = tensors[f"{name}.lora_b"]
+    heads = [
+        name for name, child in module.named_children() if isinstance(child, nn.Linear) and child.out_features == 1
+    ]
+    for name in heads:
+        held[f"base_model.model.{name}.weight"] = tensors[f"{name}.weight"]
+    settings: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": spec.r,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "target_modules": sorted(adapted),
+        "modules_to_save": heads or None,
+        "fan_in_fan_out": any(layer.transposed for layer in adapted.values()),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    checkpoint.write_tensors(directory / "adapter_model.safetensors", held)
+    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

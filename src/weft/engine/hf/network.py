@@ -1,0 +1,197 @@
+"""A `transformers` decoder as a network that the engine can use: packs in; log-probs, values and scores out.
+
+Where the decoder's attention runs through `AttentionInterface`, it computes whole packs with weft's attention. Other decoders
+run the sequences of one length at a time as a rectangle without padding, which is exact whatever they are made of.
+`trial.py` finds out which of the two is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weft.algorithms.base import Output
+from weft.engine.hf.attention import STATE, AttentionPass, Recorder
+from weft.errors import ConfigError
+from weft.models.attention.contexts import Dense
+from weft.models.kv.slots import Cached
+from weft.models.network.config import TransformerConfig
+from weft.models.network.dropout import DropoutKeys, TokenDropout
+from weft.models.network.event_outputs import outputs
+from weft.models.network.head import Pooling, mean_scores, row_values, score_rows
+from weft.models.network.packed import Packed, pack
+from weft.models.network.token_outputs import Projection, Support
+from weft.models.network.transformer import OUTPUTS, Head
+
+DIGIT_BITS, DIGITS = 7, 4  # a token id as numbers below 128, which every float dtype holds exactly
+
+
+@dataclass(frozen=True)
+class HeadLayer:
+    """The output layer: cap(weight (scale h) + bias), cap(x) = softcap tanh(x / softcap)."""
+
+    layer: nn.Linear
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def projection(self) -> Projection:
+        return Projection(self.layer.weight, self.layer.bias, self.softcap)
+
+
+class HFNetwork(nn.Module):
+    """`module` is an `AutoModelForCausalLM` (head "lm") or an `AutoModelForSequenceClassification` of one label.
+
+    `callers` are the attention modules in the order of their calls where the decoder computes packs, and empty where it runs
+    length by length. `caches`: keys and values fit weft's cache; else the cache holds tokens, and generating computes all of
+    them again for each new one. `config` is what the generator and the cost estimate read.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        head: Head,
+        head_layer: HeadLayer,
+        config: TransformerConfig,
+        *,
+        pooling: Pooling = "last",
+        callers: tuple[nn.Module, ...] = (),
+        caches: bool = False,
+    ) -> None:
+        super().__init__()
+        self.module, self.kind, self.pooling, self.config = module, head, pooling, config
+        self.padding: int | None = None  # as `Transformer.padding`
+        self._head, self._callers, self._caches = [head_layer], callers, caches  # in a list: not a submodule of its own
+
+    def forward(
+        self, x: Packed, want: frozenset[Output], temperature: float = 1.0, support: Support | None = None
+    ) -> dict[Output, Tensor]:
+        """As `weft.models.network.transformer.Transformer`."""
+        if not want <= OUTPUTS[self.kind]:
+            lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
+            raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
+        with _seeded(x.dropout):
+            mean = self.kind == "score" and self.pooling == "mean"
+            rows = score_rows(x, self.padding) if self.kind == "score" else x.rows
+            states = self.hidden(x, None if mean else rows)
+        layer = self._head[0].layer
+        if self.kind == "lm":
+            rows = states * self._head[0].scale
+            projection = self._head[0].projection
+            return outputs(rows, x, projection, want, temperature, support)
+        bias = 0.0 if layer.bias is None else layer.bias.float()
+        if mean:
+            return {"scores": mean_scores(row_values(states, layer.weight), x.attention) + bias}
+        name: Output = "scores" if self.kind == "score" else "values"
+        return {name: row_values(states, layer.weight) + bias}
+
+    def shares_prefixes(self, longest: int) -> bool:
+        """No: a module is tried out with whole sequences alone."""
+        return False
+
+    @property
+    def reads_pages(self) -> bool:
+        """Where its attention modules call weft's attention, which reads them."""
+        return self._caches
+
+    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+        """Hidden states [T, hidden] as the head reads them; or those of `rows`, int64 [N], alone."""
+        states = self._states(x)
+        return states if rows is None else states[rows]
+
+    def _states(self, x: Packed) -> Tensor:
+        if isinstance(x.attention, Cached) and not self._caches:
+            return self._again(x, x.attention)
+        if self._callers:
+            keys = None
+            if x.dropout is not None:
+                keys = TokenDropout.spread(x.dropout, x.attention.dense.lengths, x.positions)
+            for layer, caller in enumerate(self._callers):
+                setattr(caller, STATE, AttentionPass(x.attention, keys, layer))
+            return self.run(x.tokens[None], x.positions[None])[0]
+        return self._by_length(x)
+
+    def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V] float32 before any temperature."""
+        return self._head[0].projection.logits(hidden_rows * self._head[0].scale)
+
+    def run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The decoder on [B, L] tokens without any padding -> [B, L, hidden]."""
+        return run(self.module, tokens, positions)
+
+    def _by_length(self, x: Packed) -> Tensor:
+        starts = x.attention.dense.starts
+        members: dict[int, list[int]] = {}
+        for start, stop in pairwise(starts):
+            members.setdefault(stop - start, []).append(start)
+        members.pop(0, None)
+        index = [
+            torch.tensor(found, device=x.tokens.device)[:, None] + torch.arange(length, device=x.tokens.device)
+            for length, found in members.items()
+        ]
+        states = [self.run(x.tokens[cells]).flatten(0, 1) for cells in index]
+        order = torch.cat([cells.flatten() for cells in index])
+        return torch.cat(states)[torch.argsort(order)]
+
+    def _again(self, x: Packed, context: Cached) -> Tensor:
+        """Hidden states of new tokens where no keys and values are kept: the cache holds the tokens themselves."""
+        shifts = torch.arange(DIGITS, device=x.tokens.device) * DIGIT_BITS
+        digits = (x.tokens[:, None] >> shifts) & ((1 << DIGIT_BITS) - 1)
+        stored = digits[:, None].to(context.cache.dtype)
+        context.cache.write(0, context, stored, stored)
+        kept = (context.cache.read(0, context)[0][:, 0].to(torch.int64) << shifts).sum(-1)
+        new, totals = context.new.tolist(), (context.used + context.new).tolist()
+        whole = pack([tokens[:total] for tokens, total in zip(kept, totals, strict=True)], x.tokens.device)
+        states = self.hidden(whole).split(totals)
+        return torch.cat([state[len(state) - count :] for state, count in zip(states, new, strict=True)])
+
+
+def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The decoder beneath the head on [B, L] tokens without any padding -> [B, L, hidden]."""
+    places = {} if positions is None else {"position_ids": positions}
+    return _trunk(module)(input_ids=tokens, **places).last_hidden_state
+
+
+def _trunk(module: PreTrainedModel) -> nn.Module:
+    """The decoder beneath the head. A few classes name the trunk of another class; theirs is the model inside them."""
+    if module.base_model is not module:
+        return module.base_model
+    inside = [child for child in module.children() if isinstance(child, PreTrainedModel)]
+    if len(inside) != 1:
+        raise ConfigError(
+            f"backend=hf: a {module.config.model_type} model is not one decoder and a head; weft cannot use it"
+        )
+    return inside[0]
+
+
+def record(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Recorder]:
+    """Hidden states [T, hidden] of a pack by weft's attention, and what was seen on the way. Raises `NotPacked`."""
+    assert isinstance(x.attention, Dense)
+    recorder = Recorder(x.attention, [], [])
+    submodules = list(module.modules())
+    for submodule in submodules:
+        setattr(submodule, STATE, recorder)
+    try:
+        return run(module, x.tokens[None], x.positions[None])[0], recorder
+    finally:
+        for submodule in submodules:
+            delattr(submodule, STATE)
+
+
+@contextmanager
+def _seeded(keys: DropoutKeys | None) -> Iterator[None]:
+    """The module's own dropout draws from torch's generator: seed it by the pack's keys, and leave it as it was."""
+    if keys is None:
+        yield
+        return
+    low, high = (int(word) & 0xFFFFFFFF for word in keys.keys[0].tolist())
+    devices = [keys.keys.device] if keys.keys.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(low | high << 32)
+        yield

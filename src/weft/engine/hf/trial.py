@@ -1,0 +1,141 @@
+"""Trying a `transformers` decoder out before it is used: what its head computes, and whether it computes packs.
+
+That a decoder asks `AttentionInterface` for its attention does not say that it computes a pack as it computes the sequences
+alone: it may mix neighbouring tokens in convolutions, count positions by itself, or mask in a way of its own. A forward pass
+over three short sequences says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weft.engine.hf.attention import NAME, NotPacked, register
+from weft.engine.hf.network import HeadLayer, record, run
+from weft.errors import ConfigError
+from weft.models.network.packed import pack
+from weft.models.network.transformer import Head
+
+PROBES = (5, 3, 7)  # lengths of the sequences
+TOLERANCE = 1e-4  # of a relative difference: rotations and norms round in float32 whatever the dtype
+HALF_TOLERANCE = 2e-2
+LEAK = 1e-4  # the same kernels on the same shapes: only what comes from the neighbours differs
+# How configurations say what happens to the logits after the output layer: (key, whether it divides).
+LOGIT_SCALES = (("logit_scale", False), ("logits_scaling", True), ("lm_head_multiplier", False))
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+MOVING_ROTATIONS = ("dynamic", "longrope")  # rotations that depend on the longest sequence of the pass
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`callers` and `shapes` as in `Recorder`, empty where the decoder runs length by length, with the reason."""
+
+    head: HeadLayer
+    hidden_size: int
+    callers: tuple[nn.Module, ...] = ()
+    shapes: tuple[tuple[int, int, int, int], ...] = ()
+    reason: str | None = None
+
+
+@torch.no_grad()
+def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
+    """Run the decoder both ways; leaves it set to weft's attention where packs come out right, and as it was elsewhere.
+
+    Raises `ConfigError` where its head computes something that weft cannot take apart.
+    """
+    register()
+    device = next(module.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    low = min(8, vocab_size - 1)  # past the special tokens of most vocabularies
+    probes = [torch.randint(low, vocab_size, (n,), generator=generator).to(device) for n in PROBES]
+    alone = [run(module, probe[None])[0] for probe in probes]
+    _check_causal(module, probes, alone)
+    layer = _check_head(module, head, probes, alone)
+    hidden_size = alone[0].shape[1]
+    own = module.config._attn_implementation
+    try:
+        callers, shapes = _compute_pack(module, probes, alone)
+    except (NotPacked, RuntimeError, ValueError, TypeError, IndexError) as refused:
+        if module.config._attn_implementation != own:
+            module.set_attn_implementation(own)
+        reason = str(refused).splitlines()[0] if str(refused) else type(refused).__name__
+        return Trial(layer, hidden_size, reason=reason)
+    return Trial(layer, hidden_size, callers, shapes)
+
+
+def _compute_pack(
+    module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]
+) -> tuple[tuple[nn.Module, ...], tuple[tuple[int, int, int, int], ...]]:
+    """The attention modules and their shapes. Raises `NotPacked` where the pack is not what its sequences are alone."""
+    rotation = module.config.to_dict().get("rope_parameters") or {}
+    if rotation.get("rope_type") in MOVING_ROTATIONS:
+        raise NotPacked(f"its rotations ({rotation['rope_type']}) depend on the longest sequence")
+    if not module._can_set_attn_implementation():
+        raise NotPacked("its attention does not use AttentionInterface")
+    module.set_attn_implementation(NAME)
+    states, recorder = record(module, pack(probes, probes[0].device))
+    if not recorder.callers:
+        raise NotPacked("its attention does not use AttentionInterface")
+    for wanted, got in zip(alone, states.split(PROBES), strict=True):
+        if _difference(got, wanted) > _tolerance(got):
+            raise NotPacked("a pack of sequences is not what they are alone")
+    others = [(probe + 1).clamp(max=int(probe.max())) for probe in probes[:-1]]
+    again, _ = record(module, pack([*others, probes[-1]], probes[0].device))
+    if _difference(again[-PROBES[-1] :], states[-PROBES[-1] :]) > LEAK:
+        raise NotPacked("a sequence sees its neighbours in the pack")
+    return tuple(recorder.callers), tuple(recorder.shapes)
+
+
+def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]) -> None:
+    """Raises `ConfigError` where a token sees later ones: then log-probs would tell each token from itself."""
+    longest = max(range(len(probes)), key=lambda index: len(probes[index]))
+    prefix = run(module, probes[longest][None, :-1])[0]
+    if _difference(prefix, alone[longest][:-1]) > _tolerance(prefix):
+        raise ConfigError(f"backend=hf: a {module.config.model_type} model is no decoder: its tokens see later ones")
+
+
+def _check_head(module: PreTrainedModel, head: Head, probes: list[Tensor], alone: list[Tensor]) -> HeadLayer:
+    """The output layer, taken apart so that log-probs can be computed in chunks of rows."""
+    values: dict[str, Any] = module.config.to_dict()
+    kind = values.get("model_type")
+    if head != "lm":
+        layers = [m for m in module.children() if isinstance(m, nn.Linear) and m.out_features == 1]
+        if len(layers) != 1:
+            raise ConfigError(
+                f"backend=hf: the classifier of a {kind} model is no single linear layer, so it gives no values"
+            )
+        found = HeadLayer(layers[0])
+        wanted = [module(input_ids=probe[None]).logits[0, -1:] for probe in probes]
+        states = [state[-1] for state in alone]
+    else:
+        layer = module.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            raise ConfigError(f"backend=hf: the output layer of a {kind} model is no linear layer; weft cannot use it")
+        scale = 1.0
+        for key, divides in LOGIT_SCALES:
+            if values.get(key) is not None:
+                scale = scale / values[key] if divides else scale * values[key]
+        softcap = next((values[key] for key in SOFTCAPS if values.get(key) is not None), None)
+        found = HeadLayer(layer, scale, softcap)
+        wanted = [module(input_ids=probe[None]).logits[0] for probe in probes]
+        states = alone
+    for state, logits in zip(states, wanted, strict=True):
+        if _difference(found.projection.logits(state * found.scale), logits.float()) > _tolerance(state):
+            raise ConfigError(
+                f"backend=hf: what a {kind} model does to its logits after the output layer is not known to weft"
+            )
+    return found
+
+
+def _tolerance(states: Tensor) -> float:
+    return HALF_TOLERANCE if states.dtype in (torch.bfloat16, torch.float16) else TOLERANCE
+
+
+def _difference(got: Tensor, wanted: Tensor) -> float:
+    """Relative, in the L2 norm; 0 where both are 0."""
+    size = float(wanted.double().norm())
+    return float((got.double() - wanted.double()).norm()) / size if size > 0 else float(got.double().norm())

@@ -1,0 +1,121 @@
+"""The reference of a role that trains adapters: the same engine with its adapters off, so that no weight is held twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from weft.algorithms.base import Array, Loss, Output
+from weft.data.sample import SequenceSample
+from weft.engine.base import DEFAULT_MAX_TOKENS, Engine, Generator, StepStats
+from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.errors import ConfigError
+from weft.models.network.packed import TopIds
+from weft.topology import Layout, Slice
+
+
+class AdaptersOff:
+    """Implements `weft.engine.base.Engine` for the frozen base of `engine`; `off()` is a context without adapters.
+
+    It shares the base's memory, so offloading is the other role's business, and it cannot be trained or written to: a
+    reference that moves needs weights of its own.
+    """
+
+    def __init__(self, engine: Engine, off: Callable[[], AbstractContextManager[None]], names: Sequence[str]) -> None:
+        self.layout: Layout = engine.layout
+        self.version = 0
+        self._engine, self._off, self._names = engine, off, tuple(names)
+
+    def forward(
+        self,
+        batch: SequenceSample,
+        want: frozenset[Output],
+        *,
+        temperature: float = 1.0,
+        top: TopIds | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> SequenceSample:
+        with self._off():
+            return self._engine.forward(batch, want, temperature=temperature, top=top, max_tokens=max_tokens)
+
+    def train(
+        self,
+        minibatches: Sequence[SequenceSample],
+        loss: Loss,
+        *,
+        veto: Any = None,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> list[StepStats]:
+        _refuse("trained")
+
+    def evaluate(
+        self,
+        batch: SequenceSample,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> dict[str, float]:
+        with self._off():
+            return self._engine.evaluate(batch, loss, temperature=temperature, max_tokens=max_tokens)
+
+    @contextmanager
+    def generating(self, spec: GenerationSpec) -> Iterator[Generator]:
+        with self._off(), self._engine.generating(spec) as generator:
+            yield generator
+
+    def slices(self) -> Mapping[str, Slice]:
+        whole = self._engine.slices()
+        return {name: whole[name] for name in self._names}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Array]]:
+        return self._engine.read(names)
+
+    def write(self, parts: Iterable[tuple[str, Slice, Array]], *, version: int, eta: float = 1.0) -> None:
+        _refuse("written to")
+
+    def save_state(self, d: Path) -> None:
+        """Nothing: the base never changes."""
+
+    def load_state(self, d: Path) -> None:
+        """Nothing: the base never changes."""
+
+    def offload(self, what: Literal["weights", "optimizer"]) -> None:
+        """Nothing: the weights are the other role's."""
+
+    def onload(self, what: Literal["weights", "optimizer"]) -> None:
+        """Nothing: the weights are the other role's, which brings them back when it computes."""
+
+    def save_model(self, d: Path, tokenizer: Any) -> None:
+        _refuse("saved")
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {**self._engine.description, "num_trainable": 0, "notes": ["the same weights with adapters off"]}
+
+
+def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
+    """Whether a frozen role is what `trained` computes with its adapters off, so that it needs no engine of its own."""
+    same = (
+        "path",
+        "type",
+        "head",
+        "dtype",
+        "backend",
+        "pooling",
+        "init_from_scratch",
+        "seed",
+        "trust_remote_code",
+        "device",
+    )
+    alike = all(getattr(reference, name) == getattr(trained, name) for name in same)
+    return trained.has_adapters and not reference.trained and alike
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError(
+        f"a reference that is its actor with the adapters off cannot be {what}; give it a path or dtype of its own"
+    )

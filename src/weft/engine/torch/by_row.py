@@ -1,0 +1,74 @@
+"""Losses whose gradient by a row's outputs depends on no other row (`Loss.by_row`): the head makes such gradients as it
+goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from weft.algorithms.base import Loss, Output
+from weft.engine.rows import SampleRows
+from weft.errors import ConfigError
+from weft.models.network.packed import RowGradient
+
+BY_ROW: tuple[Output, ...] = ("logprobs", "entropy", "given_logprobs")  # the outputs that a declaration speaks of
+TOLERANCE = 1e-5  # relative to the largest gradient: the same sums, perhaps by another kernel
+
+
+def row_gradient(loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float) -> RowGradient:
+    """The gradients by the outputs of the rows that are known, of `scale` times the loss; the other rows' outputs are 0."""
+
+    def of_outputs(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
+        return {"logprobs": torch.zeros_like(out["logprobs"]), **_gradients(loss, out, rows, total, scale)}
+
+    return of_outputs
+
+
+def check(loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]) -> None:
+    """Compare the gradient of all rows with those made where each row of a random half has its outputs and the others have
+    none.
+
+    Raises `ConfigError` with the loss's name where they differ: training would then be wrong, and on an accelerator silently.
+    """
+    plain = _gradients(loss, out, rows, total, 1.0)
+    chosen = torch.rand(rows.num_rows, generator=torch.Generator().manual_seed(0)) < 0.5
+    for mask in (chosen, ~chosen):
+        mask = mask.to(rows.mask.device)
+        seen = {key: _where(mask, value) if key in BY_ROW else value for key, value in out.items()}
+        alone = _gradients(loss, seen, rows, total, 1.0)
+        for key in BY_ROW:
+            if key in plain and not _alike(plain[key][mask], alone[key][mask] if key in alone else None):
+                raise ConfigError(
+                    f"loss {loss_name(loss)!r} declares by_row=True, but its gradient by the {key} of a row depends on the "
+                    "outputs of other rows; set by_row to False"
+                )
+
+
+def loss_name(loss: Loss) -> str:
+    return str(getattr(loss, "name", type(loss).__name__))
+
+
+def _gradients(
+    loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float], scale: float
+) -> dict[Output, Tensor]:
+    """By each of the outputs that the loss is a function of."""
+    with torch.enable_grad():
+        known = {key: value.detach().requires_grad_() for key, value in out.items()}
+        zeros = torch.zeros_like(rows.mask)
+        value, _ = loss({key: known.get(key, zeros) for key in loss.outputs}, rows, total)
+        if not value.requires_grad:
+            return {}
+        made = torch.autograd.grad(value * scale, list(known.values()), allow_unused=True)
+    return {key: by for key, by in zip(known, made, strict=True) if by is not None}
+
+
+def _where(mask: Tensor, value: Tensor) -> Tensor:
+    return torch.where(mask.view(-1, *(1,) * (value.dim() - 1)), value, torch.zeros_like(value))
+
+
+def _alike(one: Tensor, other: Tensor | None) -> bool:
+    if other is None:
+        return not bool(one.any())
+    return bool((one - other).abs().max() <= TOLERANCE * one.abs().max()) if one.numel() else True

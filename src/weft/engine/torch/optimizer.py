@@ -1,0 +1,202 @@
+"""The optimizer of one trained role: update rules, weight decay, learning-rate schedule, clipping, and their state.
+
+Masters are float32 and so is everything here. AdamW and SGD are torch's own (fused where the device has it); Lion is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine.spec import OptimizerSpec, Schedule
+from weft.errors import CheckpointError
+from weft.models.network.parameters import Stored, canonical
+from weft.models.network.transformer import Embedding
+
+FUSED = ("cuda", "cpu")
+FIRST_SCALE, GROWTH_INTERVAL = (
+    2.0**16,
+    2000,
+)  # of float16 losses: the first scale, and steps without overflow until it doubles
+
+
+def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0.
+
+    Warm-up rises linearly and reaches `lr` on its last step, so that no step has rate 0 (`transformers` starts at 0).
+    What follows goes from `lr` towards `last_lr`, which it would reach one step after the last, as `transformers`' does.
+    """
+    if step < schedule.warmup_steps:
+        return spec.peak_lr * (step + 1) / schedule.warmup_steps
+    rest = schedule.total_steps - schedule.warmup_steps
+    done = min((step - schedule.warmup_steps) / rest, 1.0) if rest > 0 else 1.0
+    if spec.lr_scheduler_type == "constant":
+        return spec.peak_lr
+    share = 1.0 - done if spec.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return spec.last_lr + (spec.peak_lr - spec.last_lr) * share
+
+
+def decayed(network: nn.Module) -> frozenset[str]:
+    """Canonical names of parameters that weight decay applies to: tensors of two or more dims that are no embeddings.
+
+    Norms and biases have one dim. A head tied to the embedding is the embedding's parameter, so it is not decayed either.
+    """
+    embeddings = {
+        id(parameter)
+        for m in network.modules()
+        if isinstance(m, nn.Embedding | Embedding)
+        for parameter in m.parameters(recurse=False)
+    }
+    stored = canonical(network).items()
+    return frozenset(n for n, part in stored if part.data.dim() >= 2 and id(part.parameter) not in embeddings)
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """p <- p - lr sign(b1 m + (1 - b1) g); m <- b2 m + (1 - b2) g."""
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.add_(momentum.lerp(p.grad, 1.0 - beta1).sign_(), alpha=-group["lr"])
+                momentum.lerp_(p.grad, 1.0 - beta2)
+        return loss
+
+
+def make(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's optimizer for `spec`. `sgd` has momentum `beta1` (0 is plain SGD); `lion` takes both betas."""
+    fused = parameters[0].device.type in FUSED
+    betas = (spec.beta1, spec.beta2)
+    if spec.type == "adamw":
+        return torch.optim.AdamW(parameters, lr=spec.peak_lr, betas=betas, eps=spec.eps, weight_decay=0.0, fused=fused)
+    if spec.type == "lion":
+        return Lion(parameters, lr=spec.peak_lr, betas=betas)
+    return torch.optim.SGD(parameters, lr=spec.peak_lr, momentum=spec.beta1, fused=fused)
+
+
+class Optimizer:
+    """`trained` says where the trained parameters lie, by canonical name; `decay` names those that shrink. `steps` counts the
+    steps taken. State goes in and out by canonical name, however parameters are stored.
+
+    `scaled`: the network computes in float16, whose gradients vanish below 6e-8. The loss is multiplied by `loss_scale`
+    before the backward pass and the gradients divided by it; it halves when they overflow (Micikevicius et al. 2017,
+    arXiv:1710.03740).
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        schedule: Schedule,
+        trained: Mapping[str, Stored],
+        decay: Iterable[str],
+        *,
+        scaled: bool = False,
+    ) -> None:
+        self.spec, self.schedule, self.steps = spec, schedule, 0
+        self.attempts = 0  # minibatches seen, also those that were skipped; numbers dropout masks
+        self.loss_scale, self._calm_steps, self._scaled = (FIRST_SCALE if scaled else 1.0), 0, scaled
+        self._trained = dict(trained)
+        self._parameters = list(dict.fromkeys(part.parameter for part in self._trained.values()))
+        shrink = set(decay)
+        self._decayed = list(dict.fromkeys(part.parameter for name, part in self._trained.items() if name in shrink))
+        self._optimizer = make(spec, self._parameters)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the step that comes next."""
+        return learning_rate(self.spec, self.schedule, self.steps)
+
+    def gradients(self) -> list[Tensor]:
+        """Those of all masters that have one. Takes the loss scale out of them first; ask once a step."""
+        if self._scaled:
+            torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], self.loss_scale)
+        return [part.grad for part in self._trained.values() if part.grad is not None]
+
+    def step(self, norm: Tensor) -> None:
+        """Clip to `max_grad_norm` given the gradient's `norm`, decay the matrices, and update the masters.
+
+        Weight decay is decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <- p (1 - lr wd).
+        """
+        if self.spec.max_grad_norm > 0.0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)
+        rate = self.learning_rate
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        if self.spec.weight_decay > 0.0:
+            with torch.no_grad():
+                for parameter in (p for p in self._decayed if p.grad is not None):
+                    parameter.mul_(1.0 - rate * self.spec.weight_decay)
+        self._optimizer.step()
+        self.steps += 1
+        self._calm_steps += 1
+        if self._scaled and self._calm_steps == GROWTH_INTERVAL:
+            self.loss_scale, self._calm_steps = 2.0 * self.loss_scale, 0
+
+    def overflowed(self) -> bool:
+        """Told of a gradient that is not finite: whether a smaller loss scale may mend it, which is then in force."""
+        if not self._scaled or self.loss_scale <= 1.0:
+            return False
+        self.loss_scale, self._calm_steps = self.loss_scale / 2.0, 0
+        return True
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    # -- state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`{parameter}/{slot}` -> tensor; empty before the first step."""
+        state = self._optimizer.state
+        return {
+            f"{name}/{slot}": part.of(value) if value.dim() else value.clone()
+            for name, part in self._trained.items()
+            for slot, value in sorted(state.get(part.parameter, {}).items())
+            if isinstance(value, Tensor)
+        }
+
+    def values(self) -> dict[str, float]:
+        """The rest of the state: plain numbers."""
+        return {
+            "steps": self.steps,
+            "attempts": self.attempts,
+            "loss_scale": self.loss_scale,
+            "calm_steps": self._calm_steps,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
+        """Take over what `tensors` and `values` returned, bit for bit. Raises `CheckpointError` for an unknown parameter."""
+        place = {parameter: index for index, parameter in enumerate(self._parameters)}
+        slots: dict[int, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            name, slot = key.rsplit("/", 1)
+            if name not in self._trained:
+                raise CheckpointError(f"the optimizer state holds {name!r}, which this role does not train")
+            part = self._trained[name]
+            held = slots.setdefault(place[part.parameter], {})
+            if not value.dim():
+                held[slot] = value
+                continue
+            whole = held.setdefault(slot, torch.zeros_like(part.parameter, dtype=value.dtype, device=value.device))
+            part.of(whole).copy_(value)
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        self.steps, self.attempts = int(values["steps"]), int(values["attempts"])
+        self._calm_steps = int(values["calm_steps"])
+        self.loss_scale = float(values["loss_scale"])
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the state's large tensors; step counters stay where they are."""
+        for state in self._optimizer.state.values():
+            for slot, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[slot] = value.to(device)

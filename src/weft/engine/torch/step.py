@@ -1,0 +1,307 @@
+"""One optimizer step: forward and backward over the micro-batches of a minibatch, the checks before the step, the step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from weft.algorithms.base import Loss, Output, Stat, Sum, host_array, reduce_stats, trained_rows
+from weft.data.sample import SequenceSample
+from weft.engine import microbatches
+from weft.engine.base import StepStats
+from weft.engine.device import synchronise
+from weft.engine.flops import Cost, ProductRate
+from weft.engine.generation.prefixes import STRIDE
+from weft.engine.rows import PackLayout, SampleRows, given_ids_of, pack, support_of
+from weft.engine.spread import Spread
+from weft.engine.torch import by_row
+from weft.engine.torch.optimizer import Optimizer
+from weft.errors import RunError
+from weft.kernels import LEAST_SPARED_KEYS, put
+from weft.models.network.aux_loss import MoEAuxLoss
+from weft.models.network.dropout import DropoutKeys
+from weft.models.network.packed import RowGradient, TopIds
+
+Veto = Callable[[Mapping[str, float]], str | None]
+Want = frozenset[Output]
+SHOWN = 8  # sample ids that an error names
+SCORED = ("logprobs", "ref_logprobs", "values")
+# Of all tokens, those that sharing whatever the ids must spare in all: to join parts takes a second pass of attention, on an
+# accelerator by a slower kernel.
+LEAST_SHARE = {"cpu": 0.02}
+DEFAULT_LEAST_SHARE = 0.25
+# Beside the loss's own denominators: what the balance is divided by, and whether there is anything to train.
+SEQUENCES, TRAINED = "sequences of the minibatch", "trained rows of the minibatch"
+NOTHING = "no trained token: every loss mask of the minibatch is 0"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How one micro-batch goes through a network. `extra` rows follow each completion's last token; without `noise` keys
+    (of a sequence's seed and step) nothing is dropped; `trained_only` leaves out rows that the loss mask leaves out."""
+
+    want: Want
+    temperature: float = 1.0
+    extra: int = 0
+    noise: tuple[int, int] | None = None  # (seed, step)
+    balance: MoEAuxLoss | None = None  # filled on the way
+    trained_only: bool = False
+    gradient: RowGradient | None = None  # of the outputs, where each row's depends on its own alone
+    top: TopIds | None = None  # which ids the outputs `top_ids` and `top_logprobs` are of
+
+
+class Shares(Protocol):
+    """What a network says of prefixes that several sequences go on from."""
+
+    def shares_prefixes(self, longest: int) -> bool:
+        """Whether it computes them once, where no sequence has more than `longest` tokens."""
+        ...
+
+
+def sharing(layout: PackLayout, keys: Container[str]) -> PackLayout:
+    """The same sequences, with prompts shared that are worth it, of a batch with these keys.
+
+    What was sampled is joined where the generator joined it: its log-probs then come out with the same rounding.
+    """
+    return layout.by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS) if "logprobs" in keys else layout.by_id()
+
+
+def sharing_in_training(
+    layout: PackLayout, keys: Container[str], sample: SequenceSample, device: torch.device
+) -> PackLayout:
+    """As `sharing`, of a `sample` that is trained: ids may share a prefix too (of one template or system prompt, say).
+
+    Not where another pass has scored the same tokens: it shares by id, and rounding is then the same.
+    """
+    if not any(key in keys for key in SCORED):
+        across = layout.by_prefix(sample)
+        if across.spared >= LEAST_SHARE.get(device.type, DEFAULT_LEAST_SHARE) * across.lengths.sum():
+            return across
+    return sharing(layout, keys)
+
+
+def counting_rows(part: SequenceSample, layout: PackLayout, how: Pass) -> npt.NDArray[np.bool_]:
+    """[N]: rows whose output is read: those that exist, and of a trained pass those that the loss mask has."""
+    counts = layout.rows(how.extra)[1]
+    if how.trained_only and "loss_mask" in part.data:
+        counts = counts & np.not_equal(host_array(part.data["loss_mask"]), 0.0)
+    return counts
+
+
+def compute(
+    network: nn.Module, part: SequenceSample, how: Pass, device: torch.device
+) -> tuple[PackLayout, dict[str, Tensor]]:
+    """Run one micro-batch. Rows that do not exist give 0, and so do those with loss mask 0 where `how.trained_only`.
+
+    Dropout differs between the completions of a prompt, so a pass with noise shares none.
+    """
+    layout = PackLayout.of(part)
+    if how.noise is None and how.balance is None and cast(Shares, network).shares_prefixes(int(layout.lengths.max())):
+        keys = part.data
+        layout = sharing_in_training(layout, keys, part, device) if how.trained_only else sharing(layout, keys)
+    ids = given_ids_of(part, device) if "given_logprobs" in how.want else how.top
+    packed = replace(
+        pack(part, layout, device, extra=how.extra), aux_loss=how.balance, row_gradient=how.gradient, ids=ids
+    )
+    if how.noise is not None:
+        packed = replace(packed, dropout=DropoutKeys.of(*how.noise, microbatches.sequence_keys(part), device))
+    support, counts = support_of(part, device), counting_rows(part, layout, how)
+    if counts.all() or "scores" in how.want:
+        return layout, network(packed, how.want, how.temperature, support)
+    rows = put(np.flatnonzero(counts), device)
+    gradient = None if how.gradient is None else _at_rows(how.gradient, rows, len(counts))
+    ids = ids[rows] if isinstance(ids, Tensor) else ids
+    packed = replace(packed, rows=packed.rows[rows], labels=packed.labels[rows], row_gradient=gradient, ids=ids)
+    out = network(packed, how.want, how.temperature, None if support is None else support.select(rows))
+    return layout, _spread(out, rows, len(counts))
+
+
+def _spread(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
+    """Outputs of some rows among zeros."""
+    return {key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value) for key, value in out.items()}
+
+
+def _at_rows(gradient: RowGradient, rows: Tensor, total: int) -> RowGradient:
+    """The same for the outputs of some of the `total` rows."""
+
+    def of_some(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
+        return {key: value[rows] for key, value in gradient(_spread(out, rows, total)).items()}
+
+    return of_some
+
+
+@dataclass
+class Passes:
+    """What the micro-batches of one minibatch leave behind; tensors stay on the device until all are through."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    stats: list[Mapping[str, Stat]] = field(default_factory=list)
+    ids: list[list[str]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    operations: list[float] = field(default_factory=list)
+
+    def result(self) -> Accumulated:
+        """The same in plain values."""
+        finite = torch.isfinite(torch.stack(self.losses)).tolist()
+        wrong = tuple(dict.fromkeys(id for ok, ids in zip(finite, self.ids, strict=True) if not ok for id in ids))
+        loss = float(torch.stack(self.losses).sum())
+        return Accumulated(loss, plain(self.stats), wrong, sum(self.tokens), sum(self.operations))
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """What one rank's micro-batches of a minibatch amount to; `not_finite` are the ids whose loss is NaN or infinite."""
+
+    loss: float
+    stats: Sequence[Mapping[str, Stat]]
+    not_finite: tuple[str, ...] = ()
+    tokens: int = 0
+    operations: float = 0.0
+
+    @classmethod
+    def join(cls, ranks: Sequence[Accumulated]) -> Accumulated:
+        return cls(
+            sum(rank.loss for rank in ranks),
+            [stats for rank in ranks for stats in rank.stats],
+            tuple(id for rank in ranks for id in rank.not_finite),
+            sum(rank.tokens for rank in ranks),
+            sum(rank.operations for rank in ranks),
+        )
+
+
+def plain(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
+    """Statistics with numbers in place of tensors."""
+
+    def number(stat: Stat) -> Stat:
+        if isinstance(stat, Sum):
+            return Sum(float(stat.value), float(stat.weight))
+        return replace(stat, value=float(stat.value))
+
+    return [{name: number(stat) for name, stat in part.items()} for part in parts]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a minibatch needs besides its samples. `on_nonfinite` is "stop" (a `RunError`) or "skip" (no step, counted)."""
+
+    network: nn.Module
+    optimizer: Optimizer
+    spread: Spread
+    device: torch.device
+    cost: Cost
+    max_tokens: int
+    on_nonfinite: str
+    temperature: float
+    dropout_seed: int | None  # None where the network drops nothing
+    balance: float  # weight of the experts' balance, a mean over sequences
+    rate: ProductRate
+    checked: list[Loss]  # whose `by_row` has been found to be true; the engine keeps them
+
+    def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
+        """Accumulate the gradient of the minibatch, look at its statistics, and step unless something speaks against it."""
+        started = time.perf_counter()
+        total = self._denominators(minibatch, loss)
+        if total is None:
+            return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
+        passes = Passes()
+        parts = microbatches.cut(minibatch, self.max_tokens, loss.unit)
+        count = self.spread.num_microbatches(len(parts))
+        self.spread.run(parts, count, lambda part: self._accumulate(part, loss, total, passes))
+        done = Accumulated.join(self.spread.gather_values(passes.result()))
+        reduced = reduce_stats(done.stats)
+        gradients = self.optimizer.gradients()
+        self.spread.reduce_gradients(gradients)
+        norm = self.spread.gradient_norm(gradients)
+        metrics = {
+            **{name: value for name, value in loss.summary(reduced).items() if math.isfinite(value)},
+            "loss": done.loss,
+            "grad_norm": float(norm),
+            "learning_rate": self.optimizer.learning_rate,
+        }
+        skipped = self._objection(done.not_finite, metrics, reduced, minibatch, veto)
+        if skipped is None:
+            self.optimizer.step(norm)
+        self.optimizer.zero_grad()
+        self.optimizer.attempts += 1
+        synchronise(self.device)
+        seconds = time.perf_counter() - started
+        tokens = float(done.tokens)
+        speed = {"num_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        speed["mfu"] = self.rate.share(done.operations, seconds)
+        return StepStats({**metrics, **speed}, skipped=skipped)
+
+    def _denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
+        """What the loss divides by, over all ranks; None where there is nothing to train."""
+        own = loss.denominators(minibatch)
+        reads_tokens = "scores" not in loss.outputs
+        trained = np.count_nonzero(trained_rows(minibatch)) if reads_tokens else 0
+        counts = {SEQUENCES: float(minibatch.num_sequences("completion")), TRAINED: float(trained)}
+        total = self.spread.reduce_denominators({**own, **counts})
+        if not any(total[name] for name in own) or (reads_tokens and not total[TRAINED]):
+            return None
+        return total
+
+    def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: Passes) -> None:
+        """One micro-batch: its share of the loss, backward into the gradients."""
+        noise = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
+        balance = MoEAuxLoss(put(PackLayout.of(part).lengths, self.device)) if self.balance else None
+        gradient = None
+        if loss.by_row:
+            floats = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
+            rows = SampleRows(part, PackLayout.of(part), self.device, floats)
+            gradient = by_row.row_gradient(loss, rows, total, self.optimizer.loss_scale)
+        how = Pass(loss.outputs, self.temperature, noise=noise, balance=balance, trained_only=True, gradient=gradient)
+        layout, out = compute(self.network, part, how, self.device)
+        floats = next((value.dtype for value in out.values()), torch.float32)
+        batch = SampleRows(part, layout, self.device, floats)
+        value, stats = loss(out, batch, total)
+        if loss.by_row and not any(loss is known for known in self.checked):
+            by_row.check(loss, cast(dict[Output, Tensor], out), batch, total)
+            self.checked.append(loss)
+        if balance is not None:
+            uneven = balance.by_sequence().sum()
+            value = value + self.balance * uneven / total[SEQUENCES]
+            stats = {**stats, "balance_loss": Sum(uneven.detach(), len(layout.lengths))}
+        if value.requires_grad:
+            (value * self.optimizer.loss_scale).backward()
+        passes.losses.append(value.detach())
+        passes.stats.append(stats)
+        passes.ids.append(microbatches.sample_ids(part))
+        passes.tokens.append(int(layout.lengths.sum()))
+        counted = len(layout.length) if "scores" in out else np.count_nonzero(counting_rows(part, layout, how))
+        passes.operations.append(self.cost.training(layout.segments, rows=float(counted), across=layout.pairs_across))
+
+    def _objection(
+        self,
+        not_finite: Sequence[str],
+        metrics: dict[str, float],
+        reduced: Mapping[str, float],
+        minibatch: SequenceSample,
+        veto: Veto | None,
+    ) -> str | None:
+        """Why the optimizer must not step, or None. Takes what is not finite out of the metrics. Raises `RunError`."""
+        ids = list(not_finite)
+        what = "loss"
+        if not ids and not math.isfinite(metrics["grad_norm"]):
+            if self.optimizer.overflowed():
+                del metrics["grad_norm"]
+                return f"float16 gradients overflowed; they are scaled by {self.optimizer.loss_scale:g} from now on"
+            ids, what = list(minibatch.ids), "gradient"
+        if ids:
+            shown = ", ".join(ids[:SHOWN]) + (f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else "")
+            reason = f"the {what} is not finite at optimizer step {self.optimizer.steps + 1}; samples: {shown}"
+            if self.on_nonfinite == "stop":
+                raise RunError(f"{reason}; lower the learning rate, look at these samples, or set on_nonfinite=skip")
+            for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
+                del metrics[name]
+            metrics["nonfinite"] = 1.0
+            return reason
+        return veto(reduced) if veto else None

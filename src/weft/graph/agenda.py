@@ -1,0 +1,61 @@
+"""Firings that are decided and have not begun: which of them may. Pure; clocks and threads are the caller's.
+
+What runs, on which ids and in which order is decided by `ready`, ahead of the work. A firing begins the moment that what it
+reads is there. Calls begin in the order they were decided in, so that a group is asked for the same things in the same order
+whatever finishes first; where a call may run on old weights (`max_staleness`) that holds for the calls of each role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import MFCDef
+from weft.graph.ready import Buffer, Firing
+
+
+@dataclass(frozen=True)
+class _Decided:
+    firing: Firing
+    after: Mapping[str, int]  # node -> how many of its firings must be over
+    lane: str | None  # firings of one lane begin in order; host functions have none
+
+
+class Agenda:
+    """`over[node]` counts the firings of a node that are over, with the syncs that follow them; the caller counts."""
+
+    def __init__(self, graph: DataflowGraph, over: Mapping[str, int]) -> None:
+        self._graph, self._over = graph, over
+        self._by_role = any(edge.max_staleness for edge in graph.version_edges)
+        self._waiting: list[_Decided] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, firing: Firing, buffer: Buffer) -> None:
+        """A firing that `buffer.start` was told of. It begins after the ones before it of the same node, after what made its
+        keys, and after the training that its role's weights come from."""
+        node = self._graph.node(firing.node)
+        after = {firing.node: firing.step}
+        for producer in self._graph.producers(firing.node):
+            after[producer] = 1 + max(buffer.entries[id].started[producer] for id in firing.ids)
+        for edge in self._graph.waits_for(firing.node):
+            after[edge.producer] = buffer.fired.get(edge.producer, 0)
+        lane = (node.role if self._by_role else "") if isinstance(node, MFCDef) else None
+        self._waiting.append(_Decided(firing, after, lane))
+
+    def take(self) -> list[Firing]:
+        """Those that may begin now, which leave the agenda."""
+        begin: list[Firing] = []
+        left: list[_Decided] = []
+        held = set[str]()
+        for each in self._waiting:
+            if each.lane not in held and all(self._over.get(node, 0) >= count for node, count in each.after.items()):
+                begin.append(each.firing)
+                continue
+            left.append(each)
+            if each.lane is not None:
+                held.add(each.lane)
+        self._waiting = left
+        return begin

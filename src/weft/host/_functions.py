@@ -1,0 +1,130 @@
+"""Advantages and filters written as one function: what `register_advantage` and `register_filter` make of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.algorithms.base import host_array
+from weft.data.sample import SequenceSample
+from weft.errors import ConfigError, DataError, unknown_name
+from weft.host._rows import Rows, Vector
+from weft.host.base import HostContext, Stateless
+
+PER = ("completion", "token")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """What a registered function stands for: `kind(function, reads, args, **more)` as soon as there are `args`.
+
+    `reads` are its parameters without a default; those with one are options.
+    """
+
+    kind: Callable[..., Any]
+    function: Callable[..., Any]
+    name: str
+    reads: tuple[str, ...]
+    more: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, kind: Callable[..., Any], function: Callable[..., Any], name: str, **more: Any) -> Builder:
+        parameters = inspect.signature(function).parameters.values()
+        if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
+            raise ConfigError(f"host function {name!r}: its parameters are named one by one, without *, ** and /")
+        return cls(kind, function, name, tuple(p.name for p in parameters if p.default is p.empty), more)
+
+    def build(self, args: Mapping[str, Any]) -> Any:
+        """Raises `ConfigError` for an option that there is not."""
+        options = inspect.signature(self.function).parameters
+        for name in args:
+            if name in self.reads or name not in options:
+                raise unknown_name(
+                    f"argument of host function {self.name!r}:", name, [o for o in options if o not in self.reads]
+                )
+        return self.kind(self.function, self.reads, dict(args), **self.more)
+
+
+def advantage(function: Callable[..., Any], name: str, *, per: str = "completion") -> Builder:
+    """`advantages` [L] of each completion from one number a completion, or with `per="token"` from one a token.
+
+    A parameter without a default is `group` (int64 [S], the index of a completion's prompt), `lengths` (int64 [S]), `mask`
+    ([T], 1 where a token is trained), `context`, or a key, as float64: [S] where it holds one value a completion or a
+    prompt, [T] where it holds one a token. What is not trained gets 0.
+    """
+    if per not in PER:
+        raise unknown_name(f"per of advantage {name!r}", per, PER)
+    return Builder.of(AdvantageFunction, function, name, per=per)
+
+
+def keep(function: Callable[..., Any], name: str) -> Builder:
+    """A filter: prompts for which `function` is true stay, and get `kept` [1]; the loader brings others for the rest.
+
+    It is called once a prompt. A parameter without a default is a key (float64, the values of this prompt alone), a column of
+    the data, or `context`.
+    """
+    return Builder.of(FilterFunction, function, name)
+
+
+@dataclass
+class AdvantageFunction(Stateless):
+    """See `advantage`."""
+
+    function: Callable[..., Any]
+    reads: tuple[str, ...]
+    options: Mapping[str, Any]
+    per: str
+
+    def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
+        rows = Rows(batch)
+        own: dict[str, Any] = {"group": rows.group, "lengths": rows.lengths, "mask": rows.mask, "context": context}
+        given = {name: own[name] if name in own else rows.either(name) for name in self.reads}
+        made: Vector = np.asarray(self.function(**given, **self.options), dtype=np.float64)
+        count = len(rows.lengths) if self.per == "completion" else int(rows.lengths.sum())
+        if made.shape != (count,):
+            raise ConfigError(
+                f"{self.function.__name__} returned advantages of the shape {made.shape}; it is one number a {self.per}, "
+                f"{count} here (register_advantage(.., per=..))"
+            )
+        if "rewards" in given:
+            context.record("reward", float(np.mean(given["rewards"])))
+        context.record("advantage_std", float(made.std()))
+        each = np.repeat(made, rows.lengths) if self.per == "completion" else made
+        return rows.sample(advantages=np.where(rows.mask != 0.0, each, 0.0))
+
+
+@dataclass
+class FilterFunction(Stateless):
+    """See `keep`."""
+
+    function: Callable[..., Any]
+    reads: tuple[str, ...]
+    options: Mapping[str, Any]
+
+    def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
+        columns = {name: _by_id(batch, name, context) for name in self.reads}
+        kept = [
+            id
+            for index, id in enumerate(batch.ids)
+            if self.function(**{name: values[index] for name, values in columns.items()}, **self.options)
+        ]
+        context.record("kept_fraction", len(kept) / max(batch.num_ids, 1))
+        return SequenceSample.from_default(kept, [1] * len(kept), {"kept": np.ones(len(kept), dtype=np.float32)})
+
+
+def _by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
+    """What a filter's parameter is for each id."""
+    if name == "context":
+        return [context] * batch.num_ids
+    if name in batch.data:
+        values = host_array(batch.data[name]).astype(np.float64)
+        ends = np.concatenate([[0], np.cumsum(batch.lengths[name], dtype=np.int64)])[batch.offsets[name]]
+        return np.split(values, ends[1:-1])
+    if name in batch.metadata:
+        return batch.metadata[name]
+    held = ", ".join([*batch.data, *batch.metadata]) or "none"
+    raise DataError(f"a filter reads {name!r}, which is neither a key of its node nor a column; there are: {held}")

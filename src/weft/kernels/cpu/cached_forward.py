@@ -1,0 +1,195 @@
+"""A pass of a whole network over new tokens of cached sequences in one call: a prefill, or decode steps, from tokens to the
+states that the head reads, or to the tokens drawn from them.
+
+The same kernels as block by block, in the same order, and so the same bits. For networks of Llama's form: RMS norms before
+attention and MLP, a gated MLP with SiLU, no experts, no adapters, no soft-capping.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from weft.kernels.cpu import library, structures
+from weft.kernels.cpu.product import MOST_ROWS
+from weft.kernels.cpu.structures import pointer
+
+NO_MEMORY = -2  # of `Outcome` in kernels.h
+
+
+class LinearWeights(NamedTuple):
+    weight: Tensor  # [out, in]
+    bias: Tensor | None = None  # [out]
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """A block's parameters and its part of a cache, [slots, kv_heads, room, head_dim] each."""
+
+    norm1: Tensor
+    norm2: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv: LinearWeights
+    o: LinearWeights
+    gate_up: LinearWeights
+    down: LinearWeights
+    keys: Tensor
+    values: Tensor
+    scale: float
+    window: int | None
+
+
+@dataclass(frozen=True)
+class NetworkWeights:
+    """A network's parameters and sizes; `offset` is added to the weights of norms."""
+
+    embedding: Tensor  # [V, H]
+    blocks: Sequence[BlockWeights]
+    norm: Tensor
+    head: LinearWeights | None  # of the embedding's shape, where tokens are to be drawn
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    eps: float
+    offset: float
+
+    def tensors(self) -> list[Tensor]:
+        linear = [layer for b in self.blocks for layer in (b.qkv, b.o, b.gate_up, b.down)]
+        linear += [] if self.head is None else [self.head]
+        norms = [n for b in self.blocks for n in (b.norm1, b.norm2, b.q_norm, b.k_norm) if n is not None]
+        return [self.embedding, self.norm, *norms, *(t for layer in linear for t in layer if t is not None)]
+
+
+class PrefixRows(NamedTuple):
+    """Rows of a pass that go on from keys and values stored apart, `stored` block by block (keys, then values)."""
+
+    rows: Tensor  # int64 [n]
+    used: int  # tokens there are
+    room: int  # tokens there is room for
+    stored: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class CachedPass:
+    """New tokens of cached sequences: sequence i has `new[i]` of them, lies in slot `slots[i]`, and has `lengths[i]` tokens
+    there, new ones included. Row t takes the rotation `index[t]` of cos and sin [P, 1, half], where there is one."""
+
+    tokens: Tensor  # int64 [T]
+    slots: npt.NDArray[np.int64]
+    new: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    rotation: tuple[Tensor, Tensor, Tensor] | None = None  # cos, sin, index int64 [T]
+    prefixes: Sequence[PrefixRows] = ()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How decode steps draw: as `softmax.draw`, from logits / `temperature`, by `uniforms` float64 [steps, R]. A step that
+    draws one of `is_stop`, bool [V], or has a log-prob that is not finite is the last. In its first `early` steps, int64 [R],
+    a row draws none of `is_stop`, which count for its log-probs all the same."""
+
+    uniforms: Tensor
+    is_stop: Tensor
+    early: Tensor
+    temperature: float
+
+
+def serves(weights: NetworkWeights) -> bool:
+    """Whether the kernels read these parameters: plain, contiguous float32 on a CPU, caches too."""
+    stored = [x for block in weights.blocks for x in (block.keys, block.values)]
+    return all(library.serves(x) and x.is_contiguous() for x in (*weights.tensors(), *stored))
+
+
+@dataclass
+class CachedForward:
+    """A network over one cache. Parameters and cache stay where they are while it is in use. `step` holds what all passes have
+    in common, and what the last one had."""
+
+    weights: NetworkWeights
+    _blocks: Any = field(init=False, repr=False)
+    _step: structures.Step = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        weights = self.weights
+        self._blocks = (structures.Block * len(weights.blocks))(*map(_block, weights.blocks))
+        vocabulary, hidden = weights.embedding.shape
+        self._step = structures.Step(
+            embedding=pointer(weights.embedding), norm=pointer(weights.norm), blocks=len(weights.blocks),
+            vocabulary=vocabulary, hidden=hidden, heads=weights.num_heads, kv=weights.num_kv_heads, dim=weights.head_dim,
+            inner=weights.intermediate_size, room=weights.blocks[0].keys.shape[2], few=MOST_ROWS, eps=weights.eps,
+            offset=weights.offset,
+        )  # fmt: skip
+
+    def run(self, at: CachedPass, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states [T, hidden] after the last norm, or those of the rows `wanted`, int64 [N]. Raises `IndexError` for a
+        token outside the vocabulary and for a row that is not there, `MemoryError` where there is too little."""
+        if wanted is not None and not 0 < len(wanted) <= len(at.tokens):
+            return self.run(at).index_select(0, wanted)
+        states, _kept = self._begin(at, None if wanted is None else wanted.contiguous())
+        if outcome := library.call("weft_forward", self._blocks, self._step):
+            raise self._failure(outcome, at, wanted)
+        return states
+
+    def run_ahead(self, at: CachedPass, draws: Drawing) -> tuple[Tensor, Tensor]:
+        """Tokens int64 and log-probs float32, each [n, R]: of the decode step `at` of slots 0 .. R - 1, and of those that
+        follow it, each on the tokens that the one before drew; n is at most the number of steps in `draws`. The cache has room
+        for all, and counts the tokens of the first. Raises as `run`."""
+        assert self.weights.head is not None, "tokens are drawn by a head"
+        steps, rows = draws.uniforms.shape
+        ids, logprobs = torch.empty(steps, rows, dtype=torch.int64), torch.empty(steps, rows)
+        given = *self.weights.head, draws.uniforms, draws.is_stop, draws.early, ids, logprobs
+        _, _kept = self._begin(at, None)
+        how = structures.Draws(*map(pointer, given), draws.temperature, steps)
+        count = library.call("weft_decode_ahead", self._blocks, how, self._step)
+        if count < 0:
+            raise self._failure(count, at, None)
+        return ids[:count], logprobs[:count]
+
+    def _begin(self, at: CachedPass, wanted: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
+        """Have `step` hold this pass: the states that are `wanted`, to be filled, and what else it points to."""
+        assert at.tokens.dtype == torch.int64 and (wanted is None or wanted.dtype == torch.int64)
+        step, tokens = self._step, at.tokens.contiguous()
+        slots, news, lengths = map(torch.from_numpy, (at.slots, at.new, at.lengths))
+        states = torch.empty(len(tokens) if wanted is None else len(wanted), step.hidden)
+        step.states, step.tokens, step.wanted, step.wants = *map(pointer, (states, tokens, wanted)), len(states)
+        step.slots, step.news, step.lengths = map(pointer, (slots, news, lengths))
+        step.rows, step.count, step.threads = len(tokens), len(at.slots), torch.get_num_threads()
+        rotation = () if at.rotation is None else tuple(x.contiguous() for x in at.rotation)
+        if rotation:
+            step.cos, step.sin, step.positions = map(pointer, rotation)
+            step.half = rotation[0].shape[-1]
+        prefixes = [_prefix(prefix) for prefix in at.prefixes]
+        step.prefixes, step.shared = (structures.Prefix * len(prefixes))(*prefixes), len(prefixes)
+        return states, (tokens, wanted, slots, news, lengths, rotation, prefixes, at)
+
+    def _failure(self, outcome: int, at: CachedPass, wanted: Tensor | None) -> Exception:
+        """What the kernel says did not work."""
+        step = self._step
+        if outcome == NO_MEMORY:
+            return MemoryError(f"not enough memory for a pass over {len(at.tokens)} tokens")
+        for token in at.tokens.tolist():
+            if not 0 <= token < step.vocabulary:
+                return IndexError(f"token {token} is outside the vocabulary of {step.vocabulary}")
+        rows = [] if wanted is None else wanted.tolist()
+        return IndexError(f"there is no row {next(row for row in rows if not 0 <= row < step.rows)} in {step.rows}")
+
+
+def _block(block: BlockWeights) -> structures.Block:
+    norms = [getattr(block, name) for name in structures.NORMS]
+    linear = [part for name in structures.PRODUCTS for part in getattr(block, name)]
+    pointers = structures.Parameters(*map(pointer, (*norms, *linear)))
+    return structures.Block(pointers, pointer(block.keys), pointer(block.values), block.scale, block.window or 0)
+
+
+def _prefix(prefix: PrefixRows) -> structures.Prefix:
+    stored = (ctypes.c_void_p * len(prefix.stored))(*map(pointer, prefix.stored))
+    return structures.Prefix(pointer(prefix.rows), len(prefix.rows), prefix.used, prefix.room, stored)

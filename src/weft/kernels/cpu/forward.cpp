@@ -1,0 +1,174 @@
+// A pass of a network over new tokens of cached sequences, a prefill or a decode step, from tokens to the states that its head
+// reads: the kernels that each part calls, called in a row.
+#include "forward.h"
+#include "simd.h"
+
+#include <new>
+#include <vector>
+
+namespace {
+
+// Rows whose queries look at keys, and whose states go on: all rows, or of the last block those that are wanted.
+struct Asking {
+  long rows;
+  std::vector<Segment> segments;        // these rows and the keys that they see
+  std::vector<std::vector<long>> after; // of each prefix the rows that go on from it
+  std::vector<float> cos, sin;          // [rows, half]
+};
+
+void rotations(Asking &asking, const long *positions, const Step &s) {
+  asking.cos.resize(asking.rows * s.half), asking.sin.resize(asking.rows * s.half);
+  weft_gather(s.cos, positions, asking.rows, s.half, asking.cos.data(), s.threads);
+  weft_gather(s.sin, positions, asking.rows, s.half, asking.sin.data(), s.threads);
+}
+
+Asking all_of(const Step &s) {
+  Asking all = {s.rows};
+  for (long i = 0, row = 0; i < s.count; row += s.news[i++])
+    all.segments.push_back({row, s.news[i], s.slots[i] * s.kv * s.room, s.lengths[i]});
+  for (long p = 0; p < s.shared; p++)
+    all.after.emplace_back(s.prefixes[p].rows, s.prefixes[p].rows + s.prefixes[p].count);
+  if (s.cos) rotations(all, s.positions, s);
+  return all;
+}
+
+Asking wanted_of(const Step &s, const Asking &all) {
+  Asking wanted = {s.wants};
+  std::vector<Segment> of(s.rows); // each row alone
+  std::vector<long> after(s.rows, -1), positions;
+  for (const Segment &own : all.segments)
+    for (long r = 0; r < own.rows; r++) of[own.row + r] = {0, 1, own.key, own.keys - own.rows + r + 1};
+  for (long p = 0; p < s.shared; p++)
+    for (long row : all.after[p]) after[row] = p;
+  wanted.after.resize(s.shared);
+  for (long i = 0; i < s.wants; i++) {
+    const long row = s.wanted[i];
+    wanted.segments.push_back({i, 1, of[row].key, of[row].keys});
+    if (after[row] >= 0) wanted.after[after[row]].push_back(i);
+    if (s.cos) positions.push_back(s.positions[row]);
+  }
+  if (s.cos) rotations(wanted, positions.data(), s);
+  return wanted;
+}
+
+// Each head of x [rows, heads, dim], rows `by_row` apart, normed in its place.
+void norm_heads(float *x, const float *weight, long by_row, long rows, long heads, const Step &s) {
+  const int team = rows * heads * s.dim > LARGE ? (int)s.threads : 1;
+#pragma omp parallel num_threads(team)
+  {
+    const Buffer normed(heads * s.dim), inverse(heads);
+#pragma omp for
+    for (long r = 0; r < rows; r++) {
+      weft_rms_norm(x + r * by_row, weight, normed, inverse, heads, s.dim, s.eps, s.offset, 1);
+      memcpy(x + r * by_row, normed, 4 * heads * s.dim);
+    }
+  }
+}
+
+// What `rows` of those that ask see of prefix `p`, joined into `own.out`.
+void attend_prefix(const Prefix &p, const std::vector<long> &rows, long block, const Arguments &own, const Step &s) {
+  const long inner = s.heads * s.dim, count = (long)rows.size();
+  const Buffer asked(count * inner), seen(count * inner), lse(count * s.heads);
+  for (long i = 0; i < count; i++) memcpy(&asked[i * inner], own.q.at + rows[i] * own.q.by_row, 4 * inner);
+  const Segment all = {0, count, 0, p.keys};
+  Arguments a = own;
+  a.q = {asked, inner, s.dim}, a.out = {seen, inner, s.dim};
+  a.k = {(float *)p.stored[2 * block], s.dim, p.room * s.dim};
+  a.v = {(float *)p.stored[2 * block + 1], s.dim, p.room * s.dim};
+  a.lse = lse, a.segments = &all, a.count = 1, a.causal = 0, a.window = 0;
+  weft_attend(&a);
+  weft_join(own.out.at, own.lse, seen, lse, rows.data(), count, s.heads, s.dim, own.out.by_row, s.threads);
+}
+
+void forward(const Block *blocks, const Step &s) {
+  const long inner = s.heads * s.dim, shared = s.kv * s.dim, wide = inner + 2 * shared, rotated_width = inner + shared;
+  const auto most = [](long a, long b) { return a > b ? a : b; };
+  const Asking all = all_of(s), wanted = s.wanted ? wanted_of(s, all) : Asking{};
+  const Buffer states(s.rows * s.hidden), normed(s.rows * s.hidden), inverse(s.rows), lse(s.rows * s.heads);
+  // Of all heads, and behind them queries and keys rotated; of the MLP what its first matrices make.
+  const Buffer projected(s.rows * most(wide + rotated_width, 2 * s.inner)), mixed(s.rows * most(inner, s.inner));
+  const Buffer late_rows(2 * wanted.rows * s.hidden);
+  float *x = states, *y = normed; // the rows that ask, and what a part of the block makes of them
+  long rows = s.rows;             // how many
+
+  const auto norm = [&](const float *from, const float *weight, float *to) {
+    weft_rms_norm(from, weight, to, inverse, rows, s.hidden, s.eps, s.offset, s.threads);
+  };
+  const auto apply = [&](const float *from, Linear layer, float *out, long size, long terms) {
+    multiply(from, layer, out, rows, size, terms, s.few, s.threads);
+  };
+  const auto rotate = [&](const Asking &asking, Heads &from, long heads, float *to) {
+    weft_rotate(
+        from.at, asking.cos.data(), asking.sin.data(), to, from.by_row, s.dim, asking.rows, heads, heads, s.dim, s.half, 1.0,
+        s.threads);
+    from = {to, heads * s.dim, s.dim};
+  };
+
+  weft_gather(s.embedding, s.tokens, rows, s.hidden, states, s.threads);
+  std::vector<long> places; // where each row's keys and values go
+  for (const Segment &own : all.segments)
+    for (long r = 0; r < own.rows; r++) places.push_back(own.key + own.keys - own.rows + r);
+  for (const Block *b = blocks; b < blocks + s.blocks; b++) {
+    const bool late = s.wanted && b + 1 == blocks + s.blocks;
+    const Asking &asking = late ? wanted : all;
+    norm(states, b->norm1, normed);
+    Heads q = {projected, wide, s.dim}, k = {projected + inner, wide, s.dim}, v = {projected + inner + shared, wide, s.dim};
+    float *const rotated = projected + s.rows * wide;
+    if (!late) {
+      apply(normed, b->qkv, projected, wide, s.hidden);
+    } else {
+      apply(normed, {b->qkv.weight + inner * s.hidden, b->qkv.bias ? b->qkv.bias + inner : nullptr}, projected, 2 * shared, s.hidden);
+      k = {projected, 2 * shared, s.dim}, v = {projected + shared, 2 * shared, s.dim};
+      x = late_rows, y = late_rows + s.wants * s.hidden, rows = s.wants;
+      weft_gather(states, s.wanted, rows, s.hidden, x, s.threads);
+      weft_gather(normed, s.wanted, rows, s.hidden, y, s.threads);
+      q = {projected + s.rows * 2 * shared, inner, s.dim};
+      apply(y, b->qkv, q.at, inner, s.hidden);
+    }
+    if (b->q_norm) norm_heads(q.at, b->q_norm, q.by_row, rows, s.heads, s);
+    if (b->k_norm) norm_heads(k.at, b->k_norm, k.by_row, s.rows, s.kv, s);
+    if (s.cos && !late) {
+      rotate(all, q, s.heads + s.kv, rotated);
+      k = {q.at + inner, rotated_width, s.dim};
+    } else if (s.cos) {
+      rotate(asking, q, s.heads, rotated);
+      rotate(all, k, s.kv, rotated + rows * inner);
+    }
+    weft_store(
+        k.at, v.at, b->keys, b->values, places.data(), k.by_row, s.dim, v.by_row, s.dim, s.rows, s.kv, s.dim, s.room, s.threads);
+    Arguments a = {};
+    a.q = q, a.out = {mixed, inner, s.dim};
+    a.k = {b->keys, s.dim, s.room * s.dim};
+    a.v = {b->values, s.dim, s.room * s.dim};
+    a.lse = lse, a.segments = asking.segments.data(), a.count = (long)asking.segments.size();
+    a.heads = s.heads, a.kv = s.kv, a.dim = s.dim, a.causal = 1, a.window = b->window, a.threads = s.threads;
+    a.scale = b->scale;
+    weft_attend(&a);
+    for (long p = 0; p < s.shared; p++)
+      if (!asking.after[p].empty()) attend_prefix(s.prefixes[p], asking.after[p], b - blocks, a, s);
+    apply(mixed, b->o, y, s.hidden, inner);
+    weft_add_rows(x, y, nullptr, rows, s.hidden, s.threads);
+    norm(x, b->norm2, y);
+    apply(y, b->gate_up, projected, 2 * s.inner, s.hidden);
+    weft_silu(projected, projected + s.inner, mixed, 2 * s.inner, rows, s.inner, s.threads);
+    apply(mixed, b->down, y, s.hidden, s.inner);
+    weft_add_rows(x, y, nullptr, rows, s.hidden, s.threads);
+  }
+  norm(x, s.norm, s.states);
+}
+
+} // namespace
+
+extern "C" long weft_forward(const Block *blocks, const Step *given) {
+  const Step &s = *given;
+  for (long r = 0; r < s.rows; r++)
+    if (s.tokens[r] < 0 || s.tokens[r] >= s.vocabulary) return OUTSIDE;
+  for (long i = 0; s.wanted && i < s.wants; i++)
+    if (s.wanted[i] < 0 || s.wanted[i] >= s.rows) return OUTSIDE;
+  try {
+    forward(blocks, s);
+  } catch (const std::bad_alloc &) {
+    return NO_MEMORY;
+  }
+  return DONE;
+}

@@ -1,0 +1,161 @@
+// What a block does between its products, one pass over memory each.
+#include "kernels.h"
+#include "simd.h"
+
+// out = x / sqrt(mean(x^2) + eps) * (offset + weight), row by row [rows, size]; `inverse` [rows] is 1 / sqrt(...).
+extern "C" void weft_rms_norm(
+    const float *x, const float *weight, float *out, float *inverse, long rows, long size, double eps, double offset,
+    long threads) {
+  const int team = rows * size > LARGE ? (int)threads : 1;
+  const float add = (float)offset;
+#pragma omp parallel for num_threads(team)
+  for (long r = 0; r < rows; r++) {
+    const float *row = x + r * size;
+    float *to = out + r * size;
+    vec squares = {};
+    long d = 0;
+    for (; d + LANES <= size; d += LANES) squares += load(row + d) * load(row + d);
+    if (d < size) {
+      const vec rest = load_some(row + d, size - d);
+      squares += rest * rest;
+    }
+    const float scale = 1.f / sqrtf(sum(squares) / size + (float)eps);
+    inverse[r] = scale;
+    for (d = 0; d + LANES <= size; d += LANES) store(to + d, load(row + d) * scale * (load(weight + d) + add));
+    for (; d < size; d++) to[d] = row[d] * scale * (weight[d] + add);
+  }
+}
+
+// The gradients of `weft_rms_norm`: with n = x inverse and g = grad_y (offset + weight), grad_x = inverse (g - n mean(g n)) and
+// grad_weight [size] = sum over rows of grad_y n; either may be null. Rows are summed in blocks, then these in order.
+extern "C" void weft_rms_norm_backward(
+    const float *x, const float *weight, const float *inverse, const float *grad_y, float *grad_x, float *grad_weight, long rows,
+    long size, double offset, long threads) {
+  constexpr long BLOCK = 64;
+  const int team = rows * size > LARGE ? (int)threads : 1;
+  const float add = (float)offset;
+  const long blocks = (rows + BLOCK - 1) / BLOCK, wide = padded(size);
+  const Buffer parts(grad_weight ? blocks * wide : 0);
+#pragma omp parallel for num_threads(team)
+  for (long b = 0; b < blocks; b++) {
+    if (grad_weight) memset(parts + b * wide, 0, 4 * wide);
+    for (long r = b * BLOCK; r < rows && r < (b + 1) * BLOCK; r++) {
+      const float *row = x + r * size, *by = grad_y + r * size, scale = inverse[r];
+      vec along = {};
+      for (long d = 0; d < size; d += LANES) {
+        const vec product = load_up_to(row + d, size - d) * load_up_to(by + d, size - d);
+        along += product * (load_up_to(weight + d, size - d) + add);
+        if (!grad_weight) continue;
+        float *part = parts + b * wide + d;
+        store(part, load(part) + product * scale);
+      }
+      if (!grad_x) continue;
+      const float share = sum(along) * scale * scale * scale / size;
+      for (long d = 0; d < size; d += LANES) {
+        const vec g = load_up_to(by + d, size - d) * (load_up_to(weight + d, size - d) + add);
+        store_up_to(grad_x + r * size + d, g * scale - load_up_to(row + d, size - d) * share, size - d);
+      }
+    }
+  }
+  for (long d = 0; grad_weight && d < size; d++) {
+    grad_weight[d] = 0.f;
+    for (long b = 0; b < blocks; b++) grad_weight[d] += parts[b * wide + d];
+  }
+}
+
+// x [tokens, heads, dim] with dimension i < half and i + half of the first `rotated` heads rotated by the angles of cos and sin
+// [tokens, half], all else copied, to out, contiguous, which may be x. `direction` -1 turns back.
+extern "C" void weft_rotate(
+    const float *x, const float *cos, const float *sin, float *out, long by_token, long by_head, long tokens, long heads,
+    long rotated, long dim, long half, double direction, long threads) {
+  const int team = tokens * heads * dim > LARGE ? (int)threads : 1;
+  const float way = (float)direction;
+#pragma omp parallel for num_threads(team)
+  for (long t = 0; t < tokens; t++)
+    for (long h = 0; h < heads; h++) {
+      const float *from = x + t * by_token + h * by_head, *c = cos + t * half, *s = sin + t * half;
+      float *to = out + (t * heads + h) * dim;
+      const long pairs = h < rotated ? half : 0;
+      for (long d = 0; d < pairs; d += LANES) {
+        const long left = pairs - d;
+        const vec a = load_up_to(from + d, left), b = load_up_to(from + half + d, left);
+        const vec by = load_up_to(c + d, left), across = load_up_to(s + d, left) * way;
+        store_up_to(to + d, a * by - b * across, left);
+        store_up_to(to + half + d, b * by + a * across, left);
+      }
+      if (to != from) memcpy(to + 2 * pairs, from + 2 * pairs, 4 * (dim - 2 * pairs));
+    }
+}
+
+// to[i] = from[at[i]], rows of `size`.
+extern "C" void weft_gather(const float *from, const long *at, long rows, long size, float *to, long threads) {
+  const int team = rows * size > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long i = 0; i < rows; i++) memcpy(to + i * size, from + at[i] * size, 4 * size);
+}
+
+// to[i] += from[at[i]], rows of `size`; each its own where `at` is null.
+extern "C" void weft_add_rows(float *to, const float *from, const long *at, long rows, long size, long threads) {
+  const int team = rows * size > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long i = 0; i < rows; i++) {
+    const float *more = from + (at ? at[i] : i) * size;
+    for (long d = 0; d < size; d++) to[i * size + d] += more[d];
+  }
+}
+
+// 1 / (1 + exp(-x)), 0 where x is so low that x times it vanishes.
+INLINE vec sigmoid(vec x) {
+  const vec low = splat(-87.f), bound = x > low ? x : low;
+  const ivec vanishes = x < low; // not so for what is no number
+  return vanishes ? vec{} : 1.f / (1.f + exponential(-bound));
+}
+
+// out [rows, size] = silu(gate) * up, or silu(gate) where `up` is null; silu(x) = x / (1 + exp(-x)). Both inputs
+// have rows `by_row` apart.
+extern "C" void weft_silu(const float *gate, const float *up, float *out, long by_row, long rows, long size, long threads) {
+  const int team = rows * size > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long r = 0; r < rows; r++) {
+    const float *x = gate + r * by_row, *f = up ? up + r * by_row : nullptr;
+    for (long d = 0; d < size; d += LANES) {
+      const vec open = load_up_to(x + d, size - d);
+      vec y = open * sigmoid(open);
+      if (f) y *= load_up_to(f + d, size - d);
+      store_up_to(out + r * size + d, y, size - d);
+    }
+  }
+}
+
+// What `weft_silu` made, `out` [rows, size], once more, and its gradients given the one by it, contiguous: grad_gate and
+// grad_up, which have rows `by_row` apart as the inputs do. `out` may be null, and both of up and grad_up.
+extern "C" void weft_silu_backward(
+    const float *gate, const float *up, const float *grad_out, float *out, float *grad_gate, float *grad_up, long by_row,
+    long rows, long size, long threads) {
+  const int team = rows * size > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long r = 0; r < rows; r++)
+    for (long d = 0; d < size; d += LANES) {
+      const long at = r * by_row + d, to = r * size + d, left = size - d;
+      const vec x = load_up_to(gate + at, left), share = sigmoid(x), value = x * share, by = load_up_to(grad_out + to, left);
+      const vec f = up ? load_up_to(up + at, left) : splat(1.f);
+      store_up_to(grad_gate + at, by * f * (share + value * (1.f - share)), left);
+      if (up) store_up_to(grad_up + at, by * value, left);
+      if (out) store_up_to(out + to, value * f, left);
+    }
+}
+
+// Keys k and values v [tokens, heads, dim] (strides of a token and a head) into a cache [slots, heads, room, dim]: token t is
+// row `places[t]` of its slot's first head, counted in rows of `dim` from the cache's beginning.
+extern "C" void weft_store(
+    const float *k, const float *v, float *keys, float *values, const long *places, long k_token, long k_head, long v_token,
+    long v_head, long tokens, long heads, long dim, long room, long threads) {
+  const int team = tokens * heads * dim > LARGE ? (int)threads : 1;
+#pragma omp parallel for num_threads(team)
+  for (long t = 0; t < tokens; t++)
+    for (long h = 0; h < heads; h++) {
+      const long at = (places[t] + h * room) * dim;
+      memcpy(keys + at, k + t * k_token + h * k_head, 4 * dim);
+      memcpy(values + at, v + t * v_token + h * v_head, 4 * dim);
+    }
+}

@@ -1,0 +1,7 @@
+// Sizes of the structures that C++ and Python share, in the order of `structures.py`.
+#include "forward.h"
+
+extern "C" void weft_sizes(long *sizes) {
+  const long all[] = {sizeof(Heads), sizeof(Arguments), sizeof(Block), sizeof(Prefix), sizeof(Step), sizeof(Draws)};
+  for (long size : all) *sizes++ = size;
+}

@@ -1,0 +1,45 @@
+"""Softmax over rows of logits by weft's own kernels: each row is read from the cache, and no copy of it is made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.kernels.cpu import library
+from weft.kernels.types import Statistics
+
+
+def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> Statistics:
+    """Of float32 logits [R, V]."""
+    logits, (rows, size) = logits.contiguous(), logits.shape
+    lse = logits.new_empty(rows)
+    entropies = logits.new_empty(rows) if entropy else None
+    ids = logits.new_empty(rows, dtype=torch.int64) if best else None
+    library.call("weft_statistics", logits, lse, entropies, ids, rows, size)
+    return Statistics(lse, entropies, ids)
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids int64 [R], their log-probs float32 [R]) of float32 logits [R, V]: each row's first id, in vocabulary order, whose
+    cumulative probability exceeds the row's number of `uniforms` [R]; sums over blocks of ids are float64."""
+    x, (rows, size) = logits.contiguous(), logits.shape
+    ids, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    library.call("weft_draw", x, uniforms.double().contiguous(), ids, logprobs, rows, size)
+    return ids, logprobs
+
+
+def to_gradients(
+    logits: Tensor, found: Statistics, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+) -> None:
+    """Make logits [R, V] their gradients, in their place, given those of each row's log-prob of its label and of its entropy,
+    each [R]."""
+    assert grad_entropy is None or found.entropy is not None
+    assert (
+        all(x is None or x.dtype == logits.dtype for x in (grad_logprob, grad_entropy)) and labels.dtype == torch.int64
+    )
+    given = (
+        labels.contiguous(),
+        grad_logprob.contiguous(),
+        None if grad_entropy is None else grad_entropy.contiguous(),
+    )
+    library.call("weft_logit_gradients", logits, found.lse, found.entropy, *given, *logits.shape)

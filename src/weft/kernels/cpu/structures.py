@@ -1,0 +1,88 @@
+"""The structures that C++ and Python share, field by field as in `kernels.h` and `forward.h`. `library` compares sizes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from torch import Tensor
+
+NORMS = ("norm1", "norm2", "q_norm", "k_norm")
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+
+
+def pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+class Heads(ctypes.Structure):
+    """[tokens, heads, dim] with steps from one row, and one head, to the next."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("by_row", ctypes.c_long), ("by_head", ctypes.c_long))
+
+    @classmethod
+    def of(cls, x: Tensor) -> Heads:
+        return cls(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+class Arguments(ctypes.Structure):
+    """Of attention."""
+
+    _fields_ = (
+        *((name, Heads) for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")),
+        *((name, ctypes.c_void_p) for name in ("lse", "segments")),
+        *((name, ctypes.c_long) for name in ("count", "heads", "kv", "dim", "causal", "window", "threads")),
+        ("scale", ctypes.c_double),
+    )
+
+
+# Weights of the norms, then weight and bias of each product.
+Parameters: Any = ctypes.c_void_p * (len(NORMS) + 2 * len(PRODUCTS))
+
+
+class Block(ctypes.Structure):
+    """Of a network over a cache."""
+
+    _fields_ = (
+        ("parameters", Parameters),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        ("scale", ctypes.c_double),
+        ("window", ctypes.c_long),
+    )
+
+
+class Prefix(ctypes.Structure):
+    """Keys and values that several rows go on from."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("count", "keys", "room")),
+        ("stored", ctypes.POINTER(ctypes.c_void_p)),
+    )
+
+
+class Step(ctypes.Structure):
+    """One pass of a network over a cache."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "wanted", "slots", "news", "lengths")),
+        *((name, ctypes.c_long) for name in ("rows", "wants", "count", "blocks", "vocabulary", "hidden", "heads")),
+        *((name, ctypes.c_long) for name in ("kv", "dim", "inner", "half", "room", "few", "threads")),
+        *((name, ctypes.c_double) for name in ("eps", "offset")),
+        ("prefixes", ctypes.POINTER(Prefix)),
+        ("shared", ctypes.c_long),
+    )
+
+
+class Draws(ctypes.Structure):
+    """How the tokens of decode steps are drawn."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("head", "bias", "uniforms", "is_stop", "early", "ids", "logprobs")),
+        ("temperature", ctypes.c_double),
+        ("steps", ctypes.c_long),
+    )
+
+
+SHARED = (Heads, Arguments, Block, Prefix, Step, Draws)  # in the order of `sizes.cpp`

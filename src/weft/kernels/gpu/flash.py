@@ -1,0 +1,94 @@
+"""Flash attention over packed sequences on CUDA: `torch.nn.attention.varlen`, in bfloat16 and float16.
+
+Which parameters the installed torch has is read once, from the function itself: torch 2.11 has neither grouped heads nor block
+tables, 2.12 and later have both.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.kernels.types import AttentionSpec, VarlenLengths
+
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_DIM = 256  # of a head; the kernels also want a multiple of 8
+LEAST_CAPABILITY = (8, 0)  # Ampere
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What this torch's `varlen_attn` takes."""
+
+    grouped_heads: bool  # fewer key-value heads than query heads
+    block_table: bool  # keys in pages, without an automatic number of splits
+
+    @classmethod
+    def of(cls, function: Any) -> Abilities:
+        names = inspect.signature(function).parameters
+        paged = {"block_table", "seqused_k", "num_splits"} <= set(names)
+        return cls("enable_gqa" in names, paged)
+
+
+@functools.cache
+def kernel() -> Callable[..., Any]:
+    """`varlen_attn`; imported where it is called, because with it comes torch's compiler, which takes seconds."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+@functools.cache
+def abilities() -> Abilities:
+    return Abilities.of(kernel())
+
+
+def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the flash kernels take such queries."""
+    fits = dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MOST_DIM
+    return fits and device.type == "cuda" and _has_kernels(device.index or 0)
+
+
+@functools.cache
+def _has_kernels(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= LEAST_CAPABILITY
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSpec) -> Tensor:
+    """Causal attention: q [T, heads, dim], k and v [U, kv_heads, dim] -> [T, heads, dim], with gradients."""
+    grouped: dict[str, Any] = {}
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and abilities().grouped_heads:
+        grouped["enable_gqa"] = True
+    elif group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return kernel()(
+        q.contiguous(), k.contiguous(), v.contiguous(), at.queries, at.keys,
+        at.most_queries, at.most_keys, scale=spec.scale, window_size=_reach(spec.window), **grouped,
+    )  # fmt: skip
+
+
+def paged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, spec: AttentionSpec) -> Tensor:
+    """One new token a row over its pages: q [R, heads, dim], keys and values [pages, page, kv_heads, dim] -> [R, heads, dim].
+
+    `table` int32 [R, W] holds the rows' pages in order, `used` int32 [R] their tokens, the new ones included. The keys are
+    never split among thread blocks: some builds of torch leave rows unwritten then (pytorch issue 194167), and unsplit rows
+    do not depend on their company. Only where `abilities().block_table`.
+    """
+    rows, most = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32), table.shape[1] * keys.shape[1]
+    grouped = q.shape[1] != keys.shape[2]
+    return kernel()(
+        q.contiguous(), keys, values, rows, rows * most, 1, most, scale=spec.scale, window_size=_reach(spec.window),
+        enable_gqa=grouped, seqused_k=used, block_table=table, num_splits=1,
+    )  # fmt: skip
+
+
+def _reach(window: int | None) -> tuple[int, int]:
+    """How far a query sees to the left, itself not counted, and to the right."""
+    return (-1, 0) if window is None else (window - 1, 0)

@@ -1,0 +1,193 @@
+"""The parts of a block between its matrix products, as autograd functions that keep little for the backward pass.
+
+RMS norm keeps its input and one number a token; the MLP's second half keeps what came out of its first matrices and computes
+the activation again. What torch keeps for the same formulas is two to three times as much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.kernels.activations import activate, activation_gradient
+from weft.kernels.cpu import library
+from weft.kernels.cpu import rows as native
+from weft.kernels.products import product
+from weft.kernels.types import Activation
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension; statistics in float32.
+
+    Zhang and Sennrich 2019, arXiv:1910.07467. Gemma's weights count from 1 (`offset` 1) and it rounds to `x`'s dtype after
+    scaling; the others round before.
+    """
+    if not torch.is_grad_enabled():
+        return _rms_norm(x, weight, eps, offset)[0]
+    return _RMSNorm.apply(x, weight, eps, offset)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """(the result, what x is multiplied by before the weights [..., 1])."""
+    if library.serves(x, weight):
+        return native.rms_norm(x, weight, eps, offset)
+    wide, inverse = _normed(x, eps)
+    return _scaled(wide, inverse, weight, offset, x.dtype), inverse
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(float32 x, what it is multiplied by [..., 1])."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    return wide, squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _scaled(wide: Tensor, inverse: Tensor, weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    normed = wide * inverse
+    if offset:
+        return normed.mul_(weight.to(wide.dtype) + offset).to(dtype)
+    return normed.to(dtype).mul_(weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        out, inverse = _rms_norm(x, weight, eps, offset)
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.offset = offset
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum of dy n."""
+        x, weight, inverse = ctx.saved_tensors
+        if library.serves(x, weight, gradients[0]):
+            want_x, want_weight = ctx.needs_input_grad[:2]
+            made = native.rms_norm_gradients(
+                x, weight, inverse, gradients[0], ctx.offset, want_x=want_x, want_weight=want_weight
+            )
+            return *made, None, None
+        wide, grad_y = x.to(inverse.dtype), gradients[0].to(inverse.dtype)
+        scale = weight.to(wide.dtype) + ctx.offset if ctx.offset else weight.to(wide.dtype)
+        products = grad_y * wide
+        flat = products.flatten(0, -2)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (inverse.flatten() @ flat).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None, None
+        along = (flat @ scale).view_as(inverse)
+        share = along * inverse.pow(3) / -x.shape[-1]
+        grad_x = torch.mul(grad_y, scale, out=products).mul_(inverse).addcmul_(wide, share)
+        return grad_x.to(x.dtype), grad_weight, None, None
+
+
+def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
+    """activation(gate_up), [T, n]; where it is `gated`, that of its first half, times its second."""
+    if not torch.is_grad_enabled():
+        return _activated(gate_up, gated, activation)
+    return _Activated.apply(gate_up, gated, activation)
+
+
+def activated_linear(
+    gate_up: Tensor, gated: bool, weight: Tensor, bias: Tensor | None, activation: Activation
+) -> Tensor:
+    """activated(gate_up) times weight [hidden, n] transposed, plus bias: [T, n or 2 n] -> [T, hidden]."""
+    if not torch.is_grad_enabled():
+        return product(_activated(gate_up, gated, activation), weight, bias)
+    return _ActivatedLinear.apply(gate_up, gated, weight, bias, activation)
+
+
+def _activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
+    if activation == "silu" and library.serves(gate_up):
+        return native.silu(gate_up, gated)
+    if not gated:
+        return activate(gate_up, activation)
+    gate, up = gate_up.chunk(2, dim=1)
+    return activate(gate, activation).mul_(up)
+
+
+def _gate_up_gradient(
+    grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, *, again: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(the gradient of `activated` by `gate_up`, given the one by its result; that result, where it is wanted `again`)."""
+    if activation == "silu" and library.serves(gate_up, grad_out):
+        return native.silu_gradients(gate_up, gated, grad_out, again=again)
+    if not gated:
+        return activation_gradient(grad_out, gate_up, activation), activate(gate_up, activation) if again else None
+    gate, up = gate_up.chunk(2, dim=1)
+    grad_gate_up, value = torch.empty_like(gate_up), activate(gate, activation)
+    grad_gate, grad_up = grad_gate_up.chunk(2, dim=1)
+    torch.mul(grad_out, value, out=grad_up)
+    grad_gate.copy_(activation_gradient(grad_out * up, gate, activation))
+    return grad_gate_up, value.mul_(up) if again else None
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.gated, ctx.activation = gated, activation
+        return _activated(gate_up, gated, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gate_up,) = ctx.saved_tensors
+        return _gate_up_gradient(gradients[0], gate_up, ctx.gated, ctx.activation, again=False)[0], None, None
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate_up: Tensor, gated: bool, weight: Tensor, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        ctx.gated, ctx.activation = gated, activation
+        return product(_activated(gate_up, gated, activation), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
+        (gate_up, weight), grad_y, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
+        grad_inner = product(grad_y, weight.T)
+        grad_gate_up, inner = _gate_up_gradient(grad_inner, gate_up, ctx.gated, ctx.activation, again=needed[2])
+        grad_weight = None if inner is None else product(grad_y.T, inner.T)
+        return grad_gate_up, None, grad_weight, grad_y.sum(0) if needed[3] else None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim] with its first `2 * cos.shape[-1]` dimensions rotated: dimension i with i + dim / 2."""
+    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin, 1.0)
+
+
+class _Rotation(torch.autograd.Function):
+    """Keeps the angles alone; the gradient is rotated back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(gradients[0], cos, sin, -1.0), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    if library.serves(x, cos, sin):
+        return native.rotate(x, cos, sin, direction)
+    half = cos.shape[-1]
+    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=rotated[..., half : 2 * half]).addcmul_(first, sin, value=direction)
+    if 2 * half < x.shape[-1]:
+        rotated[..., 2 * half :] = x[..., 2 * half :]
+    return rotated

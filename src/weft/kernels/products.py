@@ -1,0 +1,79 @@
+"""Matrix products by the fastest kernel at hand.
+
+On a CPU float32 goes through weft's own kernels, which reach more than four fifths of the processor's rate in training.
+Without a compiler to make them oneDNN's serve, which torch carries: MKL's, which torch would take, leave the wide vector
+units of AMD's processors idle. All give a row the same bits whatever rows stand beside it, but for passes of very few rows by
+torch's, which take other kernels; those are filled up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.kernels.cpu import product as native
+from weft.kernels.cpu.library import is_plain, serves
+
+_KERNELS: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+ONEDNN: Any = None if _KERNELS is None else _KERNELS.default
+LEAST_ROWS = 4  # of a product by torch's kernels on a CPU
+CELLS = 1 << 24  # of a product that stands by itself before it is added to a sum
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out]; differentiable in all three, once."""
+    if not torch.is_grad_enabled():
+        return product(x, weight, bias)
+    own = native.serves(x, weight, bias) or _by_onednn(x, weight, bias)
+    return _Linear.apply(x, weight, bias) if own else F.linear(x, weight, bias)
+
+
+def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m], without a gradient; both may be views that are
+    transposed."""
+    if native.serves(left, right, bias):
+        return native.product(left, right, bias)
+    if left.is_cpu and left.dim() == 2 and 0 < left.shape[0] < LEAST_ROWS:
+        return product(F.pad(left, (0, 0, 0, LEAST_ROWS - left.shape[0])), right, bias)[: left.shape[0]]
+    if not _by_onednn(left, right, bias):
+        return F.linear(left, right, bias)
+    whole = None if bias is None else bias.to(right.dtype).contiguous()
+    out: Tensor = ONEDNN(left, right, whole, "none", [], "")
+    return out
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [rows, m], contiguous, += left [rows, n] times right [m, n] transposed, summed in the dtype of `total`."""
+    if native.serves(left, right) and serves(total):
+        native.add_product(total, left, right)
+    elif total.dtype == left.dtype and not _by_onednn(left, right):
+        total.addmm_(left, right.T)
+    else:
+        size = max(LEAST_ROWS, CELLS // total.shape[1])
+        for part, rows in zip(total.split(size), left.split(size), strict=True):
+            part += product(rows, right)
+
+
+def _by_onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
+    plain = ONEDNN is not None and is_plain(left) and is_plain(right) and (bias is None or is_plain(bias))
+    return plain and left.dtype == right.dtype == torch.float32 and left.numel() > 0
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_out = gradients[0].reshape(-1, gradients[0].shape[-1])
+        grad_x = product(grad_out, weight.T).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = product(grad_out.T, x.reshape(-1, x.shape[-1]).T) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, grad_out.sum(0) if ctx.needs_input_grad[2] else None

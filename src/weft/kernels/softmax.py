@@ -1,0 +1,42 @@
+"""Softmax over rows of logits: what is known of it, and the gradient by the logits from that."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.kernels.cpu import library
+from weft.kernels.cpu import softmax as native
+from weft.kernels.types import Statistics
+
+
+def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> Statistics:
+    """Of logits [R, V]. A row of minus infinity has lse minus infinity and entropy 0."""
+    if library.serves(logits):
+        return native.statistics(logits, entropy=entropy, best=best)
+    lse = torch.logsumexp(logits, dim=-1)
+    entropies = None
+    if entropy:
+        z = torch.where(logits > -torch.inf, logits - lse[:, None], 0.0)
+        entropies = -(torch.where(logits > -torch.inf, z.exp(), 0.0) * z).sum(-1)
+    return Statistics(lse, entropies, logits.argmax(-1) if best else None)
+
+
+def to_gradients(
+    logits: Tensor, found: Statistics, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+) -> None:
+    """Make logits [R, V] their gradients, in their place, given those of each row's log-prob of its label and of its entropy,
+    each [R]. With p = softmax: grad_logprob (1 at the label - p) - grad_entropy p (log p + entropy). A label below 0 is none
+    of these ids; `found` may be of a softmax over more ids than these."""
+    floats = [x for x in (logits, found.lse, found.entropy, grad_logprob, grad_entropy) if x is not None]
+    if library.serves(*floats) and library.is_plain(labels) and logits.is_contiguous():  # they are written to
+        native.to_gradients(logits, found, labels, grad_logprob, grad_entropy)
+        return
+    z = logits - found.lse[:, None]
+    p = z.exp()
+    made = p * -grad_logprob[:, None]
+    if grad_entropy is not None:
+        assert found.entropy is not None
+        made -= torch.where(p > 0.0, p * (grad_entropy[:, None] * (z + found.entropy[:, None])), 0.0)
+    own = torch.where(labels >= 0, grad_logprob, torch.zeros_like(grad_logprob))
+    logits.copy_(made.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None]))

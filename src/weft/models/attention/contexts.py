@@ -1,0 +1,203 @@
+"""Which tokens of a pack see which: whole sequences (`Dense`), or sequences of which some share a prefix (`Prefixed`).
+
+New tokens of cached sequences have contexts of their own, beside the caches: `weft.models.kv.slots.Cached`,
+`weft.models.kv.pages.Paged`. All have what `AttentionContext` names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+PADDING_SHARE = 0.25  # of a bucket's area at most; more padding costs more than another kernel launch saves
+SHORT = 16  # sequences up to this length share a bucket whatever the padding
+
+
+class AttentionContext(Protocol):
+    """Who sees whom in one pass."""
+
+    @property
+    def dense(self) -> Dense:
+        """The tokens of this pass by themselves."""
+        ...
+
+    @property
+    def last(self) -> Tensor:
+        """int64 [S]: index of each sequence's last token."""
+        ...
+
+    @property
+    def token_lengths(self) -> Tensor:
+        """int64 [T]: the length of the sequence that a token belongs to."""
+        ...
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of like length as one rectangle. Padding stands after a sequence, where causal attention never looks."""
+
+    index: Tensor  # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
+    valid: Tensor | None  # int64 [tokens]: cells (row-major) that are no padding; None where all are
+    span: tuple[int, int] | None  # (start, stop) where the cells are the tokens from start to stop, in order
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """int64 [tokens]: the cells that are no padding."""
+        cells = self.index.flatten()
+        return cells if self.valid is None else cells.index_select(0, self.valid)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that look at keys: the tokens of `queries` at those of `keys`, rectangle by rectangle; all of them, or causally
+    where the two are the same."""
+
+    queries: Bucket
+    keys: Bucket
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Whole sequences: sequence s is the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]`; causal within each."""
+
+    cu_seqlens: Tensor  # int32 [S + 1]
+    max_len: int
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def dense(self) -> Dense:
+        """The tokens of this pass by themselves; `Cached` has the same name for its new ones."""
+        return self
+
+    @cached_property
+    def masks(self) -> dict[int | None, Any]:
+        """FlexAttention's masks by window, filled as layers ask for them."""
+        return {}
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """`cu_seqlens` on the host."""
+        return [int(start) for start in self.cu_seqlens.tolist()]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 [S] on the device."""
+        return self.cu_seqlens.diff().long()
+
+    @cached_property
+    def token_lengths(self) -> Tensor:
+        """int64 [T]: the length of the sequence that a token belongs to."""
+        return self.lengths.repeat_interleave(self.lengths)
+
+    @cached_property
+    def last(self) -> Tensor:
+        """int64 [S]: index of each sequence's last token."""
+        return self.cu_seqlens[1:].long() - 1
+
+    @cached_property
+    def segments(self) -> Tensor:
+        """int64 [S, 4], on the host: each sequence's first token, its tokens, and the same as keys."""
+        return torch.tensor([(a, b - a, a, b - a) for a, b in pairwise(self.starts)])
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The sequences as rectangles, longest first; empty sequences are in none."""
+        return [_bucket(self.starts, members, self.cu_seqlens.device) for members in _group(self.starts)]
+
+    @cached_property
+    def restore(self) -> Tensor | None:
+        """int64 [T]: for each token its place in the buckets' valid cells laid end to end; None where that is its own."""
+        order = [t for members in _group(self.starts) for s in members for t in (self.starts[s], self.starts[s + 1])]
+        if all(a <= b for a, b in pairwise(order)):
+            return None
+        return torch.argsort(torch.cat([bucket.tokens for bucket in self.buckets]))
+
+
+@dataclass(frozen=True)
+class Join:
+    """A prefix and what goes on from it, each as (first token, one past the last); `rest` holds all continuations."""
+
+    prefix: tuple[int, int]
+    rest: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Prefixed:
+    """Sequences of which some share a prefix, which is computed once.
+
+    The pack is made of segments: prefixes, continuations, and whole sequences. A token sees its own segment causally, and a
+    continuation's token also the whole prefix before it.
+    """
+
+    dense: Dense  # the segments
+    joins: tuple[Join, ...]
+    last: Tensor  # int64 [S]: index of each sequence's last token
+
+    @cached_property
+    def masks(self) -> dict[int | None, Any]:
+        """As in `Dense`."""
+        return {}
+
+    @property
+    def token_lengths(self) -> Tensor:
+        """Rotations that depend on a sequence's length are not shared; see `Transformer.shares_prefixes`."""
+        return self.dense.token_lengths
+
+    @cached_property
+    def across(self) -> Tensor:
+        """int64 [joins, 4], on the host: what goes on from a prefix as rows, the prefix as keys; each as (first, how many)."""
+        spans = [(*join.rest, *join.prefix) for join in self.joins]
+        return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Attention within the segments, then what each continuation sees of its prefix."""
+        within = [Part(bucket, bucket, causal=True) for bucket in self.dense.buckets]
+        device = self.dense.cu_seqlens.device
+        across = [Part(_stretch(*j.rest, device), _stretch(*j.prefix, device), causal=False) for j in self.joins]
+        return (*within, *across)
+
+
+def _group(starts: list[int]) -> list[list[int]]:
+    """Sequence numbers by bucket. Sequences keep their order where all share one length."""
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    groups: list[list[int]] = []
+    room = 0  # cells of padding the open bucket may still take
+    for s in sorted((s for s, n in enumerate(lengths) if n), key=lambda s: -lengths[s]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        padding = longest - lengths[s]
+        if groups and (longest <= SHORT or padding <= room + PADDING_SHARE * longest):
+            room += int(PADDING_SHARE * longest) - padding
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+            room = 0
+    return [sorted(members) for members in groups]
+
+
+def _stretch(start: int, stop: int, device: torch.device) -> Bucket:
+    """The tokens from start to stop as one rectangle."""
+    return Bucket(torch.arange(start, stop, device=device)[None], None, (start, stop))
+
+
+def _bucket(starts: list[int], members: list[int], device: torch.device) -> Bucket:
+    lengths = torch.tensor([starts[s + 1] - starts[s] for s in members])
+    first = torch.tensor([starts[s] for s in members])
+    longest = int(lengths.max())
+    offsets = torch.arange(longest)
+    index = first[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
+    if bool((lengths == longest).all()):
+        span = (starts[members[0]], starts[members[-1] + 1])
+        adjoining = span[1] - span[0] == index.numel()
+        return Bucket(index.to(device), None, span if adjoining else None)
+    valid = (offsets < lengths[:, None]).flatten().nonzero().flatten()
+    return Bucket(index.to(device), valid.to(device), None)

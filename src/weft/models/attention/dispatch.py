@@ -1,0 +1,113 @@
+"""Attention: one function, which looks up a backend by (context, device). No position attends across a sequence boundary.
+
+A CPU's float32 goes through weft's own kernels: rows by segments of the pack over the keys they see, in training, prefill and
+decode steps alike. What those do not take (other dtypes, soft-capping, dropped weights, no compiler) goes through torch's.
+
+On a CPU a row's result has the same bits in training and in decoding, whatever stands beside it. What the sampler reports as a
+log-prob is then what training computes (given that matrix products too have rows enough; see `weft.engine.generation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from weft import kernels
+from weft.kernels import AttentionSpec, VarlenSegments
+from weft.models.attention import accelerator, cached, cascade, rectangles
+from weft.models.attention.contexts import AttentionContext, Dense, Prefixed
+from weft.models.attention.inputs import AttentionInputs
+from weft.models.kv.pages import Paged
+from weft.models.kv.slots import Cached
+from weft.models.network.dropout import TokenDropout
+
+Device = Literal["kernels", "cpu", "accelerator"]  # `kernels`: a CPU's own take queries, keys and values like these
+Backend = Callable[[AttentionInputs, Any], Tensor]
+
+
+def attend_heads(
+    heads: Tensor, kv_heads: int, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext, spec: AttentionSpec,
+    layer: int, dropout: TokenDropout | None = None,
+) -> Tensor:  # fmt: skip
+    """As `attend`, of queries, keys and values side by side in `heads` [T, heads + 2 kv_heads, dim], before `rotation` (cos and
+    sin, `weft.models.network.rope`)."""
+    by_kernels = kernels.serves_attention(heads, heads, heads) and not _limited(spec, dropout)
+    if by_kernels and isinstance(context, Dense | Prefixed):
+        return kernels.attend_segments(heads, kv_heads, rotation, segments_of(context, spec), spec.scale)
+    qk, v = heads.split([heads.shape[1] - kv_heads, kv_heads], dim=1)
+    if v.requires_grad:
+        v = v.contiguous()  # it is kept for the backward pass, and a view would keep all heads
+    if rotation is not None:
+        qk = kernels.rotate(qk, *rotation)
+    q, k = qk.split([qk.shape[1] - kv_heads, kv_heads], dim=1)
+    return attend(AttentionInputs(q, k, v, spec, layer, dropout), context)
+
+
+def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
+    """Causal attention within each sequence, [T, heads, dim]. Keys and values of cached sequences are stored first."""
+    device: Device = "cpu" if given.q.is_cpu else "accelerator"
+    if kernels.serves_attention(given.q, given.k, given.v) and not _limited(given.spec, given.dropout):
+        device = "kernels"
+    return BACKENDS[type(context), device](given, context)
+
+
+def segments_of(context: Dense | Prefixed, spec: AttentionSpec) -> VarlenSegments:
+    """Which keys of a pack each of its rows sees."""
+    if isinstance(context, Prefixed):  # whose networks have no window that a sequence exceeds
+        return VarlenSegments(context.dense.segments, context.across)
+    return VarlenSegments(context.segments, None, spec.window)
+
+
+def _limited(spec: AttentionSpec, dropout: TokenDropout | None) -> bool:
+    """Whether scores are capped, or weights dropped: not what weft's kernels do."""
+    return spec.softcap is not None or (dropout is not None and spec.dropout > 0.0)
+
+
+def _by_segments(given: AttentionInputs, context: Dense | Prefixed) -> Tensor:
+    heads = torch.cat([given.q, given.k, given.v], dim=1)
+    segments = segments_of(context, given.spec)
+    return kernels.attend_segments(heads, given.k.shape[1], None, segments, given.spec.scale)
+
+
+def _merged(given: AttentionInputs, context: Prefixed) -> Tensor:
+    return cascade.attend(given.q, given.k, given.v, context.parts, given.spec.scale)
+
+
+def _stored(backend: Backend) -> Backend:
+    """The backend on keys and values that lie in a cache, the new ones too."""
+
+    def attend_stored(given: AttentionInputs, context: Cached) -> Tensor:
+        context.cache.write(given.layer, context, given.k, given.v)
+        return backend(given, context)
+
+    return attend_stored
+
+
+def _cached_on_accelerator(given: AttentionInputs, context: Cached) -> Tensor:
+    if context.max_len > 1 and context.fresh:
+        return accelerator.dense(given, context.dense)
+    return cached.by_torch(given, context)
+
+
+def _paged(given: AttentionInputs, context: Paged) -> Tensor:
+    context.pool.write(given.layer, context, given.k, given.v)
+    return attend(given, context.dense) if context.fresh else accelerator.paged(given, context)
+
+
+BACKENDS: Mapping[tuple[type, Device], Backend] = {
+    (Dense, "kernels"): _by_segments,
+    (Dense, "cpu"): rectangles.dense,
+    (Dense, "accelerator"): accelerator.dense,
+    (Prefixed, "kernels"): _by_segments,
+    (Prefixed, "cpu"): _merged,
+    (Prefixed, "accelerator"): accelerator.prefixed,
+    (Cached, "kernels"): _stored(cached.by_kernels),
+    (Cached, "cpu"): _stored(cached.by_torch),
+    (Cached, "accelerator"): _stored(_cached_on_accelerator),
+    (Paged, "kernels"): _paged,
+    (Paged, "cpu"): _paged,
+    (Paged, "accelerator"): _paged,
+}

@@ -1,0 +1,27 @@
+"""What one layer asks of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft.kernels import AttentionSpec
+from weft.models.network.dropout import TokenDropout
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). Queries and keys are rotated."""
+
+    q: Tensor  # [T, heads, dim]
+    k: Tensor  # [T, kv_heads, dim]
+    v: Tensor  # [T, kv_heads, dim]
+    spec: AttentionSpec
+    layer: int  # counted from 0, in the whole network
+    dropout: TokenDropout | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether weights are dropped in this pass."""
+        return self.dropout is not None and self.spec.dropout > 0.0

@@ -1,0 +1,106 @@
+"""Attention over rectangles by torch: sequences of like length, laid out with padding after each, where causal attention never
+looks, so that the fast causal kernel is exact without a mask. What that kernel lacks (soft-capping, windows, dropped weights)
+takes the written-out form.
+
+On a CPU keys are padded to whole vectors and a head has a few query rows at least, so that every row is added up in the same
+order whatever stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft import kernels
+from weft.kernels import AttentionSpec
+from weft.models.attention.contexts import Bucket, Dense
+from weft.models.attention.inputs import AttentionInputs
+
+Drop = Callable[[Bucket, Tensor], Tensor]
+
+
+def dense(given: AttentionInputs, context: Dense) -> Tensor:
+    """[T, heads, dim]: causal attention within each sequence."""
+    outputs = []
+    for bucket in context.buckets:
+        dropped = partial(_drop, given, bucket) if given.drops else None
+        cells = (_cells(given.q, bucket), _cells(given.k, bucket), _cells(given.v, bucket))
+        out = causal(*cells, given.spec, dropped).transpose(1, 2).flatten(0, 1)
+        outputs.append(out if bucket.valid is None else out.index_select(0, bucket.valid))
+    joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return joined if context.restore is None else joined.index_select(0, context.restore)
+
+
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, drop: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Rectangles: q [n, heads, L, dim], k and v [n, kv_heads, L, dim] -> [n, heads, L, dim]."""
+    length = q.shape[2]
+    tail = kernels.in_vectors(length, q.device) - length
+    if tail and drop is None:
+        q, k, v = F.pad(q, (0, 0, 0, tail)), F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail))
+    limited = spec.window is not None and spec.window < length
+    if spec.softcap is None and not limited and drop is None:
+        shared = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=shared)
+    else:
+        places = torch.arange(q.shape[2], device=q.device)
+        out = masked(q, k, v, visible(places[:, None], places, spec), spec, drop)
+    return out[:, :, :length]
+
+
+def tail(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """The last tokens of one sequence over all of it: q [1, heads, n, dim], k and v [1, kv_heads, L, dim]; as q."""
+    count, length = q.shape[2], k.shape[2]
+    padding = kernels.in_vectors(length, q.device) - length
+    places = torch.arange(length + padding, device=q.device)
+    more = max(0, kernels.LEAST_QUERIES - count) if q.device.type == "cpu" else 0
+    seen = visible(places[length - count : length, None], places, spec)
+    q, seen = F.pad(q, (0, 0, 0, more)), F.pad(seen, (0, 0, 0, more), value=True)
+    return masked(q, F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding)), seen, spec)[:, :, :count]
+
+
+def visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
+    """bool: whether the position `query` sees the position `key` (broadcast)."""
+    seen = key <= query
+    return seen if spec.window is None else seen & (key > query - spec.window)
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, spec: AttentionSpec, drop: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """As `causal`, of the keys that are `seen`, bool, broadcast over [n, heads, rows, keys]."""
+    shared = q.shape[1] != k.shape[1]
+    if spec.softcap is None and drop is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=spec.scale, enable_gqa=shared)
+    k, v = repeated(q, k, v)
+    logits = torch.matmul(q, k.transpose(-1, -2)) * spec.scale
+    if spec.softcap is not None:
+        logits = torch.tanh(logits / spec.softcap) * spec.softcap
+    logits = logits.masked_fill(~seen, float("-inf"))
+    kept = torch.promote_types(q.dtype, torch.float32)
+    weights = torch.softmax(logits, dim=-1, dtype=kept).to(q.dtype)
+    return torch.matmul(weights if drop is None else drop(weights), v)
+
+
+def repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [n, kv_heads, ...] with a head for each of q's."""
+    group = q.shape[1] // k.shape[1]
+    if group == 1:
+        return k, v
+    return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+
+def _drop(given: AttentionInputs, bucket: Bucket, weights: Tensor) -> Tensor:
+    assert given.dropout is not None
+    return given.dropout.drop_weights(weights, given.spec.dropout, given.layer, bucket.index)
+
+
+def _cells(x: Tensor, bucket: Bucket) -> Tensor:
+    """[T, heads, dim] -> [n, heads, L, dim]; without a copy where the cells are consecutive tokens."""
+    cells = x.index_select(0, bucket.index.flatten()) if bucket.span is None else x[bucket.span[0] : bucket.span[1]]
+    return cells.unflatten(0, tuple(bucket.index.shape)).transpose(1, 2)

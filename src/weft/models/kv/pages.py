@@ -1,0 +1,245 @@
+"""Keys and values of sequences that are being generated, in pages: the form for GPUs.
+
+It has the methods of `weft.models.kv.slots.KVCache` and means the same by them. All caches of one generator draw their pages
+from one `PagePool`: forking a row, going on from a prefix and taking over a prompt share its pages, and only a page that is
+partly full is copied, once somebody writes to it.
+
+A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.packed` makes the network's input on the device, so
+that a captured graph is fed by one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.kernels import put
+from weft.models.attention.contexts import Dense
+from weft.models.kv.page_tables import Copies, Pages, Tables, order
+from weft.models.network.config import TransformerConfig
+from weft.models.network.packed import Packed
+
+PAGE = 256  # tokens of a page: what the flash kernels ask for, and a whole number of FlexAttention's blocks
+TOKEN, POSITION, PLACE, TABLE = 0, 1, 2, 3  # columns of a step's matrix; the table takes the rest
+
+
+@dataclass(frozen=True)
+class History:
+    """All tokens of the rows of a pass, new ones included, end to end."""
+
+    places: Tensor  # int64 [U]: where each lies
+    cu_seqlens: Tensor  # int32 [R + 1]
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Paged:
+    """New tokens of sequences in pages; made by `PagedCache`. The network writes their keys and values to `places`."""
+
+    pool: PagePool
+    places: Tensor  # int64 [T]
+    table: Tensor  # int32 [R, W]: the rows' pages in order
+    used: Tensor  # int32 [R]: tokens of each row, new ones included
+    cu_seqlens: Tensor  # int32 [R + 1]
+    max_len: int  # most new tokens of a row; 1 in a decode step
+    fresh: bool  # whether nothing was there before
+    history: History | None  # where something was, and this is no decode step
+
+    @cached_property
+    def dense(self) -> Dense:
+        """The new tokens by themselves."""
+        return Dense(self.cu_seqlens, self.max_len)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each row has one new token, after others or not."""
+        return self.history is None and not self.fresh
+
+    @cached_property
+    def masks(self) -> dict[int | None, Any]:
+        """FlexAttention's masks by window, filled as layers ask for them."""
+        return {}
+
+    @property
+    def last(self) -> Tensor:
+        """int64 [R]: index of each row's last new token."""
+        return self.dense.last
+
+    @cached_property
+    def token_lengths(self) -> Tensor:
+        """int64 [T]: tokens of the sequence a new token belongs to."""
+        if self.max_len == 1:
+            return self.used.long()
+        return self.used.long().repeat_interleave(self.dense.lengths, output_size=len(self.places))
+
+
+class PagePool:
+    """`keys[layer]`, `values[layer]`: [pages, page, kv_heads, head_dim]."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        page: int = PAGE,
+        first_layer: int = 0,
+    ) -> None:
+        self.first_layer = first_layer
+        self.device, self.dtype, self.config = torch.device(device), dtype, config
+        self.pages = Pages(page)
+        shape = (len(self.pages), page, config.num_kv_heads, config.head_dim)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def fit(self, copies: Copies) -> None:
+        """Make room for all pages there are, and copy those that somebody is about to write to."""
+        if len(self.keys[0]) < len(self.pages):
+            for stored in (self.keys, self.values):
+                for layer, old in enumerate(stored):
+                    stored[layer] = old.new_zeros(len(self.pages), *old.shape[1:])
+                    stored[layer][: len(old)] = old
+        if len(copies.source):
+            source, target = (put(x, self.device).long() for x in (copies.source, copies.target))
+            for pages in (*self.keys, *self.values):
+                pages[target] = pages[source]
+
+    def packed(self, step: Tensor) -> Packed:
+        """The network's input for a decode step, computed on the device from `step`."""
+        tokens, positions, places = step[:, TOKEN].long(), step[:, POSITION].long(), step[:, PLACE].long()
+        bounds = torch.arange(len(step) + 1, device=step.device, dtype=torch.int32)
+        context = Paged(
+            pool=self, places=places, table=step[:, TABLE:].contiguous(), used=step[:, POSITION] + 1,
+            cu_seqlens=bounds, max_len=1, fresh=False, history=None,
+        )  # fmt: skip
+        rows = torch.arange(len(step), device=step.device)
+        return Packed(tokens=tokens, positions=positions, attention=context, rows=rows, labels=tokens)
+
+    def write(self, layer: int, context: Paged, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
+        layer -= self.first_layer
+        self.keys[layer].flatten(0, 1).index_copy_(0, context.places, k)
+        self.values[layer].flatten(0, 1).index_copy_(0, context.places, v)
+
+    def read(self, layer: int, history: History) -> tuple[Tensor, Tensor]:
+        """Keys and values of `history`, each [U, kv_heads, head_dim]."""
+        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+        return keys.index_select(0, history.places), values.index_select(0, history.places)
+
+
+class PagedCache:
+    """Rows over the pages of a pool; row r holds `before[r] + used[r]` tokens, the first `before[r]` those of its prefix."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool, self.device, self.dtype = pool, pool.device, pool.dtype
+        self.tables = Tables(pool.pages)
+        self.used, self.before = np.zeros(len(self.tables.held), np.int64), np.zeros(len(self.tables.held), np.int64)
+        self.num_active = 0
+
+    def allocate(self, count: int = 1) -> list[int]:
+        """New empty rows, numbered on from the active ones: active rows are always 0 .. num_active - 1."""
+        first, self.num_active = self.num_active, self.num_active + count
+        self.tables.fit(self.num_active, 0)
+        more = max(0, len(self.tables.held) - len(self.used))
+        self.used, self.before = (np.concatenate([x, np.zeros(more, np.int64)]) for x in (self.used, self.before))
+        return list(range(first, self.num_active))
+
+    def link(self, slots: Iterable[int], prefix: PagedCache | None) -> None:
+        """What row 0 of `prefix` holds precedes what these empty rows will hold."""
+        for slot in slots if prefix is not None else ():
+            assert prefix is not None
+            self.tables.put(slot, prefix.tables.of(0))
+            self.before[slot] = prefix.before[0] + prefix.used[0]
+
+    def take(self, other: PagedCache) -> int:
+        """A new row that holds what row 0 of `other` holds, after the same prefix."""
+        (slot,) = self.allocate()
+        self.tables.put(slot, other.tables.of(0))
+        self.used[slot], self.before[slot] = other.used[0], other.before[0]
+        return slot
+
+    def release(self, slot: int) -> int:
+        """Give a row back. The last active row gets its number; returns the number that one had (or `slot`)."""
+        assert 0 <= slot < self.num_active, f"row {slot} is not active"
+        self.num_active -= 1
+        last = self.num_active
+        self.tables.clear(slot)
+        if slot != last:
+            self.tables.move(last, slot)
+            self.used[slot], self.before[slot] = self.used[last], self.before[last]
+        self.used[last] = self.before[last] = 0
+        return last
+
+    def close(self) -> None:
+        """Give all rows back."""
+        while self.num_active:
+            self.release(self.num_active - 1)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` tokens of a row after its prefix."""
+        assert 0 <= length <= self.used[slot]
+        self.used[slot] = length
+        self.tables.clear(slot, keep=-(-int(self.before[slot] + length) // self.pool.pages.page))
+
+    def fork(self, slot: int, count: int) -> list[int]:
+        """`count` new rows that hold what `slot` holds: one prompt, many samples."""
+        new = self.allocate(count)
+        for row in new:
+            self.tables.put(row, self.tables.of(slot))
+        self.used[new], self.before[new] = self.used[slot], self.before[slot]
+        return new
+
+    def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
+        """The pack that appends `tokens` (int64 [R], one a row; or R tensors, each int64 [n >= 1]) to `slots`.
+
+        Its `rows` are the last new token of each row, its `labels` those tokens: `hidden[rows]` predicts what comes next.
+        """
+        if isinstance(tokens, Tensor):
+            return self.pool.packed(put(self.step(slots, tokens.cpu().numpy()), self.device))
+        rows, counts = np.asarray(slots, np.int64), np.array([len(t) for t in tokens], np.int64)
+        start = self._grow(rows, counts)
+        stop, owner = start + counts, np.repeat(rows, counts)
+        positions = np.repeat(start, counts) + order(counts)
+        ends, history = np.cumsum(counts), None
+        if start.any():
+            everything = self.tables.places(np.repeat(rows, stop), order(stop))
+            bounds = np.concatenate([[0], np.cumsum(stop)]).astype(np.int32)
+            history = History(self._put(everything), self._put(bounds), int(stop.max()))
+        context = Paged(
+            pool=self.pool, places=self._put(self.tables.places(owner, positions)), table=self._put(self.tables.table[rows]),
+            used=self._put(stop.astype(np.int32)), cu_seqlens=self._put(np.concatenate([[0], ends]).astype(np.int32)),
+            max_len=int(counts.max()), fresh=history is None, history=history,
+        )  # fmt: skip
+        flat, last = torch.cat(list(tokens)), self._put(ends - 1)
+        flat = self._put(flat.numpy()) if flat.device.type == "cpu" else flat
+        return Packed(tokens=flat, positions=self._put(positions), attention=context, rows=last, labels=flat[last])
+
+    def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:
+        """Make room for one token a row: int32 [R, 3 + W], of each row the token, its position, its place and the row's pages.
+
+        A row of zeros fills a step up: it is the first token of a sequence in the page that nobody owns.
+        """
+        rows = np.asarray(slots, np.int64)
+        start = self._grow(rows, np.ones(len(rows), np.int64))
+        columns = np.stack([tokens, start, self.tables.places(rows, start)], axis=1).astype(np.int32)
+        return np.concatenate([columns, self.tables.table[rows]], axis=1)
+
+    def _grow(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Count `counts` more tokens of `rows` as used and make room for them; the position [R] at which each row goes on."""
+        start = self.before[rows] + self.used[rows]
+        self.pool.fit(self.tables.extend(rows, start, start + counts))
+        self.used[rows] += counts
+        return start
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return put(array, self.device)

@@ -1,0 +1,378 @@
+"""Keys and values of sequences that are being generated: one contiguous slot a sequence, grown by doubling.
+
+    cache = KVCache(network.config, device=..., dtype=...)
+    slot = cache.allocate()
+    packed = cache.extend([slot], [prompt_ids])          # Packed with a Cached context: a prefill, whole or a chunk
+    hidden = network.hidden(packed)                       # writes keys and values
+    packed = cache.extend(slots, next_tokens)             # a decode step: int64 [R], one token a slot
+    cache.release(slot)
+
+A prefix that many sequences begin with is a cache of its own with one slot: `cache.link(slots, prefix)` makes it precede what
+these slots hold, and it is stored once. `cache.take(prompt)` copies what such a cache holds into a new slot instead.
+
+`extend` makes room and counts the new tokens as used; the network's pass then fills them. All under `torch.no_grad()`.
+Slots that are consecutive are read without a copy, so generators keep theirs dense: `release` says which one took another's
+number. `cache.moves` counts how often its memory was replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from weft import kernels
+from weft.errors import ConfigError
+from weft.models.attention.contexts import Dense
+from weft.models.network.config import TransformerConfig
+from weft.models.network.packed import Packed
+from weft.models.network.rope import CHANGING
+
+Counts = npt.NDArray[Any]  # of whole numbers
+
+
+@dataclass(frozen=True)
+class PrefixGroup:
+    """The rows of a decode step whose sequences begin with one prefix."""
+
+    prefix: KVCache
+    rows: Tensor  # int64 [S]
+    queries: Tensor  # int64 [S or a few more]: `rows`, the last one repeated to fill up a whole number of query rows
+
+    @classmethod
+    def of(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
+        filled = rows + rows[-1:] * (-len(rows) % kernels.LEAST_QUERIES)
+        return cls(prefix, torch.tensor(rows, device=device), torch.tensor(filled, device=device))
+
+
+@dataclass(frozen=True)
+class Cached:
+    """New tokens of cached sequences; made by `KVCache.extend`, which has made room for them.
+
+    Row r's new tokens are `cu_seqlens[r]` to `cu_seqlens[r + 1]` of the pack, at positions `before[r] + used[r]` and on; they
+    see the `before[r]` tokens of the row's prefix, the `used[r]` tokens in slot `slots[r]` and themselves, causally. The
+    network writes their keys and values to the slot.
+    """
+
+    cache: KVCache
+    slots: Counts  # [R], distinct: where in the cache's memory they lie
+    used: Counts  # [R]: tokens that the slot held before
+    before: Counts  # [R]: tokens of the prefix, which lies elsewhere
+    new: Counts  # [R]: tokens of this pass
+    prefixes: tuple[KVCache | None, ...]  # [R] in a prefill; () in a decode step, whose `groups` say it
+    groups: tuple[PrefixGroup, ...]
+    max_len: int  # most new tokens of a row; 1 in a decode step
+    max_used: int  # most tokens of a row, new ones included
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [R + 1]"""
+        return self._put(np.concatenate([[0], self.new.cumsum()]).astype(np.int32))
+
+    @cached_property
+    def dense(self) -> Dense:
+        """The new tokens by themselves."""
+        return Dense(self.cu_seqlens, self.max_len)
+
+    @property
+    def last(self) -> Tensor:
+        """int64 [R]: index of each row's last new token."""
+        return self.dense.last
+
+    @cached_property
+    def token_lengths(self) -> Tensor:
+        """int64 [T]: tokens of the sequence a new token belongs to, itself and the later new ones included."""
+        return self._put((self.before + self.used + self.new).repeat(self.new))
+
+    @cached_property
+    def fresh(self) -> bool:
+        """Whether nothing was cached before: a first prefill."""
+        return not (self.used.any() or any(self.prefixes) or self.groups)
+
+    @cached_property
+    def segments(self) -> Tensor:
+        """int64 [R, 4], on the host: each row's new tokens, as (first, how many), and its slot's first key and keys, new ones
+        included; a key's number counts rows of `head_dim` floats in the cache."""
+        found = np.empty((len(self.new), 4), np.int64)
+        found[:, 0] = self.new.cumsum() - self.new
+        found[:, 1] = self.new
+        found[:, 2] = self.slots * (self.cache.keys[0].stride(0) // self.cache.keys[0].stride(2))
+        found[:, 3] = self.used + self.new
+        return torch.from_numpy(found)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int64 [T], on the host: the key's number, as in `segments`, that each new token becomes."""
+        start, new, key, keys = self.segments.numpy().T
+        if self.max_len == 1:
+            return torch.from_numpy(key + keys - 1)
+        return torch.from_numpy(np.arange(new.sum()) + np.repeat(key + keys - new - start, new))
+
+    @cached_property
+    def continued(self) -> list[tuple[KVCache, Tensor]]:
+        """Each prefix with the new tokens, int64 [n], of the sequences that begin with it."""
+        if self.max_len == 1:
+            return [(group.prefix, group.rows) for group in self.groups]
+        tokens: dict[int, tuple[KVCache, list[int]]] = {}
+        for prefix, (first, end) in zip(self.prefixes, pairwise(self.dense.starts), strict=True):
+            if prefix is not None:
+                tokens.setdefault(id(prefix), (prefix, []))[1].extend(range(first, end))
+        return [(prefix, torch.tensor(found)) for prefix, found in tokens.values()]
+
+    def hidden(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
+        """[R, 1, 1, length]: 0 where a decode step's token sees a place of its slot, minus infinity elsewhere; made once for
+        all layers of one window."""
+        if window not in self._hidden:
+            places, used = torch.arange(length, device=self.cache.device), self._put(self.used)[:, None]
+            seen = places <= used
+            if window is not None:
+                seen &= places > used - window
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            self._hidden[window] = mask[:, None, None]
+        return self._hidden[window]
+
+    @cached_property
+    def _hidden(self) -> dict[int | None, Tensor]:
+        return {}
+
+    @cached_property
+    def span(self) -> slice | None:
+        """The slots as a slice where they are consecutive (their keys are then read without a copy)."""
+        first, count = int(self.slots[0]), len(self.slots)
+        return slice(first, first + count) if (self.slots == np.arange(first, first + count)).all() else None
+
+    def _put(self, array: Counts) -> Tensor:
+        return torch.from_numpy(array).to(self.cache.device)
+
+
+class KVCache:
+    """`keys[layer]`, `values[layer]`: [num_slots, kv_heads, capacity, head_dim]; slot s holds `used[s]` tokens, and lies at
+    `places[s]` of them."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        slots: int = 8,
+        room: int = 64,
+        rectangle: bool = True,
+        first_layer: int = 0,
+    ) -> None:
+        """A `rectangle` has its active slots in order, and zeros where no token was written. Otherwise a slot may lie anywhere,
+        what no token was written to is anything, not-a-number included, and takes no memory yet: for networks whose attention
+        reads what each row sees, where it lies, and nothing else."""
+        self.device, self.dtype = torch.device(device), dtype
+        self.first_layer, self.moves = first_layer, 0
+        shape = (slots, config.num_kv_heads, room, config.head_dim)
+        self._rectangle, self._new = rectangle, torch.zeros if rectangle else torch.empty
+        self.keys = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self.values = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self.used = np.zeros(slots, dtype=np.int64)
+        self.before = np.zeros(slots, dtype=np.int64)  # tokens of the prefix that precedes a slot's own
+        self.places = np.arange(slots)
+        self.num_active = 0
+        self._prefixes: list[KVCache | None] = [None] * slots
+        # Slots of the last decode step, and the prefixes they come after.
+        self._groups: tuple[bytes, tuple[PrefixGroup, ...]] = (b"", ())
+        self._rope = config.rope
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.used)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a slot has room for now."""
+        return self.keys[0].shape[2]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def resize(self, slots: int, room: int) -> None:
+        """Have exactly `slots` slots, no fewer than are active, and room for `room` tokens in each, or what there is."""
+        assert slots >= self.num_active, f"{self.num_active} slots are active, {slots} are too few"
+        room = max(room, self.capacity)
+        if (slots, room) != (self.num_slots, self.capacity):
+            self._reshape(slots, room)
+
+    def allocate(self, count: int = 1) -> list[int]:
+        """New empty slots, numbered on from the active ones: active slots are always 0 .. num_active - 1."""
+        first, self.num_active = self.num_active, self.num_active + count
+        if self.num_active > self.num_slots:
+            self._reshape(max(self.num_active, 2 * self.num_slots), self.capacity)
+        self.used[first : self.num_active] = 0
+        self.link(range(first, self.num_active), None)
+        return list(range(first, self.num_active))
+
+    def link(self, slots: Iterable[int], prefix: KVCache | None) -> None:
+        """The one slot of `prefix` precedes what these empty slots will hold; None: nothing precedes it."""
+        assert prefix is None or prefix.places[0] == 0, "a prefix is read from the beginning of its memory"
+        for slot in slots:
+            if self._prefixes[slot] is not prefix:
+                self._prefixes[slot] = prefix
+                self.before[slot] = 0 if prefix is None else prefix.used[0]
+                self._groups = (b"", ())
+
+    def take(self, other: KVCache) -> int:
+        """A new slot that holds what slot 0 of `other` holds, after the same prefix."""
+        (slot,), filled = self.allocate(), int(other.used[0])
+        if filled > self.capacity:
+            self._reshape(self.num_slots, kernels.in_vectors(max(filled, 2 * self.capacity), self.device))
+        here, there = self.places[slot], other.places[0]
+        for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            mine[here, :, :filled] = theirs[there, :, :filled]
+        self.used[slot] = filled
+        self.link([slot], other._prefixes[0])
+        return slot
+
+    def release(self, slot: int) -> int:
+        """Give a slot back. The last active slot takes its number; returns the one that it had (or `slot`)."""
+        assert 0 <= slot < self.num_active, f"slot {slot} is not active"
+        self.num_active -= 1
+        last = self.num_active
+        if slot != last:
+            if self._rectangle:
+                filled = int(self.used[last])
+                for stored in (*self.keys, *self.values):
+                    stored[slot, :, :filled] = stored[last, :, :filled]
+            else:
+                self.places[[slot, last]] = self.places[[last, slot]]
+            self.used[slot] = self.used[last]
+            self.link([slot], self._prefixes[last])
+        self.used[last] = 0
+        self.link([last], None)
+        return last
+
+    def close(self) -> None:
+        """Give all memory back; the cache is of no use afterwards."""
+        self.keys, self.values = [], []
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` tokens of a slot."""
+        assert 0 <= length <= self.used[slot]
+        self.used[slot] = length
+
+    def fork(self, slot: int, count: int) -> list[int]:
+        """`count` new slots that hold what `slot` holds: one prompt, many samples."""
+        new, filled = self.allocate(count), int(self.used[slot])
+        place = self.places[slot]
+        for stored in (*self.keys, *self.values):
+            for _, copies in _runs(self.places[new]):
+                stored[copies, :, :filled] = stored[place, :, :filled]
+        self.used[new] = filled
+        self.link(new, self._prefixes[slot])
+        return new
+
+    def extend(self, slots: Sequence[int] | Counts, tokens: Sequence[Tensor] | Tensor) -> Packed:
+        """The pack that appends `tokens` (int64 [R], one a slot; or R tensors, each int64 [n >= 1]) to `slots`.
+
+        Its `rows` are the last new token of each slot, its `labels` those tokens: `hidden[rows]` predicts what comes next.
+        """
+        where, one = np.asarray(slots, dtype=np.int64), isinstance(tokens, Tensor)
+        used, before = self.used[where], self.before[where]
+        new = np.ones_like(used) if one else np.array([len(t) for t in tokens])
+        after, positions = used + new, before + used
+        self._check_rotation(positions, new)
+        most, longest = int(after.max()), 1 if one else int(new.max())
+        if most > self.capacity:
+            self._reshape(self.num_slots, kernels.in_vectors(max(most, 2 * self.capacity), self.device))
+        self.used[where] = after
+        context = Cached(
+            cache=self, slots=self.places[where], used=used, before=before, new=new,
+            prefixes=() if longest == 1 else tuple(self._prefixes[slot] for slot in where.tolist()),
+            groups=self._shared_by(where) if longest == 1 else (), max_len=longest, max_used=most,
+        )  # fmt: skip
+        if isinstance(tokens, Tensor):
+            flat, rows = tokens.to(self.device), torch.arange(len(where), device=self.device)
+            return Packed(flat, self._put(positions), context, rows, flat)
+        flat, ends = torch.cat([t.to(self.device) for t in tokens]), np.cumsum(new)
+        positions = np.arange(ends[-1]) + np.repeat(positions - (ends - new), new)
+        rows = self._put(ends - 1)
+        return Packed(flat, self._put(positions), context, rows, flat[rows])
+
+    def _shared_by(self, slots: np.ndarray) -> tuple[PrefixGroup, ...]:
+        """The prefixes of a decode step over `slots`, each once; worked out again only where slots changed."""
+        if not self.before.any():
+            return ()
+        if self._groups[0] != slots.tobytes():
+            members: dict[int, list[int]] = {}
+            linked = [self._prefixes[slot] for slot in slots.tolist()]
+            for row, prefix in enumerate(linked):
+                members.setdefault(id(prefix), []).append(row)
+            found = ((linked[rows[0]], rows) for rows in members.values())
+            groups = tuple(PrefixGroup.of(prefix, rows, self.device) for prefix, rows in found if prefix is not None)
+            self._groups = (slots.tobytes(), groups)
+        return self._groups[1]
+
+    def _check_rotation(self, used: np.ndarray, new: np.ndarray) -> None:
+        """Raises `ConfigError` where cached keys would need other rotary frequencies than they were stored with."""
+        if self._rope is None or self._rope.scaling not in CHANGING:
+            return
+        original, after = self._rope.values["original"], used + new
+        past = after > original if self._rope.scaling == "dynamic" else (after > original) & (used <= original)
+        if bool((past & (used > 0)).any()):
+            raise ConfigError(
+                f"a sequence grows past {original} tokens while it is generated: this model's rope_scaling "
+                f"({self._rope.scaling}) then changes the frequencies of all positions; lower max_new_tokens or max_prompt_len"
+            )
+
+    def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
+        keys, values = self.keys[layer - self.first_layer], self.values[layer - self.first_layer]
+        if kernels.serves(k, v, keys, values):
+            kernels.store_keys(k, v, keys, values, context.places)
+            return
+        if context.max_len == 1:
+            at = self._put(context.slots), slice(None), self._put(context.used)
+            keys[at], values[at] = k, v
+            return
+        starts = context.dense.starts
+        for row, (slot, used) in enumerate(zip(context.slots.tolist(), context.used.tolist(), strict=True)):
+            new = slice(starts[row], starts[row + 1])
+            stop = used + starts[row + 1] - starts[row]
+            keys[slot, :, used:stop] = k[new].transpose(0, 1)
+            values[slot, :, used:stop] = v[new].transpose(0, 1)
+
+    def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows, each [R, kv_heads, n, head_dim], n >= max_used in whole vectors; entries past a row's
+        length are finite but mean nothing. For torch's attention; weft's kernels read the slots as they are."""
+        which = self._put(context.slots) if context.span is None else context.span
+        stop = kernels.in_vectors(context.max_used, self.device)
+        return self.keys[layer][which, :, :stop], self.values[layer][which, :, :stop]
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return kernels.put(array, self.device)
+
+    def _reshape(self, slots: int, room: int) -> None:
+        self.moves += 1
+        kept = min(slots, self.num_slots)
+        filled, runs = int(self.used[:kept].max(initial=0)), _runs(self.places[:kept])
+        for stored in (self.keys, self.values):
+            for layer, old in enumerate(stored):
+                new = self._new((slots, old.shape[1], room, old.shape[3]), device=self.device, dtype=self.dtype)
+                for slot, place in runs:
+                    new[slot, :, :filled] = old[place, :, :filled]
+                stored[layer] = new
+        self.places = np.arange(slots)
+        more = slots - kept
+        self.used = np.concatenate([self.used[:kept], np.zeros(more, np.int64)])
+        self.before = np.concatenate([self.before[:kept], np.zeros(more, np.int64)])
+        self._prefixes = self._prefixes[:kept] + [None] * more
+
+
+def _runs(places: np.ndarray) -> list[tuple[slice, slice]]:
+    """(numbers, where they lie) of slots: all at once where each lies behind the one before, else one by one."""
+    first, count = int(places[0]) if len(places) else 0, len(places)
+    if (places == np.arange(first, first + count)).all():
+        return [(slice(0, count), slice(first, first + count))]
+    return [(slice(slot, slot + 1), slice(place, place + 1)) for slot, place in enumerate(places.tolist())]

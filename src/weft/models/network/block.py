@@ -1,0 +1,173 @@
+"""A block of the decoder: attention and an MLP, or experts, with norms before, after or around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from weft import kernels
+from weft.kernels import AttentionSpec
+from weft.models.attention.contexts import AttentionContext
+from weft.models.attention.dispatch import attend_heads
+from weft.models.network import dropout
+from weft.models.network.aux_loss import MoEAuxLoss
+from weft.models.network.config import TransformerConfig
+from weft.models.network.dropout import TokenDropout
+from weft.models.network.linear import DownLinear, Linear
+from weft.models.network.moe import MoE
+
+
+@dataclass(frozen=True)
+class BlockContext:
+    """What every block of one pass reads: who attends to whom, the rotation of each token, its dropout; and where experts
+    tell how they are used. Of the last block the states of `rows`, int64 [N], may be all that is wanted."""
+
+    attention: AttentionContext
+    rotation: tuple[Tensor, Tensor] | None
+    dropout: TokenDropout | None
+    aux_loss: MoEAuxLoss | None = None
+    rows: Tensor | None = None
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """x [T, ...] at the tokens whose states are wanted."""
+        return x if self.rows is None else x.index_select(0, self.rows)
+
+    @cached_property
+    def late_dropout(self) -> TokenDropout | None:
+        """The dropout of the tokens whose states are wanted."""
+        return self.dropout if self.dropout is None or self.rows is None else self.dropout.select(self.rows)
+
+
+class Norm(nn.Module):
+    """RMS norm (Zhang and Sennrich 2019) or layer norm (Ba et al. 2016); statistics in float32."""
+
+    def __init__(self, config: TransformerConfig, size: int | None = None) -> None:
+        super().__init__()
+        self.size, self.eps, self.kind = size or config.hidden_size, config.norm_eps, config.norm
+        self.weight = nn.Parameter(torch.empty(self.size)) if config.norm_weight else None
+        self.bias = nn.Parameter(torch.empty(self.size)) if config.norm_bias else None
+        self.whole = self.size
+        self.reduce: Callable[[Tensor], Tensor] | None = None
+
+    def share(self, whole: int, reduce: Callable[[Tensor], Tensor]) -> None:
+        """An RMS norm over `whole` entries, of which this rank has some: `reduce` sums what the ranks have."""
+        assert self.kind != "layer", "the statistics of a layer norm are not summed over ranks"
+        self.whole, self.reduce = whole, reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reduce is not None:
+            return self._shared(x, self.reduce)
+        if self.kind == "layer":
+            return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+        assert self.weight is not None
+        return kernels.rms_norm(x, self.weight, self.eps, offset=0.0 if self.kind == "rms" else 1.0)
+
+    def _shared(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        assert self.weight is not None
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = reduce(wide.square().sum(-1, keepdim=True))
+        normed = wide * torch.rsqrt(squares / self.whole + self.eps)
+        return (normed * (self.weight + (0.0 if self.kind == "rms" else 1.0))).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """`layer` counts from 0 in the whole network."""
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        hidden, inner, shared = config.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv = Linear(hidden, {"q": inner, "k": shared, "v": shared}, bias=config.qkv_bias)
+        self.o = Linear(inner, {"o": hidden}, bias=config.o_bias)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm is not None:
+            self.q_norm = Norm(config, self.head_dim if config.qk_norm == "head" else inner)
+            self.k_norm = Norm(config, self.head_dim if config.qk_norm == "head" else shared)
+        scale = config.scale / (layer + 1) if config.layer_scaled_attention else config.scale
+        window = config.window(layer)
+        self.spec = AttentionSpec(scale, window, config.attention_softcap, config.attention_dropout)
+
+    def forward(self, x: Tensor, at: BlockContext) -> Tensor:
+        """x [T, hidden] -> [T, hidden], or [N, hidden] of the rows that are wanted."""
+        heads, kv = self.qkv(x, at.dropout).unflatten(-1, (-1, self.head_dim)), self.num_kv_heads
+        if self.qk_norm is not None:
+            q, k, v = heads.split([self.num_heads, kv, kv], dim=1)
+            heads = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k), v], dim=1)
+        mixed = attend_heads(heads, kv, at.rotation, at.attention, self.spec, self.layer, at.dropout).flatten(1)
+        y: Tensor = self.o(at.wanted(mixed), at.late_dropout)
+        return y
+
+    def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
+        """[T, n, head_dim], each head by itself or all as one."""
+        y: Tensor = norm(heads) if self.qk_norm == "head" else norm(heads.flatten(1)).view_as(heads)
+        return y
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants")."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        hidden, inner, bias, gated = config.hidden_size, config.intermediate_size, config.mlp_bias, config.gated
+        if gated:
+            self.gate_up = Linear(hidden, {"gate": inner, "up": inner}, bias=bias)
+        else:
+            self.up = Linear(hidden, {"up": inner}, bias=bias)
+        self.down = DownLinear(inner, hidden, bias=bias, gated=gated, activation=config.activation)
+
+    def forward(self, x: Tensor, dropout: TokenDropout | None) -> Tensor:
+        opened = self.gate_up(x, dropout) if self.down.gated else self.up(x, dropout)
+        y: Tensor = self.down(opened, dropout)
+        return y
+
+
+class Block(nn.Module):
+    """`layer` counts from 0 in the whole network."""
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.dropout = layer, config.hidden_dropout
+        self.placement, self.parallel = config.placement, config.parallel_residual
+        self.attention = Attention(config, layer)
+        self.mlp = MoE(config) if config.has_experts(layer) else MLP(config)
+        if config.placement != "post":
+            self.norm1, self.norm2 = Norm(config), Norm(config)
+        if config.placement in ("post", "both"):
+            self.norm1_post, self.norm2_post = Norm(config), Norm(config)
+
+    def forward(self, x: Tensor, at: BlockContext) -> Tensor:
+        """x [T, hidden] -> [T, hidden], or [N, hidden] of the `rows` that are wanted: the others give their keys and values."""
+        if self.parallel:
+            own = at.wanted(x)
+            return own + self._attend(self.norm1(x), at) + self._feed(self.norm2(own), at)
+        match self.placement:
+            case "pre":
+                x = at.wanted(x) + self._attend(self.norm1(x), at)
+                return x + self._feed(self.norm2(x), at)
+            case "post":
+                x = at.wanted(x) + self.norm1_post(self._attend(x, at))
+                return x + self.norm2_post(self._feed(x, at))
+            case "both":
+                x = at.wanted(x) + self.norm1_post(self._attend(self.norm1(x), at))
+                return x + self.norm2_post(self._feed(self.norm2(x), at))
+            case "after":
+                x = self.norm1(at.wanted(x) + self._attend(x, at))
+                y: Tensor = self.norm2(x + self._feed(x, at))
+                return y
+
+    def _attend(self, x: Tensor, at: BlockContext) -> Tensor:
+        return self._drop(self.attention(x, at), at, dropout.ATTENTION_OUT)
+
+    def _feed(self, x: Tensor, at: BlockContext) -> Tensor:
+        dropped = at.late_dropout
+        fed = self.mlp(x, dropped, at.aux_loss) if isinstance(self.mlp, MoE) else self.mlp(x, dropped)
+        return self._drop(fed, at, dropout.MLP_OUT)
+
+    def _drop(self, x: Tensor, at: BlockContext, place: int) -> Tensor:
+        keys = at.late_dropout
+        return x if keys is None else keys.drop(x, self.dropout, dropout.site(self.layer, place))

@@ -1,0 +1,124 @@
+"""One configuration covers the families. Every field says what the decoder does, never which family asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from weft import topology
+from weft.kernels import Activation
+
+Norm = Literal["rms", "rms_plus_one", "layer"]  # rms_plus_one scales by 1 + weight (gemma)
+Placement = Literal["pre", "post", "both", "after"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions (Su et al. 2021, "RoFormer"), halves layout: dimension i is rotated together with i + dim / 2.
+
+    `scaling` is `none`, `linear`, `dynamic`, `yarn`, `longrope` or `llama3`; `values` are the numbers that scheme reads.
+    `dim` of the head's dimensions are rotated, the rest stay.
+    """
+
+    theta: float
+    dim: int
+    scaling: str = "none"
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP: each token goes to `top_k` of `num`, none is dropped.
+
+    `normalize`: the chosen experts' probabilities are scaled to sum to 1.
+    """
+
+    num: int
+    top_k: int
+    intermediate_size: int
+    normalize: bool = True
+    layers: tuple[bool, ...] = ()  # which layers have experts; empty: all
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """A decoder. Shapes: hidden [T, hidden_size]; q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    norm: Norm = "rms"
+    norm_eps: float = 1e-6
+    # pre: x + f(norm(x)); post: x + norm(f(x)); both: x + norm(f(norm(x))); after: norm(x + f(x))
+    placement: Placement = "pre"
+    final_norm: bool = True
+    activation: Activation = "silu"
+    gated: bool = True
+    rope: Rope | None = None
+    learned_positions: int | None = None  # rows of the position table, the offset included
+    position_offset: int = 0  # rows of the table before position 0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    norm_bias: bool = False
+    norm_weight: bool = True
+    qk_norm: Literal["head", "full"] | None = None
+    attention_scale: float | None = None  # of q k^T; head_dim ** -0.5 where absent
+    layer_scaled_attention: bool = False  # q k^T is further divided by the layer's number, counted from 1
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    windows: tuple[int | None, ...] = ()  # per layer: keys a position sees, itself included; empty: no limit anywhere
+    embed_scale: float | None = None
+    embed_dim: int | None = None  # width of the embeddings where it differs from hidden_size (projections in and out)
+    parallel_residual: bool = False
+    tied: bool = False
+    experts: Experts | None = None
+    initializer_range: float = 0.02
+    # dropout while training: of the embeddings, of what attention and MLP add, and of the attention weights
+    embed_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)  # config.json keys that change no number here
+
+    @property
+    def scale(self) -> float:
+        return self.attention_scale if self.attention_scale is not None else self.head_dim**-0.5
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and (not self.experts.layers or self.experts.layers[layer])
+
+    def narrowed(self, t: int, rank: int) -> TransformerConfig:
+        """The decoder that a rank of `t` tensor ranks holds: a part of the heads, of the MLP's width and of the vocabulary.
+
+        Raises `ConfigError` where they do not split.
+        """
+        width, experts, ids = self.intermediate_size, self.experts, topology.vocabulary_of(self.vocab_size, t, rank)
+        heads, kv = topology.heads_of(self, t, rank), topology.kv_heads_of(self, t, rank)
+        if experts is not None:
+            inner = experts.intermediate_size
+            experts = replace(experts, intermediate_size=_length(topology.shard((inner,), 0, t, rank)[0]))
+        if experts is None or experts.layers:
+            width = _length(topology.shard((width,), 0, t, rank)[0])
+        return replace(
+            self, vocab_size=_length(ids), num_heads=_length(heads), num_kv_heads=_length(kv), intermediate_size=width,
+            experts=experts,
+        )  # fmt: skip
+
+    def with_dropout(self, rate: float) -> TransformerConfig:
+        """The same decoder with one dropout rate at every place that has dropout."""
+        return replace(self, embed_dropout=rate, hidden_dropout=rate, attention_dropout=rate)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

@@ -1,0 +1,100 @@
+"""Dropout whose masks depend on what a number is for and on nothing else: not on the batch, its packing, or a restart.
+
+    packed = replace(packed, dropout=DropoutKeys.of(seed, step, [(id, k), ...], device))    # one (id, k) a sequence of the pack
+
+A pack without keys has no dropout. Masks come from threefry-2x32, the hash of `weft.randomness`: the key is the sequence's
+`key(seed, "dropout", step, id, k)`, the counter (position, site << 20 | pair of channels), and each of the two output words
+decides one channel. Attention weights first derive a key for each layer and head. `step` must count every optimizer step, so
+that no two share their masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft import randomness
+
+PURPOSE = "dropout"
+CHANNEL_BITS = 20  # a site has at most 2^21 channels
+EMBEDDING, SITES_A_LAYER = 0, 16
+ATTENTION_OUT, MLP_OUT, ADAPTERS = 0, 1, 2  # sites of a layer; adapters take one each from ADAPTERS on
+
+
+def site(layer: int, place: int) -> int:
+    """The number of a place that drops something; 0 is the embedding."""
+    return 1 + layer * SITES_A_LAYER + place
+
+
+@dataclass(frozen=True)
+class DropoutKeys:
+    """`keys` int32 [S, 2]: the two words of each sequence's key, bit for bit."""
+
+    keys: Tensor
+
+    @classmethod
+    def of(
+        cls, seed: int, step: int, sequences: Iterable[tuple[str, int]], device: torch.device | str = "cpu"
+    ) -> DropoutKeys:
+        """Keys of the sequences (id, index of the completion) at an optimizer step."""
+        words = np.array([randomness.key(seed, PURPOSE, step, id, k) for id, k in sequences], dtype=np.uint32)
+        return cls(torch.from_numpy(words.view(np.int32)).to(device))
+
+
+@dataclass(frozen=True)
+class TokenDropout:
+    """What a place in the network needs to drop: each token's key int32 [T, 2] and position int32 [T]."""
+
+    keys: Tensor
+    positions: Tensor
+
+    @classmethod
+    def spread(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
+        return cls(dropout.keys.repeat_interleave(lengths, dim=0), positions.to(torch.int32))
+
+    def select(self, tokens: Tensor) -> TokenDropout:
+        """The same for some tokens, `tokens` int64 [n]."""
+        return TokenDropout(self.keys[tokens], self.positions[tokens])
+
+    def drop(self, x: Tensor, rate: float, site: int) -> Tensor:
+        """x [T, C] with each entry 0 with probability `rate`, the rest divided by 1 - rate."""
+        if rate == 0.0:
+            return x
+        pairs = torch.arange(-(-x.shape[1] // 2), device=x.device, dtype=torch.int32) | (site << CHANNEL_BITS)
+        first, second = threefry(self.keys[:, :1], self.keys[:, 1:], self.positions[:, None], pairs)
+        words = torch.stack([first, second], dim=-1).flatten(1)[:, : x.shape[1]]
+        return torch.where(_kept(words, rate), x / (1.0 - rate), 0.0)
+
+    def drop_weights(self, weights: Tensor, rate: float, layer: int, tokens: Tensor) -> Tensor:
+        """Attention weights [n, heads, L, L] of the cells `tokens` int64 [n, L], with dropout as in `drop`."""
+        heads, length = weights.shape[1], weights.shape[-1]
+        place = torch.arange(heads, device=weights.device, dtype=torch.int32) + layer * heads
+        key = self.keys[tokens[:, 0]]
+        key0, key1 = threefry(key[:, :1], key[:, 1:], torch.full_like(place, -1), place)  # counters no position has
+        pairs = torch.arange(-(-length // 2), device=weights.device, dtype=torch.int32)
+        query = torch.arange(length, device=weights.device, dtype=torch.int32)[:, None]
+        first, second = threefry(key0[..., None, None], key1[..., None, None], query, pairs)
+        words = torch.stack([first, second], dim=-1).flatten(-2)[..., :length]
+        return torch.where(_kept(words, rate), weights / (1.0 - rate), 0.0)
+
+
+def _kept(words: Tensor, rate: float) -> Tensor:
+    """Whether the number that a word stands for (its top 24 bits / 2^24) is at least `rate`."""
+    return ((words >> 8) & 0xFFFFFF) >= round(rate * 2**24)
+
+
+def threefry(key0: Tensor, key1: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """threefry-2x32-20 on int32 tensors (broadcast), bit for bit `weft.randomness.threefry`."""
+    schedule = (key0, key1, key0 ^ key1 ^ randomness.PARITY)
+    x, y = x + key0, y + key1
+    for block in range(5):
+        for turn in randomness.ROTATIONS[4 * (block % 2) : 4 * (block % 2) + 4]:
+            x = x + y
+            y = ((y << turn) | ((y >> (32 - turn)) & ((1 << turn) - 1))) ^ x
+        x = x + schedule[(block + 1) % 3]
+        y = y + schedule[(block + 2) % 3] + (block + 1)
+    return x, y

@@ -1,0 +1,143 @@
+"""Linear layers as they are stored: layers that read the same input are one matrix, the parts of it named.
+
+    Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
+
+What others call `attention.q.weight` is rows 0 to 511 of `attention.qkv.weight`; `weft.models.network.parameters` translates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from weft import kernels
+from weft.kernels import Activation
+from weft.models.network.dropout import TokenDropout
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter of a layer, or of a stack of experts: y += scale B A drop(x) (Hu et al. 2021, "LoRA", section 4.1)."""
+
+    def __init__(self, weight: Tensor, r: int, scale: float, rate: float, site: int) -> None:
+        """`weight` [out, in], or [experts, out, in] of a stack; `site` numbers its dropout (`weft.models.network.dropout`)."""
+        super().__init__()
+        self.scale, self.rate, self.site, self.active = scale, rate, site, True
+        lead, (outputs, inputs) = weight.shape[:-2], weight.shape[-2:]
+        self.lora_a = nn.Parameter(weight.new_empty(*lead, r, inputs))
+        self.lora_b = nn.Parameter(weight.new_zeros(*lead, outputs, r))
+
+    def dropped(self, x: Tensor, dropout: TokenDropout | None) -> Tensor | None:
+        """x after the adapter's own dropout; None where that is x itself."""
+        return None if dropout is None or self.rate == 0.0 else dropout.drop(x, self.rate, self.site)
+
+
+def adapted(
+    x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+) -> Tensor:
+    """W x + bias + scale B A y for x and y = `dropped` [T, in] (None: it is x) -> [T, out]. W and bias are frozen."""
+    y: Tensor = _Adapted.apply(x, dropped, weight, bias, a, b, scale)
+    return y
+
+
+class Linear(nn.Module):
+    """x W^T + b for one layer or several that read the same input, side by side: [T, in] -> [T, sum of out].
+
+    `adapters` by part, where there are any. `reduce` joins what ranks have that hold columns of W each: it is called before the
+    bias is added, which all of them hold.
+    """
+
+    def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
+        super().__init__()
+        self.parts = dict(parts)
+        outputs = sum(parts.values())
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.adapters = nn.ModuleDict()
+        self.reduce: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, dropout: TokenDropout | None = None) -> Tensor:
+        bias = self.bias if self.reduce is None else None
+        y = self._adapted(x, bias, dropout) if len(self.adapters) else kernels.linear(x, self.weight, bias)
+        return self._reduced(y)
+
+    def rows(self, part: str) -> slice:
+        """Rows of the matrix that a part is."""
+        names = list(self.parts)
+        start = sum(self.parts[name] for name in names[: names.index(part)])
+        return slice(start, start + self.parts[part])
+
+    def adapter(self, part: str) -> Adapter | None:
+        """The one of a part, where it has one."""
+        found = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
+        assert found is None or isinstance(found, Adapter)
+        return found
+
+    def _reduced(self, y: Tensor) -> Tensor:
+        if self.reduce is None:
+            return y
+        y = self.reduce(y)
+        return y if self.bias is None else y + self.bias
+
+    def _adapted(self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None) -> Tensor:
+        """Part by part: what a part computes does not depend on which others have adapters."""
+        made = []
+        for part in self.parts:
+            weight, own = self.weight[self.rows(part)], None if bias is None else bias[self.rows(part)]
+            adapter = self.adapter(part)
+            if adapter is not None and adapter.active:
+                dropped = adapter.dropped(x, dropout)
+                made.append(adapted(x, dropped, weight, own, adapter.lora_a, adapter.lora_b, adapter.scale))
+            else:
+                made.append(kernels.linear(x, weight, own))
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+
+class DownLinear(Linear):
+    """The last layer of an MLP: `Linear` of activation(gate) * up, or of activation(up) where there is no gate.
+
+    The activation belongs to the layer: what it reads is kept for the backward pass and computed again there.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, gated: bool, activation: Activation) -> None:
+        super().__init__(inputs, {"down": outputs}, bias=bias)
+        self.gated, self.activation = gated, activation
+
+    def forward(self, x: Tensor, dropout: TokenDropout | None = None) -> Tensor:
+        """x [T, in], or gate and up side by side [T, 2 in] -> [T, out]."""
+        if len(self.adapters):
+            return super().forward(kernels.activated(x, self.gated, self.activation), dropout)
+        bias = self.bias if self.reduce is None else None
+        return self._reduced(kernels.activated_linear(x, self.gated, self.weight, bias, self.activation))
+
+
+class _Adapted(torch.autograd.Function):
+    """Keeps x or its dropped form, and [T, r]."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        source = x if y is None else y
+        low = kernels.product(source, a).mul_(scale)
+        out = kernels.product(x, weight, bias)
+        kernels.add_product(out, low, b)
+        ctx.save_for_backward(source, weight, a, b, low)
+        ctx.scale, ctx.apart = scale, y is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (source, weight, a, b, low), grad_out, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
+        assert not needed[2] and not needed[3], "the base is frozen"
+        grad_low = kernels.product(grad_out, b.T).mul_(ctx.scale)
+        grad_x = kernels.product(grad_out, weight.T) if needed[0] else None
+        grad_y = kernels.product(grad_low, a.T) if needed[1] else None
+        if grad_x is not None and not ctx.apart:
+            kernels.add_product(grad_x, grad_low, a.T)
+        grad_a = kernels.product(grad_low.T, source.T) if needed[4] else None
+        grad_b = kernels.product(grad_out.T, low.T) if needed[5] else None
+        return grad_x, grad_y, None, None, grad_a, grad_b, None

@@ -1,0 +1,136 @@
+"""Low-rank adapters (Hu et al. 2021, "LoRA", section 4.1): y = W x + scale B A drop(x), W frozen; never merged in training.
+
+    attach(network, r=8, alpha=16, seed=1)     # freezes the base, adds `lora_a`, `lora_b` beside each `weight`
+    with adapters_off(network): ...            # the base model: the reference of a LoRA actor
+    merged = merge(parameters, scales(network))   # canonical parameters with B A added, for saving
+
+A layer with an adapter keeps the canonical names of its weight and bias; the adapter adds `{layer}.lora_a` [r, in] and
+`{layer}.lora_b` [out, r], with the number of experts in front for experts. scale = alpha / r. Dropout on the adapter's input
+comes from the pack's keys (`weft.models.network.dropout`), so it repeats after a restart and does not depend on the packing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from weft import randomness
+from weft.errors import ConfigError, nearest
+from weft.models.network.dropout import ADAPTERS, site
+from weft.models.network.linear import Adapter, Linear
+from weft.models.network.moe import ExpertStack
+from weft.models.network.parameters import canonical, numbered
+
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linear layers of a block, by their canonical names
+A, B = "lora_a", "lora_b"
+
+
+def attach(
+    network: nn.Module, *, r: int, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = (), seed: int = 0
+) -> None:
+    """Give the network's `targets` (all of `TARGETS` where empty) adapters of rank `r` and freeze everything else but a value
+    or score head.
+
+    A starts uniform in +-1/sqrt(in), from `seed` and the parameter's name alone; B starts at 0, so the network computes what
+    it computed before. Raises `ConfigError` for a target that the network lacks.
+    """
+    there = list(_layers(network))
+    held = {name.rsplit(".", 1)[1] for name in there}
+    for target in targets:
+        if target not in held:
+            near = nearest(target, held) or sorted(held)
+            raise ConfigError(f"lora.targets: this network has no layers {target!r}; it has {', '.join(near)}")
+    found = [name for name in there if name.rsplit(".", 1)[1] in (targets or TARGETS)]
+    attach_ranks(network, dict.fromkeys(found, (r, alpha / r)), dropout)
+    for name, stored in canonical(network).items():
+        if name.endswith(A):
+            low, high = randomness.key(seed, "init", id=name)
+            generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
+            drawn = torch.rand(stored.parameter.shape, generator=generator, dtype=torch.float32) * 2 - 1
+            with torch.no_grad():
+                stored.parameter.copy_(drawn / math.sqrt(stored.parameter.shape[-1]))
+
+
+def attach_ranks(network: nn.Module, ranks: Mapping[str, tuple[int, float]], dropout: float) -> None:
+    """Adapters on the layers named, each of its (rank, scale); lora_a is left unfilled."""
+    network.requires_grad_(False)
+    for name, parameter in network.named_parameters():
+        if name == "score.weight":
+            parameter.requires_grad_(True)
+    for name, (module, part) in _layers(network).items():
+        if name not in ranks:
+            continue
+        rank, scale = ranks[name]
+        number, letter = int(name.split(".")[1]), name.rsplit(".", 1)[1]
+        place = site(number, ADAPTERS + TARGETS.index(letter))
+        if isinstance(module, Linear):
+            module.adapters[part] = Adapter(module.weight[module.rows(part)], rank, scale, dropout, place)
+        else:
+            module.adapter = Adapter(module.weight, rank, scale, dropout, place)
+
+
+def _layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
+    """Canonical name -> (module, its part) of every layer of the blocks that can have an adapter."""
+    found: dict[str, tuple[Linear | ExpertStack, str]] = {}
+    for path, module in network.named_modules():
+        place = numbered(path, getattr(network, "first_layer", 0))
+        if not place.startswith("blocks."):
+            continue
+        if isinstance(module, Linear):
+            parent = place.rpartition(".")[0]
+            found |= {f"{parent}.{part}": (module, part) for part in module.parts if part in TARGETS}
+        elif isinstance(module, ExpertStack):
+            found[place] = (module, "")
+    return found
+
+
+def adapters(network: nn.Module) -> dict[str, Adapter]:
+    """Canonical name of the layer -> its adapter."""
+    found = {}
+    for name, (module, part) in _layers(network).items():
+        adapter = module.adapter if isinstance(module, ExpertStack) else module.adapter(part)
+        if adapter is not None:
+            found[name] = adapter
+    return found
+
+
+def adapters_of(layer: Linear) -> list[Adapter]:
+    """Those of the layer's parts that have one."""
+    return [adapter for adapter in layer.adapters.values() if isinstance(adapter, Adapter)]
+
+
+@contextmanager
+def adapters_off(network: nn.Module) -> Iterator[None]:
+    """Within it the network computes what its base computes."""
+    held = [module for module in network.modules() if isinstance(module, Adapter)]
+    for adapter in held:
+        adapter.active = False
+    try:
+        yield
+    finally:
+        for adapter in held:
+            adapter.active = True
+
+
+def scales(network: nn.Module) -> dict[str, float]:
+    """Layer name -> scale, for every adapter."""
+    return {name: adapter.scale for name, adapter in adapters(network).items()}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return name.endswith((f".{A}", f".{B}"))
+
+
+def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
+    """Canonical parameters without adapters: weight + scale B A, summed in float32, in the weight's dtype."""
+    merged = {name: value.detach() for name, value in parameters.items() if not is_adapter(name)}
+    for layer, scale in scales.items():
+        weight = merged[f"{layer}.weight"]
+        a, b = (parameters[f"{layer}.{part}"].detach().float() for part in (A, B))
+        merged[f"{layer}.weight"] = (weight.float() + scale * (b @ a)).to(weight.dtype)
+    return merged

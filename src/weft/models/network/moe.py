@@ -1,0 +1,76 @@
+"""A mixture of experts in place of an MLP: each token goes to its `top_k` experts, none is dropped for lack of capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from weft import kernels
+from weft.models.network.aux_loss import MoEAuxLoss
+from weft.models.network.config import TransformerConfig
+from weft.models.network.dropout import TokenDropout
+from weft.models.network.linear import Adapter, Linear, adapted
+
+
+class ExpertStack(nn.Module):
+    """One matrix of every expert: weight [experts, out, in]."""
+
+    def __init__(self, num: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, outputs, inputs))
+        self.adapter: Adapter | None = None
+
+    def forward(self, x: Tensor, sizes: list[int], dropout: TokenDropout | None = None) -> Tensor:
+        """x [sum of sizes, in], sorted by expert -> [same, out]; `sizes[e]` rows go through expert e."""
+        parts, adapter = x.split(sizes), self.adapter
+        if adapter is None or not adapter.active:
+            return torch.cat([kernels.linear(part, self.weight[e]) for e, part in enumerate(parts) if len(part)])
+        dropped = adapter.dropped(x, dropout)
+        others = [None] * len(sizes) if dropped is None else dropped.split(sizes)
+        each = zip(parts, others, self.weight, adapter.lora_a, adapter.lora_b, strict=True)
+        return torch.cat([adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)])
+
+
+class MoE(nn.Module):
+    """[T, hidden] -> [T, hidden]. The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
+
+    `reduce` joins what ranks have that hold columns of every expert each.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        assert config.experts is not None and config.gated
+        experts, hidden = config.experts, config.hidden_size
+        self.top_k, self.normalize, self.activation = experts.top_k, experts.normalize, config.activation
+        self.router = Linear(hidden, {"router": experts.num}, bias=False)
+        self.experts = nn.ModuleDict(
+            {
+                "gate": ExpertStack(experts.num, hidden, experts.intermediate_size),
+                "up": ExpertStack(experts.num, hidden, experts.intermediate_size),
+                "down": ExpertStack(experts.num, experts.intermediate_size, hidden),
+            }
+        )
+        self.reduce: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None) -> Tensor:
+        if not len(x):
+            return x
+        logits = self.router(x)
+        probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        weights, chosen = probabilities.topk(self.top_k, dim=-1)
+        if aux_loss is not None:
+            aux_loss.add(probabilities, chosen)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)  # pairs (token, choice), by expert
+        token = order // self.top_k
+        sizes = chosen.flatten().bincount(minlength=logits.shape[1]).tolist()
+        inputs = x.index_select(0, token)
+        keys = None if dropout is None else dropout.select(token)
+        gate, up = self.experts["gate"](inputs, sizes, keys), self.experts["up"](inputs, sizes, keys)
+        outputs = self.experts["down"](kernels.activate(gate, self.activation) * up, sizes, keys)
+        weighted = outputs * weights.flatten()[order, None].to(x.dtype)
+        y = torch.zeros_like(x).index_add(0, token, weighted)
+        return y if self.reduce is None else self.reduce(y)

@@ -1,0 +1,60 @@
+"""What a network is fed: tokens of many sequences in one row, and who may attend to whom.
+
+`Packed(tokens, positions, attention, rows, labels)`: `rows[n]` is the index of a hidden state in the pack and `labels[n]` the
+token it is asked about; a row may repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.algorithms.base import Output
+from weft.models.attention.contexts import AttentionContext, Dense
+from weft.models.network.aux_loss import MoEAuxLoss
+from weft.models.network.dropout import DropoutKeys
+
+# The gradients of a network's outputs as a function of them, all [N], where a row's depend on its own outputs alone; those of
+# rows not computed yet are 0, and that of the log-probs is always there.
+RowGradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
+
+
+@dataclass(frozen=True)
+class TopIds:
+    """Asks for the `count` likeliest ids of each row, of those below `below`; for all of these where they are fewer."""
+
+    count: int
+    below: int | None = None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One forward pass of a network. `positions` count from 0 in each sequence."""
+
+    tokens: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    attention: AttentionContext
+    rows: Tensor  # int64 [N]: the hidden state (a token's index) that each wanted output is read from
+    labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
+    dropout: DropoutKeys | None = None  # without them nothing is dropped
+    aux_loss: MoEAuxLoss | None = (
+        None  # filled by layers with experts, where it is asked for; for `Dense` attention alone
+    )
+    row_gradient: RowGradient | None = None  # of the outputs, where each row's depends on its own alone
+    ids: Tensor | TopIds | None = None  # int [N, K]: more ids whose log-probs are wanted at each row; or the likeliest
+
+
+def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
+    """Whole sequences, each int64 [L >= 1], with one row for every token but each sequence's last: the next-token form."""
+    lengths = torch.tensor([len(s) for s in sequences])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    tokens = torch.cat([s.to(device) for s in sequences])
+    positions = torch.arange(len(tokens)) - cu_seqlens[:-1].repeat_interleave(lengths)
+    keep = torch.ones(len(tokens), dtype=torch.bool)
+    keep[cu_seqlens[1:] - 1] = False
+    rows = keep.nonzero().flatten().to(device)
+    attention = Dense(cu_seqlens.to(device=device, dtype=torch.int32), int(lengths.max()))
+    return Packed(tokens, positions.to(device), attention, rows, tokens[rows + 1])

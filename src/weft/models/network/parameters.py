@@ -1,0 +1,100 @@
+"""A network's parameters under their canonical names, which say what each is and not how it is stored.
+
+Families, checkpoints, engines and reallocation speak of `blocks.3.attention.q.weight`; the network holds it as rows of
+`blocks.3.attention.qkv.weight`. Each canonical parameter is a run of whole rows of one that is stored, so a part of it is one
+rectangle in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from weft.models.network.linear import Adapter, Linear
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a canonical parameter lies: `rows` of a parameter of the module, all of it where they are None."""
+
+    name: str  # the parameter's own name in the module
+    parameter: nn.Parameter
+    rows: slice | None = None
+
+    @property
+    def data(self) -> Tensor:
+        """Its values, a view without a gradient."""
+        return self.of(self.parameter.detach())
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Its gradient, a view."""
+        return None if self.parameter.grad is None else self.of(self.parameter.grad)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.parameter.requires_grad
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same part of another tensor of the stored parameter's shape."""
+        return whole if self.rows is None else whole[self.rows]
+
+
+def canonical(network: nn.Module) -> dict[str, Stored]:
+    """Canonical name -> where it lies, for every parameter; a tied tensor has one name. Modules of other kinds than weft's have
+    the names they give themselves."""
+    found: dict[str, Stored] = {}
+    seen: set[tuple[int, int]] = set()
+    for path, module in network.named_modules():
+        for name, stored in _of_module(path, module):
+            key = id(stored.parameter), 0 if stored.rows is None else stored.rows.start
+            if key not in seen:
+                seen.add(key)
+                found[name] = stored
+    first = getattr(network, "first_layer", 0)
+    return {numbered(name, first): stored for name, stored in found.items()} if first else found
+
+
+def values(network: nn.Module) -> dict[str, Tensor]:
+    """Canonical name -> the values there, views without a gradient."""
+    return {name: stored.data for name, stored in canonical(network).items()}
+
+
+def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Stored]]:
+    if isinstance(module, Adapter):
+        return  # its layer names it
+    if isinstance(module, Linear):
+        parent = path.rpartition(".")[0]
+        for part in module.parts:
+            yield from _of_part(f"{parent}.{part}".lstrip("."), path, module, part)
+        return
+    for own, parameter in module.named_parameters(recurse=False):
+        name = f"{path}.{own}".lstrip(".")
+        yield name, Stored(name, parameter)
+    adapter = getattr(module, "adapter", None)
+    if isinstance(adapter, Adapter):
+        yield from _of_adapter(path, f"{path}.adapter", adapter)
+
+
+def _of_part(name: str, path: str, module: Linear, part: str) -> Iterator[tuple[str, Stored]]:
+    rows = module.rows(part) if len(module.parts) > 1 else None
+    yield f"{name}.weight", Stored(f"{path}.weight", module.weight, rows)
+    if module.bias is not None:
+        yield f"{name}.bias", Stored(f"{path}.bias", module.bias, rows)
+    if (adapter := module.adapter(part)) is not None:
+        yield from _of_adapter(name, f"{path}.adapters.{part}", adapter)
+
+
+def _of_adapter(name: str, path: str, adapter: Adapter) -> Iterator[tuple[str, Stored]]:
+    for own in ("lora_a", "lora_b"):
+        yield f"{name}.{own}", Stored(f"{path}.{own}", getattr(adapter, own))
+
+
+def numbered(name: str, first: int) -> str:
+    """The name with the block's number in the whole network."""
+    parts = name.split(".")
+    if parts[0] == "blocks" and len(parts) > 1:
+        parts[1] = str(int(parts[1]) + first)
+    return ".".join(parts)

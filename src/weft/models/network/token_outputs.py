@@ -1,0 +1,375 @@
+"""From hidden states to log-probs, entropy, top-1, values and scores, in float32 (float64 for float64 networks).
+
+The [N, vocabulary] logits never exist at once: the pass goes through the rows in chunks. Where a row's gradient depends on its
+own outputs alone, each chunk's gradients are made while its logits are there; else the backward pass computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft import kernels
+from weft.algorithms.base import Output
+from weft.models.network.packed import RowGradient
+
+# Logits held at once, and rows at least. On a CPU 64 MB in float32, or what few rows of a large vocabulary take; an
+# accelerator needs more rows to run at full speed.
+CHUNK_CELLS = {"cpu": 1 << 24}
+DEFAULT_CHUNK_CELLS = 1 << 27
+LEAST_CHUNK_ROWS = 256  # each chunk reads all of the output matrix, which fewer are not worth
+
+
+@dataclass(frozen=True)
+class Support:
+    """The ids that sampling kept at each row (top-k, top-p, min-p); log-probs are normalised over them.
+
+    A row without ids is normalised over the whole vocabulary. A row's label always counts as kept.
+    """
+
+    ids: Tensor  # int64 [sum of counts]
+    counts: Tensor  # int64 [N]
+
+    def select(self, rows: Tensor) -> Support:
+        """The support of some rows, int64 [n] in rising order."""
+        chosen = torch.zeros_like(self.counts, dtype=torch.bool).index_fill_(0, rows, True)
+        return Support(self.ids[chosen.repeat_interleave(self.counts)], self.counts[rows])
+
+
+class VocabularySplit(Protocol):
+    """Joins what ranks have that hold consecutive parts of the vocabulary each; tensors are one number a row."""
+
+    @property
+    def first(self) -> int:
+        """Id of this rank's first row of the output matrix."""
+        ...
+
+    def logsumexp(self, own: Tensor) -> Tensor: ...
+    def sum(self, own: Tensor) -> Tensor: ...
+    def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
+        """The ids of the largest values, the first rank's where several are equal."""
+        ...
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The output layer: logits = cap(hidden weight^T + bias) / temperature, cap(x) = softcap tanh(x / softcap)."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None = None  # [V]
+    softcap: float | None = None
+    split: VocabularySplit | None = None  # where the weight is a part of the vocabulary
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, V] in float32 before any temperature; as many rows as the caller wants to hold."""
+        return _cap(_wide(kernels.linear(hidden, self.weight, self.bias)), self.softcap)
+
+
+def token_outputs(
+    hidden: Tensor, labels: Tensor, projection: Projection, want: frozenset[Output], *,
+    temperature: float = 1.0, support: Support | None = None, chunk: int | None = None, gradient: RowGradient | None = None,
+) -> dict[Output, Tensor]:  # fmt: skip
+    """`want` of float32 [N] logprobs of `labels`, entropy in nats, and top1, from `hidden` [N, H] and `labels` int64 [N].
+
+    All are of softmax(logits / temperature), over the support where one is given. Log-probs and entropy are differentiable in
+    the hidden states and the projection; top1 (1 where the label is the likeliest id) is not. `chunk` is the number of rows
+    handled at once; by default as many as keep the logits small. `gradient` says what log-probs and entropy will get, where
+    each row's depends on its own outputs alone: the backward pass then need not compute the logits again.
+    """
+    known = gradient if torch.is_grad_enabled() else None
+    rows = chunk or chunk_rows(projection.weight.shape[0], hidden.device)
+    wanted = ("entropy" in want, "top1" in want)
+    settings = _Settings(projection.softcap, temperature, rows, *wanted, support, known, projection.split)
+    values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
+    names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
+    return {name: value for name, value in zip(names, values, strict=True) if name in want}
+
+
+def chunk_rows(vocab_size: int, device: torch.device) -> int:
+    """Rows whose logits are held at once."""
+    return max(LEAST_CHUNK_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    softcap: float | None
+    temperature: float
+    chunk: int
+    entropy: bool
+    top1: bool
+    support: Support | None
+    gradient: RowGradient | None
+    split: VocabularySplit | None
+
+
+class Gradients:
+    """The gradients of a projection's inputs, added up over chunks of rows."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
+        self._kept = torch.promote_types(weight.dtype, torch.float32)
+        self._inputs, self._needed = (hidden, weight, bias), needed
+        self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
+        self._grad_weight: Tensor | None = None
+        self._grad_bias = torch.zeros_like(bias, dtype=self._kept) if bias is not None and needed[2] else None
+
+    def add(self, rows: slice, grad_logits: Tensor, scale: Tensor) -> None:
+        """The gradient by the logits of `rows` is scale * grad_logits; the scale goes to the short side of each product."""
+        hidden, weight, _ = self._inputs
+        grad_raw = grad_logits.to(weight.dtype)
+        if self._grad_hidden is not None:
+            self._grad_hidden[rows] = (kernels.product(grad_raw, weight.T) * scale[:, None]).to(hidden.dtype)
+        if self._needed[1]:
+            self._add_weight(grad_raw, (hidden[rows] * scale[:, None]).to(weight.dtype))
+        if self._grad_bias is not None:
+            self._grad_bias += scale @ grad_logits
+
+    def _add_weight(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        if self._grad_weight is None and hidden.dtype == self._kept:
+            # There is nothing yet that would have to be filled and read.
+            self._grad_weight = kernels.product(grad_logits.T, hidden.T)
+        else:
+            kernels.add_product(self._weight_so_far(), grad_logits.T, hidden.T)
+
+    def _weight_so_far(self) -> Tensor:
+        if self._grad_weight is None:
+            self._grad_weight = torch.zeros_like(self._inputs[1], dtype=self._kept)
+        return self._grad_weight
+
+    def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """In the dtypes of the inputs."""
+        _, weight, bias = self._inputs
+        grad_weight = self._weight_so_far().to(weight.dtype) if self._needed[1] else None
+        grad_bias = None if self._grad_bias is None or bias is None else self._grad_bias.to(bias.dtype)
+        return self._grad_hidden, grad_weight, grad_bias, None, None
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """Of some rows: logits over the temperature, and what is known of their softmax: statistics, or all log-probs."""
+
+    logits: Tensor
+    capped: Tensor
+    found: kernels.Statistics | None
+    logp: Tensor | None
+
+    def gradient(
+        self, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        """(the gradient by the logits before the temperature [R, V], what to multiply its rows by [R]), in the place of what
+        was known. A label below 0 is another rank's."""
+        whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
+        if self.found is not None:
+            made = self.capped.clone() if settings.softcap is not None and self.logits is self.capped else self.logits
+            kernels.to_gradients(made, self.found, labels, grad_logprob, grad_entropy)
+            return through_cap(made, self.capped, settings.softcap), whole
+        assert self.logp is not None
+        if grad_entropy is None:
+            p = self.logp.exp_()
+            p.scatter_add_(1, labels[:, None], p.new_full((len(p), 1), -1.0))
+            return through_cap(p, self.capped, settings.softcap), -grad_logprob / settings.temperature
+        p, finite = self.logp.exp(), _finite(self.logp, settings)
+        made = p * -grad_logprob[:, None]
+        made.scatter_add_(1, labels[:, None], grad_logprob[:, None])
+        made -= grad_entropy[:, None] * p * (finite - torch.linalg.vecdot(p, finite)[:, None])
+        return through_cap(made, self.capped, settings.softcap), whole
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What one chunk of rows came to; entropy and best [R] where they are asked for."""
+
+    softmax: _Softmax
+    labels: Tensor  # in this rank's part of the vocabulary; below 0 where it lies in another
+    logprobs: Tensor
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    best: Tensor | None = None  # the likeliest id, in the whole vocabulary
+
+
+def _known(logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) -> _Known:
+    """Of `logits` over the temperature [R, V] and `labels` [R]."""
+    if settings.split is not None:
+        return _known_of_part(logits, capped, labels, settings, settings.split)
+    if kernels.serves(logits):
+        found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
+        own = logits.gather(1, labels[:, None])[:, 0] - found.lse
+        return _Known(_Softmax(logits, capped, found, None), labels, own, found.lse, found.entropy, found.best)
+    logp = torch.log_softmax(logits, dim=-1)
+    own = logp.gather(1, labels[:, None])[:, 0]
+    entropy = -torch.linalg.vecdot(logp.exp(), _finite(logp, settings)) if settings.entropy else None
+    best = logp.argmax(-1) if settings.top1 else None
+    return _Known(_Softmax(logits, capped, None, logp), labels, own, None, entropy, best)
+
+
+def _known_of_part(
+    logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings, split: VocabularySplit
+) -> _Known:
+    """As `_known`, where the logits are those of a part of the vocabulary. With lse_r and H_r of a rank's part, the log of the
+    sum over all is lse = logsumexp of lse_r, and the entropy lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r)."""
+    labels = _own(labels, logits.shape[1], split)
+    found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
+    lse = split.logsumexp(found.lse)
+    own = logits.gather(1, labels.clamp_min(0)[:, None])[:, 0]
+    logprobs = split.sum(torch.where(labels >= 0, own, torch.zeros_like(own))) - lse
+    entropy, best = None, None
+    if found.entropy is not None:
+        share = (found.lse - lse).exp()
+        mean = torch.where(share > 0, share * (found.lse - found.entropy), torch.zeros_like(share))
+        entropy = lse - split.sum(mean)
+    if found.best is not None:
+        best = split.argmax(logits.gather(1, found.best[:, None])[:, 0], found.best + split.first)
+    whole = kernels.Statistics(lse, entropy, None)
+    return _Known(_Softmax(logits, capped, whole, None), labels, logprobs, lse, entropy, best)
+
+
+def _own(ids: Tensor, size: int, split: VocabularySplit) -> Tensor:
+    """Ids in a rank's part of the vocabulary, of `size`; -1 for those that lie in another."""
+    local = ids - split.first
+    return torch.where((local >= 0) & (local < size), local, torch.full_like(local, -1))
+
+
+class _TokenOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kept = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = hidden.new_zeros(len(labels), dtype=kept)
+        entropies = hidden.new_zeros(len(labels) if settings.entropy else 0, dtype=kept)
+        top1 = hidden.new_zeros(len(labels) if settings.top1 else 0, dtype=kept)
+        lse = torch.zeros_like(logprobs)
+        outputs: dict[Output, Tensor] = {"logprobs": logprobs}
+        if settings.entropy:
+            outputs["entropy"] = entropies
+        given: dict[Output, Tensor] = {}
+        total = None
+        if settings.gradient is not None and any(ctx.needs_input_grad):
+            total = Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        for rows in chunks(len(labels), settings.chunk):
+            capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
+            known = _known(_tempered(capped, rows, labels, settings), capped, labels[rows], settings)
+            logprobs[rows] = known.logprobs
+            if known.lse is not None:
+                lse[rows] = known.lse
+            if known.entropy is not None:
+                entropies[rows] = known.entropy
+            if known.best is not None:
+                top1[rows] = (known.best == labels[rows]).to(kept)
+            if settings.gradient is not None and total is not None:
+                for name, value in settings.gradient(outputs).items():
+                    given.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
+                total.add(rows, *known.softmax.gradient(known.labels, *_of(given, rows), settings))
+            del capped, known  # before the next rows' are made
+        ctx.save_for_backward(hidden, weight, bias, labels, lse, entropies)
+        ctx.settings, ctx.made = settings, None if total is None else (total, given)
+        ctx.mark_non_differentiable(top1)
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing here
+        return logprobs, entropies, top1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, labels, lse, entropies = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
+        ctx.made = None  # nothing but the parameters keeps them
+        if (
+            made is not None
+            and same(gradients[0], made[1].get("logprobs"))
+            and same(gradients[1], made[1].get("entropy"))
+        ):
+            return made[0].cast()
+        total = Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        known: dict[Output, Tensor] = {"logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]}
+        if gradients[1] is not None:
+            known["entropy"] = gradients[1]
+        for rows in chunks(len(labels), settings.chunk):
+            capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
+            softmax, at = _again(
+                _tempered(capped, rows, labels, settings),
+                capped,
+                labels[rows],
+                settings,
+                lse[rows],
+                entropies[rows] if "entropy" in known else None,
+            )
+            total.add(rows, *softmax.gradient(at, *_of(known, rows), settings))
+            del capped, softmax  # before the next rows' are made
+        return total.cast()
+
+
+def _again(
+    logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings, lse: Tensor, entropy: Tensor | None
+) -> tuple[_Softmax, Tensor]:
+    """(the softmax of rows whose statistics are known, their labels as `_Known` has them)."""
+    if settings.split is not None:
+        labels = _own(labels, logits.shape[1], settings.split)
+    if settings.split is not None or kernels.serves(logits):
+        return _Softmax(logits, capped, kernels.Statistics(lse, entropy, None), None), labels
+    return _Softmax(logits, capped, None, torch.log_softmax(logits, dim=-1)), labels
+
+
+def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor | None]:
+    """Those of the log-probs and of the entropy of some rows."""
+    grad_entropy = gradients.get("entropy")
+    return gradients["logprobs"][rows], None if grad_entropy is None else grad_entropy[rows]
+
+
+def through_cap(grad_logits: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
+    """The gradient by logits before the cap, in the place of that by `capped` ones."""
+    return grad_logits if softcap is None else grad_logits.mul_((capped / softcap).square_().neg_().add_(1))
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether a gradient is what it was said to be; an accelerator takes it at its word, since asking would make it wait."""
+    if one is None or other is None:
+        return one is other
+    return one.device.type != "cpu" or torch.equal(one, other)
+
+
+def chunks(total: int, size: int) -> list[slice]:
+    """Rows 0 to `total`, `size` at a time."""
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _wide(kernels.product(hidden, weight, bias))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _cap(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _finite(logp: Tensor, settings: _Settings) -> Tensor:
+    """logp with 0 where an id is outside its row's support, so that p log p is 0 there."""
+    return logp if settings.support is None else logp.masked_fill(logp == float("-inf"), 0.0)
+
+
+def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) -> Tensor:
+    """Logits over the temperature; ids outside a row's support at minus infinity."""
+    if settings.temperature != 1.0:  # in place where nobody asks for those before it
+        logits = logits.div_(settings.temperature) if settings.softcap is None else logits / settings.temperature
+    if settings.support is None:
+        return logits
+    counts = settings.support.counts
+    ends = counts.cumsum(0)
+    first = int(ends[rows.start] - counts[rows.start])
+    ids = settings.support.ids[first : int(ends[rows.stop - 1])]
+    here = counts[rows]
+    outside = (here > 0)[:, None].repeat(1, logits.shape[1])
+    row = torch.arange(len(here), device=ids.device)
+    for at, kept in ((row.repeat_interleave(here), ids), (row, labels[rows])):
+        if settings.split is not None:
+            kept = _own(kept, logits.shape[1], settings.split)
+            at, kept = at[kept >= 0], kept[kept >= 0]
+        outside[at, kept] = False
+    return logits.masked_fill(outside, float("-inf"))

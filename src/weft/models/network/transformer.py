@@ -1,0 +1,214 @@
+"""The packed decoder. One class covers the families; `TransformerConfig` says what each does.
+
+    Transformer(config, head="lm", pooling="last")
+    network(x: Packed, want, temperature=1.0, support=None) -> {output: float32 array}
+        [N] logprobs, entropy, top1 (lm), [N] values (value), [S] scores (score)
+    network.hidden(x) -> [T, width] after the last norm, or [N, width] with hidden(x, rows)
+    network.next_token_logits(hidden_rows [R, width]) -> [R, V] float32
+
+Parts of it have the same class: `layers=range(8, 16)` holds these blocks alone, with the embedding where it begins at 0 and
+with the last norm and head where it ends at the last. Without the embedding a pass is given `states` [T, hidden]; without the
+head it returns them. A network that holds a part of the heads, of the MLP's width or of the vocabulary is built of a config
+with smaller numbers; what joins such parts hangs itself on `embed`, on the blocks' `attention` and `mlp`, and on `head` from
+outside.
+
+Parameters, by their canonical names (`weft.models.network.parameters` says where each is stored): `embed.weight`,
+`positions.weight`, `embed_in.weight`, `embed_out.weight`, `blocks.{i}.attention.{q,k,v,o}.{weight,bias}`,
+`blocks.{i}.attention.{q_norm,k_norm}.weight`, `blocks.{i}.mlp.{gate,up,down}.{weight,bias}`, `blocks.{i}.mlp.router.weight`,
+`blocks.{i}.mlp.experts.{gate,up,down}.weight` [experts, out, in], `blocks.{i}.{norm1,norm2}.{weight,bias}` (before attention
+and MLP), `blocks.{i}.{norm1_post,norm2_post}.weight` (after them), `norm.{weight,bias}`, `head.{weight,bias}` (absent where
+tied: the embedding's matrix serves), `score.weight` [1, width] (value and score heads, in place of `head`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from weft import kernels
+from weft.algorithms.base import Output
+from weft.errors import ConfigError
+from weft.models.network import dropout, rope
+from weft.models.network.block import Block, BlockContext, Norm
+from weft.models.network.config import TransformerConfig
+from weft.models.network.dropout import TokenDropout
+from weft.models.network.head import LMHead, Pooling, ValueHead, mean_scores, score_rows
+from weft.models.network.packed import Packed
+from weft.models.network.token_outputs import Projection, Support
+
+Head = Literal["lm", "value", "score"]
+OUTPUTS: dict[str, frozenset[Output]] = {
+    "lm": frozenset({"logprobs", "entropy", "top1", "top_ids", "top_logprobs", "given_logprobs"}),
+    "value": frozenset({"values"}),
+    "score": frozenset({"scores"}),
+}
+
+
+class Embedding(nn.Module):
+    """[V, width] looked up at tokens int64 [T]. Of a rank that holds the ids from `first` on, others give zeros; `reduce` sums
+    what the ranks have."""
+
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, width))
+        self.first = 0
+        self.reduce: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.reduce is None:
+            return nn.functional.embedding(tokens, self.weight)
+        local = tokens - self.first
+        here = (local >= 0) & (local < len(self.weight))
+        states = nn.functional.embedding(torch.where(here, local, 0), self.weight)
+        return self.reduce(states * here[:, None])
+
+
+class Transformer(nn.Module):
+    def __init__(
+        self, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last", *, layers: range | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.kind, self.pooling = config, head, pooling
+        held = range(config.num_layers) if layers is None else layers
+        self.first_layer = held.start
+        self.recompute_every = 0  # every n-th block is computed again in the backward pass; 0 none
+        self.padding: int | None = None  # a token at the end of a sequence that its score is read before
+        width, hidden = config.embed_dim or config.hidden_size, config.hidden_size
+        self.begins, self.ends = held.start == 0, held.stop == config.num_layers
+        if self.begins or (self.ends and head == "lm" and config.tied):
+            self.embed = Embedding(config.vocab_size, width)
+        if self.begins and config.learned_positions is not None:
+            self.positions = nn.Embedding(config.learned_positions, hidden)
+        if width != hidden and self.begins:
+            self.embed_in = nn.Linear(width, hidden, bias=False)
+        if width != hidden and self.ends:
+            self.embed_out = nn.Linear(hidden, width, bias=False)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in held)
+        if self.ends and config.final_norm:
+            self.norm = Norm(config)
+        if self.ends and head != "lm":
+            self.score = ValueHead(width)
+        elif self.ends:
+            self.head = LMHead(config)
+
+    @classmethod
+    def empty(
+        cls, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last",
+        *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, layers: range | None = None,
+    ) -> Transformer:  # fmt: skip
+        """The network with memory for its weights and no values in it: nothing is drawn from a random generator."""
+        with torch.device("meta"):
+            network = cls(config, head, pooling, layers=layers)
+        return network.to(dtype).to_empty(device=device)
+
+    def forward(
+        self, x: Packed, want: frozenset[Output], temperature: float = 1.0, support: Support | None = None,
+        states: Tensor | None = None,
+    ) -> dict[Output, Tensor] | Tensor:  # fmt: skip
+        """`want` of [N] logprobs, entropy and top1, those of several ids a row (`event_outputs`), [N] values, [S] scores; or
+        the states [T, hidden] of a network that does not end. Raises `ConfigError` for what the head lacks."""
+        if not want <= OUTPUTS[self.kind]:
+            lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
+            raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
+        if not self.ends:
+            return self.hidden(x, states=states)
+        if self.kind == "score" and self.pooling == "mean":
+            return {"scores": mean_scores(self.score(self.hidden(x, states=states)), x.attention)}
+        rows = score_rows(x, self.padding) if self.kind == "score" else x.rows
+        found = self.hidden(x, rows, states)
+        if self.kind != "lm":
+            name: Output = "scores" if self.kind == "score" else "values"
+            return {name: self.score(found)}
+        outputs: dict[Output, Tensor] = self.head(found, x, want, self._tied, temperature, support)
+        return outputs
+
+    def hidden(self, x: Packed, rows: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`, int64 [N], alone. Of a
+        network that does not end what its last block makes."""
+        assert self.begins != (states is not None), "states are given where there is no embedding"
+        keys = None
+        if x.dropout is not None:
+            keys = TokenDropout.spread(x.dropout, x.attention.dense.lengths, x.positions)
+        if states is None:
+            states = self._embedded(x, keys)
+        at = BlockContext(x.attention, self._rotation(x, states.dtype), keys, x.aux_loss)
+        states = self._through(states, at, rows)
+        if not self.ends:
+            return states
+        if self.config.final_norm:
+            states = self.norm(states)
+        return self.embed_out(states) if self.config.embed_dim not in (None, self.config.hidden_size) else states
+
+    def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
+        """[R, width] -> [R, V] float32 before any temperature."""
+        return self.projection.logits(hidden_rows)
+
+    @property
+    def projection(self) -> Projection:
+        """The output layer of a network with an lm head."""
+        return self.head.projection(self._tied)
+
+    def shares_prefixes(self, longest: int) -> bool:
+        """Whether a prefix that several sequences go on from is computed once, where none has more than `longest` tokens.
+
+        Not where a token's state depends on what comes after it in its sequence (rotations by length, mean pooling), nor where
+        attention has a limit that the merged form lacks.
+        """
+        config, device = self.config, next(self.parameters()).device
+        whole = all(window is None or window >= longest for window in config.windows)
+        by_length = config.rope is not None and config.rope.scaling in rope.CHANGING
+        mean = self.kind == "score" and self.pooling == "mean"
+        if device.type == "cpu":
+            attends = config.attention_softcap is None
+        else:
+            attends = kernels.flex.serves(device, config.head_dim)
+        return whole and attends and not by_length and not mean
+
+    @property
+    def reads_pages(self) -> bool:
+        """Keys and values may lie in pages (`weft.models.kv.pages`)."""
+        return True
+
+    @property
+    def _tied(self) -> Tensor | None:
+        return self.embed.weight if self.config.tied else None
+
+    def _embedded(self, x: Packed, keys: TokenDropout | None) -> Tensor:
+        """[T, hidden]: tokens and positions."""
+        config = self.config
+        states: Tensor = self.embed(x.tokens)
+        if config.embed_scale is not None:
+            states = states * torch.full((), config.embed_scale, dtype=states.dtype, device=states.device)
+        if config.embed_dim not in (None, config.hidden_size):
+            states = self.embed_in(states)
+        if config.learned_positions is not None:
+            states = states + self.positions(x.positions + config.position_offset)
+        return states if keys is None else keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
+
+    def _through(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
+        """[T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`."""
+        # What others than `rows` do in the last block nobody sees but the loss that balances its experts.
+        last = at if at.aux_loss is not None else replace(at, rows=rows)
+        for number, block in enumerate(self.blocks, 1):
+            around = last if number == len(self.blocks) else at
+            again = self.recompute_every and (self.first_layer + number) % self.recompute_every == 0
+            if again and torch.is_grad_enabled():
+                states = checkpoint(block, states, around, use_reentrant=False, preserve_rng_state=False)
+            else:
+                states = block(states, around)
+        applied = len(self.blocks) > 0 and last.rows is rows
+        return states if rows is None or applied else states.index_select(0, rows)
+
+    def _rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        settings = self.config.rope
+        if settings is None:
+            return None
+        # Only schemes that change with the length read it; to work it out the host waits for a GPU.
+        changing = settings.scaling in rope.CHANGING
+        lengths = x.attention.token_lengths if changing else x.positions
+        return rope.rotation(settings, x.positions, lengths, dtype)

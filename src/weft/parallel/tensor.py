@@ -1,0 +1,113 @@
+"""Tensor parallelism: ranks whose networks hold a part of the heads, of the MLPs' width and of the vocabulary compute as one.
+
+    narrow = Transformer(config.narrowed(t, rank))           # its parameters: `weft.topology.tensor_slice`
+    join(narrow, config, group)
+    narrow(packed, want)                                     # on every rank the outputs of the whole network
+    sum_gradients(narrow, config, group)                     # after the backward passes of a step
+
+Hidden states are whole on every rank. They enter attention and MLP as they are, and their gradients are summed there; what
+leaves is summed (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from weft.models.network.block import Block
+from weft.models.network.config import TransformerConfig
+from weft.models.network.moe import MoE
+from weft.models.network.parameters import Stored, canonical
+from weft.models.network.transformer import Transformer
+from weft.parallel.collectives import summed, summed_backward, summed_forward
+from weft.parallel.vocabulary import GroupSplit
+from weft.topology import vocabulary_of
+
+# Parameters that every rank holds whole but uses for its own part alone, so that it sees a part of their gradient.
+PARTIAL = (
+    r"blocks\.\d+\.(attention\.([qkv]\.lora_a|o\.lora_b|[qk]_norm\.weight)"
+    r"|mlp\.(router\.weight|.*(gate|up)\.lora_a|.*down\.lora_b))"
+)
+# Of heads that several ranks hold, where there are few; with the norm over all keys, where there is one.
+COPIED = r"blocks\.\d+\.attention\.[kv]\.(weight|bias|lora_b)"
+COPIED_NORM = rf"{COPIED}|blocks\.\d+\.attention\.k_norm\.weight"
+
+
+def join(network: Transformer, config: TransformerConfig, group: ProcessGroup) -> None:
+    """Make the rank's part of a network one with the other ranks' parts; `config` is that of the whole."""
+    rank, size = group.rank(), group.size()
+    leaves = partial(summed_forward, group=group)
+    first = vocabulary_of(config.vocab_size, size, rank).start
+    for block in network.blocks:
+        assert isinstance(block, Block)
+        _join_block(block, config, group)
+    if network.begins:
+        network.embed.first, network.embed.reduce = first, leaves
+    if network.ends and network.kind == "lm":
+        network.head.split = GroupSplit(first, group)
+        network.head.register_forward_pre_hook(partial(_enter, group=group))
+
+
+def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) -> None:
+    leaves = partial(summed_forward, group=group)
+    block.attention.register_forward_pre_hook(partial(_enter, group=group))
+    block.mlp.register_forward_pre_hook(partial(_enter, group=group))
+    block.attention.o.reduce = leaves
+    if isinstance(block.mlp, MoE):
+        block.mlp.reduce = leaves
+    else:
+        block.mlp.down.reduce = leaves
+    if config.qk_norm == "full":
+        copies = max(1, group.size() // config.num_kv_heads)
+        block.attention.q_norm.share(config.num_heads * config.head_dim, partial(summed, group=group))
+        block.attention.k_norm.share(
+            config.num_kv_heads * config.head_dim, lambda squares: summed(squares / copies, group)
+        )
+
+
+def _enter(module: nn.Module, arguments: tuple[Any, ...], group: ProcessGroup) -> tuple[Any, ...]:
+    return (summed_backward(arguments[0], group), *arguments[1:])
+
+
+def sum_gradients(network: nn.Module, config: TransformerConfig, group: ProcessGroup) -> None:
+    """Complete the gradients of parameters of which each rank sees a part. Every rank of the group calls it."""
+    parts = _partial(network, config)
+    gradients = [grad for part in parts if (grad := part.grad) is not None]
+    if gradients:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        _put_back(flat, gradients)
+    copies = group.size() // config.num_kv_heads
+    if copies > 1:
+        _sum_copies(network, COPIED if config.qk_norm != "full" else COPIED_NORM, group, copies)
+
+
+def _partial(network: nn.Module, config: TransformerConfig) -> list[Stored]:
+    found = canonical(network).items()
+    by_head = config.qk_norm != "full"
+    return [part for name, part in found if re.fullmatch(PARTIAL, name) and (by_head or "_norm" not in name)]
+
+
+def _sum_copies(network: nn.Module, pattern: str, group: ProcessGroup, copies: int) -> None:
+    """Heads of keys and values that `copies` consecutive ranks hold: each adds what the others see."""
+    held = [part.grad for name, part in canonical(network).items() if re.fullmatch(pattern, name)]
+    gradients = [gradient for gradient in held if gradient is not None]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    every = [torch.empty_like(flat) for _ in range(group.size())]
+    dist.all_gather(every, flat, group=group)
+    first = group.rank() // copies * copies
+    _put_back(torch.stack(every[first : first + copies]).sum(0), gradients)
+
+
+def _put_back(flat: Tensor, gradients: list[Tensor]) -> None:
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, values in zip(gradients, flat.split(sizes), strict=True):
+        gradient.copy_(values.view_as(gradient))

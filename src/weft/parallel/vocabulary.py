@@ -1,0 +1,40 @@
+"""The softmax over a vocabulary of which each rank holds consecutive ids: what ranks tell each other of their own logits.
+
+Per row the log of the sum of exponentials, the label's logit, the best id; never the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from weft.parallel.collectives import total
+
+
+@dataclass(frozen=True)
+class GroupSplit:
+    """Implements `weft.models.network.token_outputs.VocabularySplit` over a process group."""
+
+    first: int  # this rank's first id
+    group: ProcessGroup
+
+    def logsumexp(self, own: Tensor) -> Tensor:
+        most = own.detach().clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        shift = torch.where(most.isfinite(), most, torch.zeros_like(most))
+        return total((own - shift).exp(), self.group).log() + shift
+
+    def sum(self, own: Tensor) -> Tensor:
+        return total(own, self.group)
+
+    def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
+        count = self.group.size()
+        every, which = ([torch.empty_like(x) for _ in range(count)] for x in (values, ids))
+        dist.all_gather(every, values.contiguous(), group=self.group)
+        dist.all_gather(which, ids.contiguous(), group=self.group)
+        best = torch.stack(every).argmax(dim=0, keepdim=True)  # of equal ones the first rank's
+        return torch.stack(which).gather(0, best)[0]

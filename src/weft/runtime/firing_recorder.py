@@ -1,0 +1,48 @@
+"""Tells the observer what every firing did, and reads its completions while their tensors are still there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.experiment import Experiment
+from weft.graph.mfc import MFCDef
+from weft.observe.jsonl import StepFile
+from weft.observe.observer import Observer
+from weft.observe.timeline import HOST, ROLES
+from weft.runtime.outcome import Outcome
+from weft.runtime.samples import Samples
+
+GENERATIONS = "generations.jsonl"
+
+
+class FiringRecorder:
+    """Between the master and the observer. A run whose steps follow a node that generates has its completions as product:
+    all of them are written to `generations.jsonl`."""
+
+    def __init__(self, experiment: Experiment, samples: Samples, directory: Path, observer: Observer) -> None:
+        self._graph, self._samples, self._observer = experiment.graph, samples, observer
+        followed = experiment.node(experiment.steps_follow)
+        generates = isinstance(followed, MFCDef) and followed.method == "generate"
+        self._product = StepFile(directory / GENERATIONS) if generates else None
+        self.rows: list[dict[str, Any]] = []
+
+    def truncate(self, step: int) -> None:
+        """Forget what was generated beyond the recovery point."""
+        if self._product is not None:
+            self._product.truncate(step)
+
+    def fired(self, outcome: Outcome, step: int) -> None:
+        """A firing is over, in the step numbered `step`."""
+        firing, node = outcome.firing, self._graph.node(outcome.firing.node)
+        track = f"{ROLES}/{node.role}" if isinstance(node, MFCDef) else f"{HOST}/{node.name}"
+        about = {"step": step, "ids": len(firing.ids)}
+        self._observer.ran(firing.node, track, outcome.started, outcome.seconds, **about)
+
+    def stepped(self, ids: Sequence[str], step: int) -> None:
+        """The step numbered `step` is over, which was made on these ids."""
+        self.rows = self._samples.rows(ids)
+        if self._product is not None:
+            for row in self._samples.generations(ids):
+                self._product.append({"step": step, **row})

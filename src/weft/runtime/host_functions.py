@@ -1,0 +1,108 @@
+"""The host functions of one graph: each firing in a thread of its own, some begun before their batch is whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from weft.data.tokenizer import Tokenizer
+from weft.errors import RunError
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import HostFunction, MFCDef
+from weft.graph.ready import Firing
+from weft.host.base import HostCallable, HostContext, KeepsAll, SupportsPrefetch, make_host_function
+from weft.runtime import background, events
+from weft.runtime.edges import on_edges, read_inputs
+from weft.runtime.events import Announced, Task
+from weft.runtime.group import WorkerGroup
+from weft.runtime.outcome import Outcome, told
+
+
+class HostFunctions:
+    """`prefix` is what the group knows the graph's calls by, beside their names. `by_node` are the functions."""
+
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        group: WorkerGroup,
+        tokenizers: Mapping[str, Tokenizer],
+        data_role: str,
+        seed: int,
+        prefix: str,
+    ) -> None:
+        self._graph, self._group, self._prefix, self._seed = graph, group, prefix, seed
+        self._tokenizers, self._data_role = tokenizers, data_role
+        nodes = [node for node in graph.nodes if isinstance(node, HostFunction)]
+        self.by_node: dict[str, HostCallable] = {n.name: make_host_function(n.function, n.args) for n in nodes}
+        self._prefetches: dict[str, list[HostFunction]] = {}  # call -> functions that begin with what it announces
+        self._begun: dict[tuple[str, str], Future[None]] = {}  # host function and id that it has begun with
+        for node in nodes:
+            self._let_begin(node)
+
+    def start(self, node: HostFunction, firing: Firing, task: Task) -> None:
+        """Begin, so that it and the calls of other nodes go on at the same time. The result of `task` is an `Outcome`."""
+        started, clock, what = time.time(), time.perf_counter(), told(node, firing)
+        batch, context = read_inputs(self._group, node, firing.ids), self._context(node, firing.step)
+
+        def work() -> Outcome:
+            try:
+                for begun in [self._begun.pop((node.name, id), None) for id in firing.ids]:
+                    if begun is not None:
+                        begun.result()
+                made = self.by_node[node.name](batch, context)
+                seconds = time.perf_counter() - clock
+                outputs = on_edges(node, made, firing.ids, filters=self.may_drop(node))
+            except RunError as error:
+                raise RunError(f"{what}: {error}") from error
+            except Exception as error:
+                error.add_note(f"in {what}")
+                raise
+            left = None if made is None else set(made.ids)
+            kept = tuple(id for id in firing.ids if left is None or id in left)
+            meta = self._group.put(outputs) if outputs is not None and outputs.keys else None
+            return Outcome(firing, meta, context.metrics, started, seconds, kept)
+
+        threading.Thread(target=events.run, args=(task, work, self._group.events), name=what, daemon=True).start()
+
+    def may_drop(self, node: HostFunction) -> bool:
+        """Whether it may be a filter."""
+        return not isinstance(self.by_node[node.name], KeepsAll)
+
+    def prefetch(self, announced: Announced) -> None:
+        """Let the functions begin that can do so with what a call has made before its end."""
+        for node in self._prefetches.get(announced.call, ()):
+            function, ids = self.by_node[node.name], announced.outputs.ids
+            assert isinstance(function, SupportsPrefetch)
+            begun = background.begin(
+                partial(function.begin, read_inputs(self._group, node, ids), self._context(node)),
+                f"host function {node.function!r}",
+            )
+            self._begun.update(((node.name, id), begun) for id in ids)
+
+    def _let_begin(self, node: HostFunction) -> None:
+        """Have a function that can begin early hear of the call that makes what it begins with, where it is one call."""
+        function = self.by_node[node.name]
+        if not isinstance(function, SupportsPrefetch):
+            return
+        part = replace(node, input_keys=function.begins_with, optional_keys=())
+        makers = {maker.name for maker in self._graph.nodes if set(maker.outputs) & set(part.inputs)}
+        if len(makers) == 1 and isinstance(self._graph.node(*makers), MFCDef):
+            call = self._prefix + makers.pop()
+            self._prefetches.setdefault(call, []).append(part)
+            self._group.listen(call)
+
+    def _context(self, node: HostFunction, step: int = 0) -> HostContext:
+        tokenizer = self._tokenizers[node.tokenizer_role or self._data_role]
+        return HostContext(step, self._seed, tokenizer, node.deadline_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: function.state_dict() for name, function in self.by_node.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, function in self.by_node.items():
+            function.load_state_dict(state[name])

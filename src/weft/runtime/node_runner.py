@@ -1,0 +1,133 @@
+"""Has the nodes of a graph run: model function calls by the group, host functions here; and waits for whichever ends first."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.data.tokenizer import Tokenizer
+from weft.errors import RunError
+from weft.experiment import Experiment
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import MFCDef, Node
+from weft.graph.ready import Firing
+from weft.interfaces.base import MFCResult
+from weft.runtime.check import wanted_minibatches
+from weft.runtime.edges import Shelf, read_inputs
+from weft.runtime.events import Announced, Event, Failed, Started, Task
+from weft.runtime.group import SECONDS, STARTED, WorkerGroup
+from weft.runtime.host_functions import HostFunctions
+from weft.runtime.outcome import Outcome, told
+from weft.runtime.split import split
+
+
+@dataclass
+class _UnderWay:
+    """A firing that is not over: the tasks it waits for, its own and the syncs that follow it."""
+
+    firing: Firing
+    node: Node
+    own: Task
+    tasks: set[Task] = field(default_factory=set)
+    expires: float | None = None  # on the monotonic clock
+    outcome: Outcome | None = None
+
+
+class NodeRunner:
+    """Runs the nodes of one graph. `prefix` is what the group knows the graph's calls by, beside their names."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        graph: DataflowGraph,
+        group: WorkerGroup,
+        tokenizers: Mapping[str, Tokenizer],
+        prefix: str = "",
+    ) -> None:
+        self._graph, self._group, self._prefix, self._seed = graph, group, prefix, experiment.control.seed
+        self.functions = HostFunctions(graph, group, tokenizers, experiment.data_role, self._seed, prefix)
+        self._ranks = {role: spec.resolve_layout().data for role, spec in experiment.roles.items()}
+        self._minibatches = {node.name: wanted_minibatches(node) for node in graph.model_calls()}
+        self._under_way: dict[Task, _UnderWay] = {}  # by every task that is not over
+
+    def start(self, firing: Firing, metas: Shelf) -> None:
+        """Begin, on ids that `metas` describes."""
+        node = self._graph.node(firing.node)
+        if isinstance(node, MFCDef):
+            run = self._register(firing, node, self._prefix + node.name)
+            batch, ranks = read_inputs(metas, node, firing.ids), self._ranks[node.role]
+            wanted = self._minibatches[node.name]
+            parts = split(batch, wanted, ranks, seed=self._seed, role=node.role, step=firing.step)
+            self._group.submit(*run.own, parts)
+            self._start_syncs(run)
+        else:
+            run = self._register(firing, node, node.name)
+            self.functions.start(node, firing, run.own)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._under_way
+
+    def wait(self) -> Outcome:
+        """The end of a firing, whichever is over first, with the syncs that follow it.
+
+        Raises what went wrong, with the node named, and `RunError` where a firing has passed its deadline.
+        """
+        while True:
+            event = self._next_event()
+            if isinstance(event, Announced):
+                self.functions.prefetch(event)
+                continue
+            run = self._under_way[event.task]
+            if isinstance(event, Started):
+                if event.task == run.own and run.node.deadline_s is not None:
+                    run.expires = time.monotonic() + run.node.deadline_s
+                continue
+            del self._under_way[event.task]
+            run.tasks.remove(event.task)
+            if isinstance(event, Failed):
+                raise event.error
+            if event.task == run.own:
+                run.expires, run.outcome = None, self._outcome(run, event.result)
+            if run.outcome is not None and not run.tasks:
+                return run.outcome
+
+    def _register(self, firing: Firing, node: Node, name: str) -> _UnderWay:
+        run = _UnderWay(firing, node, (name, firing.step))
+        self._expect(run, run.own)
+        return run
+
+    def _expect(self, run: _UnderWay, task: Task) -> None:
+        run.tasks.add(task)
+        self._under_way[task] = run
+
+    def _start_syncs(self, run: _UnderWay) -> None:
+        for sync in self._graph.syncs:
+            if sync.after == run.node.name:
+                self._expect(run, (sync.name, run.firing.step))
+                self._group.sync(sync, run.firing.step)
+
+    def _outcome(self, run: _UnderWay, result: MFCResult | Outcome) -> Outcome:
+        if isinstance(result, Outcome):
+            self._start_syncs(run)
+            return result
+        metrics = dict(result.metrics)
+        started, seconds = metrics.pop(STARTED), metrics.pop(SECONDS)
+        return Outcome(run.firing, result.outputs, metrics, started, seconds, run.firing.ids)
+
+    def _next_event(self) -> Event:
+        """Waits until something happens or a deadline is over."""
+        bounded = [(run.expires, run) for run in self._under_way.values() if run.expires is not None]
+        if not bounded:
+            return self._group.events.get()
+        expires, first = min(bounded, key=lambda each: each[0])
+        try:
+            return self._group.events.get(timeout=max(0.0, expires - time.monotonic()))
+        except queue.Empty:
+            raise RunError(
+                f"{told(first.node, first.firing)} did not finish within its deadline_s={first.node.deadline_s:g} seconds; "
+                "raise it, or look at what hangs"
+            ) from None

@@ -1,0 +1,124 @@
+"""Recovery points: what a restart needs, written between steps with nothing in flight. The last two are kept.
+
+`recover/step{N}.tmp` is filled, flushed and renamed to `recover/step{N}`; then `recover/step{N}.json`, the manifest with the
+checksum of every file, makes it count. A point without a manifest never was one; a damaged one gives way to the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import CheckpointError
+from weft.runtime import disk
+
+KEPT = 2
+STEP = re.compile(r"step(\d+)")
+
+
+@dataclass(frozen=True)
+class RecoveryPoint:
+    """What a restart needs: everything after `step` completed steps."""
+
+    step: int
+    directory: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.directory.with_name(self.directory.name + ".json")
+
+
+class RecoveryPoints:
+    """The recovery points of one run, in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, step: int, fill: Callable[[Path], None]) -> RecoveryPoint:
+        """Make the point after `step` steps; `fill` writes into an empty directory. Older ones than the last two go.
+
+        Raises `RunError` where the disk does not take it; the points before it stay.
+        """
+        point = RecoveryPoint(step, self._folder / f"step{step}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        point.manifest.unlink(missing_ok=True)
+        disk.write_directory(point.directory, fill)
+        disk.write_text(point.manifest, json.dumps({"step": step, "files": disk.checksums(point.directory)}, indent=1))
+        for old in self.found()[KEPT:]:
+            old.manifest.unlink()
+            disk.remove(old.directory)
+        return point
+
+    def found(self) -> list[RecoveryPoint]:
+        """Every point that has its manifest, newest first; unchecked."""
+        steps = [match for path in self._folder.glob("step*") if (match := STEP.fullmatch(path.name))]
+        points = [RecoveryPoint(int(match[1]), self._folder / match[0]) for match in steps]
+        return sorted((point for point in points if point.manifest.is_file()), key=lambda point: -point.step)
+
+    def newest(self, note: Callable[[str], None]) -> RecoveryPoint | None:
+        """The newest point whose files are what its manifest says; `note` hears of each that is passed over."""
+        for point in self.found():
+            wrong = damage(point)
+            if wrong is None:
+                return point
+            note(f"the recovery point at step {point.step} is damaged ({wrong}); going back to the one before")
+        return None
+
+    def drop_after(self, step: int) -> None:
+        """Remove points beyond `step`: the run goes on from there and makes its own."""
+        for point in self.found():
+            if point.step > step:
+                point.manifest.unlink()
+                disk.remove(point.directory)
+
+    def mend(self) -> None:
+        """Remove what a killed process left half-done."""
+        disk.mend(self._folder)
+        whole = {point.directory.name for point in self.found()}
+        for path in self._folder.glob("step*"):
+            if path.name.removesuffix(".json") not in whole:
+                disk.remove(path)
+
+
+def damage(point: RecoveryPoint) -> str | None:
+    """What is wrong with a recovery point's files, or None."""
+    try:
+        expected = json.loads(point.manifest.read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{point.manifest.name} cannot be read"
+    missing = [name for name in expected if not (point.directory / name).is_file()]
+    if missing:
+        return f"{missing[0]} is missing"
+    wrong = [name for name, sum in expected.items() if disk.checksum(point.directory / name) != sum]
+    return f"{wrong[0]} has other bytes than were written" if wrong else None
+
+
+def named_point(path: Path) -> RecoveryPoint:
+    """The recovery point that `resume_from` names: a point, a checkpoint of the same step, or a run (its newest whole one).
+
+    Raises `CheckpointError` where there is none, saying which there are.
+    """
+    path = path.expanduser()
+    if not path.exists():
+        raise CheckpointError(f"resume_from={str(path)!r}: there is no such directory")
+    run = next((p for p in (path, *path.parents) if (p / "config.yaml").is_file()), None)
+    points = RecoveryPoints(run / "recover") if run else None
+    found = points.found() if points else []
+    there = ", ".join(f"step{point.step}" for point in found) or "none"
+    if run is None or not found:
+        raise CheckpointError(
+            f"resume_from={str(path)!r}: no run of weft with a recovery point to go on from; to start from its weights alone, "
+            "give the directory as the model's path"
+        )
+    match = STEP.fullmatch(path.name)
+    chosen = [point for point in found if match is None or point.step == int(match[1])]
+    for point in chosen:
+        if damage(point) is None:
+            return point
+    raise CheckpointError(
+        f"resume_from={str(path)!r}: the run has no whole recovery point of that step (there are: {there}); name one of these, "
+        "or give the directory as the model's path to start from its weights alone"
+    )

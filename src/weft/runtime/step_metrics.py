@@ -1,0 +1,58 @@
+"""What the calls of one step measured, joined into one line of metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The metrics of one firing, the ids it was about, and its seconds."""
+
+    metrics: Mapping[str, float]
+    num_ids: int
+    seconds: float
+
+
+@dataclass
+class StepMetrics:
+    """Collects firings until the step is over. Most nodes fire once a step; behind a filter some fire more often."""
+
+    firings: dict[str, list[Measured]] = field(default_factory=dict)
+
+    def expect(self, node: str) -> None:
+        """A firing of `node` has been decided on: its metrics have their place in the line, whenever it ends."""
+        self.firings.setdefault(node, [])
+
+    def add(self, node: str, measured: Measured) -> None:
+        self.firings.setdefault(node, []).append(measured)
+
+    def close(self) -> dict[str, float]:
+        """`time/{node}` and `{node}/{metric}` of everything since the last call."""
+        line: dict[str, float] = {f"time/{node}": sum(f.seconds for f in fired) for node, fired in self.firings.items()}
+        for node, fired in self.firings.items():
+            line |= {f"{node}/{name}": value for name, value in join(fired).items()}
+        self.firings = {}
+        return line
+
+
+def join(fired: Iterable[Measured]) -> dict[str, float]:
+    """Counts (`num_*`) add up, `*_max` and `*_min` are the largest and smallest, `learning_rate` and `version` are the
+    last, all else is a mean over ids. A metric that some firings lack is joined over those that have it."""
+    parts = list(fired)
+    joined: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        having = [(float(p.metrics[name]), p.num_ids) for p in parts if name in p.metrics]
+        values = [value for value, _ in having]
+        last = name.rsplit("/", 1)[-1]
+        if len(values) == 1 or last in ("learning_rate", "version"):
+            joined[name] = values[-1]
+        elif last.startswith("num_"):
+            joined[name] = sum(values)
+        elif last.endswith(("_max", "_min")):
+            joined[name] = max(values) if last.endswith("_max") else min(values)
+        else:
+            weight = sum(count for _, count in having)
+            joined[name] = sum(value * count for value, count in having) / weight if weight else values[-1]
+    return joined

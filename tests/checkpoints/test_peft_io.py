@@ -1,0 +1,128 @@
+"""Adapters in PEFT's files: the same logits there and here, both ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.models import common
+from tests.models.common import adapted, sequences, tiny
+from weft.checkpoints import hf_io, peft_io
+from weft.errors import CheckpointError
+from weft.models.network import lora
+from weft.models.network.packed import pack
+from weft.models.network.parameters import values
+from weft.models.network.transformer import Transformer
+
+ROW = sequences([18])[0].clamp_min(1)
+
+
+def logits(network: Transformer) -> Tensor:
+    return common.logits(network, ROW)
+
+
+def save_both(network: Transformer, directory: Path) -> tuple[Path, Path]:
+    parameters = values(network)
+    base = {n: p for n, p in parameters.items() if not lora.is_adapter(n)}
+    hf_io.save(directory / "base", base, network.config, network.kind)
+    peft_io.save_adapter(
+        directory / "adapter",
+        parameters,
+        lora.scales(network),
+        network.config,
+        network.kind,
+        base=str(directory / "base"),
+    )
+    return directory / "base", directory / "adapter"
+
+
+FAMILIES = [("llama", {}), ("gpt2", {}), ("phi3", {}), ("gpt_neox", {}), ("gpt_bigcode", {}), ("opt", {}), ("gemma2", {}),
+            ("mixtral", {}), ("qwen3_moe", {"mlp_only_layers": []})]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("name", "changes"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_peft_computes_what_weft_saved(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    network = adapted(name, **changes)
+    base, adapter = save_both(network, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    assert not torch.allclose(theirs(ROW[None]).logits[0], logits(network), atol=0.1)
+    wrapped = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+    assert_close(wrapped(ROW[None]).logits[0].detach(), logits(network))
+    again = hf_io.load(base)
+    peft_io.load_adapter(adapter, again)
+    assert torch.equal(logits(again), logits(network))
+    ours, read = values(network), values(again)
+    assert ours.keys() == read.keys()
+    for n, value in ours.items():
+        assert torch.equal(read[n], value), n
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama", ["q_proj", "v_proj", "down_proj"]),
+        ("gpt2", ["c_attn", "mlp.c_proj"]),
+        ("phi3", ["qkv_proj", "gate_up_proj"]),
+        ("gpt_neox", ["query_key_value", "dense"]),
+    ],
+)
+@pytest.mark.parametrize("rank_stabilised", [False, True])
+def test_weft_computes_what_peft_saved(name: str, targets: list[str], rank_stabilised: bool, tmp_path: Path) -> None:
+    base = tiny(name)
+    hf_io.save(tmp_path / "base", values(base), base.config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False, use_rslora=rank_stabilised,
+        alpha_pattern={targets[0]: 3}, fan_in_fan_out=name == "gpt2",
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(model, settings).eval()
+    wrapped.save_pretrained(tmp_path / "adapter")
+    network = hf_io.load(tmp_path / "base")
+    peft_io.load_adapter(tmp_path / "adapter", network)
+    assert_close(logits(network), wrapped(ROW[None]).logits[0].detach())
+    assert not torch.allclose(logits(network), logits(base), atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")
+def test_a_reward_model_with_adapters(tmp_path: Path) -> None:
+    network = adapted(head="score")
+    base, adapter = save_both(network, tmp_path)
+    with torch.no_grad():
+        network.score.weight.add_(1.0)  # trained after the base was written
+    save = values(network)
+    peft_io.save_adapter(adapter, save, lora.scales(network), network.config, "score", base=str(base))
+    scores = network(pack([ROW]), frozenset({"scores"}))["scores"]
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(base, attn_implementation="eager")
+    wrapped = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+    assert_close(wrapped(ROW[None]).logits[0], scores)
+    again = hf_io.load(base, "score")
+    peft_io.load_adapter(adapter, again)
+    assert_close(again(pack([ROW]), frozenset({"scores"}))["scores"], scores)
+
+
+def test_adapters_that_weft_does_not_compute_are_refused(tmp_path: Path) -> None:
+    network = adapted()
+    base, adapter = save_both(network, tmp_path)
+    with pytest.raises(CheckpointError, match=r"no adapter_config.json"):
+        peft_io.load_adapter(base, hf_io.load(base))
+    file = adapter / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    for key, value, said in (("use_dora", True, "use_dora"), ("bias", "all", "bias"), ("peft_type", "IA3", "IA3"),
+                             ("task_type", "SEQ_2_SEQ_LM", "SEQ_2_SEQ_LM")):  # fmt: skip
+        file.write_text(json.dumps({**settings, key: value}))
+        with pytest.raises(CheckpointError, match=said):
+            peft_io.load_adapter(adapter, hf_io.load(base))
+    file.write_text(json.dumps(settings))
+    fewer = tiny(num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"layers\.2.*no layer"):
+        peft_io.load_adapter(adapter, fewer)

@@ -1,0 +1,115 @@
+"""Networks, requests and helpers of the generator's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.engine.base import Request, TokenEvent
+from weft.engine.generation.generate import BatchGenerator, open_generator
+from weft.engine.generation.scheduler import Budget
+from weft.engine.spec import GenerationSpec
+from weft.models.network.config import Rope, TransformerConfig
+from weft.models.network.packed import Packed, pack
+from weft.models.network.token_outputs import Support
+from weft.models.network.transformer import Transformer
+
+CPU = torch.device("cpu")
+EOS = 5
+LLAMA = TransformerConfig(
+    family="llama", vocab_size=61, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
+    intermediate_size=40, max_positions=512, rope=Rope(theta=10000.0, dim=6),
+)  # fmt: skip
+Key = tuple[str, int]
+
+
+def build(config: TransformerConfig = LLAMA, dtype: torch.dtype = torch.float64, seed: int = 0) -> Transformer:
+    network = Transformer(config).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in network.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data = (1 + 0.1 * values if "norm" in name else 0.3 * values).to(dtype)
+    return network
+
+
+def opened(
+    network: Transformer, spec: GenerationSpec, budget: Budget | None = None, eos: Iterable[int] = (EOS,)
+) -> AbstractContextManager[BatchGenerator]:
+    return open_generator(network, spec, device=CPU, version=7, eos_ids=eos, budget=budget)
+
+
+def drain(generator: BatchGenerator) -> dict[Key, list[TokenEvent]]:
+    events: dict[Key, list[TokenEvent]] = {}
+    while not generator.idle:
+        new = generator.step()
+        assert new or generator._scheduler.filling, "a step samples something or computes a part of a prompt"
+        for event in new:
+            events.setdefault((event.id, event.k), []).append(event)
+    return events
+
+
+def generate(
+    network: Transformer, spec: GenerationSpec, requests: list[Request], budget: Budget | None = None
+) -> dict[Key, list[TokenEvent]]:
+    with opened(network, spec, budget) as generator:
+        generator.submit(requests)
+        return drain(generator)
+
+
+def tokens(events: dict[Key, list[TokenEvent]]) -> dict[Key, list[int]]:
+    return {key: [event.token for event in row] for key, row in events.items()}
+
+
+def recomputed(network: Transformer, request: Request, row: list[TokenEvent], spec: GenerationSpec) -> Tensor:
+    """Log-probs of a completion by one packed forward pass, as training computes them."""
+    completion = [event.token for event in row]
+    x = pack([torch.tensor([*request.prompt, *completion])])
+    support = None
+    if any(event.support for event in row):
+        before = [0] * (len(request.prompt) - 1)
+        counts = torch.tensor([*before, *(len(event.support) for event in row)])
+        support = Support(torch.tensor([id for event in row for id in event.support]), counts)
+    temperature = 1.0 if spec.greedy else spec.temperature
+    with torch.no_grad():
+        return network(x, frozenset({"logprobs"}), temperature, support)["logprobs"][len(request.prompt) - 1 :]
+
+
+class Spy:
+    """A network that counts the tokens of each forward pass."""
+
+    def __init__(self, network: Transformer) -> None:
+        self.network, self.config, self.training = network, network.config, network.training
+        self.passes: list[int] = []
+
+    def shares_prefixes(self, longest: int) -> bool:
+        return self.network.shares_prefixes(longest)
+
+    @property
+    def reads_pages(self) -> bool:
+        return self.network.reads_pages
+
+    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+        self.passes.append(len(x.tokens))
+        return self.network.hidden(x, rows)
+
+    def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
+        return self.network.next_token_logits(hidden_rows)
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self.network.parameters())
+
+    def train(self, mode: bool = True) -> None:
+        self.training = mode
+
+
+def assert_same_rows(one: dict[Key, list[TokenEvent]], other: dict[Key, list[TokenEvent]]) -> None:
+    """Equal tokens, ends and supports; log-probs to float32 of nearly equal float64."""
+    assert tokens(one) == tokens(other)
+    for key, row in one.items():
+        for mine, theirs in zip(row, other[key], strict=True):
+            assert (mine.finish, mine.support) == (theirs.finish, theirs.support)
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-6)

@@ -1,0 +1,215 @@
+"""The generator over pages gives the completions it gives over slots: the same draws in float64, whatever shares, waits,
+restarts or is cut into parts. FlexAttention runs unfused, and a stand-in plays the captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kernels.gpu.varlen_contract import varlen_attn
+from tests.models.common import tiny
+from weft.engine.base import Request
+from weft.engine.generation import generate as generation
+from weft.engine.generation.caches import PageCaches
+from weft.engine.generation.graphs import DecodeGraphs
+from weft.engine.generation.scheduler import Budget
+from weft.engine.spec import GenerationSpec
+from weft.kernels import flash, flex
+from weft.models.kv.pages import PagedCache, PagePool
+
+from .common import LLAMA, build, drain, generate, opened, tokens
+
+SPEC = GenerationSpec(max_new_tokens=12, seed=3)
+BUDGET = Budget(max_sequences=6, max_tokens=2000, max_prefill_tokens=100)
+PAGE = 16
+
+
+def capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
+    output = torch.empty_like(run(inputs))
+    return (lambda: output.copy_(run(inputs))), output
+
+
+@pytest.fixture
+def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PageCaches]]:
+    """Switches generators to pages; returns those made since."""
+    made: list[PageCaches] = []
+
+    def caches_for(network: Any, device: torch.device, budget: Budget) -> PageCaches:
+        caches = PageCaches(network, device, budget, page=PAGE)
+        caches.graphs = DecodeGraphs(caches._run, device, capture, after=1)
+        made.append(caches)
+        return caches
+
+    def switch() -> list[PageCaches]:
+        torch._dynamo.reset()  # FlexAttention, unfused, is traced with sizes that vary; other tests' would make more vary
+        monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
+        monkeypatch.setattr(generation, "caches_for", caches_for)
+        return made
+
+    return switch
+
+
+def requests(count: int = 5, samples: int = 3, shared: int = 70) -> list[Request]:
+    """Prompts that begin alike for `shared` tokens, some of them equal; one longer than a step computes."""
+    common = [7 + i % 50 for i in range(shared)]
+    prompts = [common + [i % 61] * (2 + 3 * (i % 4)) for i in range(count - 1)] + [[11 + i % 40 for i in range(150)]]
+    return [Request(id=str(i), k=k, prompt=prompt) for i, prompt in enumerate(prompts) for k in range(samples)]
+
+
+def test_completions_are_those_of_slots(paged: Callable[[], list[PageCaches]]) -> None:
+    network = build()
+    expected = generate(network, SPEC, requests(), BUDGET)
+    made = paged()
+    with opened(network, SPEC, BUDGET) as generator:
+        generator.submit(requests())
+        found = drain(generator)
+        captured = len(made[0].graphs)
+        assert made[0]._pool.pages.num_used == 0, "every page came back"
+    assert tokens(found) == tokens(expected)
+    for key, row in found.items():
+        assert [e.logprob for e in row] == pytest.approx([e.logprob for e in expected[key]], abs=1e-12)
+    (caches,) = made
+    assert not caches._pool.num_bytes, "the generator is closed"
+    assert caches.blocks.num_used == 0
+    assert captured > 1 and len(caches.graphs) == 0, "graphs are dropped with the generator"
+
+
+def test_short_memory_and_new_weights(paged: Callable[[], list[PageCaches]]) -> None:
+    """Room for few sequences, so that some are sent back to wait; an abort in between; and the weights change on the way."""
+    network = build()
+    tight = Budget(max_sequences=4, max_tokens=200, max_prefill_tokens=64)
+
+    def run() -> dict[Any, list[int]]:
+        with opened(network, SPEC, tight) as generator:
+            generator.submit(requests(3, 2))
+            events: dict[Any, list[int]] = {}
+            for _ in range(4):
+                for event in generator.step():
+                    events.setdefault((event.id, event.k), []).append(event.token)
+            partials = generator.abort(["0"])
+            for partial in partials:
+                events.pop((partial.id, partial.k), None)
+            generator.weights_changed(8)
+            for key, row in drain(generator).items():
+                events.setdefault(key, []).extend(event.token for event in row)
+            assert generator.step() == []
+            return events
+
+    expected = run()
+    made = paged()
+    assert run() == expected
+    assert made[0]._pool.pages.num_used == 0 and made[0].blocks.num_used == 0
+
+
+def test_windows_and_capped_scores(paged: Callable[[], list[PageCaches]]) -> None:
+    network = build(replace(LLAMA, windows=(24, None), attention_softcap=5.0))
+    expected = generate(network, SPEC, requests(3, 2), BUDGET)
+    paged()
+    assert tokens(generate(network, SPEC, requests(3, 2), BUDGET)) == tokens(expected)
+
+
+def test_pages_hold_what_is_counted(paged: Callable[[], list[PageCaches]]) -> None:
+    """The scheduler never counts fewer pages than rows hold."""
+    made = paged()
+    with opened(build(), SPEC, BUDGET) as generator:
+        generator.submit(requests())
+        while not generator.idle:
+            generator.step()
+            assert made[0]._pool.pages.num_used <= made[0].blocks.num_used
+
+
+@pytest.mark.parametrize("windows", [(), (24, None)])
+@pytest.mark.parametrize("table", [True, False])
+def test_with_the_flash_kernels_contract(
+    paged: Callable[[], list[PageCaches]], monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...], table: bool
+) -> None:
+    """Whole prompts, parts of prompts and decode steps as they are put to `varlen_attn`, of a torch with and without block
+    tables and grouped heads."""
+    network = build(replace(LLAMA, windows=windows))
+    expected = generate(network, SPEC, requests(), BUDGET)
+    paged()
+    monkeypatch.setattr(flash, "serves", lambda *_: True)
+    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(grouped_heads=table, block_table=table))
+    monkeypatch.setattr(flash, "kernel", lambda: varlen_attn)
+    assert tokens(generate(network, SPEC, requests(), BUDGET)) == tokens(expected)
+
+
+class Questions(TorchDispatchMode):
+    """Notes what a captured graph cannot hold: numbers read on the host, and tensors made of the host's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(word in name for word in ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "unique")):
+            self.asked.append(name)
+        if "repeat_interleave" in name and not (kwargs or {}).get("output_size"):
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3"])
+@torch.no_grad()
+def test_a_decode_step_asks_the_host_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the flash kernel, whose own work is the device's."""
+    network = tiny(name, **({"attn_logit_softcapping": None} if name == "gemma2" else {}))
+    monkeypatch.setattr(flash, "serves", lambda *_: True)
+    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(True, True))
+    monkeypatch.setattr(flash, "kernel", lambda: lambda q, *_, **__: q)
+    pool = PagePool(network.config, "cpu", torch.float32, page=PAGE)
+    cache = PagedCache(pool)
+    step = torch.from_numpy(cache.step(cache.allocate(3), np.array([5, 6, 7])))
+    with Questions() as questions:
+        states = network.hidden(pool.packed(step))
+        assert questions.asked == []
+        int(states.sum() > 0)
+    assert len(questions.asked) == 1, "the mode sees a question"
+
+
+def test_where_pages_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices with fused kernels, for networks that read them and rotate by fixed frequencies."""
+    from weft.engine.generation.caches import SlotCaches, caches_for
+    from weft.models.network.config import Rope
+
+    cpu = torch.device("cpu")
+    assert isinstance(caches_for(build(), cpu, BUDGET), SlotCaches)
+    monkeypatch.setattr(flex, "serves", lambda *_: True)
+    monkeypatch.setattr(flash, "serves", lambda *_: False)
+    assert isinstance(caches_for(build(), cpu, BUDGET), PageCaches)
+    for table, kind in ((True, PageCaches), (False, SlotCaches)):  # no compiler for FlexAttention
+        with monkeypatch.context() as patch:
+            patch.setattr(flex, "serves", lambda *_: False)
+            patch.setattr(flash, "serves", lambda *_: True)
+            patch.setattr(flash, "abilities", lambda table=table: flash.Abilities(True, table))
+            assert isinstance(caches_for(build(), cpu, BUDGET), kind)
+    changing = Rope(theta=10000.0, dim=6, scaling="dynamic", values={"factor": 2.0, "original": 64})
+    assert isinstance(caches_for(build(replace(LLAMA, rope=changing)), cpu, BUDGET), SlotCaches)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_the_device() -> None:
+    """Float32 over pages with captured graphs; draws may flip where two kernels' logits differ in the last digit."""
+    config = replace(LLAMA, head_dim=16, hidden_size=64, rope=replace(LLAMA.rope, dim=16) if LLAMA.rope else None)
+    network, roomy = build(config, torch.float32).cuda(), replace(BUDGET, max_tokens=20_000)
+    with generation.open_generator(
+        network, SPEC, device=torch.device("cuda", 0), version=1, eos_ids=(5,), budget=roomy
+    ) as generator:
+        assert isinstance(generator._caches, PageCaches)
+        generator._caches.graphs._after = 1
+        generator.submit(requests())
+        found = drain(generator)
+        assert generator._caches.graphs.note is None
+        assert len(generator._caches.graphs) > 1
+    expected = generate(network.cpu(), SPEC, requests(), roomy)
+    same = [tokens(found)[key] == tokens(expected)[key] for key in expected]
+    assert sum(same) >= 0.8 * len(same)

@@ -1,0 +1,178 @@
+"""Sampling against a plain one-row reference, and what holds for every distribution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.engine.generation.sampling import Ban, draw, inverse_cdf, likeliest, limits, supports
+from weft.engine.spec import GenerationSpec
+from weft.errors import RunError
+from weft.models.network.token_outputs import Projection, Support, token_outputs
+
+LIMITS = [
+    GenerationSpec(),
+    GenerationSpec(temperature=0.7),
+    GenerationSpec(top_k=5),
+    GenerationSpec(top_p=0.6),
+    GenerationSpec(min_p=0.2),
+    GenerationSpec(top_k=40, top_p=0.9, min_p=0.02, temperature=1.3),
+]
+
+
+def reference(logits: np.ndarray, uniform: float, spec: GenerationSpec) -> tuple[int, float, list[int]]:
+    """(token, log-prob, kept ids) of one row, one id at a time."""
+    scores = logits.astype(np.float64) / spec.temperature
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    if spec.top_k:
+        order = order[: spec.top_k]
+    probs = np.exp(scores[order] - scores.max())
+    probs /= probs.sum()
+    if spec.top_p < 1.0:
+        mass, count = 0.0, 0
+        while mass < spec.top_p and count < len(order):
+            mass += probs[count]
+            count += 1
+        order, probs = order[:count], probs[:count]
+    count = sum(p >= spec.min_p * probs[0] for p in probs)
+    kept = sorted(order[:count])
+    weights = np.exp(scores[kept] - scores.max())
+    running, token = 0.0, kept[-1]
+    for i, weight in zip(kept, weights, strict=True):
+        running += weight
+        if running > uniform * weights.sum():
+            token = i
+            break
+    return token, math.log(weights[kept.index(token)] / weights.sum()), kept
+
+
+@pytest.mark.parametrize("spec", LIMITS)
+@pytest.mark.parametrize("vocab", [3, 128, 1500])
+def test_draws_are_those_of_the_reference(spec: GenerationSpec, vocab: int) -> None:
+    torch.manual_seed(vocab)
+    logits, uniforms = torch.randn(12, vocab) * 2, torch.rand(12, dtype=torch.float64)
+    drawn = draw(logits, uniforms, spec)
+    expected = [reference(row.numpy(), float(u), spec) for row, u in zip(logits, uniforms, strict=True)]
+    assert drawn.tokens.tolist() == [token for token, _, _ in expected]
+    torch.testing.assert_close(drawn.logprobs, torch.tensor([logprob for _, logprob, _ in expected]))
+    assert drawn.logprobs.dtype == torch.float32
+    if limits(spec, vocab):
+        assert drawn.kept is not None
+        assert supports(drawn.kept, vocab) == [kept for _, _, kept in expected]
+    else:
+        assert drawn.kept is None
+
+
+def test_a_flat_distribution_wider_than_the_head_is_ranked_whole() -> None:
+    logits = torch.zeros(2, 5000)
+    logits[1, 4000:] = 5.0
+    kept = likeliest(logits.double(), GenerationSpec(top_p=0.49999))
+    assert supports(kept, 5000)[0] == list(range(2500)), "of equal scores the lower ids stay"
+    assert min(supports(kept, 5000)[1]) == 4000
+
+
+def test_ties_at_the_edge_keep_the_lower_ids() -> None:
+    kept = likeliest(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]], dtype=torch.float64), GenerationSpec(top_k=3))
+    assert supports(kept, 5) == [[0, 1, 2]]
+
+
+def test_the_likeliest_id_always_stays() -> None:
+    for spec in (GenerationSpec(top_p=0.0), GenerationSpec(min_p=1.0), GenerationSpec(top_k=1)):
+        assert supports(likeliest(torch.randn(4, 50).double(), spec), 1) != [[]] * 4
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1e-300, 1e-12, 1.0, 3.0]), min_size=1, max_size=400),
+    uniform=st.floats(0.0, 1.0, exclude_max=True),
+)
+def test_an_id_without_weight_is_never_drawn(weights: list[float], uniform: float) -> None:
+    row = torch.tensor([weights], dtype=torch.float64)
+    if not any(weights):
+        return
+    token = inverse_cdf(row, torch.tensor([uniform], dtype=torch.float64))
+    assert 0 <= int(token) < len(weights)
+    assert weights[int(token)] > 0
+
+
+def test_the_largest_uniform_draws_the_last_id_that_has_weight() -> None:
+    weights = torch.zeros(1, 300, dtype=torch.float64)
+    weights[0, 10:140] = 0.1
+    token = inverse_cdf(weights, torch.tensor([1.0 - 2.0**-24], dtype=torch.float64))
+    assert int(token) == 139
+    assert int(inverse_cdf(weights, torch.zeros(1, dtype=torch.float64))) == 10
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    uniforms = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    tokens = draw(logits.expand(4000, 4), uniforms, GenerationSpec(temperature=0.5)).tokens
+    expected = (logits[0] / 0.5).softmax(-1)
+    torch.testing.assert_close(tokens.bincount(minlength=4) / 4000, expected, atol=1 / 4000, rtol=0)
+
+
+def test_greedy_takes_the_likeliest_and_reports_temperature_one() -> None:
+    logits = torch.randn(5, 64)
+    drawn = draw(logits, torch.rand(5), GenerationSpec(greedy=True, temperature=0.3, top_p=0.2))
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
+    torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1).amax(-1))
+    assert drawn.kept is None
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_banned_ids_leave_the_draw_but_not_the_policy(greedy: bool) -> None:
+    logits = torch.tensor([[9.0, 1.0, 2.0, 0.0]])
+    banned = Ban(torch.tensor([True]), torch.tensor([0]))
+    drawn = draw(logits, torch.tensor([0.0]), GenerationSpec(greedy=greedy), banned)
+    assert int(drawn.tokens) == (2 if greedy else 1)
+    torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1)[0, drawn.tokens])
+
+
+def test_banned_ids_are_not_among_the_kept_ones() -> None:
+    logits = torch.tensor([[9.0, 1.0, 2.0, 0.0]])
+    banned = Ban(torch.tensor([True]), torch.tensor([0]))
+    drawn = draw(logits, torch.tensor([0.0]), GenerationSpec(top_k=2), banned)
+    assert drawn.kept is not None
+    assert supports(drawn.kept, 4) == [[1, 2]]
+    torch.testing.assert_close(drawn.logprobs, torch.tensor([1.0, 2.0]).log_softmax(-1)[:1])
+
+
+@pytest.mark.parametrize("spec", LIMITS)
+def test_equal_logits_give_the_log_probs_of_training_to_the_last_bit(spec: GenerationSpec) -> None:
+    torch.manual_seed(4)
+    hidden, weight = torch.randn(20, 16), torch.randn(200, 16)
+    projection = Projection(weight)
+    drawn = draw(projection.logits(hidden), torch.rand(20, dtype=torch.float64), spec)
+    support = None
+    if drawn.kept is not None:
+        ids = supports(drawn.kept, 200)
+        support = Support(torch.tensor([id for row in ids for id in row]), torch.tensor([len(row) for row in ids]))
+    want = frozenset({"logprobs"})
+    trained = token_outputs(hidden, drawn.tokens, projection, want, temperature=spec.temperature, support=support)
+    assert torch.equal(drawn.logprobs, trained["logprobs"])
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    logits, uniforms = torch.randn(33, 700), torch.rand(33, dtype=torch.float64)
+    for spec in LIMITS:
+        together = draw(logits, uniforms, spec)
+        for row in (0, 17, 32):
+            alone = draw(logits[row : row + 1], uniforms[row : row + 1], spec)
+            assert int(alone.tokens) == int(together.tokens[row])
+            torch.testing.assert_close(alone.logprobs[0], together.logprobs[row])
+
+
+def test_more_kept_ids_than_training_takes_name_the_option() -> None:
+    with pytest.raises(RunError, match=r"gen\.max_support=4.*leave 5 ids"):
+        supports(torch.ones(2, 5, dtype=torch.bool), 4)
+
+
+def test_a_top_k_of_the_whole_vocabulary_is_no_limit() -> None:
+    assert limits(GenerationSpec(top_k=7), 8)
+    assert not limits(GenerationSpec(top_k=8), 8)
+    assert not limits(GenerationSpec(top_k=2, greedy=True), 8)

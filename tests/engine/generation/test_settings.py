@@ -1,0 +1,65 @@
+"""Requests that bring their own settings, side by side in one generator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.engine.generation.common import EOS, Key, build, drain, generate, opened, tokens
+from weft.engine.base import Request, TokenEvent
+from weft.engine.spec import GenerationSpec
+from weft.errors import ConfigError
+
+OWN = GenerationSpec(max_new_tokens=30, seed=4)
+KINDS = {
+    "plain": OWN,
+    "cool": GenerationSpec(max_new_tokens=30, temperature=0.4),
+    "greedy": GenerationSpec(max_new_tokens=25, greedy=True),
+    "top-k": GenerationSpec(max_new_tokens=30, top_k=4),
+    "top-p": GenerationSpec(max_new_tokens=30, top_p=0.5),
+    "min-p": GenerationSpec(max_new_tokens=30, min_p=0.3),
+    "long": GenerationSpec(max_new_tokens=40, min_new_tokens=35),
+    "ends": GenerationSpec(max_new_tokens=40, stop_ids=[7, 8, 9, 10, 11, 12]),
+}
+
+
+def requests(*, own: bool) -> list[Request]:
+    return [
+        Request(name, k, [9, 20 + i, 33], sampling=spec if own else None)
+        for i, (name, spec) in enumerate(KINDS.items())
+        for k in range(3)
+    ]
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_each_request_is_sampled_as_if_the_generator_had_its_settings(record: bool) -> None:
+    network = build()
+    expected: dict[Key, list[TokenEvent]] = {}
+    for name, spec in KINDS.items():
+        alone = dataclasses.replace(spec, seed=OWN.seed, record_support=record)
+        expected |= generate(network, alone, [r for r in requests(own=False) if r.id == name])
+    mixed = generate(network, dataclasses.replace(OWN, record_support=record), requests(own=True))
+    assert tokens(mixed) == tokens(expected)
+    for key, row in expected.items():
+        assert [(e.finish, e.support) for e in mixed[key]] == [(e.finish, e.support) for e in row]
+        assert [e.logprob for e in mixed[key]] == pytest.approx([e.logprob for e in row], abs=1e-6)
+    assert any(event.support for event in mixed["top-k", 0]) is record
+    assert not any(event.support for event in mixed["plain", 0])
+
+
+def test_ends_of_a_request_add_to_those_of_the_generator() -> None:
+    own = GenerationSpec(max_new_tokens=200, stop_ids=[7])
+    with opened(build(), GenerationSpec(max_new_tokens=5, stop_ids=[8], seed=1)) as generator:
+        generator.submit([Request("a", k, [9], sampling=own) for k in range(20)])
+        rows = drain(generator)
+    assert {row[-1].token for row in rows.values()} == {EOS, 7, 8}
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with opened(build(), GenerationSpec()) as generator:
+        with pytest.raises(ConfigError, match=r"sampling\.top_p=1\.5"):
+            generator.submit([Request("a", 0, [9], sampling=GenerationSpec(top_p=1.5))])
+        with pytest.raises(ConfigError, match=r"sampling\.stop=.*need a tokenizer"):
+            generator.submit([Request("a", 0, [9], sampling=GenerationSpec(stop=["x"]))])
+        assert generator.idle

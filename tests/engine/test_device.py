@@ -1,0 +1,62 @@
+"""What a device is asked: which one, how fast, how full, whether it repeats itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.engine import device
+from weft.engine.device import cgroup_limits
+from weft.errors import ConfigError
+
+
+def test_devices() -> None:
+    assert device.resolve_device("cpu") == torch.device("cpu")
+    assert device.resolve_device(None) == device.best_device()
+    for name in ("toaster", "cuda:99"):
+        with pytest.raises(ConfigError, match=f"device='{name}'"):
+            device.resolve_device(name)
+    here = torch.device("cpu")
+    assert device.peak_memory_gb(here) > 0.01
+    assert device.numerics(here)["threads"] == torch.get_num_threads()
+    rate = device.matmul_rate(here, torch.float32)
+    assert rate > 1e8 and device.matmul_rate(here, torch.float32) == rate
+
+
+def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    device.set_deterministic(True)
+    assert device.numerics(torch.device("cpu"))["deterministic"]
+    device.set_deterministic(False)
+    assert not device.numerics(torch.device("cpu"))["deterministic"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a child begins at its parent's peak on Linux alone")
+def test_peak_memory_is_this_process_s_own() -> None:
+    held = torch.ones(200_000_000)  # 800 MB, which a child's ru_maxrss would begin with
+    code = "import torch; from weft.engine.device import peak_memory_gb; print(peak_memory_gb(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert float(done.stdout) < device.peak_memory_gb(held.device) - 0.4
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "700", "a/memory.max": "500", "memory.max": "max"}, [700, 500]),
+        ("0::/\n", {"memory.max": "300\n"}, [300]),  # as a container sees its own group
+        ("0::/elsewhere\n", {"memory.max": "300\n", "memory/memory.limit_in_bytes": "1"}, [300]),
+        ("3:cpu,cpuacct:/x\n5:memory:/x\n", {"memory/x/memory.limit_in_bytes": "90", "cpu/x/memory.max": "1"}, [90]),
+        ("0::/a\n", {}, []),
+    ],
+)
+def test_limits_of_control_groups(tmp_path: Path, groups: str, files: dict[str, str], expected: list[int]) -> None:
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text)
+    assert cgroup_limits(tmp_path / "fs", tmp_path / "groups") == expected
+    assert cgroup_limits(tmp_path / "fs", tmp_path / "none") == []

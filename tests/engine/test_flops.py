@@ -1,0 +1,23 @@
+"""What training costs, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from weft.engine.flops import Cost, ProductRate
+
+
+def test_cost_of_training_by_hand() -> None:
+    lengths: Any = np.array([3, 1])
+    assert Cost(10, 2).training(lengths) == 3 * (2 * 10 * 4 + 4 * 2 * (6 + 1))
+    assert Cost(10, 2, backward=1).per_token == 2 * 2 * 10
+    assert Cost(10, 2, late=4).training(lengths, rows=1, across=5) == 3 * (2 * (10 * 4 - 4 * 3) + 4 * 2 * (6 + 1 + 5))
+
+
+def test_a_step_is_never_faster_than_the_best_rate() -> None:
+    rate = ProductRate(lambda: 100.0)
+    assert rate.share(50.0, 1.0) == 0.5
+    assert rate.share(400.0, 2.0) == 1.0, "faster than was measured: now this is the best"
+    assert rate.share(50.0, 1.0) == 0.25

@@ -1,0 +1,173 @@
+"""Learning rates, update rules and weight decay by hand; what a device is asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.generation.common import LLAMA, build
+from weft.engine import checkpoint
+from weft.engine.spec import OptimizerSpec, Schedule
+from weft.engine.torch.optimizer import FUSED, Optimizer, decayed, learning_rate
+from weft.errors import CheckpointError
+from weft.models.network.parameters import Stored, canonical, values
+
+
+def rates(spec: OptimizerSpec, schedule: Schedule) -> list[float]:
+    return [learning_rate(spec, schedule, step) for step in range(schedule.total_steps)]
+
+
+def test_schedules_by_hand() -> None:
+    constant = OptimizerSpec(lr=1.0, lr_scheduler_type="constant")
+    assert rates(constant, Schedule(4, 2)) == [0.5, 1.0, 1.0, 1.0]
+    linear = OptimizerSpec(lr=1.0, lr_scheduler_type="linear", min_lr_ratio=0.2)
+    assert rates(linear, Schedule(6, 2)) == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4])
+    cosine = OptimizerSpec(lr=2.0, lr_scheduler_type="cosine", end_lr=1.0)
+    assert rates(cosine, Schedule(4, 0)) == pytest.approx(
+        [2.0, 1.5 + 0.5 * math.cos(math.pi / 4), 1.5, 1.5 - 0.5 * math.cos(math.pi / 4)]
+    )
+    assert learning_rate(linear, Schedule(6, 2), 99) == 0.2  # a run that goes on past its end
+    assert rates(linear, Schedule(3, 3)) == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_linear_and_cosine_are_those_of_transformers() -> None:
+    from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+    for name, make in (("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+        theirs, schedule = make(optimizer, 0, 7), Schedule(7, 0)
+        for step in range(7):
+            ours = learning_rate(OptimizerSpec(lr=0.3, lr_scheduler_type=name), schedule, step)
+            assert ours == pytest.approx(theirs.get_last_lr()[0])
+            optimizer.step()
+            theirs.step()
+
+
+def optimizer_of(spec: OptimizerSpec, start: list[float]) -> tuple[Optimizer, nn.Parameter]:
+    parameter = nn.Parameter(torch.tensor(start))
+    return Optimizer(spec, Schedule(10, 0), {"w": Stored("w", parameter)}, {"w"}), parameter
+
+
+def step(optimizer: Optimizer, parameter: nn.Parameter, gradient: list[float]) -> float:
+    parameter.grad = torch.tensor(gradient)
+    norm = torch.nn.utils.get_total_norm(optimizer.gradients())
+    optimizer.step(norm)
+    return float(norm)
+
+
+def test_lion_by_hand() -> None:
+    spec = OptimizerSpec(type="lion", lr=0.1, beta1=0.9, beta2=0.5, weight_decay=0.5, lr_scheduler_type="constant")
+    optimizer, w = optimizer_of(spec, [1.0, -1.0])
+    step(optimizer, w, [0.3, -0.2])
+    torch.testing.assert_close(w.detach(), torch.tensor([0.95 - 0.1, -0.95 + 0.1]))
+    # The momentum is now [0.15, -0.1]; 0.9 m + 0.1 g = [0.135 - 0.2, -0.09 + 0.08].
+    before = w.detach().clone()
+    optimizer.spec.max_grad_norm = 0.0
+    step(optimizer, w, [-2.0, 0.8])
+    torch.testing.assert_close(w.detach(), before * 0.95 - 0.1 * torch.tensor([-1.0, -1.0]))
+
+
+def test_sgd_decays_weights_and_not_the_momentum() -> None:
+    spec = OptimizerSpec(
+        type="sgd", lr=0.1, beta1=0.5, weight_decay=1.0, lr_scheduler_type="constant", max_grad_norm=0.0
+    )
+    optimizer, w = optimizer_of(spec, [1.0])
+    step(optimizer, w, [2.0])
+    torch.testing.assert_close(w.detach(), torch.tensor([0.9 - 0.2]))
+    step(optimizer, w, [0.0])
+    torch.testing.assert_close(w.detach(), torch.tensor([0.7 * 0.9 - 0.1 * 1.0]))
+
+
+def test_adamw_is_torchs() -> None:
+    spec = OptimizerSpec(lr=0.01, weight_decay=0.1, lr_scheduler_type="constant", max_grad_norm=0.0)
+    optimizer, w = optimizer_of(spec, [1.0, -2.0, 3.0])
+    theirs = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    reference = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for gradient in ([0.1, -0.5, 2.0], [1.0, 0.0, -2.0], [0.0, 0.3, 0.3]):
+        step(optimizer, w, gradient)
+        theirs.grad = torch.tensor(gradient)
+        reference.step()
+        torch.testing.assert_close(w, theirs)
+
+
+@pytest.mark.parametrize("type", ["adamw", "sgd"])
+def test_torchs_fused_kernels_are_used(type: str) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer, w = optimizer_of(OptimizerSpec(type=type), [1.0])
+        step(optimizer, w, [0.1])
+    assert f"aten::_fused_{type}_" in {event.key for event in profile.key_averages()}
+    assert set(FUSED) == {"cpu", "cuda"}
+
+
+def test_gradients_are_clipped_to_the_norm_and_0_turns_it_off() -> None:
+    plain = {"type": "sgd", "lr": 1.0, "beta1": 0.0, "lr_scheduler_type": "constant"}
+    for limit, moved in ((1.0, [-0.6, -0.8]), (10.0, [-3.0, -4.0]), (0.0, [-3.0, -4.0])):
+        optimizer, w = optimizer_of(OptimizerSpec(**plain, max_grad_norm=limit), [0.0, 0.0])
+        assert step(optimizer, w, [3.0, 4.0]) == 5.0
+        torch.testing.assert_close(w.detach(), torch.tensor(moved), rtol=1e-5, atol=1e-5)
+
+
+def test_matrices_decay_and_nothing_else() -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(4, 3)
+            self.up = nn.Linear(3, 5)
+            self.norm = nn.LayerNorm(5)
+            self.experts = nn.Parameter(torch.zeros(2, 3, 3))
+            self.head = nn.Linear(3, 4, bias=False)
+
+    network = Network()
+    assert decayed(network) == {"up.weight", "experts", "head.weight"}
+    network.head.weight = network.embed.weight
+    assert decayed(network) == {"up.weight", "experts"}
+
+
+def test_state_of_another_network_is_refused() -> None:
+    optimizer, w = optimizer_of(OptimizerSpec(), [1.0])
+    step(optimizer, w, [1.0])
+    tensors = {key.replace("w/", "v/"): value for key, value in optimizer.tensors().items()}
+    with pytest.raises(CheckpointError, match="'v'"):
+        optimizer.load(tensors, optimizer.values())
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
+def test_state_saved_with_a_tensor_a_parameter_goes_on_where_several_are_stored_as_one(
+    rule: str, tmp_path: Path
+) -> None:
+    """As runs saved it when each parameter was stored by itself: q, k and v, gate and up. Their sizes are whole vectors: what is
+    left at the end of a tensor torch's fused rules may round in another way."""
+    network = build(replace(LLAMA, head_dim=8, intermediate_size=48, qkv_bias=True), dtype=torch.float32)
+    spec = OptimizerSpec(type=rule, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, lr_scheduler_type="constant")
+    apart = {name: Stored(name, nn.Parameter(value.clone())) for name, value in values(network).items()}
+    together = canonical(network)
+    assert len({part.name for part in together.values()}) < len(apart)
+    draw = torch.Generator().manual_seed(0)
+
+    def train(optimizers: list[tuple[Optimizer, dict[str, Stored]]], steps: int) -> None:
+        for _ in range(steps):
+            gradients = {name: torch.randn(part.data.shape, generator=draw) for name, part in apart.items()}
+            for optimizer, parts in optimizers:
+                for name, part in parts.items():
+                    if part.parameter.grad is None:
+                        part.parameter.grad = torch.zeros_like(part.parameter)
+                    part.of(part.parameter.grad).copy_(gradients[name])
+                optimizer.step(torch.nn.utils.get_total_norm(optimizer.gradients()))
+
+    old = Optimizer(spec, Schedule(10, 0), apart, decayed(network))
+    train([(old, apart)], 3)
+    checkpoint.write_tensors(tmp_path / "optimizer.safetensors", old.tensors())
+    new = Optimizer(spec, Schedule(10, 0), together, decayed(network))
+    with torch.no_grad():
+        for name, part in together.items():
+            part.data.copy_(apart[name].data)
+    new.load(checkpoint.read_tensors(tmp_path / "optimizer.safetensors"), old.values())
+    train([(old, apart), (new, together)], 3)
+    assert [name for name, part in together.items() if not torch.equal(part.data, apart[name].data)] == []
+    assert new.values() == old.values() and new.tensors().keys() == old.tensors().keys()
+    assert [key for key, value in new.tensors().items() if not torch.equal(value, old.tensors()[key])] == []

@@ -1,0 +1,74 @@
+"""What a pass shares of the prefixes of a micro-batch, and what that counts as."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.common import batch_of, engine_of
+from tests.engine.prefixes import CONFIG, network_of, templated
+from tests.tiny import make_llama
+from weft.algorithms.base import Output
+from weft.algorithms.sft import SFTLoss
+from weft.engine import rows
+from weft.engine.flops import Cost
+from weft.engine.rows import PackLayout
+from weft.engine.torch import step
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _join_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LEAST_PROMPT", 1)
+
+
+@pytest.mark.parametrize("key", ["logprobs", "ref_logprobs", "values"])
+def test_what_another_pass_scored_is_shared_by_id_alone(key: str) -> None:
+    batch = templated([(40, [5]), (40, [5])], [0, 0])
+    assert step.sharing_in_training(PackLayout.of(batch), batch.data, batch, CPU).spared == 20
+    scored = batch.update(batch_of([(40, [5]), (40, [5])], **{key: [0.0] * 10}).select(keys=[key]))
+    assert step.sharing_in_training(PackLayout.of(scored), scored.data, scored, CPU).spared == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "rest", "spared"), [("cpu", 948, 20), ("cpu", 949, 0), ("cuda", 28, 20), ("cuda", 29, 0)]
+)
+def test_what_ids_share_must_spare_some_of_all_tokens(device: str, rest: int, spared: int) -> None:
+    """Of two ids that begin with 20 tokens a fiftieth, on an accelerator a quarter."""
+    batch = templated([(21, [5]), (21, [5 + rest])], [0, 0])
+    assert step.sharing_in_training(PackLayout.of(batch), batch.data, batch, torch.device(device)).spared == spared
+
+
+def test_a_training_pass_computes_once_what_ids_begin_with() -> None:
+    network, batch = network_of(CONFIG), templated([(40, [5]), (30, [2, 4]), (40, [6])], [0, 1, 0])
+    want: frozenset[Output] = frozenset({"logprobs"})
+    apart, scored = step.compute(network, batch, step.Pass(want), CPU)
+    once, trained = step.compute(network, batch, step.Pass(want, trained_only=True), CPU)
+    assert apart.spared == 29 and once.spared == 20 + 29
+    torch.testing.assert_close(trained["logprobs"], scored["logprobs"])
+
+
+def test_sequences_that_drop_something_share_nothing() -> None:
+    network, batch = network_of(CONFIG), templated([(40, [5]), (40, [6, 6])], [0, 0])
+    how = step.Pass(frozenset({"logprobs"}), trained_only=True)
+    assert step.compute(network, batch, how, CPU)[0].spared
+    assert not step.compute(network, batch, replace(how, noise=(0, 0)), CPU)[0].spared
+
+
+def test_operations_are_counted_as_they_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of 40 tokens that share 20, with 5 and 6 tokens after them, all of which are trained."""
+    counted = []
+    training = Cost.training
+
+    def counting(self: Cost, lengths: Any, *, rows: float | None = None, across: float = 0.0) -> float:
+        counted.append((lengths.tolist(), rows, across))
+        return training(self, lengths, rows=rows, across=across)
+
+    monkeypatch.setattr(Cost, "training", counting)
+    engine_of(make_llama(tmp_path)).train([templated([(40, [5]), (40, [6])], [0, 0])], SFTLoss())
+    assert counted == [([20, 25, 26], 11.0, (25 + 26) * 20)]

@@ -1,0 +1,85 @@
+"""What holds where nobody says: the table of changed defaults in CHANGELOG.md, and what is refused beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experiments.test_common_build import build, files
+from weft.errors import ConfigError
+
+__all__ = ["files"]  # the folder that `build` finds its models in
+
+
+def args(name: str, node: str, **options: Any) -> Any:
+    return build(name, **options).node(node).args
+
+
+def test_rewards_are_clipped_for_ppo_alone() -> None:
+    assert args("grpo", "advantages")["max_reward_clip"] is None
+    assert args("ppo", "advantages")["max_reward_clip"] == 20.0
+    assert args("grpo", "advantages", **{"grpo.max_reward_clip": 5.0})["max_reward_clip"] == 5.0
+
+
+def test_gspo_comes_with_its_own_clip() -> None:
+    loss = args("grpo", "actor_train", **{"grpo.importance_level": "sequence"})["loss_args"]
+    assert (loss["eps_clip"], loss["eps_clip_high"]) == (3e-4, 4e-4)
+    loss = args("grpo", "actor_train")["loss_args"]
+    assert (loss["eps_clip"], loss["eps_clip_high"]) == (0.2, None), "above as below"
+
+
+def test_dr_grpo_divides_by_no_deviation() -> None:
+    assert args("grpo", "advantages", **{"grpo.loss_type": "dr_grpo"})["scale"] == "none"
+    assert args("grpo", "advantages")["scale"] == "group"
+    both = {"grpo.loss_type": "dr_grpo", "grpo.scale_rewards": "group"}
+    assert args("grpo", "advantages", **both)["scale"] == "group"
+
+
+@pytest.mark.parametrize("more", [{"grpo.ppo_n_minibatches": 2}, {"grpo.ppo_epochs": 2}])
+def test_reinforce_takes_one_update_of_a_batch(more: dict[str, Any]) -> None:
+    build("grpo", **{"grpo.surrogate": "reinforce"})
+    with pytest.raises(ConfigError, match="reinforce"):
+        build("grpo", **{"grpo.surrogate": "reinforce", **more})
+
+
+def test_simpo_has_the_papers_numbers() -> None:
+    loss = args("dpo", "actor_train", **{"dpo.loss_type": "simpo"})["loss_args"]
+    assert (loss["beta"], loss["simpo_gamma"]) == (2.0, 1.0)
+
+
+def test_completions_have_1024_tokens_where_the_context_allows(files: Path) -> None:
+    def most(context: int) -> int:
+        values = {"model_type": "llama", "vocab_size": 50, "max_position_embeddings": context}
+        (files / "m" / "config.json").write_text(json.dumps(values))
+        return int(args("grpo", "actor_gen")["max_new_tokens"])
+
+    assert (most(4096), most(512)) == (1024, 256)
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_validation_samples_at_the_training_temperature(name: str, files: Path) -> None:
+    options = {"dataset.valid_path": "rows.jsonl", f"{name}.gen.temperature": 0.7, f"{name}.eval_samples": 4}
+    experiment = build(name, **options)
+    assert experiment.evaluation is not None
+    sampling = [call for call in experiment.evaluation.graph.model_calls() if call.method == "generate"]
+    assert [(call.args["temperature"], call.args["samples_per_prompt"]) for call in sampling] == [(0.7, 4)]
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_policies_learn_at_a_constant_rate_after_warm_up(name: str) -> None:
+    for spec in build(name).roles.values():
+        if spec.trained:
+            assert spec.optimizer.lr_scheduler_type == "constant"
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_mask_of_the_sampling_call_reaches_advantages_and_losses(name: str) -> None:
+    experiment = build(name)
+    assert "loss_mask" in experiment.node("actor_gen").output_keys
+    trained = [call.name for call in experiment.graph.model_calls() if call.method == "train_step"]
+    for reader in ("advantages", *trained):
+        node = experiment.node(reader)
+        assert "loss_mask" in (*node.input_keys, *node.optional_inputs), reader

@@ -1,0 +1,70 @@
+"""Laws of the agenda, with ends in an order drawn at random."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.graph.test_ready import SIZES, ppo
+from weft.graph.agenda import Agenda
+from weft.graph.mfc import MFCDef
+from weft.graph.ready import Buffer, Firing, ready
+
+
+def decided(graph, num_ids: int) -> tuple[Agenda, list[Firing], dict[str, int]]:
+    """Everything that an epoch of `num_ids` ids amounts to, decided before any of it begins."""
+    over: dict[str, int] = {}
+    agenda, buffer, log = Agenda(graph, over), Buffer(closed=True), list[Firing]()
+    buffer.add([str(i) for i in range(num_ids)], ["prompt"])
+    while firings := ready(graph, buffer, buffer.finished, []):
+        for firing in firings:
+            buffer.start(firing)
+            agenda.add(firing, buffer)
+            log.append(firing)
+        for firing in firings:
+            buffer.finish(firing, firing.ids, graph.node(firing.node).outputs, len(graph.nodes))
+    return agenda, log, over
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.integers(0, 1), st.integers(1, 12), st.booleans(), st.data())
+def test_firings_begin_when_what_they_read_is_there_and_calls_in_the_order_they_were_decided_in(
+    sizes, staleness, num_ids, ref_follows, data
+):
+    graph = ppo(sizes, staleness, ref_follows)
+    agenda, log, over = decided(graph, num_ids)
+    begun, running, through = list[Firing](), list[Firing](), set[tuple[str, str]]()
+    while agenda or running:
+        for firing in agenda.take():
+            for id in firing.ids:
+                assert all((producer, id) in through for producer in graph.producers(firing.node))
+            for edge in graph.waits_for(firing.node):
+                trained = [f for f in log[: log.index(firing)] if f.node == edge.producer]
+                assert over.get(edge.producer, 0) >= len(trained), "the weights are in place"
+            assert firing.node not in {other.node for other in running}, "a node does not run beside itself"
+            begun.append(firing)
+            running.append(firing)
+        assert running, "nothing runs and nothing may begin"
+        end = running.pop(data.draw(st.integers(0, len(running) - 1)))
+        over[end.node] = over.get(end.node, 0) + 1
+        through |= {(end.node, id) for id in end.ids}
+    assert sorted(begun, key=log.index) == log
+    lanes: dict[str, list[Firing]] = {}
+    for firing in begun:
+        node = graph.node(firing.node)
+        if isinstance(node, MFCDef):
+            lanes.setdefault(node.role if staleness else "", []).append(firing)
+    for calls in lanes.values():
+        assert calls == sorted(calls, key=log.index)
+
+
+def test_weights_that_may_be_old_let_a_role_overtake_another():
+    graph = ppo(1, staleness=1)
+    agenda, _, over = decided(graph, 2)
+    assert [f.node for f in agenda.take()] == ["gen"]
+    over["gen"] = 1
+    assert [(f.node, f.ids) for f in agenda.take()] == [("ref_inf", ("0",)), ("reward", ("0",)), ("gen", ("1",))]
+    over["reward"] = 1
+    assert [f.node for f in agenda.take()] == ["filter"]
+    over["filter"] = 1
+    assert [f.node for f in agenda.take()] == ["critic_inf"], "ref_inf and gen still run, and are decided on before it"

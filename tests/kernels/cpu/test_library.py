@@ -1,0 +1,143 @@
+"""Compiled once and kept where nobody else writes; and torch does the work where it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.kernels import product
+from weft.kernels.cpu import library as native
+from weft.kernels.cpu import structures
+
+SOURCES = native.FOLDER
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache folder, and a library that was not asked for yet: of one source, since the others take long."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setattr(native, "FOLDER", few_sources(tmp_path))
+    yield tmp_path / "weft" / "kernels"
+
+
+def few_sources(folder: Path) -> Path:
+    sources = folder / "sources"
+    sources.mkdir()
+    for name in ("sizes.cpp", "forward.h", "kernels.h"):
+        shutil.copy(SOURCES / name, sources)
+    return sources
+
+
+def in_a_process(code: str = "") -> list[str]:
+    """A command that compiles and loads the library of the same sources."""
+    load = f"from weft.kernels.cpu import library as native; native.FOLDER = Path({str(native.FOLDER)!r})"
+    return [
+        sys.executable,
+        "-c",
+        f"import os; {code}from pathlib import Path; {load}; assert native.library() is not None",
+    ]
+
+
+def test_a_second_process_finds_what_the_first_compiled(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.library() is not None
+    (kept,) = fresh.iterdir()
+    assert kept.suffix == ".so" and fresh.stat().st_mode & 0o777 == 0o700
+    commands: list[list[str]] = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **more: commands.append(command) or run(command, **more))
+    assert native.library() is not None
+    assert [command[1:] for command in commands] == [["-v"]]
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(fresh: Path) -> None:
+    fresh.mkdir(parents=True)
+    fresh.chmod(0o777)
+    assert native.library() is not None
+    assert not list(fresh.iterdir())
+
+
+def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native.library() is not None
+
+
+@pytest.mark.parametrize("compiler", ["nowhere-to-be-found", "false"])
+def test_without_a_compiler_one_warning_says_what_to_do(
+    fresh: Path, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_compilers", lambda: [[compiler]])
+    with pytest.warns(RuntimeWarning, match=r"not compiled .* Install g\+\+, or set WEFT_NATIVE=0"):
+        assert native.library() is None
+    assert not fresh.exists() or not list(fresh.iterdir())
+
+
+def test_the_kernels_can_be_left_out(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_NATIVE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.library() is None
+    x, weight = torch.randn(5, 7), torch.randn(3, 7)
+    torch.testing.assert_close(product(x, weight), x @ weight.T)
+
+
+def test_processes_that_compile_at_once_all_get_the_kernels(fresh: Path) -> None:
+    others = [subprocess.Popen(in_a_process(), env=dict(os.environ)) for _ in range(3)]
+    assert [other.wait() for other in others] == [0, 0, 0]
+    assert len(list(fresh.iterdir())) == 1
+
+
+def test_an_empty_file_is_compiled_again(fresh: Path) -> None:
+    assert subprocess.run(in_a_process(), check=False).returncode == 0
+    (kept,) = fresh.iterdir()
+    kept.write_bytes(b"")
+    assert native.library() is not None and kept.stat().st_size > 10_000
+
+
+def test_others_may_write_to_nothing_whatever_the_umask(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert subprocess.run(in_a_process("os.umask(0); "), check=False).returncode == 0
+    (kept,) = fresh.iterdir()
+    assert {path.stat().st_mode & 0o777 for path in (fresh, kept)} == {0o700}
+
+
+@pytest.mark.parametrize("command", ["env g++", "nowhere-to-be-found", "false"])
+def test_the_users_own_compiler_comes_first_and_need_not_serve(
+    fresh: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    assert native._compilers() == [command.split(), ["g++"]]
+    assert native.library() is not None
+
+
+def test_all_sources_make_one_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "FOLDER", SOURCES)
+    kernels = native.library()
+    assert kernels is not None and hasattr(kernels, "weft_matmul") and hasattr(kernels, "weft_forward")
+
+
+@pytest.mark.parametrize("structure", structures.SHARED, ids=lambda structure: structure.__name__)
+def test_a_structure_of_another_size_than_in_cpp_is_refused(
+    structure: type[ctypes.Structure], fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = type(structure.__name__, (ctypes.Structure,), {"_fields_": (*structure._fields_, ("more", ctypes.c_long))})
+    shared = tuple(longer if each is structure else each for each in structures.SHARED)
+    monkeypatch.setattr(native, "SHARED", shared)
+    with pytest.raises(AssertionError, match=rf"other sizes in C\+\+ than in structures.py: {structure.__name__}$"):
+        native.library()
+
+
+def test_every_structure_is_compared() -> None:
+    made = {each for each in vars(structures).values() if isinstance(each, type) and issubclass(each, ctypes.Structure)}
+    assert made == set(structures.SHARED)

@@ -1,0 +1,159 @@
+"""Products against torch in float64, at sizes that fill no vector; and a row's bits do not depend on its company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from weft.kernels.cpu import library, product
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def products_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In the processor's tiles, where it has such, and in its vectors."""
+    kernels = library.library()
+    assert kernels is not None
+    tiles = request.param == "tiles"
+    try:
+        if kernels.weft_tiles(int(tiles)) != tiles:
+            pytest.skip("the processor has no tiles of bfloat16")
+        yield
+    finally:
+        kernels.weft_tiles(1)
+
+
+def laid(x: Tensor, transposed: bool, gap: int) -> Tensor:
+    """The same matrix, within a larger one; where it is transposed, column after column."""
+    around = F.pad(x.T if transposed else x, (1, gap)).contiguous()[:, 1 : -gap or None]
+    return around.T if transposed else around
+
+
+@pytest.mark.usefixtures("products_by")
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 300), st.integers(1, 330), st.integers(1, 1100), st.tuples(*[st.booleans()] * 2),
+    st.tuples(*[st.integers(0, 3)] * 2), st.booleans(), st.integers(0, 9),
+)  # fmt: skip
+def test_products(
+    count: int, size: int, terms: int, transposed: tuple[bool, bool], gaps: tuple[int, int], biased: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, weight, bias = torch.randn(count, terms), torch.randn(size, terms), torch.randn(size) if biased else None
+    left, right = map(laid, (x, weight), transposed, gaps)
+    assert product.serves(left, right)
+    made = product.product(left, right, bias)
+    wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert_close(made.double(), wide, atol=1e-5 * terms**0.5, rtol=0)
+    row = seed % count
+    assert torch.equal(
+        product.product(x[row : row + 1], weight, bias), made[row : row + 1]
+    )  # by the kernel for few rows
+    total = torch.randn(count, size)
+    whole = total.double() + x.double() @ weight.double().T
+    product.add_product(total, left, right)
+    assert_close(total.double(), whole, atol=1e-5 * terms**0.5, rtol=0)
+
+
+@pytest.mark.usefixtures("products_by")
+def test_products_do_not_depend_on_the_threads() -> None:
+    left, right = torch.randn(400, 500), torch.randn(300, 500)
+    other, many = left.T.contiguous().T, torch.randn(1700, 500)  # many: which threads share row by row
+    threads = torch.get_num_threads()
+    try:
+        made = []
+        for count in (1, 2, 3, 7, 40):
+            torch.set_num_threads(count)
+            made += [
+                product.product(left, right),
+                product.product(other, right),
+                product.product(left[:, :270], right[:, :270]),
+                product.product(left[:70], right),
+                product.product(many, right),
+            ]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, made[at % 5]) for at, one in enumerate(made))
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0][:70], made[3])
+    assert_close(made[4].double(), many.double() @ right.double().T, atol=3e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("products_by")
+@pytest.mark.parametrize("size", [33, 290])
+def test_products_of_a_result_that_no_cache_holds(size: int) -> None:
+    """It is gone over less often: more of the columns is packed at once."""
+    one, weight = torch.randn(1, 5000), torch.randn(size, 5000)
+    many, expected = one.expand(40_000, 5000), product.product(one, weight)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # shared by more, its parts may fit
+        assert bool((product.product(many, weight) == expected).all())
+        total = torch.zeros(40_000, size)
+        product.add_product(total, many, weight)
+        assert bool((total == expected).all())
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("products_by")
+@pytest.mark.parametrize("rows", [3, 300])  # by either kernel
+def test_products_are_as_exact_as_float32(rows: int) -> None:
+    torch.manual_seed(0)
+    spread = torch.logspace(-18, 18, 40).repeat_interleave(
+        16
+    )  # each pair of terms comes to about one, or to nothing beside it
+    x, weight = torch.randn(rows, 640) * spread, torch.randn(200, 640) / spread
+    wide = x.double() @ weight.double().T
+    error = (product.product(x, weight).double() - wide).square().mean().sqrt()
+    assert error < 1e-5  # of 25; with two parts instead of three 1e-4
+    positive, other = torch.rand(rows, 640), torch.rand(200, 640)
+    exact = positive.double() @ other.double().T
+    assert abs((product.product(positive, other) / exact - 1).mean()) < 2e-8  # what is left out has no sign of its own
+    one = torch.zeros(rows, 640)
+    one[:, 7] = 1 + 2**-23  # all digits of either side reach the result
+    assert torch.equal(product.product(one, weight), one[:, 7:8] * weight[:, 7])
+    assert torch.equal(product.product(x, one[:1]), one[:1, 7] * x[:, 7:8])
+
+
+@pytest.mark.usefixtures("products_by")
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
+def test_products_of_numbers_that_are_none_are_none(rows: int, odd: float) -> None:
+    x, weight = torch.randn(rows, 70), torch.randn(90, 70)
+    clean = product.product(x, weight)
+    x[1, 33] = weight[5, 2] = odd
+    made = product.product(x, weight)
+    there = torch.ones(rows, 90, dtype=torch.bool)
+    there[1], there[:, 5] = False, False
+    assert torch.equal(made.isfinite(), there) and torch.equal(made[there], clean[there])
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(4, 8, dtype=torch.float64), torch.ones(0, 8), torch.ones(7), torch.tensor(1.0)]
+)
+def test_products_that_are_left_to_torch(x: Tensor) -> None:
+    assert not product.serves(x, torch.ones(3, 8, dtype=x.dtype))
+    assert not product.serves(torch.ones(4, 3), torch.ones(8, 4))
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    left, right = torch.ones(200, 8), torch.ones(3, 8)
+    with pytest.raises(AssertionError, match="one number a column"):
+        product.product(left, right, torch.ones(2))
+    for total in (torch.ones(200, 2), torch.ones(3, 200).T):
+        with pytest.raises(AssertionError):
+            product.add_product(total, left, right)
+    with pytest.raises(AssertionError):
+        product.add_product(torch.ones(2, 100, 3), left.view(2, 100, 8), right)
+
+
+def test_a_bias_of_another_dtype_is_cast() -> None:
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5).bfloat16()
+    assert_close(product.product(x, weight, bias), x @ weight.T + bias.float())

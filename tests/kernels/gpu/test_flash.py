@@ -1,0 +1,142 @@
+"""Flash attention over packed sequences: what the installed torch takes, and on a GPU the values of the exact form."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from weft.kernels import AttentionSpec, VarlenLengths, flash
+from weft.models.attention import accelerator, rectangles
+from weft.models.attention.contexts import Dense
+from weft.models.attention.inputs import AttentionInputs
+
+from .varlen_contract import varlen_attn
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUTS = torch.tensor([0, 150, 161, 400], dtype=torch.int32)
+
+
+def test_abilities_are_read_from_the_signature() -> None:
+    def of_2_11(query: Tensor, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> None: ...
+
+    def without_splits(
+        query: Tensor, *, enable_gqa: bool = False, seqused_k: Any = None, block_table: Any = None
+    ) -> None: ...
+
+    assert flash.Abilities.of(of_2_11) == flash.Abilities(grouped_heads=False, block_table=False)
+    assert flash.Abilities.of(without_splits) == flash.Abilities(grouped_heads=True, block_table=False)
+
+
+def test_a_cpu_and_odd_heads_are_not_served() -> None:
+    cuda = torch.device("cuda", 0)
+    assert not flash.serves(torch.device("cpu"), torch.bfloat16, 64)
+    assert not flash.serves(cuda, torch.float32, 64)
+    assert not flash.serves(cuda, torch.bfloat16, 12) and not flash.serves(cuda, torch.bfloat16, 512)
+
+
+class Recorder:
+    """Stands in for the kernel: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: tuple[Any, ...] = ()
+        self.named: dict[str, Any] = {}
+
+    def __call__(self, *given: Any, **named: Any) -> Tensor:
+        self.given, self.named = given, named
+        return given[0]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    flash.abilities()  # those of the installed torch
+    monkeypatch.setattr(flash, "kernel", lambda: recorder)
+    return recorder
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_training_asks_for_causal_attention_of_grouped_heads(
+    kernel: Recorder, monkeypatch: pytest.MonkeyPatch, grouped: bool
+) -> None:
+    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(grouped, False))
+    q, k = torch.zeros(400, 4, 16), torch.zeros(400, 2, 16)
+    at = VarlenLengths(CUTS, CUTS, 239, 239)
+    flash.packed(q, k, k, at, AttentionSpec(0.25))
+    assert kernel.named["window_size"] == (-1, 0) and kernel.named["scale"] == 0.25
+    assert kernel.given[1].shape[1] == (2 if grouped else 4) and ("enable_gqa" in kernel.named) == grouped
+    assert kernel.given[3:] == (CUTS, CUTS, 239, 239)
+    flash.packed(q, k, k, at, AttentionSpec(0.25, window=40))
+    assert kernel.named["window_size"] == (39, 0), "the kernel does not count the query itself"
+
+
+def test_the_installed_kernel_takes_what_it_is_given(kernel: Recorder) -> None:
+    from torch.nn.attention.varlen import varlen_attn as installed
+
+    signature, q, k = inspect.signature(installed), torch.zeros(400, 4, 16), torch.zeros(400, 2, 16)
+    flash.packed(q, k, k, VarlenLengths(CUTS, CUTS, 239, 239), AttentionSpec(0.25))
+    signature.bind(*kernel.given, **kernel.named)
+    if flash.Abilities.of(installed).block_table:
+        keys, table = torch.zeros(7, 256, 2, 16), torch.zeros(3, 2, dtype=torch.int32)
+        flash.paged(torch.zeros(3, 4, 16), keys, keys, table, torch.ones(3, dtype=torch.int32), AttentionSpec(0.25))
+        signature.bind(*kernel.given, **kernel.named)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_packs_by_the_kernels_contract(monkeypatch: pytest.MonkeyPatch, grouped: bool, window: int | None) -> None:
+    q, k, v = (torch.randn(400, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    given = AttentionInputs(q, k, v, AttentionSpec(0.25, window), 0)
+    expected = rectangles.dense(given, Dense(CUTS, 239))
+    monkeypatch.setattr(flash, "serves", lambda *_: True)
+    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(grouped, False))
+    monkeypatch.setattr(flash, "kernel", lambda: varlen_attn)
+    assert_close(accelerator.dense(given, Dense(CUTS, 239)), expected)
+
+
+def test_pages_are_never_split(kernel: Recorder) -> None:
+    keys = torch.zeros(7, 256, 2, 16)
+    table, used = torch.zeros(3, 2, dtype=torch.int32), torch.tensor([1, 300, 256], dtype=torch.int32)
+    flash.paged(torch.zeros(3, 4, 16), keys, keys, table, used, AttentionSpec(0.25))
+    assert (
+        kernel.named["num_splits"] == 1 and kernel.named["block_table"] is table and kernel.named["seqused_k"] is used
+    )
+    assert kernel.given[3].tolist() == [0, 1, 2, 3] and kernel.given[5:] == (1, 512)
+
+
+@needs_cuda
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_kernel_agrees_with_the_exact_form(window: int | None) -> None:
+    torch.manual_seed(0)
+    ours = [torch.randn(400, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2)]
+    theirs = [x.detach().double().cpu().requires_grad_() for x in ours]
+    spec = AttentionSpec(0.125, window)
+    out = flash.packed(*ours, VarlenLengths(CUTS.cuda(), CUTS.cuda(), 239, 239), spec)
+    expected = rectangles.dense(AttentionInputs(*theirs, spec, 0), Dense(CUTS, 239))
+    weights = torch.randn_like(expected)
+    found = torch.autograd.grad(out, ours, weights.to("cuda", torch.bfloat16))
+    exact = torch.autograd.grad(expected, theirs, weights)
+    # bfloat16 keeps 8 bits; sums of 400 such terms are within a few units of the last place of their largest.
+    for a, b in zip((out, *found), (expected, *exact), strict=True):
+        assert_close(a.double().cpu(), b, rtol=2e-2, atol=2e-2)
+
+
+@needs_cuda
+def test_pages_agree_with_the_exact_form() -> None:
+    if not flash.abilities().block_table:
+        pytest.skip("this torch has no block tables")
+    torch.manual_seed(0)
+    q = torch.randn(3, 8, 64, device="cuda", dtype=torch.bfloat16)
+    keys, values = (torch.randn(7, 256, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = torch.tensor([[3, 0], [5, 1], [2, 6]], dtype=torch.int32, device="cuda")
+    used = torch.tensor([1, 300, 512], dtype=torch.int32, device="cuda")
+    out = flash.paged(q, keys, values, table, used, AttentionSpec(0.125))
+    for row, count in enumerate(used.tolist()):
+        k, v = (x[table[row].long()].flatten(0, 1)[:count].double().cpu() for x in (keys, values))
+        k, v = k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
+        weights = torch.softmax(torch.einsum("hd,khd->hk", q[row].double().cpu(), k) * 0.125, -1)
+        assert_close(out[row].double().cpu(), torch.einsum("hk,khd->hd", weights, v), rtol=2e-2, atol=2e-2)

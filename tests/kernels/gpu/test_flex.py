@@ -1,0 +1,199 @@
+"""FlexAttention's masks: who sees whom, the blocks that follow, and the outputs and gradients of a shared prefix.
+
+A CPU runs it unfused, and torch refuses gradients there only because its fused kernel has none: the check is lifted here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.testing import assert_close
+
+from weft.kernels import AttentionSpec, flex
+from weft.models.attention import cascade, rectangles
+from weft.models.attention.contexts import Dense, Join, Prefixed
+from weft.models.attention.inputs import AttentionInputs
+
+CUTS = [0, 150, 290, 301, 520, 700]
+JOINS = (Join((0, 150), (150, 301)), Join((301, 520), (520, 700)))
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # unfused, it is traced with sizes that vary; other tests' sizes would make more of them vary
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
+
+
+def dense(device: str = "cpu") -> Dense:
+    return Dense(torch.tensor(CUTS, dtype=torch.int32, device=device), int(np.diff(CUTS).max()))
+
+
+def prefixed(device: str = "cpu") -> Prefixed:
+    return Prefixed(dense(device), JOINS, torch.tensor([289, 300, 699], device=device))
+
+
+def inputs(dtype: torch.dtype = torch.float32, device: str = "cpu", dim: int = 16) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(CUTS[-1], h, dim, dtype=dtype, device=device, requires_grad=True) for h in (4, 2, 2)]
+
+
+def visible(context: Dense | Prefixed, window: int | None) -> Tensor:
+    """bool [T, T] by the definition."""
+    place = torch.arange(CUTS[-1])
+    segment = torch.bucketize(place, torch.tensor(CUTS[1:]), right=True)
+    seen = (segment[:, None] == segment) & (place <= place[:, None])
+    if window is not None:
+        seen &= place > place[:, None] - window
+    for join in context.joins if isinstance(context, Prefixed) else ():
+        seen[slice(*join.rest), slice(*join.prefix)] = True
+    return seen
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, spec: AttentionSpec) -> Tensor:
+    """Attention by the definition, all scores at once."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    if spec.softcap is not None:
+        logits = torch.tanh(logits / spec.softcap) * spec.softcap
+    weights = torch.softmax(logits.masked_fill(~visible(context, spec.window), -torch.inf), dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def joins_of(context: Dense | Prefixed) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    return [(join.prefix, join.rest) for join in context.joins] if isinstance(context, Prefixed) else []
+
+
+def spans_of(context: Dense | Prefixed, length: int, window: int | None) -> flex.Spans:
+    return flex.Spans.of(context.dense.cu_seqlens, joins_of(context), length, window)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, spec: AttentionSpec) -> Tensor:
+    """By FlexAttention."""
+    mask = flex.pack_mask(context.dense.cu_seqlens, joins_of(context), len(q), spec.window)
+    return flex.packed(q, k, v, mask, spec)
+
+
+def full_mask(spans: flex.Spans) -> Tensor:
+    index = torch.arange(len(spans.near))
+    return spans.mask_mod(None, None, index[:, None], index[None])
+
+
+@pytest.mark.parametrize(("context", "window"), [(dense(), None), (dense(), 40), (prefixed(), None)])
+def test_the_mask_is_the_definition_and_filling_sees_itself(context: Dense | Prefixed, window: int | None) -> None:
+    spans = spans_of(context, CUTS[-1], window)
+    mask, length = full_mask(spans), CUTS[-1]
+    assert mask.shape == (1024, 1024)
+    assert torch.equal(mask[:length, :length], visible(context, window))
+    assert not mask[:length, length:].any() and not mask[length:, :length].any()
+    assert torch.equal(mask[length:, length:], torch.eye(1024 - length, dtype=torch.bool))
+    assert mask.any(1).all(), "a query that sees nothing has no softmax"
+
+
+@pytest.mark.parametrize(("context", "window"), [(dense(), None), (dense(), 40), (prefixed(), None)])
+def test_no_block_with_a_visible_key_is_left_out(context: Dense | Prefixed, window: int | None) -> None:
+    spans = spans_of(context, CUTS[-1], window)
+    cells = full_mask(spans).view(8, flex.BLOCK, 8, flex.BLOCK)
+    some, every = spans.blocks()
+    assert torch.equal(some, cells.any(3).any(1))
+    assert torch.equal(every, cells.all(3).all(1))
+    block_mask = spans.mask()
+    listed = torch.zeros(8, 8, dtype=torch.bool)
+    for count, order in (
+        (block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    ):  # fmt: skip
+        for row in range(8):
+            listed[row, order[0, 0, row, : count[0, 0, row]].long()] = True
+    assert torch.equal(listed, some)
+
+
+def test_a_block_that_only_a_prefix_fills_is_full() -> None:
+    context = Prefixed(
+        Dense(torch.tensor([0, 256, 512], dtype=torch.int32), 256), (Join((0, 256), (256, 512)),), torch.tensor([511])
+    )
+    some, every = spans_of(context, 512, None).blocks()
+    assert some.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    assert every.int().tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+
+
+def test_a_shared_prefix_is_that_of_the_joined_parts_forward_and_backward() -> None:
+    context, spec = prefixed(), AttentionSpec(0.25)
+    ours, theirs = inputs(), inputs()
+    out, expected = attend(*ours, context, spec), cascade.attend(*theirs, context.parts, spec.scale)
+    assert_close(out, expected)
+    weights = torch.randn_like(out)
+    for a, b in zip(
+        torch.autograd.grad(out, ours, weights), torch.autograd.grad(expected, theirs, weights), strict=True
+    ):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(0.25, softcap=2.0), AttentionSpec(0.25, window=40, softcap=2.0)])
+def test_capped_scores_are_those_of_the_written_out_form(spec: AttentionSpec) -> None:
+    ours, theirs = inputs(torch.float64), inputs(torch.float64)
+    out = attend(*ours, dense(), spec)
+    expected = rectangles.dense(AttentionInputs(*theirs, spec, 0), dense())
+    assert_close(out, expected)
+    weights = torch.randn_like(out)
+    for a, b in zip(
+        torch.autograd.grad(out, ours, weights), torch.autograd.grad(expected, theirs, weights), strict=True
+    ):
+        assert_close(a, b)
+
+
+def test_few_sizes_are_compiled() -> None:
+    assert [flex.padded(n) for n in (1, 128, 129, 1000, 1024, 8000)] == [128, 128, 256, 1024, 1024, 8192]
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(torch_flex.flex_attention, backend=counter, dynamic=False, fullgraph=True)
+    for length, cut in ((300, 40), (300, 90), (280, 33), (500, 33), (130, 20)):
+        context = Dense(torch.tensor([0, cut, length], dtype=torch.int32), length)
+        q, k, v = (torch.randn(1, heads, flex.padded(length), 16) for heads in (4, 2, 2))
+        compiled(q, k, v, block_mask=spans_of(context, length, None).mask(), scale=0.25, enable_gqa=True)
+    assert counter.frame_count == 2, "one for 512 tokens and one for 256, whatever the sequences in them"
+
+
+def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    assert not flex.serves(torch.device("cpu"), 64)
+    for makes in (True, False):
+        monkeypatch.setattr(flex, "_compiles", lambda makes=makes: makes)
+        assert flex.serves(cuda, 64) == makes and not flex.serves(cuda, 8)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
+    """Compiled for a CPU, the forward pass skips blocks that are not listed, as it does on a GPU: a shared prefix, and pages of
+    which each row reads its own."""
+    compiled = torch.compile(torch_flex.flex_attention, dynamic=False, fullgraph=True)
+    q, k, v = (torch.randn(1, heads, 1024, 32) for heads in (4, 2, 2))
+    mask = spans_of(prefixed(), CUTS[-1], None).mask()
+    settings = {"block_mask": mask, "scale": 0.25, "enable_gqa": True}
+    assert_close(compiled(q, k, v, **settings), torch_flex.flex_attention(q, k, v, **settings))
+    table = torch.tensor([[3, 5, 0], [1, 0, 0], [4, 2, 6], [0, 0, 0]], dtype=torch.int32)
+    used = torch.tensor([300, 256, 700, 1], dtype=torch.int32)
+    q, k, v = torch.randn(4, 4, 1, 32), torch.randn(1, 2, 7 * 256, 32), torch.randn(1, 2, 7 * 256, 32)
+    for window in (None, 100):
+        settings["block_mask"] = flex.page_mask(table, used, (7, 256), window)
+        assert_close(compiled(q, k, v, **settings), torch_flex.flex_attention(q, k, v, **settings))
+
+
+@needs_cuda
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, None), (torch.bfloat16, 2e-2)])
+def test_the_fused_kernel_agrees_with_the_exact_form(dtype: torch.dtype, allowed: float | None) -> None:
+    """Float32 within what torch allows it; bfloat16 keeps 8 bits of each of up to 300 terms."""
+    for spec, context in ((AttentionSpec(0.25), prefixed), (AttentionSpec(0.25, window=40, softcap=2.0), dense)):
+        ours = [x.detach().cuda().requires_grad_() for x in inputs(dtype)]
+        theirs = [x.detach().double().cpu().requires_grad_() for x in ours]
+        out, expected = attend(*ours, context("cuda"), spec), written_out(*theirs, context(), spec)
+        weights = torch.randn_like(expected)
+        found = torch.autograd.grad(out, ours, weights.to("cuda", dtype))
+        exact = torch.autograd.grad(expected, theirs, weights)
+        for a, b in zip((out, *found), (expected, *exact), strict=True):
+            assert_close(a.to("cpu", torch.float32), b.float(), rtol=allowed, atol=allowed)

@@ -1,0 +1,73 @@
+"""Products by the fastest kernel are the plain ones, with their gradients, and a row's bits do not depend on other rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from weft.kernels.products import add_product, linear, product
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7), (0, 7)])
+@pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=3)))
+def test_values_and_gradients_are_those_of_torch(
+    dtype: torch.dtype, shape: tuple[int, ...], needed: tuple[bool, ...]
+) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(size, dtype=dtype) for size in (shape, (6, 7), (6,))]
+    for leaf, need in zip(leaves, needed, strict=True):
+        leaf.requires_grad_(need)
+    ours, theirs = linear(*leaves), torch.nn.functional.linear(*leaves)
+    assert_close(ours, theirs)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if wanted:
+        by_out = torch.randn_like(ours)
+        for one, other in zip(
+            torch.autograd.grad(ours, wanted, by_out), torch.autograd.grad(theirs, wanted, by_out), strict=True
+        ):
+            assert_close(one, other)
+
+
+def test_views_are_multiplied_as_what_they_show() -> None:
+    torch.manual_seed(0)
+    left, right, bias = torch.randn(9, 12).T[2:8], torch.randn(18, 5).T[:, ::2], torch.randn(10)[::2]
+    assert_close(product(left, right, bias), left @ right.T + bias)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.float64,) * 2, (torch.float32, torch.bfloat16)]
+)
+def test_gradients_of_weights(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    torch.manual_seed(0)
+    kept, dtype = dtypes
+    total, by_out, x = (
+        torch.randn(6, 5, dtype=kept),
+        torch.randn(6, 9, dtype=dtype).T,
+        torch.randn(9, 10, dtype=dtype)[:, ::2],
+    )
+    expected = by_out.T @ x
+    assert_close(product(by_out.T, x.T), expected)
+    whole = total + expected
+    add_product(total, by_out.T, x.T)
+    assert_close(total, whole, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(48, 16), (300, 64), (64, 172), (96, 700)])
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight, rows = torch.randn(shape, dtype=dtype), torch.randn(300, shape[1], dtype=dtype)
+    whole = product(rows, weight)
+    low, wide = torch.randn(shape[0], 8, dtype=dtype), torch.randn(300, 8, dtype=dtype)  # an adapter's
+    added = whole.clone()
+    add_product(added, wide, low)
+    for count in (1, 2, 3, 4, 5, 7, 11, 16, 33, 150):
+        part = slice(9, 9 + count)
+        found = product(rows[part].clone(), weight)
+        assert torch.equal(found, whole[part])
+        add_product(found, wide[part].clone(), low)
+        assert torch.equal(found, added[part])

@@ -1,0 +1,158 @@
+"""The paged cache: whatever rows share, copy and give back, what is computed stays what the whole pass computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+from torch.testing import assert_close
+
+from tests.models.common import last_states, sequences, tiny
+from weft.kernels import flex
+from weft.models.kv.pages import Paged, PagedCache, PagePool
+
+NETWORKS = ["llama", "mistral", "gemma2", "gpt2"]
+PAGE = 16
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # unfused, it is traced with sizes that vary; other tests' sizes would make more of them vary
+    monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
+
+
+def pool_of(network: torch.nn.Module) -> PagePool:
+    return PagePool(network.config, "cpu", torch.float32, page=PAGE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NETWORKS)
+def test_sequences_come_and_go(name: str) -> None:
+    """Prefill some, decode over a page's end, release one in the middle, admit another, decode on."""
+    network = tiny(name)
+    pool = pool_of(network)
+    cache = PagedCache(pool)
+    texts = sequences([15, 3, 40, 5])
+    slots = cache.allocate(3)
+    packed = cache.extend(slots, texts[:3])
+    assert_close(network.hidden(packed)[packed.rows], last_states(network, texts[:3]))
+    held = dict(zip(slots, texts[:3], strict=True))
+
+    def step(seed: int) -> None:
+        order = sorted(held)
+        tokens = sequences([len(order)], seed=seed)[0]
+        packed = cache.extend(order, tokens)
+        assert isinstance(packed.attention, Paged) and packed.attention.decodes
+        for slot, token in zip(order, tokens, strict=True):
+            held[slot] = torch.cat([held[slot], token[None]])
+        assert packed.positions.tolist() == [len(held[slot]) - 1 for slot in order]
+        assert_close(network.hidden(packed)[packed.rows], last_states(network, [held[s] for s in order]))
+
+    step(1)
+    step(2)
+    moved = cache.release(0)
+    assert moved == 2
+    held[0] = held.pop(moved)
+    (new,) = cache.allocate()
+    packed = cache.extend([new], [texts[3]])
+    network.hidden(packed)
+    held[new] = texts[3]
+    step(3)
+    cache.close()
+    assert pool.pages.num_used == 0
+
+
+@torch.no_grad()
+def test_samples_share_pages_until_they_write() -> None:
+    network = tiny()
+    pool = pool_of(network)
+    cache = PagedCache(pool)
+    (prompt,) = sequences([2 * PAGE + 9])
+    (slot,) = cache.allocate()
+    network.hidden(cache.extend([slot], [prompt]))
+    slots = [slot, *cache.fork(slot, 3)]
+    assert slots == [0, 1, 2, 3] and pool.pages.num_used == 3
+    tokens = torch.tensor([3, 50, 7, 99])
+    packed = cache.extend(slots, tokens)
+    assert pool.pages.num_used == 3 + 3, "the partly full page is copied for all but one"
+    expected = last_states(network, [torch.cat([prompt, t[None]]) for t in tokens])
+    assert_close(network.hidden(packed)[packed.rows], expected)
+
+
+@torch.no_grad()
+def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
+    """A prefix computed in two parts, cut back as the generator does, then gone on from by two rows and taken over by one."""
+    network = tiny()
+    pool = pool_of(network)
+    prefix, cache = PagedCache(pool), PagedCache(pool)
+    text, *rests = sequences([PAGE + 5, 4, 11])
+    prefix.allocate()
+    network.hidden(prefix.extend([0], [text[:7]]))
+    network.hidden(prefix.extend([0], [torch.cat([text[7:], text[:3]])]))
+    prefix.truncate(0, len(text))
+    slots = cache.allocate(2)
+    cache.link(slots, prefix)
+    assert cache.before[:2].tolist() == [len(text)] * 2 and pool.pages.num_used == 2
+    packed = cache.extend(slots, rests)
+    whole = [torch.cat([text, rest]) for rest in rests]
+    assert packed.positions.tolist() == [*range(21, 25), *range(21, 32)]
+    assert_close(network.hidden(packed)[packed.rows], last_states(network, whole))
+    taken = cache.take(prefix)
+    assert taken == 2
+    prefix.close()
+    tokens = torch.tensor([8, 9, 10])
+    packed = cache.extend([0, 1, taken], tokens)
+    expected = [torch.cat([row, token[None]]) for row, token in zip([*whole, text], tokens, strict=True)]
+    assert_close(network.hidden(packed)[packed.rows], last_states(network, expected))
+    cache.truncate(1, 2)
+    packed = cache.extend([1], [rests[1][2:6]])
+    assert_close(network.hidden(packed)[-1:], last_states(network, [torch.cat([text, rests[1][:6]])]))
+
+
+@torch.no_grad()
+def test_rows_that_fill_a_step_up_disturb_nobody() -> None:
+    network = tiny()
+    cache = PagedCache(pool_of(network))
+    texts = sequences([20, 7])
+    slots = cache.allocate(2)
+    network.hidden(cache.extend(slots, texts))
+    step = torch.from_numpy(cache.step(slots, sequences([2])[0].numpy()))
+    filled = torch.nn.functional.pad(step, (0, 0, 0, 3))
+    states = network.hidden(cache.pool.packed(filled))
+    assert torch.isfinite(states).all()
+    assert_close(states[:2], network.hidden(cache.pool.packed(step)))
+
+
+@torch.no_grad()
+def test_the_pool_grows_and_keeps_what_it_holds() -> None:
+    network = tiny()
+    pool = pool_of(network)
+    cache = PagedCache(pool)
+    before = pool.num_bytes
+    texts = sequences([PAGE] * 70)
+    slots = cache.allocate(70)
+    network.hidden(cache.extend(slots[:60], texts[:60]))
+    network.hidden(cache.extend(slots[60:], texts[60:]))
+    assert pool.num_bytes == 2 * before
+    packed = cache.extend([0, 69], torch.tensor([1, 2]))
+    expected = [torch.cat([texts[0], torch.tensor([1])]), torch.cat([texts[69], torch.tensor([2])])]
+    assert_close(network.hidden(packed)[packed.rows], last_states(network, expected))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_listed_blocks_hold_every_visible_key(window: int | None) -> None:
+    """The fused kernel reads the listed pages alone; the unfused form, which the other tests run, all of them."""
+    table = torch.tensor([[3, 5, 0], [1, 0, 0], [4, 2, 6], [0, 0, 0]], dtype=torch.int32)
+    used = torch.tensor([20, 16, 33, 1], dtype=torch.int32)
+    mask = flex.page_mask(table, used, (7, PAGE), window)
+    row, key = torch.arange(4)[:, None], torch.arange(7 * PAGE)[None]
+    seen = mask.mask_mod(row, None, None, key)
+    for r in range(4):
+        pages = table[r, : -(-int(used[r]) // PAGE)]
+        own = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[: used[r]]
+        expected = torch.zeros(7 * PAGE, dtype=torch.bool)
+        expected[own if window is None else own[-window:]] = True
+        assert torch.equal(seen[r], expected)
+        listed = mask.kv_indices[r, 0, 0, : mask.kv_num_blocks[r, 0, 0]]
+        assert set((seen[r].nonzero().flatten() // PAGE).tolist()) <= set(listed.tolist())
+    assert mask.kv_indices.shape == (4, 1, 1, 7)

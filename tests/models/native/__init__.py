@@ -1,1 +1,0 @@
-"""The C++ kernels of a CPU."""

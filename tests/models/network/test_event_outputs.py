@@ -1,0 +1,257 @@
+"""Outputs of several ids a row against the formulas written out: log-probs of K ids and of any other, and their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.models.common import sequences, tiny
+from tests.models.network.test_token_outputs import N, V, inputs, support
+from weft.algorithms.base import Output
+from weft.models.network import token_outputs as by_token
+from weft.models.network.event_outputs import given_outputs, outputs, top_outputs
+from weft.models.network.packed import RowGradient, TopIds, pack
+from weft.models.network.token_outputs import Projection
+
+K = 4
+
+
+def some_ids(count: int = K, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(V, generator=generator)[:count] for _ in range(N)]).int()
+
+
+def naive_logits(hidden: Tensor, projection: Projection, temperature: float) -> Tensor:
+    logits = hidden @ projection.weight.T + (0 if projection.bias is None else projection.bias)
+    if projection.softcap is not None:
+        logits = projection.softcap * torch.tanh(logits / projection.softcap)
+    return logits / temperature
+
+
+def naive(logits: Tensor, ids: Tensor) -> Tensor:
+    """[N, K + 1], from all probabilities."""
+    p = logits.softmax(-1)
+    own = p.gather(1, ids.long())
+    others = p.scatter(1, ids.long(), 0.0).sum(-1, keepdim=True)
+    return torch.cat([own, others], dim=1).log()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # weft's kernels, torch's
+def test_given_logprobs_and_gradients_are_the_formula(
+    chunk: int, with_bias: bool, softcap: float | None, temperature: float, dtype: torch.dtype
+) -> None:
+    hidden, weight, bias, labels = inputs(dtype)
+    projection, ids = Projection(weight, bias if with_bias else None, softcap), some_ids()
+    ours = given_outputs(hidden, labels, ids, projection, temperature=temperature, labelled=True, chunk=chunk)
+    logits = naive_logits(hidden, projection, temperature)
+    theirs = {"given_logprobs": naive(logits, ids), "logprobs": logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]}
+    for name, value in theirs.items():
+        assert ours[name].dtype == dtype
+        assert_close(ours[name], value)
+    assert_close(ours["given_logprobs"].exp().sum(-1), torch.ones(N, dtype=dtype))
+    leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
+    by_event = torch.randn(N, K + 1, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    for mix in ((1.0, 0.0), (0.0, 1.0), (0.3, -2.0)):
+        made = [
+            torch.autograd.grad(
+                (mix[0] * by_event * o["given_logprobs"]).sum() + mix[1] * o["logprobs"].square().sum(),
+                leaves,
+                retain_graph=True,
+            )
+            for o in (ours, theirs)
+        ]
+        for one, other in zip(*made, strict=True):
+            assert_close(one, other)
+
+
+def test_gradcheck() -> None:
+    hidden, weight, bias, labels = inputs()
+    ids = some_ids()
+
+    def both(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        out = given_outputs(h, labels, ids, Projection(w, b, 2.0), temperature=0.8, labelled=True, chunk=2)
+        return out["given_logprobs"], out["logprobs"]
+
+    assert torch.autograd.gradcheck(both, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_all_ids_leave_nothing_over(dtype: torch.dtype) -> None:
+    hidden, weight, _, labels = inputs(dtype)
+    ids, projection = some_ids(V), Projection(weight)
+    out = given_outputs(hidden, labels, ids, projection)["given_logprobs"]
+    whole = (hidden @ weight.T).log_softmax(-1)
+    assert (out[:, -1] == -math.inf).all()
+    assert_close(out[:, :-1], whole.gather(1, ids.long()))
+    target = torch.randn(N, V, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    ours = torch.autograd.grad((target * out[:, :-1]).sum(), [hidden, weight])
+    theirs = torch.autograd.grad((target * whole.gather(1, ids.long())).sum(), [hidden, weight])
+    for one, other in zip(ours, theirs, strict=True):
+        assert bool(one.isfinite().all())
+        assert_close(one, other)
+
+
+def test_what_is_left_over_keeps_its_digits() -> None:
+    """In float32, where the given ids hold all but e^-60: 1 less their sum would be 0."""
+    logits = torch.full((1, V), -60.0).index_fill(1, torch.tensor([0]), 5.0)
+    hidden = torch.eye(V)[:1].requires_grad_()
+    weight = torch.zeros(V, V).index_copy(1, torch.tensor([0]), logits.T)
+    ids = torch.tensor([[0, 1]])
+    out = given_outputs(hidden, torch.tensor([0]), ids, Projection(weight))["given_logprobs"]
+    exact = math.log(9.0) - 65.0
+    assert out[0].tolist() == pytest.approx([0.0, -65.0, exact], abs=1e-4)
+    out[0, 2].backward()  # d log(rest) / d hidden = W^T (q - p), and q is uniform over the nine others
+    assert hidden.grad is not None
+    assert hidden.grad[0, 0].item() == pytest.approx(-60.0 - 5.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("below", [None, 6])
+@pytest.mark.parametrize("count", [1, K, V + 5])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_likeliest_ids_with_their_logprobs(count: int, below: int | None, chunk: int, dtype: torch.dtype) -> None:
+    hidden, weight, bias, labels = inputs(dtype)
+    projection = Projection(weight, bias, 1.5)
+    out = top_outputs(hidden, projection, TopIds(count, below), temperature=0.7, chunk=chunk)
+    logits = naive_logits(hidden, projection, 0.7)
+    kept = min(count, V if below is None else below)
+    wanted = logits[:, :below].topk(kept).indices
+    assert out["top_ids"].dtype == torch.int32 and out["top_ids"].tolist() == wanted.tolist()
+    assert_close(out["top_logprobs"], naive(logits, wanted).detach())
+    assert not out["top_logprobs"].requires_grad
+    given = given_outputs(hidden, labels, out["top_ids"], projection, temperature=0.7, chunk=chunk)["given_logprobs"]
+    assert torch.equal(given, out["top_logprobs"]), "a student that is its teacher is not apart from it"
+
+
+def test_half_precision_is_normalised_in_float32() -> None:
+    hidden, weight, _, labels = inputs(torch.bfloat16)
+    out = given_outputs(hidden, labels, some_ids(), Projection(weight))["given_logprobs"]
+    assert out.dtype == torch.float32
+    assert_close(out, naive((hidden @ weight.T).float(), some_ids()))
+    out.sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+
+
+def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    project = Projection.logits
+
+    def watch(self: Projection, hidden: Tensor) -> Tensor:
+        logits = project(self, hidden)
+        sizes.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(Projection, "logits", watch)
+    monkeypatch.setattr(by_token, "CHUNK_CELLS", {"cpu": 2 * V})
+    monkeypatch.setattr(by_token, "LEAST_CHUNK_ROWS", 1)
+    hidden, weight, _, labels = inputs()
+    given_outputs(hidden, labels, some_ids(), Projection(weight))["given_logprobs"].sum().backward()
+    top_outputs(hidden, Projection(weight), TopIds(2))
+    assert max(sizes) == 2 * V and len(sizes) == 3 * 4
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_known_by_row_spares_the_logits(
+    softcap: float | None, temperature: float, labelled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, bias, labels = inputs(dtype)
+    projection, scale = Projection(weight, bias, softcap), torch.linspace(-0.5, 2.0, N, dtype=dtype)
+    calls = []
+    project = Projection.logits
+    monkeypatch.setattr(Projection, "logits", lambda self, h: calls.append(1) or project(self, h))
+
+    def loss(out: Mapping[Output, Tensor]) -> Tensor:
+        """Each row's gradient depends on its own outputs."""
+        value = (scale[:, None] * out["given_logprobs"].exp()).square().sum()
+        return value + (scale * out["logprobs"].square()).sum() if labelled else value
+
+    def known(out: Mapping[Output, Tensor]) -> dict[Output, Tensor]:
+        with torch.enable_grad():
+            free = {key: value.detach().requires_grad_() for key, value in out.items()}
+            made = torch.autograd.grad(loss(free), list(free.values()), allow_unused=True)
+        found = {key: by for key, by in zip(free, made, strict=True) if by is not None}
+        return {"logprobs": torch.zeros_like(out["logprobs"]), **found}
+
+    def gradients(gradient: RowGradient | None) -> tuple[Tensor, ...]:
+        out = given_outputs(
+            hidden, labels, some_ids(), projection,
+            temperature=temperature, labelled=labelled, chunk=3, gradient=gradient,
+        )  # fmt: skip
+        return torch.autograd.grad(loss(out), [hidden, weight, bias])
+
+    plain = gradients(None)
+    assert len(calls) == 6
+    for one, other in zip(gradients(known), plain, strict=True):
+        assert_close(one, other)
+    assert len(calls) == 9
+    wrong: RowGradient = lambda out: {"given_logprobs": torch.ones_like(out["given_logprobs"])}  # noqa: E731  costs time alone
+    for one, other in zip(gradients(wrong), plain, strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # an output matrix of its own; a tied one with a soft cap
+def test_a_network_gives_all_outputs_together(family: str) -> None:
+    """Outputs of labels, of given ids and of the entropy: values, and gradients that add up, also in a tied matrix."""
+    network = tiny(family).double()
+    packed = pack(sequences([4, 6]))
+    generator = torch.Generator().manual_seed(4)
+    size = network.config.vocab_size
+    ids = torch.stack([torch.randperm(size, generator=generator)[:3] for _ in packed.rows])
+    want: frozenset[Output] = frozenset({"given_logprobs", "logprobs", "entropy"})
+    ours = network(replace(packed, ids=ids), want, 0.9)
+    logits = network.next_token_logits(network.hidden(packed)[packed.rows]) / 0.9
+    logp = logits.log_softmax(-1)
+    theirs = {
+        "given_logprobs": naive(logits, ids),
+        "logprobs": logp.gather(1, packed.labels[:, None])[:, 0],
+        "entropy": -(logp.exp() * logp).sum(-1),
+    }
+    assert set(ours) == want
+    for name, value in theirs.items():
+        assert_close(ours[name], value)
+    leaves = list(network.parameters())
+    made = [torch.autograd.grad(sum(v.square().sum() for v in out.values()), leaves) for out in (ours, theirs)]
+    for one, other in zip(*made, strict=True):
+        assert_close(one, other)
+    top = network(replace(packed, ids=TopIds(2)), frozenset({"top_ids"}))
+    assert set(top) == {"top_ids"} and top["top_ids"].shape == (len(packed.rows), 2)
+
+
+def test_a_gradient_by_row_is_not_asked_for_where_outputs_come_one_by_one() -> None:
+    """It is a function of all of them, and an accelerator does not check what it says."""
+    network, packed = tiny(), pack(sequences([4, 6]))
+    asked: list[frozenset[Output]] = []
+
+    def gradient(out: Mapping[Output, Tensor]) -> dict[Output, Tensor]:
+        asked.append(frozenset(out))
+        return {key: torch.ones_like(value) for key, value in out.items()}
+
+    given = replace(packed, ids=torch.zeros(len(packed.rows), 1, dtype=torch.int32), row_gradient=gradient)
+    network(given, frozenset({"given_logprobs", "entropy"}))
+    assert not asked
+    network(given, frozenset({"given_logprobs", "logprobs"}))
+    assert asked == [{"given_logprobs", "logprobs"}]
+
+
+def test_several_ids_are_of_the_whole_vocabulary_whatever_was_sampled() -> None:
+    hidden, weight, _, labels = inputs()
+    packed = replace(pack([torch.arange(3)]), labels=labels, ids=some_ids())
+    want: frozenset[Output] = frozenset({"given_logprobs", "logprobs"})
+    kept = support(labels)
+    limited = outputs(hidden, packed, Projection(weight), want, 1.0, kept)
+    assert_close(limited["given_logprobs"], naive(hidden @ weight.T, some_ids()))
+    plain = by_token.token_outputs(hidden, labels, Projection(weight), frozenset({"logprobs"}), support=kept)
+    assert torch.equal(limited["logprobs"], plain["logprobs"])

@@ -1,0 +1,69 @@
+"""A process keeps the memory that it frees where it is asked to, and weft asks in processes of its own alone."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ASKS = """
+import sys
+asked = []
+sys.addaudithook(lambda event, given: asked.append(given[1]) if event == "ctypes.dlsym" and given[1] == "mallopt" else None)
+"""
+SCRIPT = """
+from pathlib import Path
+import torch, weft
+from tests.launch import cases
+from weft.launch import run
+folder = Path(sys.argv[1])
+cases.prepare(folder)
+for name in ("sft", "grpo"):
+    run(cases.CASES[name](folder, name))
+from weft.cli.main import main
+assert main(["report", "--help"]) == 0
+"""
+COMMAND = """
+sys.argv = ["weft", "report", "--help"]
+from weft.cli.main import main
+assert main() == 0
+"""
+FAULTS = """
+import resource, torch
+from weft.observe.memory import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    alive = [torch.ones(size << 18) for size in (12, 30, 20, 25, 16) * 3]
+    del alive
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+keep_freed_memory()
+print(*(faults() for _ in range(4)))
+"""
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is asked")
+
+
+def printed(code: str, *words: str) -> str:
+    """By a process of its own."""
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, cwd=ROOT).stdout
+
+
+@glibc
+def test_freed_memory_is_taken_again_without_a_fault_a_page() -> None:
+    """Tensors of 309 MB, made and freed again and again: what memory they took first serves those that come after."""
+    first, *after = map(int, printed(FAULTS).split())
+    assert sum(after) < first / 4
+
+
+@glibc
+def test_a_script_that_trains_and_samples_keeps_its_allocator_as_it_is(tmp_path: Path) -> None:
+    assert printed(ASKS + SCRIPT + "print(asked)", str(tmp_path)).splitlines()[-1] == "[]"
+
+
+@glibc
+def test_the_command_line_asks() -> None:
+    assert printed(ASKS + COMMAND + "print(len(asked))").splitlines()[-1] == "3"

@@ -1,0 +1,72 @@
+"""Processes that run functions together as the ranks of a gloo process group, started once for many tests.
+
+    with Ranks(2, folder) as ranks:
+        results = ranks.run(function, *arguments)      # one result a rank
+
+`function` is importable by its name, and what goes in and out can be pickled.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEADLINE = 120.0  # seconds that a function may take, and a rank to start
+
+
+class Ranks:
+    def __init__(self, size: int, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, str(folder / f"store{size}"), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the function returns on each rank. Raises `AssertionError` with a rank's traceback."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        failures, results = [], []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(DEADLINE), f"rank {rank} does not answer"
+            good, found = pipe.recv()
+            results.append(found)
+            if not good:
+                failures.append(f"rank {rank}:\n{found}")
+        assert not failures, "\n".join(failures)
+        return results
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=DEADLINE)
+    )
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,99 @@
+"""Which part of each parameter a rank holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.checkpoints.hf_io import parameter_shapes
+from weft.errors import ConfigError
+from weft.models.network.config import TransformerConfig
+from weft.registry import families
+from weft.topology import kv_heads_of, stage_of, tensor_slice, vocabulary_of
+
+
+def config_of(family: str) -> TransformerConfig:
+    found = families.get(family)
+    config: TransformerConfig = found.config(dict(found.tiny))
+    return config
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("family", families.names())
+def test_the_parts_are_the_whole_and_make_the_narrowed_network(family: str, t: int) -> None:
+    config = config_of(family)
+    if config.num_heads % t:
+        pytest.skip(f"{config.num_heads} heads")
+    copies = max(1, t // config.num_kv_heads)
+    narrow = [parameter_shapes(config.narrowed(t, rank)) for rank in range(t)]
+    for name, shape in parameter_shapes(config).items():
+        held = np.zeros(shape, int)
+        for rank in range(t):
+            part = tensor_slice(name, shape, config, t, rank)
+            held[part] += 1
+            assert held[part].shape == narrow[rank][name], name
+        split = (held == 1).all()
+        own_copies = (held == copies).all() and (".k" in name or ".v." in name)
+        assert split or own_copies or (held == t).all(), f"{name} is held {np.unique(held)} times"
+        if "proj" not in name and ".q.weight" in name:
+            assert split
+
+
+def test_a_hand_worked_example() -> None:
+    """Llama: 4 heads of 8, 2 of keys and values, an MLP of 48, 131 ids; the tiny model's."""
+    config = config_of("llama")
+    d, kv, inner = config.head_dim, config.num_kv_heads, config.intermediate_size
+    assert (config.num_heads, kv) == (4, 2)
+    name = "blocks.1.attention.{}.weight".format
+    hidden = config.hidden_size
+    assert tensor_slice(name("q"), (4 * d, hidden), config, 2, 1) == (slice(2 * d, 4 * d), slice(0, hidden))
+    assert tensor_slice(name("k"), (2 * d, hidden), config, 4, 3) == (slice(d, 2 * d), slice(0, hidden))
+    assert tensor_slice(name("o"), (hidden, 4 * d), config, 2, 0) == (slice(0, hidden), slice(0, 2 * d))
+    down = tensor_slice("blocks.0.mlp.down.weight", (hidden, inner), config, 2, 1)
+    assert down == (slice(0, hidden), slice(inner // 2, inner))
+    assert tensor_slice("blocks.0.mlp.down.bias", (hidden,), config, 2, 1) == (slice(0, hidden),)
+    assert tensor_slice("embed.weight", (131, hidden), config, 2, 0) == (slice(0, 65), slice(0, hidden))
+    assert tensor_slice("head.weight", (131, hidden), config, 2, 1) == (slice(65, 131), slice(0, hidden))
+    assert tensor_slice("norm.weight", (hidden,), config, 2, 1) == (slice(0, hidden),)
+
+
+def test_adapters_are_split_with_their_layer() -> None:
+    config = config_of("llama")
+    d, r, hidden = config.head_dim, 4, config.hidden_size
+    rows = tensor_slice("blocks.0.attention.q.lora_b", (4 * d, r), config, 2, 1)
+    assert rows == (slice(2 * d, 4 * d), slice(0, r))
+    assert tensor_slice("blocks.0.attention.q.lora_a", (r, hidden), config, 2, 1) == (slice(0, r), slice(0, hidden))
+    columns = tensor_slice("blocks.0.attention.o.lora_a", (r, 4 * d), config, 2, 1)
+    assert columns == (slice(0, r), slice(2 * d, 4 * d))
+    experts = tensor_slice("blocks.0.mlp.experts.down.lora_a", (8, r, 64), config, 2, 1)
+    assert experts == (slice(0, 8), slice(0, r), slice(32, 64))
+
+
+@pytest.mark.parametrize(("t", "word"), [(3, "attention heads"), (8, "attention heads")])
+def test_heads_that_do_not_split(t: int, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        config_of("llama").narrowed(t, 0)
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
+    if stages > layers:
+        with pytest.raises(ConfigError, match="every stage"):
+            stage_of(layers, stages, 0)
+        return
+    held = [stage_of(layers, stages, stage) for stage in range(stages)]
+    assert [block for stage in held for block in stage] == list(range(layers))
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+@given(st.integers(1, 300), st.integers(1, 9))
+def test_ids_are_held_once(size: int, t: int) -> None:
+    parts = [vocabulary_of(size, t, rank) for rank in range(t)]
+    assert [id for part in parts for id in range(part.start, part.stop)] == list(range(size))
+
+
+def test_queries_read_the_heads_that_their_rank_holds() -> None:
+    config = config_of("llama")
+    assert [kv_heads_of(config, 4, rank) for rank in range(4)] == [slice(0, 1)] * 2 + [slice(1, 2)] * 2
