@@ -16,11 +16,11 @@ SRC = Path(__file__).resolve().parent.parent / "src"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "registry", "options", "randomness", "topology", "observe", "algorithms", "kernels"),
     ("data", "graph", "models", "host"),
-    ("checkpoints", "parallel", "realloc"),
+    ("checkpoints", "parallel"),
     ("engine",),
     ("interfaces",),
     ("experiment",),
-    ("experiments", "runtime", "planner"),
+    ("experiments", "runtime"),
     ("launch",),
     ("cli", "apps", "testing"),
 )

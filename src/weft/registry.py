@@ -184,7 +184,7 @@ def register_filter(name: str, function: Any = None) -> Any:
 
 
 def register_hf_family(family: Any) -> Any:
-    """Register a `weft.models.families.Family` under its own `name`."""
+    """Register a `weft.models.families.base.Family` under its own `name`."""
     return families.register(family.name, family)
 
 

@@ -80,7 +80,7 @@ def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
     return tuple(cut)
 
 
-class Decoder(Protocol):
+class NetworkSizes(Protocol):
     """What of a network's configuration says how its parameters are split; `TransformerConfig` has it."""
 
     @property
@@ -92,7 +92,8 @@ class Decoder(Protocol):
 
 
 # Which entries of a parameter a tensor rank holds, by its canonical name: of its queries' heads, of the heads that these read,
-# of the MLP's width, or of the vocabulary; and along which dim, counted from the last one. All else every rank holds whole.
+# of the MLP's width, or of the vocabulary; and along which dim, counted from the last one. Every rank holds all other
+# parameters whole.
 SPLITS: tuple[tuple[str, str, int], ...] = (
     (r"attention\.q\.(weight|lora_b)", "heads", -2),
     (r"attention\.q\.bias", "heads", -1),
@@ -109,7 +110,7 @@ SPLITS: tuple[tuple[str, str, int], ...] = (
 )
 
 
-def tensor_slice(name: str, shape: tuple[int, ...], config: Decoder, t: int, rank: int) -> Slice:
+def tensor_slice(name: str, shape: tuple[int, ...], config: NetworkSizes, t: int, rank: int) -> Slice:
     """The part of the parameter `name` (its canonical name and whole shape) that rank `rank` of `t` tensor ranks holds.
 
     With fewer key-value heads than ranks several ranks hold the one that their queries read. The vocabulary's parts may be
@@ -133,7 +134,7 @@ def tensor_slice(name: str, shape: tuple[int, ...], config: Decoder, t: int, ran
     return tuple(cut)
 
 
-def heads_of(config: Decoder, t: int, rank: int) -> slice:
+def heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
     """The query heads of a tensor rank. Raises `ConfigError` where they do not split evenly."""
     if config.num_heads % t:
         raise ConfigError(f"layout: t={t} does not divide the model's {config.num_heads} attention heads")
@@ -141,7 +142,7 @@ def heads_of(config: Decoder, t: int, rank: int) -> slice:
     return slice(rank * size, (rank + 1) * size)
 
 
-def kv_heads_of(config: Decoder, t: int, rank: int) -> slice:
+def kv_heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
     """The key-value heads that a tensor rank's queries read. Raises `ConfigError` where they do not split evenly."""
     kv = config.num_kv_heads
     if kv % t and t % kv:
@@ -164,7 +165,7 @@ def stage_of(num_layers: int, stages: int, stage: int) -> range:
     return range(stage * num_layers // stages, (stage + 1) * num_layers // stages)
 
 
-def _normed_by_head(own: str, shape: tuple[int, ...], config: Decoder) -> bool:
+def _normed_by_head(own: str, shape: tuple[int, ...], config: NetworkSizes) -> bool:
     """Whether this is the norm of each head by itself, which every rank holds whole."""
     return "_norm." in own and own.startswith("attention.") and shape[-1] == config.head_dim
 

@@ -1,4 +1,4 @@
-"""What need not wait does not: host functions and calls of one wave, and the next batch while a step is under way."""
+"""What need not wait does not: host functions and calls that need nothing of each other, and the next batch during a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 20.0  # until a thread that waits for another one gives up, and the te
 
 
 @pytest.mark.parametrize("host_first", [True, False])
-def test_a_host_function_and_a_call_of_one_wave_run_at_the_same_time(tmp_path, monkeypatch, host_first):
+def test_a_host_function_and_a_call_run_at_the_same_time(tmp_path, monkeypatch, host_first):
     """Each waits for the other to have begun, so neither of them could run first."""
     meeting = threading.Barrier(2, timeout=SECONDS)
     infer = ToyInfer.inference

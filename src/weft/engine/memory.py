@@ -47,16 +47,16 @@ class NetworkShape:
         """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
         norms' results, q, k, v, attention's result, what the MLP's first matrices give, and, where it is not fused, as many
         again: the activation and the product."""
-        return 4 * self.hidden + 2 * self.query + 2 * self.key + self._opened + self.adapters
+        return 4 * self.hidden + 2 * self.query + 2 * self.key + self._gate_up + self.adapters
 
     def last_layer(self, tokens: int, rows: int) -> int:
         """Elements that the last layer keeps, which computes what follows attention for `rows` of its tokens alone: of those
         attention's result once more, of the others neither the stream before the MLP nor what comes of it, adapters' too."""
-        late = 2 * self.hidden + self._opened + self.adapters
+        late = 2 * self.hidden + self._gate_up + self.adapters
         return tokens * (self.kept_per_token() - late) + rows * (late + self.query)
 
     @property
-    def _opened(self) -> int:
+    def _gate_up(self) -> int:
         """What the MLP's first matrices give of a token, as far as it is kept."""
         return (2 if self.gated else 1) * (1 if self.fused else 2) * self.inner
 

@@ -1,14 +1,15 @@
 """Functions on plain tensors that networks are made of, each by the fastest kernel at hand. docs/kernels.md is the contract.
 
-`models/` imports this module and nothing below it. Every function has a form in torch; a kernel serves where the tensors are
-plain, contiguous and of a dtype and device that it takes, and gives the same numbers but for rounding.
+`models/` imports this module and nothing below it. Most functions serve any tensor: where a kernel takes it (plain, of a
+dtype and device that it knows) by the kernel, else by torch, with the same numbers but for rounding. Those that are kernels
+alone are called where `serves` or its kin say so.
 """
 
 from weft.kernels.activations import activate
 from weft.kernels.cpu.attention import MOST_DIM as MOST_HEAD_DIM
 from weft.kernels.cpu.attention import attend as attend_segments
 from weft.kernels.cpu.attention import attend_to as attend_cache
-from weft.kernels.cpu.attention import join as merge_rows
+from weft.kernels.cpu.attention import merge_rows
 from weft.kernels.cpu.attention import serves as serves_attention
 from weft.kernels.cpu.cached_forward import (
     BlockWeights,
@@ -20,8 +21,8 @@ from weft.kernels.cpu.cached_forward import (
     PrefixRows,
 )
 from weft.kernels.cpu.cached_forward import serves as serves_network
-from weft.kernels.cpu.library import in_tiles, serves
 from weft.kernels.cpu.library import library as cpu_library
+from weft.kernels.cpu.library import serves
 from weft.kernels.cpu.rows import store as store_keys
 from weft.kernels.cpu.sizes import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors, kernel_bytes
 from weft.kernels.cpu.softmax import draw
@@ -36,7 +37,7 @@ __all__ = [
     "HOLES", "LEAST_QUERIES", "LEAST_ROWS", "LEAST_SPARED_KEYS", "MOST_HEAD_DIM", "Activation", "AttentionSpec",
     "AttentionState", "BlockWeights", "CachedForward", "CachedPass", "Drawing", "LinearWeights", "NetworkWeights",
     "PrefixRows", "Statistics", "VarlenLengths", "VarlenSegments", "activate", "activated", "activated_linear",
-    "add_product", "attend_cache", "attend_segments", "cpu_library", "draw", "flash", "flex", "in_tiles", "in_vectors",
+    "add_product", "attend_cache", "attend_segments", "cpu_library", "draw", "flash", "flex", "in_vectors",
     "kernel_bytes", "linear", "merge_rows", "product", "put", "rms_norm", "rotate", "serves", "serves_attention",
     "serves_network", "statistics", "store_keys", "to_gradients",
 ]  # fmt: skip

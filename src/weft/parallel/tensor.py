@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from weft.models.network.block import Block
 from weft.models.network.config import TransformerConfig
 from weft.models.network.moe import MoE
-from weft.models.network.parameters import Stored, canonical
+from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.collectives import summed, summed_backward, summed_forward
 from weft.parallel.vocabulary import GroupSplit
@@ -88,7 +88,7 @@ def sum_gradients(network: nn.Module, config: TransformerConfig, group: ProcessG
         _sum_copies(network, COPIED if config.qk_norm != "full" else COPIED_NORM, group, copies)
 
 
-def _partial(network: nn.Module, config: TransformerConfig) -> list[Stored]:
+def _partial(network: nn.Module, config: TransformerConfig) -> list[StoredParameter]:
     found = canonical(network).items()
     by_head = config.qk_norm != "full"
     return [part for name, part in found if re.fullmatch(PARTIAL, name) and (by_head or "_norm" not in name)]

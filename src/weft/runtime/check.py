@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, GraphError
 from weft.experiment import Experiment
-from weft.graph.mfc import Call, MFCDef, Node
+from weft.graph.mfc import Call, MFCDef
 from weft.interfaces.base import Minibatches, ModelInterface
 from weft.registry import functions, interfaces
 from weft.runtime.group import EVALUATION
@@ -89,8 +89,3 @@ def _check_cache(experiment: Experiment, node: MFCDef) -> None:
             f"node {node.name!r}: cache=True keeps the outputs of a frozen role's inference, and this is {node.method} of "
             f"{node.role!r}{', whose weights change' if node.role in changed else ''}; leave it out"
         )
-
-
-def describe_node(node: Node) -> str:
-    """A node in the words of an error: its name and what it is."""
-    return f"{node.name!r} (role {node.role!r})" if isinstance(node, MFCDef) else f"{node.name!r} (host function)"

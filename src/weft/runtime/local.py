@@ -39,7 +39,7 @@ class LocalGroup:
         self._worker = self._run(make).result()
 
     def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
-        minibatches = [ranks[0] for ranks in parts]  # one device: the first rank is all there are
+        minibatches = [batch for (batch,) in parts]  # one device is one rank
         early = self.events if mfc in self._announcing else None
         self._run(
             lambda: events.run((mfc, step), lambda: self._worker.call(mfc, step, minibatches, early), self.events)
@@ -60,9 +60,8 @@ class LocalGroup:
 
         def load() -> None:
             threads = read_state(d / NUMERICS)["threads"]
-            if (
-                threads != numerics(self._device)["threads"]
-            ):  # once it was set, MKL's small products wait for each other
+            # Not where it holds already: once it was set, MKL's small products wait for each other.
+            if threads != numerics(self._device)["threads"]:
                 torch.set_num_threads(threads)
             self._worker.load_state(d)
 

@@ -76,9 +76,8 @@ class Master:
         self._buffer, self._metrics, self._metas = Buffer(), StepMetrics(), TensorStore()
         self.position = Position()
         self._agenda = Agenda(self._graph, self.position.versions)
-        self._open: list[
-            Firing
-        ] = []  # of host functions that may drop ids: what they keep is not yet taken into account
+        # of host functions that may drop ids: what they keep is not yet taken into account
+        self._open: list[Firing] = []
         self._kept: dict[Firing, Sequence[str]] = {}  # what they kept, of those that are over
         self._gone: list[str] = []  # ids that nobody will need once all that was decided is done
 
@@ -199,7 +198,7 @@ class Master:
             self.listener.fired(outcome, self.position.step + 1)
 
     def _finish(self, stepped: Sequence[str] = ()) -> None:
-        """See all through that was decided; ids that nobody needs any more leave the workers and the books."""
+        """Run everything that was decided; then drop ids that nobody needs."""
         while self._agenda or not self._runner.idle:
             self._go_on()
         if stepped and self.listener is not None:

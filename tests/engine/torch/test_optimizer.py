@@ -15,7 +15,7 @@ from weft.engine import checkpoint
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.optimizer import FUSED, Optimizer, decayed, learning_rate
 from weft.errors import CheckpointError
-from weft.models.network.parameters import Stored, canonical, values
+from weft.models.network.parameters import StoredParameter, canonical, values
 
 
 def rates(spec: OptimizerSpec, schedule: Schedule) -> list[float]:
@@ -50,7 +50,7 @@ def test_linear_and_cosine_are_those_of_transformers() -> None:
 
 def optimizer_of(spec: OptimizerSpec, start: list[float]) -> tuple[Optimizer, nn.Parameter]:
     parameter = nn.Parameter(torch.tensor(start))
-    return Optimizer(spec, Schedule(10, 0), {"w": Stored("w", parameter)}, {"w"}), parameter
+    return Optimizer(spec, Schedule(10, 0), {"w": StoredParameter("w", parameter)}, {"w"}), parameter
 
 
 def step(optimizer: Optimizer, parameter: nn.Parameter, gradient: list[float]) -> float:
@@ -140,16 +140,16 @@ def test_state_of_another_network_is_refused() -> None:
 def test_state_saved_with_a_tensor_a_parameter_goes_on_where_several_are_stored_as_one(
     rule: str, tmp_path: Path
 ) -> None:
-    """As runs saved it when each parameter was stored by itself: q, k and v, gate and up. Their sizes are whole vectors: what is
-    left at the end of a tensor torch's fused rules may round in another way."""
+    """As runs saved it when each parameter was stored by itself: q, k and v, gate and up. Their sizes are whole vectors: what
+    is left at the end of a tensor torch's fused rules may round in another way."""
     network = build(replace(LLAMA, head_dim=8, intermediate_size=48, qkv_bias=True), dtype=torch.float32)
     spec = OptimizerSpec(type=rule, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, lr_scheduler_type="constant")
-    apart = {name: Stored(name, nn.Parameter(value.clone())) for name, value in values(network).items()}
+    apart = {name: StoredParameter(name, nn.Parameter(value.clone())) for name, value in values(network).items()}
     together = canonical(network)
     assert len({part.name for part in together.values()}) < len(apart)
     draw = torch.Generator().manual_seed(0)
 
-    def train(optimizers: list[tuple[Optimizer, dict[str, Stored]]], steps: int) -> None:
+    def train(optimizers: list[tuple[Optimizer, dict[str, StoredParameter]]], steps: int) -> None:
         for _ in range(steps):
             gradients = {name: torch.randn(part.data.shape, generator=draw) for name, part in apart.items()}
             for optimizer, parts in optimizers:

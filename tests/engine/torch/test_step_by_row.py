@@ -18,7 +18,7 @@ from weft.algorithms.sft import SFTLoss
 from weft.data.sample import SequenceSample
 from weft.engine.spec import OptimizerSpec
 from weft.engine.torch import by_row
-from weft.errors import ConfigError
+from weft.errors import ConfigError, RunError
 from weft.models.network import token_outputs
 
 GROUPS = [(4, [5, 3]), (2, [7]), (200, [1, 4, 6])]  # the last prompt is computed once
@@ -130,3 +130,26 @@ def test_the_declaration_is_checked_once(path: Path, monkeypatch: pytest.MonkeyP
     for loss in losses * 2:
         engine.train([batch()], loss)
     assert checked == list(losses[:2])
+
+
+def test_rows_that_tell_nothing_do_not_count_as_a_check(path: Path) -> None:
+    """One row alone, or no gradient at all; later rows show it."""
+    one = batch_of([(4, [1])], loss_mask=[1.0])
+    engine = engine_of(path, optimizer=SGD)
+    engine.train([one], Smoothed())
+    engine.train([batch_of(GROUPS, loss_mask=[0.0] * (ROWS - 1) + [1.0])], Smoothed())
+    with pytest.raises(ConfigError, match="declares by_row=True"):
+        engine.train([batch()], Smoothed())
+
+
+@dataclass(frozen=True)
+class Infinite(Nll):
+    by_row = True
+
+    def __call__(self, out: Any, batch: Any, total: Any) -> Any:
+        return (out["logprobs"] * torch.inf * batch.mask).sum() / total["tokens"], {}
+
+
+def test_a_loss_that_is_not_finite_is_told_as_such(path: Path) -> None:
+    with pytest.raises(RunError, match="loss is not finite"):
+        engine_of(path, optimizer=SGD).train([batch()], Infinite())

@@ -57,7 +57,7 @@ def test_sequences_that_drop_something_share_nothing() -> None:
     network, batch = network_of(CONFIG), templated([(40, [5]), (40, [6, 6])], [0, 0])
     how = step.Pass(frozenset({"logprobs"}), trained_only=True)
     assert step.compute(network, batch, how, CPU)[0].spared
-    assert not step.compute(network, batch, replace(how, noise=(0, 0)), CPU)[0].spared
+    assert not step.compute(network, batch, replace(how, dropout=(0, 0)), CPU)[0].spared
 
 
 def test_operations_are_counted_as_they_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

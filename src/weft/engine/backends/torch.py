@@ -55,7 +55,7 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         kept.save(directory)
         _save(directory, tensors, network, spec, kept)
 
-    balance = aux_loss_weight(config, spec.router_aux_loss_coef)
+    weight = aux_loss_weight(config, spec.router_aux_loss_coef)
     rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
     drops = any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0)
     built = BuiltNetwork(
@@ -67,9 +67,9 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
             "vocab_size": config.vocab_size,
             "num_layers": config.num_layers,
             "sizes": _sizes(network),
-            "shared_prompts": {"longest": _longest_shared(network), "in_training": not drops and not balance},
+            "shared_prompts": {"longest": _longest_shared(network), "in_training": not drops and not weight},
         },
-        balance=balance,
+        aux_loss_weight=weight,
         dropout=drops,
         adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
         notes=saving.notes(tokenizer, spec, network.pooling),

@@ -1,6 +1,6 @@
 """How much key-value memory the sequences take. Pure accounting: no torch, no tensors.
 
-The scheduler asks through `Blocks` and cannot tell what a block is. `Slots` says what `models/kv_cache.py` stores: a block is
+The scheduler asks through `Blocks` and cannot tell what a block is. `Slots` says what `models/kv/slots.py` stores: a block is
 one whole contiguous slot, all slots grow together by doubling (gathering scattered parts costs several times a decode
 step on a CPU), and a prefix that sequences share is stored by itself, once.
 """

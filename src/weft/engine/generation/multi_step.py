@@ -39,8 +39,8 @@ class MultiStepDecoder:
 
     def take(self, cache: Any, joined: bool) -> Drawn | None:
         """The tokens [n] and log-probs [n] of the next step of all rows, slots 0 .. n - 1 of the `KVCache`, which counts the
-        step's keys and values from now on; None where that step is to be computed by itself, as where it is `joined` by other
-        rows."""
+        step's keys and values from now on; None where this step must be computed on its own, as where other rows have
+        `joined`."""
         if joined or not self._passes.is_ready(cache):  # the cache's memory is another, or the weights are
             self.drop()
         self._credit = min(CREDIT, self._credit + SHARE)

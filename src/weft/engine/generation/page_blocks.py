@@ -1,6 +1,6 @@
 """Key-value memory counted in pages, for the scheduler. Pure accounting: no torch, no tensors.
 
-`models/paged_cache.py` shares pages where sequences begin alike and copies a partly full one once somebody writes to it. What
+`models/kv/pages.py` shares pages where sequences begin alike and copies a partly full one once somebody writes to it. What
 is counted here is the most that a sequence may come to hold by itself, so memory that is counted free is free.
 """
 

@@ -26,24 +26,34 @@ def row_gradient(loss: Loss, rows: SampleRows, total: Mapping[str, float], scale
     return of_outputs
 
 
-def check(loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]) -> None:
-    """Compare the gradient of all rows with those made where each row of a random half has its outputs and the others have
+def check(loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]) -> bool:
+    """Compare the gradient of all rows with those made where half of the rows have their outputs and the others have
     none.
 
-    Raises `ConfigError` with the loss's name where they differ: training would then be wrong, and on an accelerator silently.
+    False where these rows tell nothing: there is one alone, or no gradient, or one that is not finite. Raises `ConfigError`
+    with the loss's name where they differ: training would then be wrong, and on an accelerator silently.
     """
-    plain = _gradients(loss, out, rows, total, 1.0)
-    chosen = torch.rand(rows.num_rows, generator=torch.Generator().manual_seed(0)) < 0.5
-    for mask in (chosen, ~chosen):
+    plain = {key: by for key, by in _gradients(loss, out, rows, total, 1.0).items() if key in BY_ROW}
+    if not all(bool(by.isfinite().all()) for by in plain.values()) or not _several(plain):
+        return False
+    every_other = torch.arange(rows.num_rows) % 2 == 0
+    random = torch.rand(rows.num_rows, generator=torch.Generator().manual_seed(0)) < 0.5
+    for mask in (every_other, ~every_other, random, ~random):
         mask = mask.to(rows.mask.device)
         seen = {key: _where(mask, value) if key in BY_ROW else value for key, value in out.items()}
         alone = _gradients(loss, seen, rows, total, 1.0)
-        for key in BY_ROW:
-            if key in plain and not _alike(plain[key][mask], alone[key][mask] if key in alone else None):
+        for key, by in plain.items():
+            if not _alike(by[mask], alone[key][mask] if key in alone else None):
                 raise ConfigError(
                     f"loss {loss_name(loss)!r} declares by_row=True, but its gradient by the {key} of a row depends on the "
                     "outputs of other rows; set by_row to False"
                 )
+    return True
+
+
+def _several(gradients: Mapping[Output, Tensor]) -> bool:
+    """Whether more rows than one have a gradient."""
+    return any(int((by.flatten(1) if by.dim() > 1 else by[:, None]).any(1).sum()) > 1 for by in gradients.values())
 
 
 def loss_name(loss: Loss) -> str:

@@ -55,7 +55,7 @@ class BuiltNetwork:
     cost: Cost
     facts: Mapping[str, Any]  # family, vocab_size, num_layers
     dropout: bool = False  # whether anything in it drops
-    balance: float = 0.0  # weight of the loss that balances experts
+    aux_loss_weight: float = 0.0  # weight of the loss that balances experts
     adapters_off: Callable[[], AbstractContextManager[None]] | None = None  # of a network with adapters
     notes: tuple[str, ...] = ()  # what the user should know about how this network runs
 
@@ -144,7 +144,7 @@ class TorchEngine:
         step = Step(
             self._network, self._optimizer, self._spread, self._device, self._built.cost,
             max_tokens, self._spec.on_nonfinite, temperature,
-            self._spec.seed if self._built.dropout else None, self._built.balance, self._rate, self._checked,
+            self._spec.seed if self._built.dropout else None, self._built.aux_loss_weight, self._rate, self._checked,
         )  # fmt: skip
         done = []
         self._network.train()
@@ -167,12 +167,12 @@ class TorchEngine:
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> dict[str, float]:
         """`loss` and the loss's summary of a batch, in float32 on the CPU. Raises what `forward` raises."""
+        total = self._spread.reduce_denominators(loss.denominators(batch))
         made = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
         layout = PackLayout.of(batch)
         text = [key for key in ("prompt", "completion", "loss_mask") if key in batch.data]
         network = SampleRows(batch.select(keys=text).update(made), layout, HOST, torch.float32)
         out: dict[str, Any] = {name: network[name] for name in loss.outputs}
-        total = self._spread.reduce_denominators(loss.denominators(batch))
         value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
         own = Accumulated(float(value), plain([stats]))
         done = Accumulated.join(self._spread.gather_values(own))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import CheckpointError, ConfigError
-from weft.models.network.parameters import Stored, canonical
+from weft.models.network.parameters import StoredParameter, canonical
 from weft.topology import Slice, whole
 
 HALF = (torch.bfloat16, torch.float16)
@@ -53,7 +53,7 @@ class MasterWeights:
         return move
 
     @property
-    def trained(self) -> dict[str, Stored]:
+    def trained(self) -> dict[str, StoredParameter]:
         """Canonical name -> where the parameter that the optimizer updates lies, and its gradient."""
         return {name: part for name, part in self._most_exact() if self._copies[part.name].requires_grad}
 
@@ -68,10 +68,10 @@ class MasterWeights:
         """Every parameter in its most exact form: views without a gradient."""
         return {name: part.data for name, part in self._most_exact()}
 
-    def _most_exact(self) -> Iterator[tuple[str, Stored]]:
+    def _most_exact(self) -> Iterator[tuple[str, StoredParameter]]:
         for name, part in self._canonical.items():
             master = self._masters.get(part.name)
-            yield name, part if master is None else Stored(part.name, master, part.rows)
+            yield name, part if master is None else StoredParameter(part.name, master, part.rows)
 
     def refresh(self) -> None:
         """Cast the masters into the compute copy; called after every change of the masters."""

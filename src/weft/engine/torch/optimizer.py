@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.errors import CheckpointError
-from weft.models.network.parameters import Stored, canonical
+from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Embedding
 
 FUSED = ("cuda", "cpu")
@@ -97,7 +97,7 @@ class Optimizer:
         self,
         spec: OptimizerSpec,
         schedule: Schedule,
-        trained: Mapping[str, Stored],
+        trained: Mapping[str, StoredParameter],
         decay: Iterable[str],
         *,
         scaled: bool = False,

@@ -38,21 +38,21 @@ SCORED = ("logprobs", "ref_logprobs", "values")
 # accelerator by a slower kernel.
 LEAST_SHARE = {"cpu": 0.02}
 DEFAULT_LEAST_SHARE = 0.25
-# Beside the loss's own denominators: what the balance is divided by, and whether there is anything to train.
+# Beside the loss's own denominators: what the experts' auxiliary loss is divided by, and whether there is anything to train.
 SEQUENCES, TRAINED = "sequences of the minibatch", "trained rows of the minibatch"
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """How one micro-batch goes through a network. `extra` rows follow each completion's last token; without `noise` keys
+    """How one micro-batch goes through a network. `extra` rows follow each completion's last token; without `dropout` keys
     (of a sequence's seed and step) nothing is dropped; `trained_only` leaves out rows that the loss mask leaves out."""
 
     want: Want
     temperature: float = 1.0
     extra: int = 0
-    noise: tuple[int, int] | None = None  # (seed, step)
-    balance: MoEAuxLoss | None = None  # filled on the way
+    dropout: tuple[int, int] | None = None  # (seed, step)
+    aux_loss: MoEAuxLoss | None = None  # filled on the way
     trained_only: bool = False
     gradient: RowGradient | None = None  # of the outputs, where each row's depends on its own alone
     top: TopIds | None = None  # which ids the outputs `top_ids` and `top_logprobs` are of
@@ -101,18 +101,22 @@ def compute(
 ) -> tuple[PackLayout, dict[str, Tensor]]:
     """Run one micro-batch. Rows that do not exist give 0, and so do those with loss mask 0 where `how.trained_only`.
 
-    Dropout differs between the completions of a prompt, so a pass with noise shares none.
+    Dropout differs between the completions of a prompt, so a pass with dropout shares none.
     """
     layout = PackLayout.of(part)
-    if how.noise is None and how.balance is None and cast(Shares, network).shares_prefixes(int(layout.lengths.max())):
+    if (
+        how.dropout is None
+        and how.aux_loss is None
+        and cast(Shares, network).shares_prefixes(int(layout.lengths.max()))
+    ):
         keys = part.data
         layout = sharing_in_training(layout, keys, part, device) if how.trained_only else sharing(layout, keys)
     ids = given_ids_of(part, device) if "given_logprobs" in how.want else how.top
     packed = replace(
-        pack(part, layout, device, extra=how.extra), aux_loss=how.balance, row_gradient=how.gradient, ids=ids
+        pack(part, layout, device, extra=how.extra), aux_loss=how.aux_loss, row_gradient=how.gradient, ids=ids
     )
-    if how.noise is not None:
-        packed = replace(packed, dropout=DropoutKeys.of(*how.noise, microbatches.sequence_keys(part), device))
+    if how.dropout is not None:
+        packed = replace(packed, dropout=DropoutKeys.of(*how.dropout, microbatches.sequence_keys(part), device))
     support, counts = support_of(part, device), counting_rows(part, layout, how)
     if counts.all() or "scores" in how.want:
         return layout, network(packed, how.want, how.temperature, support)
@@ -139,7 +143,7 @@ def _at_rows(gradient: RowGradient, rows: Tensor, total: int) -> RowGradient:
 
 
 @dataclass
-class Passes:
+class PassResults:
     """What the micro-batches of one minibatch leave behind; tensors stay on the device until all are through."""
 
     losses: list[Tensor] = field(default_factory=list)
@@ -201,7 +205,7 @@ class Step:
     on_nonfinite: str
     temperature: float
     dropout_seed: int | None  # None where the network drops nothing
-    balance: float  # weight of the experts' balance, a mean over sequences
+    aux_loss_weight: float  # weight of the experts' balance, a mean over sequences
     rate: ProductRate
     checked: list[Loss]  # whose `by_row` has been found to be true; the engine keeps them
 
@@ -211,7 +215,7 @@ class Step:
         total = self._denominators(minibatch, loss)
         if total is None:
             return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
-        passes = Passes()
+        passes = PassResults()
         parts = microbatches.cut(minibatch, self.max_tokens, loss.unit)
         count = self.spread.num_microbatches(len(parts))
         self.spread.run(parts, count, lambda part: self._accumulate(part, loss, total, passes))
@@ -249,26 +253,28 @@ class Step:
             return None
         return total
 
-    def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: Passes) -> None:
+    def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: PassResults) -> None:
         """One micro-batch: its share of the loss, backward into the gradients."""
-        noise = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
-        balance = MoEAuxLoss(put(PackLayout.of(part).lengths, self.device)) if self.balance else None
+        dropout = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
+        aux_loss = MoEAuxLoss(put(PackLayout.of(part).lengths, self.device)) if self.aux_loss_weight else None
         gradient = None
         if loss.by_row:
             floats = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
             rows = SampleRows(part, PackLayout.of(part), self.device, floats)
             gradient = by_row.row_gradient(loss, rows, total, self.optimizer.loss_scale)
-        how = Pass(loss.outputs, self.temperature, noise=noise, balance=balance, trained_only=True, gradient=gradient)
+        how = Pass(
+            loss.outputs, self.temperature, dropout=dropout, aux_loss=aux_loss, trained_only=True, gradient=gradient
+        )
         layout, out = compute(self.network, part, how, self.device)
         floats = next((value.dtype for value in out.values()), torch.float32)
         batch = SampleRows(part, layout, self.device, floats)
         value, stats = loss(out, batch, total)
-        if loss.by_row and not any(loss is known for known in self.checked):
-            by_row.check(loss, cast(dict[Output, Tensor], out), batch, total)
+        unchecked = loss.by_row and not any(loss is known for known in self.checked)
+        if unchecked and by_row.check(loss, cast(dict[Output, Tensor], out), batch, total):
             self.checked.append(loss)
-        if balance is not None:
-            uneven = balance.by_sequence().sum()
-            value = value + self.balance * uneven / total[SEQUENCES]
+        if aux_loss is not None:
+            uneven = aux_loss.by_sequence().sum()
+            value = value + self.aux_loss_weight * uneven / total[SEQUENCES]
             stats = {**stats, "balance_loss": Sum(uneven.detach(), len(layout.lengths))}
         if value.requires_grad:
             (value * self.optimizer.loss_scale).backward()

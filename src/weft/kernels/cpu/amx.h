@@ -57,8 +57,8 @@ template <int T> INLINE void clear() { asm volatile("tilezero %%tmm%c0" ::"i"(T)
 template <int T> INLINE void read(const float *from) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(from), "r"(64L), "m"(*(const Tile *)from));
 }
-template <int T> INLINE void write(float *to, long by) {
-  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(4 * by) : "memory");
+template <int T> INLINE void write(float *to, long stride) {
+  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(4 * stride) : "memory");
 }
 template <int C, int A, int B> INLINE void add_product() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
@@ -107,12 +107,12 @@ typedef unsigned uvec __attribute__((vector_size(4 * LANES)));
 
 // The parts of a and b, lane by lane beside each other, in a row of three tiles that are `by` apart. They are rounded, the first part
 // first, or cut off, the last part first, which is faster; were both sides cut off, all that is left out would have one sign.
-template <bool ROUNDED> INLINE void split(vec a, vec b, float *to, long by) {
+template <bool ROUNDED> INLINE void split(vec a, vec b, float *to, long stride) {
   constexpr int HIGH = (int)0xffff0000;
   for (long part = 0; part < 3; part++) {
     const int half = ROUNDED && part < 2 ? 0x8000 : 0; // of the last digit that stays
     const ivec first = (ivec)a + half, second = (ivec)b + half;
-    store(to + (ROUNDED ? part : 2 - part) * by, (vec)((ivec)((uvec)first >> 16) | (second & HIGH)));
+    store(to + (ROUNDED ? part : 2 - part) * stride, (vec)((ivec)((uvec)first >> 16) | (second & HIGH)));
     a -= (vec)(first & HIGH), b -= (vec)(second & HIGH);
   }
 }
@@ -120,30 +120,30 @@ template <bool ROUNDED> INLINE void split(vec a, vec b, float *to, long by) {
 // Numbers at from + row * down + lane * along, of which one is 1; zeros where there are none.
 INLINE void lines(const float *from, long down, long along, long rows, long lanes, vec *to) {
   const bool lie = along == 1;
-  const long by = lie ? down : along, count = lie ? rows : lanes, some = lie ? lanes : rows;
+  const long stride = lie ? down : along, count = lie ? rows : lanes, some = lie ? lanes : rows;
   if (count >= SIDE && some >= SIDE)
-    for (long i = 0; i < SIDE; i++) to[i] = load(from + i * by);
+    for (long i = 0; i < SIDE; i++) to[i] = load(from + i * stride);
   else
-    for (long i = 0; i < SIDE; i++) to[i] = i < count && some > 0 ? load_up_to(from + i * by, some) : vec{};
+    for (long i = 0; i < SIDE; i++) to[i] = i < count && some > 0 ? load_up_to(from + i * stride, some) : vec{};
   if (!lie) exchange(to);
 }
 
 // A block of the left side, 16 rows times 32 terms, or of the right, 32 terms times 16 columns, to tiles that are `by` apart: `unit`
 // is from one row or column to the next, `term` from one term to the next. Term t stands beside term 16 + t.
 template <Side SIDE_OF, bool ROUNDED> INLINE void pack(
-    const float *from, long unit, long term, long units, long terms, float *to, long by) {
+    const float *from, long unit, long term, long units, long terms, float *to, long stride) {
   constexpr bool of_rows = SIDE_OF == LEFT;
   const long down = of_rows ? unit : term, along = of_rows ? term : unit;
   const float *const second = from + SIDE * term;
   if (along == 1 && units >= SIDE && terms >= DEEP) {
     for (long row = 0; row < SIDE; row++)
-      split<ROUNDED>(load(from + row * down), load(second + row * down), to + row * SIDE, by);
+      split<ROUNDED>(load(from + row * down), load(second + row * down), to + row * SIDE, stride);
     return;
   }
   vec low[SIDE], high[SIDE];
   lines(from, down, along, of_rows ? units : terms, of_rows ? terms : units, low);
   lines(second, down, along, of_rows ? units : terms - SIDE, of_rows ? terms - SIDE : units, high);
-  for (long row = 0; row < SIDE; row++) split<ROUNDED>(low[row], high[row], to + row * SIDE, by);
+  for (long row = 0; row < SIDE; row++) split<ROUNDED>(low[row], high[row], to + row * SIDE, stride);
 }
 
 } // namespace amx

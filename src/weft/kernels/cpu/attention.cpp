@@ -72,7 +72,7 @@ INLINE void dot(const float *rows, long count, const float *columns, long dim, f
 // Rows of floats, and the step from one to the next.
 struct Rows {
   float *at;
-  long by;
+  long stride;
 };
 
 // sums[i][0 .. V * LANES) += weights[i * BY_SUM + j * BY_TERM] * terms[j] over j; where `SOME`, `some` floats of a vector alone.
@@ -81,12 +81,12 @@ template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE v
   vec total[Q][V];
   for (long i = 0; i < Q; i++)
     for (long x = 0; x < V; x++) {
-      const float *from = sums.at + i * sums.by + d + x * LANES;
+      const float *from = sums.at + i * sums.stride + d + x * LANES;
       if constexpr (SOME) total[i][x] = load_some(from, some);
       else total[i][x] = load(from);
     }
   const float *from = terms.at + d;
-  for (long j = 0; j < count; j++, from += terms.by, weights += BY_TERM) {
+  for (long j = 0; j < count; j++, from += terms.stride, weights += BY_TERM) {
     vec term[V];
     for (long x = 0; x < V; x++)
       if constexpr (SOME) term[x] = load_some(from, some);
@@ -96,7 +96,7 @@ template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE v
   }
   for (long i = 0; i < Q; i++)
     for (long x = 0; x < V; x++) {
-      float *to = sums.at + i * sums.by + d + x * LANES;
+      float *to = sums.at + i * sums.stride + d + x * LANES;
       if constexpr (SOME) store_some(to, total[i][x], some);
       else store(to, total[i][x]);
     }
@@ -105,7 +105,7 @@ template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE v
 // All `number` sums, Q at once while there are as many, then fewer.
 template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE void mix_all(
     const float *weights, Rows terms, long count, Rows sums, long number, long d, long some = 0) {
-  for (; number >= Q; number -= Q, weights += Q * BY_SUM, sums.at += Q * sums.by)
+  for (; number >= Q; number -= Q, weights += Q * BY_SUM, sums.at += Q * sums.stride)
     mix_some<Q, V, BY_SUM, BY_TERM, SOME>(weights, terms, count, sums, d, some);
   if constexpr (Q > 1)
     if (number > 0) mix_all<(Q > 4 ? 4 : 1), V, BY_SUM, BY_TERM, SOME>(weights, terms, count, sums, number, d, some);
@@ -120,7 +120,7 @@ template <long BY_SUM, long BY_TERM> INLINE void mix(const float *weights, Rows 
   if (d < dim) mix_all<8, 1, BY_SUM, BY_TERM, true>(weights, terms, count, sums, number, d, dim - d);
 }
 
-INLINE const float *head(const Heads &x, long row, long h) { return x.at + row * x.by_row + h * x.by_head; }
+INLINE const float *head(const Heads &x, long row, long h) { return x.at + row * x.row_stride + h * x.head_stride; }
 
 // The rows of a tile in one tensor, side by side, and back.
 INLINE void gather(const Tile &t, const Heads &x, long dim, float *to) {
@@ -203,14 +203,14 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
   for (long chunk = t.from / CHUNK * CHUNK; chunk < t.to; chunk += CHUNK) {
     const long end = t.to - chunk < CHUNK ? t.to - chunk : CHUNK;
     const long lead = t.from > chunk ? (t.from - chunk) / LANES * LANES : 0;
-    const auto values = [&](long j) { return Rows{(float *)head(v, s.key + chunk + j, kv_head), v.by_row}; };
+    const auto values = [&](long j) { return Rows{(float *)head(v, s.key + chunk + j, kv_head), v.row_stride}; };
     for (long j = lead; j < end; j += LANES) {
       if (t.count < TILE) // memory is what few rows wait for: into the second cache, the values that come next
         for (long l = j; l < j + LANES; l++)
           for (long d = 0; d < dim; d += 16) __builtin_prefetch(head(v, s.key + chunk + l, kv_head) + d, 0, 2);
       const float *keys = head(k, s.key + chunk + j, kv_head);
       const long there = end - j < LANES ? end - j : LANES;
-      transpose(keys, k.by_row, there, dim, columns);
+      transpose(keys, k.row_stride, there, dim, columns);
       dot(rows, t.count, columns, dim, scores + j);
     }
     long i = 0;
@@ -225,7 +225,7 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
     const float *next = more ? head(k, s.key + chunk + CHUNK, kv_head) : head(k, s.key, kv_head + 1);
     for (long j = lead; j < end; j += LANES) {
       for (long l = j; l < j + LANES; l++)
-        for (long d = 0; d < dim; d += 16) __builtin_prefetch(next + l * k.by_row + d, 0, 2);
+        for (long d = 0; d < dim; d += 16) __builtin_prefetch(next + l * k.row_stride + d, 0, 2);
       mix<CHUNK, 1>(scores + j, values(j), end - j < LANES ? end - j : LANES, {so_far.sums[0], WIDEST}, t.count, dim);
     }
   }
@@ -250,22 +250,22 @@ struct Chunk {
 INLINE void fill(const Segment &s, const Rule &rule, long kv_head, Heads k, Heads v, const Chunk &c) {
   for (long j = 0; j < c.count; j += LANES) {
     const long there = c.count - j < LANES ? c.count - j : LANES, key = s.key + c.first + j;
-    transpose(head(k, key, kv_head), k.by_row, there, rule.dim, c.keys + j * rule.dim);
-    transpose(head(v, key, kv_head), v.by_row, there, rule.dim, c.values + j * rule.dim);
+    transpose(head(k, key, kv_head), k.row_stride, there, rule.dim, c.keys + j * rule.dim);
+    transpose(head(v, key, kv_head), v.row_stride, there, rule.dim, c.values + j * rule.dim);
   }
 }
 
 // One tile over those of its keys that are in a chunk: adds to the gradients of its queries, and of the keys and values.
 void backward(
     const Segment &s, const Rule &rule, const Tile &t, const Chunk &c, long kv_head, Heads q, Heads k, Heads out, const float *lse,
-    Heads grad_out, Gradients by) {
+    Heads grad_out, Gradients grads) {
   const long dim = rule.dim, end = t.to - c.first < c.count ? t.to - c.first : c.count;
   const long lead = t.from > c.first ? (t.from - c.first) / LANES * LANES : 0, count = end - lead;
   if (count <= 0) return;
   Scores weights, gradients; // softmax weights, then what they get; gradients of scores
   Transposed rows, grad_ends;
   float queries[TILE * WIDEST], grad_queries[TILE * WIDEST], grad_outs[TILE * WIDEST], delta[TILE], sums[TILE];
-  gather(t, q, dim, queries), gather(t, grad_out, dim, grad_outs), gather(t, by.q, dim, grad_queries);
+  gather(t, q, dim, queries), gather(t, grad_out, dim, grad_outs), gather(t, grads.q, dim, grad_queries);
   transpose_rows(queries, t.count, dim, rows), transpose_rows(grad_outs, t.count, dim, grad_ends);
   for (long i = 0; i < t.count; i++) {
     const float *end = head(out, t.row[i], t.head[i]), *grad_end = grad_outs + i * dim;
@@ -279,19 +279,19 @@ void backward(
     dot(grad_ends, t.count, c.values + j * dim, dim, gradients + j);
     const bool all = seen_by_all(t, c.first + j);
     for (long i = 0; i < t.count; i++) {
-      float *at = weights + i * CHUNK + j, *by_at = gradients + i * CHUNK + j;
+      float *at = weights + i * CHUNK + j, *grad_at = gradients + i * CHUNK + j;
       vec score = load(at) * rule.scale - sums[i];
       if (!all) score = seen(score, t, i, c.first + j);
       const vec weight = exponential(score);
       store(at, weight);
-      store(by_at, weight * (load(by_at) - delta[i]) * rule.scale);
+      store(grad_at, weight * (load(grad_at) - delta[i]) * rule.scale);
     }
   }
-  const auto of = [&](const Heads &x) { return Rows{(float *)head(x, s.key + c.first + lead, kv_head), x.by_row}; };
+  const auto of = [&](const Heads &x) { return Rows{(float *)head(x, s.key + c.first + lead, kv_head), x.row_stride}; };
   mix<CHUNK, 1>(gradients + lead, of(k), count, {grad_queries, dim}, t.count, dim);
-  mix<1, CHUNK>(gradients + lead, {queries, dim}, t.count, of(by.k), count, dim);
-  mix<1, CHUNK>(weights + lead, {grad_outs, dim}, t.count, of(by.v), count, dim);
-  scatter(t, grad_queries, dim, by.q);
+  mix<1, CHUNK>(gradients + lead, {queries, dim}, t.count, of(grads.k), count, dim);
+  mix<1, CHUNK>(weights + lead, {grad_outs, dim}, t.count, of(grads.v), count, dim);
+  scatter(t, grad_queries, dim, grads.q);
 }
 
 INLINE long tiles_of(const Segment &s, const Rule &rule) { return (s.rows * (rule.heads / rule.kv) + TILE - 1) / TILE; }
@@ -343,14 +343,14 @@ extern "C" void weft_attend_backward(const Arguments *given) {
 
 // Attention of some rows over other keys, more [count, heads, dim] and more_lse [count, heads], joined into that of rows[i] of
 // out and lse: with w = exp(lse - most) for each, out = sum of w out / sum of w and lse = most + log(sum of w).
-extern "C" void weft_join(
+extern "C" void weft_merge_rows(
     float *out, float *lse, const float *more, const float *more_lse, const long *rows, long count, long heads, long dim,
-    long by_row, long threads) {
+    long row_stride, long threads) {
   const int team = count * heads * dim > LARGE ? (int)threads : 1;
 #pragma omp parallel for num_threads(team)
   for (long i = 0; i < count; i++)
     for (long h = 0; h < heads; h++) {
-      float *to = out + rows[i] * by_row + h * dim, &own = lse[rows[i] * heads + h];
+      float *to = out + rows[i] * row_stride + h * dim, &own = lse[rows[i] * heads + h];
       const float *from = more + (i * heads + h) * dim, other = more_lse[i * heads + h];
       const float most = own > other ? own : other, w = expf(own - most), v = expf(other - most), total = w + v;
       const float mine = w / total, theirs = v / total;

@@ -22,12 +22,12 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attend(
-    heads: Tensor, kv: int, rotation: tuple[Tensor, Tensor] | None, seen: VarlenSegments, scale: float
+    heads: Tensor, kv: int, rotation: tuple[Tensor, Tensor] | None, segments: VarlenSegments, scale: float
 ) -> Tensor:
     """Attention of a pack's queries over its keys and values, `heads` [T, queries + 2 kv, dim] in this order, with queries and
     keys rotated by `rotation` first -> [T, queries, dim]. Differentiable once.
     """
-    out: Tensor = _Attend.apply(heads, kv, rotation, seen, scale)
+    out: Tensor = _Attend.apply(heads, kv, rotation, segments, scale)
     return out
 
 
@@ -43,11 +43,11 @@ def attend_to(
     return AttentionState(out, lse)
 
 
-def join(whole: AttentionState, more: AttentionState, rows: Tensor) -> None:
-    """Join what some rows, int64 [n], see of other keys, `more` of out [n, heads, dim], into what they have in `whole`."""
+def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> None:
+    """Merge what some rows, int64 [n], see of other keys, `more` of out [n, heads, dim], into what they have in `whole`."""
     count, heads, dim = more.out.shape
     numbers = (count, heads, dim, whole.out.stride(0))
-    library.call("weft_join", whole.out, whole.lse, more.out, more.lse, rows, *numbers)
+    library.call("weft_merge_rows", whole.out, whole.lse, more.out, more.lse, rows, *numbers)
 
 
 class _Attend(torch.autograd.Function):
@@ -55,33 +55,33 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, heads: Tensor, kv: int, rotation: tuple[Tensor, Tensor] | None, seen: VarlenSegments, scale: float
+        ctx: Any, heads: Tensor, kv: int, rotation: tuple[Tensor, Tensor] | None, segments: VarlenSegments, scale: float
     ) -> Tensor:
         if rotation is None:
             heads = heads if heads.stride(2) == 1 else heads.contiguous()
         else:
             heads = rows.rotate(heads, *rotation, 1.0, rotated=heads.shape[1] - kv)
         q, k, v = _parts(heads, kv)
-        whole = attend_to(q, k, v, seen.own, scale, causal=True, window=seen.window)
-        if seen.across is not None:
-            more = attend_to(q, k, v, seen.across, scale, causal=False)
-            for first, count in seen.across[:, :2].tolist():
-                join(whole, more[slice(first, first + count)], torch.arange(first, first + count))
+        whole = attend_to(q, k, v, segments.own, scale, causal=True, window=segments.window)
+        if segments.across is not None:
+            more = attend_to(q, k, v, segments.across, scale, causal=False)
+            for first, count in segments.across[:, :2].tolist():
+                merge_rows(whole, more[slice(first, first + count)], torch.arange(first, first + count))
         ctx.save_for_backward(heads, whole.out, whole.lse, *(rotation or ()))
-        ctx.kv, ctx.seen, ctx.scale = kv, seen, scale
+        ctx.kv, ctx.segments, ctx.scale = kv, segments, scale
         return whole.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         heads, out, lse, *rotation = ctx.saved_tensors
-        grad_heads, seen = heads.new_zeros(heads.shape), ctx.seen
+        grad_heads, segments = heads.new_zeros(heads.shape), ctx.segments
         tensors = dict(zip(("q", "k", "v"), _parts(heads, ctx.kv), strict=True))
         tensors |= dict(zip(("grad_q", "grad_k", "grad_v"), _parts(grad_heads, ctx.kv), strict=True))
         tensors |= {"out": out, "grad_out": gradients[0].contiguous()}
-        library.call("weft_attend_backward", _arguments(seen.own, ctx.scale, True, seen.window, lse, **tensors))
-        if seen.across is not None:
-            library.call("weft_attend_backward", _arguments(seen.across, ctx.scale, False, None, lse, **tensors))
+        library.call("weft_attend_backward", _arguments(segments.own, ctx.scale, True, segments.window, lse, **tensors))
+        if segments.across is not None:
+            library.call("weft_attend_backward", _arguments(segments.across, ctx.scale, False, None, lse, **tensors))
         if rotation:
             cos, sin = rotation
             rows.rotate_back(grad_heads, cos, sin, heads.shape[1] - ctx.kv)

@@ -116,13 +116,13 @@ class CachedForward:
 
     weights: NetworkWeights
     _blocks: Any = field(init=False, repr=False)
-    _step: structures.Step = field(init=False, repr=False)
+    _step: structures.StepStruct = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         weights = self.weights
-        self._blocks = (structures.Block * len(weights.blocks))(*map(_block, weights.blocks))
+        self._blocks = (structures.BlockStruct * len(weights.blocks))(*map(_block, weights.blocks))
         vocabulary, hidden = weights.embedding.shape
-        self._step = structures.Step(
+        self._step = structures.StepStruct(
             embedding=pointer(weights.embedding), norm=pointer(weights.norm), blocks=len(weights.blocks),
             vocabulary=vocabulary, hidden=hidden, heads=weights.num_heads, kv=weights.num_kv_heads, dim=weights.head_dim,
             inner=weights.intermediate_size, room=weights.blocks[0].keys.shape[2], few=MOST_ROWS, eps=weights.eps,
@@ -183,11 +183,11 @@ class CachedForward:
         return IndexError(f"there is no row {next(row for row in rows if not 0 <= row < step.rows)} in {step.rows}")
 
 
-def _block(block: BlockWeights) -> structures.Block:
+def _block(block: BlockWeights) -> structures.BlockStruct:
     norms = [getattr(block, name) for name in structures.NORMS]
     linear = [part for name in structures.PRODUCTS for part in getattr(block, name)]
     pointers = structures.Parameters(*map(pointer, (*norms, *linear)))
-    return structures.Block(pointers, pointer(block.keys), pointer(block.values), block.scale, block.window or 0)
+    return structures.BlockStruct(pointers, pointer(block.keys), pointer(block.values), block.scale, block.window or 0)
 
 
 def _prefix(prefix: PrefixRows) -> structures.Prefix:

@@ -51,16 +51,16 @@ Asking wanted_of(const Step &s, const Asking &all) {
   return wanted;
 }
 
-// Each head of x [rows, heads, dim], rows `by_row` apart, normed in its place.
-void norm_heads(float *x, const float *weight, long by_row, long rows, long heads, const Step &s) {
+// Each head of x [rows, heads, dim], rows `row_stride` apart, normed in its place.
+void norm_heads(float *x, const float *weight, long row_stride, long rows, long heads, const Step &s) {
   const int team = rows * heads * s.dim > LARGE ? (int)s.threads : 1;
 #pragma omp parallel num_threads(team)
   {
     const Buffer normed(heads * s.dim), inverse(heads);
 #pragma omp for
     for (long r = 0; r < rows; r++) {
-      weft_rms_norm(x + r * by_row, weight, normed, inverse, heads, s.dim, s.eps, s.offset, 1);
-      memcpy(x + r * by_row, normed, 4 * heads * s.dim);
+      weft_rms_norm(x + r * row_stride, weight, normed, inverse, heads, s.dim, s.eps, s.offset, 1);
+      memcpy(x + r * row_stride, normed, 4 * heads * s.dim);
     }
   }
 }
@@ -69,7 +69,7 @@ void norm_heads(float *x, const float *weight, long by_row, long rows, long head
 void attend_prefix(const Prefix &p, const std::vector<long> &rows, long block, const Arguments &own, const Step &s) {
   const long inner = s.heads * s.dim, count = (long)rows.size();
   const Buffer asked(count * inner), seen(count * inner), lse(count * s.heads);
-  for (long i = 0; i < count; i++) memcpy(&asked[i * inner], own.q.at + rows[i] * own.q.by_row, 4 * inner);
+  for (long i = 0; i < count; i++) memcpy(&asked[i * inner], own.q.at + rows[i] * own.q.row_stride, 4 * inner);
   const Segment all = {0, count, 0, p.keys};
   Arguments a = own;
   a.q = {asked, inner, s.dim}, a.out = {seen, inner, s.dim};
@@ -77,7 +77,7 @@ void attend_prefix(const Prefix &p, const std::vector<long> &rows, long block, c
   a.v = {(float *)p.stored[2 * block + 1], s.dim, p.room * s.dim};
   a.lse = lse, a.segments = &all, a.count = 1, a.causal = 0, a.window = 0;
   weft_attend(&a);
-  weft_join(own.out.at, own.lse, seen, lse, rows.data(), count, s.heads, s.dim, own.out.by_row, s.threads);
+  weft_merge_rows(own.out.at, own.lse, seen, lse, rows.data(), count, s.heads, s.dim, own.out.row_stride, s.threads);
 }
 
 void forward(const Block *blocks, const Step &s) {
@@ -99,7 +99,7 @@ void forward(const Block *blocks, const Step &s) {
   };
   const auto rotate = [&](const Asking &asking, Heads &from, long heads, float *to) {
     weft_rotate(
-        from.at, asking.cos.data(), asking.sin.data(), to, from.by_row, s.dim, asking.rows, heads, heads, s.dim, s.half, 1.0,
+        from.at, asking.cos.data(), asking.sin.data(), to, from.row_stride, s.dim, asking.rows, heads, heads, s.dim, s.half, 1.0,
         s.threads);
     from = {to, heads * s.dim, s.dim};
   };
@@ -125,8 +125,8 @@ void forward(const Block *blocks, const Step &s) {
       q = {projected + s.rows * 2 * shared, inner, s.dim};
       apply(y, b->qkv, q.at, inner, s.hidden);
     }
-    if (b->q_norm) norm_heads(q.at, b->q_norm, q.by_row, rows, s.heads, s);
-    if (b->k_norm) norm_heads(k.at, b->k_norm, k.by_row, s.rows, s.kv, s);
+    if (b->q_norm) norm_heads(q.at, b->q_norm, q.row_stride, rows, s.heads, s);
+    if (b->k_norm) norm_heads(k.at, b->k_norm, k.row_stride, s.rows, s.kv, s);
     if (s.cos && !late) {
       rotate(all, q, s.heads + s.kv, rotated);
       k = {q.at + inner, rotated_width, s.dim};
@@ -135,7 +135,7 @@ void forward(const Block *blocks, const Step &s) {
       rotate(all, k, s.kv, rotated + rows * inner);
     }
     weft_store(
-        k.at, v.at, b->keys, b->values, places.data(), k.by_row, s.dim, v.by_row, s.dim, s.rows, s.kv, s.dim, s.room, s.threads);
+        k.at, v.at, b->keys, b->values, places.data(), k.row_stride, s.dim, v.row_stride, s.dim, s.rows, s.kv, s.dim, s.room, s.threads);
     Arguments a = {};
     a.q = q, a.out = {mixed, inner, s.dim};
     a.k = {b->keys, s.dim, s.room * s.dim};
@@ -147,12 +147,12 @@ void forward(const Block *blocks, const Step &s) {
     for (long p = 0; p < s.shared; p++)
       if (!asking.after[p].empty()) attend_prefix(s.prefixes[p], asking.after[p], b - blocks, a, s);
     apply(mixed, b->o, y, s.hidden, inner);
-    weft_add_rows(x, y, nullptr, rows, s.hidden, s.threads);
+    weft_add_rows(x, y, rows, s.hidden, s.threads);
     norm(x, b->norm2, y);
     apply(y, b->gate_up, projected, 2 * s.inner, s.hidden);
     weft_silu(projected, projected + s.inner, mixed, 2 * s.inner, rows, s.inner, s.threads);
     apply(mixed, b->down, y, s.hidden, s.inner);
-    weft_add_rows(x, y, nullptr, rows, s.hidden, s.threads);
+    weft_add_rows(x, y, rows, s.hidden, s.threads);
   }
   norm(x, s.norm, s.states);
 }

@@ -6,30 +6,30 @@ struct Matrices;
 
 // The products in the processor's tiles; whether it has such.
 bool weft_product_amx(
-    const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
+    const float *x, const float *weight, const float *bias, float *out, long row_stride, long rows, long size, long terms,
     long threads);
 bool weft_matmul_amx(const Matrices &m, long threads);
 
 extern "C" {
 void weft_attend(const Arguments *given);
 void weft_attend_backward(const Arguments *given);
-void weft_join(
+void weft_merge_rows(
     float *out, float *lse, const float *more, const float *more_lse, const long *rows, long count, long heads, long dim,
-    long by_row, long threads);
+    long row_stride, long threads);
 void weft_rms_norm(
     const float *x, const float *weight, float *out, float *inverse, long rows, long size, double eps, double offset,
     long threads);
 void weft_rotate(
-    const float *x, const float *cos, const float *sin, float *out, long by_token, long by_head, long tokens, long heads,
+    const float *x, const float *cos, const float *sin, float *out, long token_stride, long head_stride, long tokens, long heads,
     long rotated, long dim, long half, double direction, long threads);
 void weft_gather(const float *from, const long *at, long rows, long size, float *to, long threads);
-void weft_add_rows(float *to, const float *from, const long *at, long rows, long size, long threads);
+void weft_add_rows(float *to, const float *from, long rows, long size, long threads);
 void weft_rms_norm_backward(
     const float *x, const float *weight, const float *inverse, const float *grad_y, float *grad_x, float *grad_weight, long rows,
     long size, double offset, long threads);
-void weft_silu(const float *gate, const float *up, float *out, long by_row, long rows, long size, long threads);
+void weft_silu(const float *gate, const float *up, float *out, long row_stride, long rows, long size, long threads);
 void weft_silu_backward(
-    const float *gate, const float *up, const float *grad_out, float *out, float *grad_gate, float *grad_up, long by_row,
+    const float *gate, const float *up, const float *grad_out, float *out, float *grad_gate, float *grad_up, long row_stride,
     long rows, long size, long threads);
 void weft_store(
     const float *k, const float *v, float *keys, float *values, const long *places, long k_token, long k_head, long v_token,
@@ -39,7 +39,7 @@ void weft_statistics(
 void weft_draw(
     const float *x, const double *uniforms, long *ids, float *logprobs, long rows, long size, long threads);
 void weft_product(
-    const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
+    const float *x, const float *weight, const float *bias, float *out, long row_stride, long rows, long size, long terms,
     long threads);
 void weft_matmul(
     const float *a, const float *b, const float *bias, float *out, long a_row, long a_term, long b_term, long b_column, long rows,
@@ -60,10 +60,10 @@ inline void multiply(
   else weft_matmul(x, layer.weight, layer.bias, out, terms, 1, 1, terms, rows, terms, size, 0, threads);
 }
 
-// [tokens, heads, dim]; `by_row` and `by_head` in floats.
+// [tokens, heads, dim]; `row_stride` and `head_stride` in floats.
 struct Heads {
   float *at;
-  long by_row, by_head;
+  long row_stride, head_stride;
 };
 
 // Rows `row` to `row + rows` look at keys `key` to `key + keys`.

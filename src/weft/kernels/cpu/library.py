@@ -79,7 +79,7 @@ def in_tiles() -> bool:
 
 def call(name: str, *arguments: Any) -> int:
     """A kernel on structures, or on contiguous tensors and numbers; None is a null pointer. The last argument of those on
-    tensors, the number of threads, is added here. What comes back means nothing but where the kernel says so."""
+    tensors, the number of threads, is added here. The return value has a meaning only where the kernel documents one."""
     kernels = library()
     assert kernels is not None
     kernel = getattr(kernels, name)

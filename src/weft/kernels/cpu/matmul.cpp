@@ -59,7 +59,7 @@ public:
   void tile(const Rows &some, long row, long column, const Place &out) {
     const auto [block, first, count] = some;
     for (long i = 0; i < out.rows; i++)
-      for (long c = 0; c < out.columns && c < COLUMNS; c += LANES) __builtin_prefetch(out.at + i * out.by + c, 1);
+      for (long c = 0; c < out.columns && c < COLUMNS; c += LANES) __builtin_prefetch(out.at + i * out.stride + c, 1);
     const bool packed = m.a_term != 1;
     const float *a[ROWS];
     for (long i = 0; i < ROWS; i++)

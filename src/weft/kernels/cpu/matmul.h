@@ -15,7 +15,7 @@ struct Matrices {
 struct Place {
   float *at;
   const float *bias; // null where it is added later, or not at all
-  long by, rows, columns;
+  long stride, rows, columns;
   bool adds;
 };
 
@@ -23,7 +23,7 @@ struct Place {
 INLINE void put(const Place &out, long i, long column, vec y) {
   const long some = out.columns - column;
   if (some <= 0) return;
-  float *to = out.at + i * out.by + column;
+  float *to = out.at + i * out.stride + column;
   if (out.adds) y += load_up_to(to, some);
   if (out.bias) y += load_up_to(out.bias + column, some);
   store_up_to(to, y, some);

@@ -76,7 +76,7 @@ private:
 
   // Some rows of the sums that wait are added to the result.
   void add(long some) {
-    for (; some > 0 && done.rows > 0; some--, done.rows--, done.at += done.by, waiting += COLUMNS)
+    for (; some > 0 && done.rows > 0; some--, done.rows--, done.at += done.stride, waiting += COLUMNS)
       for (long c = 0; c < COLUMNS; c += SIDE) put(done, 0, c, load(waiting + c));
   }
 
@@ -91,7 +91,7 @@ private:
     for (long at = 0; at < blocks; at++, a += 2 * amx::BLOCK, b += 2 * amx::BLOCK)
       amx::add_block<I, J, 2, 2, amx::LEFT>(a, b, [&](long step) {
         const long now = each < left ? each : left;
-        for (long i = 0; i < now; i++, to += done.by, from += COLUMNS) {
+        for (long i = 0; i < now; i++, to += done.stride, from += COLUMNS) {
           const vec low = load(from), high = load(from + SIDE);
           store(to, adds ? load(to) + low : low);
           store(to + SIDE, adds ? load(to + SIDE) + high : high);

@@ -55,30 +55,30 @@ template <long L, long H, long N> INLINE void tile(
 
 // G times N columns, as many as fit a vector, to the first of their rows in `out`.
 template <long L, long H, long N, long G> INLINE void tiles(
-    const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row) {
+    const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long row_stride) {
   vec sums[L + H][LANES]; // those past the last are never looked at
   for (long g = 0; g < G; g++)
     tile<L, H, N>(x, weight + g * N * terms, bias ? bias + g * N : nullptr, terms, (vec(*)[LANES])&sums[0][g * N]);
   for (long l = 0; l < L + H; l++) {
     exchange(sums[l]);
-    for (long r = 0; r < LANES && l * LANES + r < rows; r++) store_some(out + (l * LANES + r) * by_row, sums[l][r], G * N);
+    for (long r = 0; r < LANES && l * LANES + r < rows; r++) store_some(out + (l * LANES + r) * row_stride, sums[l][r], G * N);
   }
 }
 
 // Columns `from` to `to` for `units` of rows, of which there are U at most.
 template <long U> void columns(
-    long units, const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long by_row,
+    long units, const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long row_stride,
     long from, long to) {
   if constexpr (U > 1)
-    if (units < U) return columns<U - 1>(units, x, weight, bias, terms, rows, out, by_row, from, to);
+    if (units < U) return columns<U - 1>(units, x, weight, bias, terms, rows, out, row_stride, from, to);
   constexpr long L = U / UNITS, H = U % UNITS, V = L + H;
   constexpr long N = SUMS / V < LANES ? SUMS / V : LANES - LANES / 4, G = LANES / N, WIDE = G * N;
   const auto bias_at = [&](long j) { return bias ? bias + j : nullptr; };
   long j = from;
-  for (; j + WIDE <= to; j += WIDE) tiles<L, H, N, G>(x, weight + j * terms, bias_at(j), terms, rows, out + j, by_row);
-  for (; j + N <= to; j += N) tiles<L, H, N, 1>(x, weight + j * terms, bias_at(j), terms, rows, out + j, by_row);
-  for (; j + 4 <= to; j += 4) tiles<L, H, 4, 1>(x, weight + j * terms, bias_at(j), terms, rows, out + j, by_row);
-  for (; j < to; j++) tiles<L, H, 1, 1>(x, weight + j * terms, bias_at(j), terms, rows, out + j, by_row);
+  for (; j + WIDE <= to; j += WIDE) tiles<L, H, N, G>(x, weight + j * terms, bias_at(j), terms, rows, out + j, row_stride);
+  for (; j + N <= to; j += N) tiles<L, H, N, 1>(x, weight + j * terms, bias_at(j), terms, rows, out + j, row_stride);
+  for (; j + 4 <= to; j += 4) tiles<L, H, 4, 1>(x, weight + j * terms, bias_at(j), terms, rows, out + j, row_stride);
+  for (; j < to; j++) tiles<L, H, 1, 1>(x, weight + j * terms, bias_at(j), terms, rows, out + j, row_stride);
 }
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -101,11 +101,11 @@ INLINE void pack(const float *x, long row, long rows, long terms, float *packed)
 } // namespace
 
 // out [rows, size] = x [rows, terms] weight^T + bias for weight [size, terms], contiguous but for the rows of out, which are
-// `by_row` apart; `bias` may be null.
+// `row_stride` apart; `bias` may be null.
 extern "C" void weft_product(
-    const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
+    const float *x, const float *weight, const float *bias, float *out, long row_stride, long rows, long size, long terms,
     long threads) {
-  if (weft_product_amx(x, weight, bias, out, by_row, rows, size, terms, threads)) return;
+  if (weft_product_amx(x, weight, bias, out, row_stride, rows, size, terms, threads)) return;
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
   // Columns that a thread takes at a time: some parts for each thread, tiles of them, and no more than a core's cache holds.
   constexpr long TILES = 24, WIDEST = 192;
@@ -128,7 +128,7 @@ extern "C" void weft_product(
       for (long row = 0, from = part * wide; row < rows; row += MOST) {
         const long left = least(rows - row, MOST);
         columns<MOST / UNIT>(
-            units_of(left), packed + row * terms, weight, bias, terms, left, out + row * by_row, by_row, from,
+            units_of(left), packed + row * terms, weight, bias, terms, left, out + row * row_stride, row_stride, from,
             least(from + wide, size));
       }
     });

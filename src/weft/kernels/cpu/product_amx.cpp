@@ -38,7 +38,7 @@ INLINE void split_rows(const Weights &w, long first, long wide, long term, long 
 // Columns `from` to `w.end` of as many rows as J tiles hold, 16 * I columns at a time. `x` are the rows' blocks, J of the same
 // terms together.
 template <int I, int J> void columns(
-    const float *x, const Weights &w, const float *bias, long rows, float *out, long by_row, long from) {
+    const float *x, const Weights &w, const float *bias, long rows, float *out, long row_stride, long from) {
   constexpr long WIDE = I * SIDE;
   const long blocks = blocks_of(w.terms), piece = amx::piece_of(w.terms) / DEEP;
   alignas(64) float room[2 * I * BLOCK], sums[I * J * CELLS], part[I * J * CELLS];
@@ -47,7 +47,7 @@ template <int I, int J> void columns(
   split_rows(w, from, WIDE, 0, 0, there(from), now);
   for (long column = from; column < w.end; column += WIDE) {
     for (long r = 0; r < rows; r++)
-      for (long i = 0; i < I; i++) __builtin_prefetch(out + r * by_row + column + i * SIDE, 1);
+      for (long i = 0; i < I; i++) __builtin_prefetch(out + r * row_stride + column + i * SIDE, 1);
     for (long first = 0; first < blocks; first += piece) {
       each<I * J>([](auto tile) { clear<tile>(); });
       for (long block = first; block < blocks && block < first + piece; block++) {
@@ -75,7 +75,7 @@ template <int I, int J> void columns(
         }
         exchange(cells);
         for (long r = 0; r < SIDE && j * SIDE + r < rows; r++)
-          store_up_to(out + (j * SIDE + r) * by_row + start, cells[r], some);
+          store_up_to(out + (j * SIDE + r) * row_stride + start, cells[r], some);
       }
   }
 }
@@ -83,7 +83,7 @@ template <int I, int J> void columns(
 } // namespace
 
 bool weft_product_amx(
-    const float *x, const float *weight, const float *bias, float *out, long by_row, long rows, long size, long terms,
+    const float *x, const float *weight, const float *bias, float *out, long row_stride, long rows, long size, long terms,
     long threads) {
   if (!ready()) return false;
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
@@ -116,7 +116,7 @@ bool weft_product_amx(
         const long from = part * wide;
         const Weights w = {weight, terms, from + wide < size ? from + wide : size};
         constexpr decltype(&columns<2, 1>) BY_TILES[] = {columns<2, 1>, columns<2, 2>, columns<1, 3>, columns<1, 4>};
-        BY_TILES[tiles - 1](packed, w, bias, count, out + first * by_row, by_row, from);
+        BY_TILES[tiles - 1](packed, w, bias, count, out + first * row_stride, row_stride, from);
       });
     }
   }

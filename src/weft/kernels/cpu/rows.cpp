@@ -40,10 +40,10 @@ extern "C" void weft_rms_norm_backward(
   for (long b = 0; b < blocks; b++) {
     if (grad_weight) memset(parts + b * wide, 0, 4 * wide);
     for (long r = b * BLOCK; r < rows && r < (b + 1) * BLOCK; r++) {
-      const float *row = x + r * size, *by = grad_y + r * size, scale = inverse[r];
+      const float *row = x + r * size, *grad = grad_y + r * size, scale = inverse[r];
       vec along = {};
       for (long d = 0; d < size; d += LANES) {
-        const vec product = load_up_to(row + d, size - d) * load_up_to(by + d, size - d);
+        const vec product = load_up_to(row + d, size - d) * load_up_to(grad + d, size - d);
         along += product * (load_up_to(weight + d, size - d) + add);
         if (!grad_weight) continue;
         float *part = parts + b * wide + d;
@@ -52,7 +52,7 @@ extern "C" void weft_rms_norm_backward(
       if (!grad_x) continue;
       const float share = sum(along) * scale * scale * scale / size;
       for (long d = 0; d < size; d += LANES) {
-        const vec g = load_up_to(by + d, size - d) * (load_up_to(weight + d, size - d) + add);
+        const vec g = load_up_to(grad + d, size - d) * (load_up_to(weight + d, size - d) + add);
         store_up_to(grad_x + r * size + d, g * scale - load_up_to(row + d, size - d) * share, size - d);
       }
     }
@@ -64,24 +64,24 @@ extern "C" void weft_rms_norm_backward(
 }
 
 // x [tokens, heads, dim] with dimension i < half and i + half of the first `rotated` heads rotated by the angles of cos and sin
-// [tokens, half], all else copied, to out, contiguous, which may be x. `direction` -1 turns back.
+// [tokens, half], all else copied, to out, contiguous, which may be x. `direction` -1 rotates back.
 extern "C" void weft_rotate(
-    const float *x, const float *cos, const float *sin, float *out, long by_token, long by_head, long tokens, long heads,
+    const float *x, const float *cos, const float *sin, float *out, long token_stride, long head_stride, long tokens, long heads,
     long rotated, long dim, long half, double direction, long threads) {
   const int team = tokens * heads * dim > LARGE ? (int)threads : 1;
   const float way = (float)direction;
 #pragma omp parallel for num_threads(team)
   for (long t = 0; t < tokens; t++)
     for (long h = 0; h < heads; h++) {
-      const float *from = x + t * by_token + h * by_head, *c = cos + t * half, *s = sin + t * half;
+      const float *from = x + t * token_stride + h * head_stride, *c = cos + t * half, *s = sin + t * half;
       float *to = out + (t * heads + h) * dim;
       const long pairs = h < rotated ? half : 0;
       for (long d = 0; d < pairs; d += LANES) {
         const long left = pairs - d;
         const vec a = load_up_to(from + d, left), b = load_up_to(from + half + d, left);
-        const vec by = load_up_to(c + d, left), across = load_up_to(s + d, left) * way;
-        store_up_to(to + d, a * by - b * across, left);
-        store_up_to(to + half + d, b * by + a * across, left);
+        const vec cosine = load_up_to(c + d, left), sine = load_up_to(s + d, left) * way;
+        store_up_to(to + d, a * cosine - b * sine, left);
+        store_up_to(to + half + d, b * cosine + a * sine, left);
       }
       if (to != from) memcpy(to + 2 * pairs, from + 2 * pairs, 4 * (dim - 2 * pairs));
     }
@@ -94,12 +94,12 @@ extern "C" void weft_gather(const float *from, const long *at, long rows, long s
   for (long i = 0; i < rows; i++) memcpy(to + i * size, from + at[i] * size, 4 * size);
 }
 
-// to[i] += from[at[i]], rows of `size`; each its own where `at` is null.
-extern "C" void weft_add_rows(float *to, const float *from, const long *at, long rows, long size, long threads) {
+// to += from, both [rows, size].
+extern "C" void weft_add_rows(float *to, const float *from, long rows, long size, long threads) {
   const int team = rows * size > LARGE ? (int)threads : 1;
 #pragma omp parallel for num_threads(team)
   for (long i = 0; i < rows; i++) {
-    const float *more = from + (at ? at[i] : i) * size;
+    const float *more = from + i * size;
     for (long d = 0; d < size; d++) to[i * size + d] += more[d];
   }
 }
@@ -112,15 +112,15 @@ INLINE vec sigmoid(vec x) {
 }
 
 // out [rows, size] = silu(gate) * up, or silu(gate) where `up` is null; silu(x) = x / (1 + exp(-x)). Both inputs
-// have rows `by_row` apart.
-extern "C" void weft_silu(const float *gate, const float *up, float *out, long by_row, long rows, long size, long threads) {
+// have rows `row_stride` apart.
+extern "C" void weft_silu(const float *gate, const float *up, float *out, long row_stride, long rows, long size, long threads) {
   const int team = rows * size > LARGE ? (int)threads : 1;
 #pragma omp parallel for num_threads(team)
   for (long r = 0; r < rows; r++) {
-    const float *x = gate + r * by_row, *f = up ? up + r * by_row : nullptr;
+    const float *x = gate + r * row_stride, *f = up ? up + r * row_stride : nullptr;
     for (long d = 0; d < size; d += LANES) {
-      const vec open = load_up_to(x + d, size - d);
-      vec y = open * sigmoid(open);
+      const vec gated = load_up_to(x + d, size - d);
+      vec y = gated * sigmoid(gated);
       if (f) y *= load_up_to(f + d, size - d);
       store_up_to(out + r * size + d, y, size - d);
     }
@@ -128,19 +128,19 @@ extern "C" void weft_silu(const float *gate, const float *up, float *out, long b
 }
 
 // What `weft_silu` made, `out` [rows, size], once more, and its gradients given the one by it, contiguous: grad_gate and
-// grad_up, which have rows `by_row` apart as the inputs do. `out` may be null, and both of up and grad_up.
+// grad_up, which have rows `row_stride` apart as the inputs do. `out` may be null, and both of up and grad_up.
 extern "C" void weft_silu_backward(
-    const float *gate, const float *up, const float *grad_out, float *out, float *grad_gate, float *grad_up, long by_row,
+    const float *gate, const float *up, const float *grad_out, float *out, float *grad_gate, float *grad_up, long row_stride,
     long rows, long size, long threads) {
   const int team = rows * size > LARGE ? (int)threads : 1;
 #pragma omp parallel for num_threads(team)
   for (long r = 0; r < rows; r++)
     for (long d = 0; d < size; d += LANES) {
-      const long at = r * by_row + d, to = r * size + d, left = size - d;
-      const vec x = load_up_to(gate + at, left), share = sigmoid(x), value = x * share, by = load_up_to(grad_out + to, left);
+      const long at = r * row_stride + d, to = r * size + d, left = size - d;
+      const vec x = load_up_to(gate + at, left), share = sigmoid(x), value = x * share, grad = load_up_to(grad_out + to, left);
       const vec f = up ? load_up_to(up + at, left) : splat(1.f);
-      store_up_to(grad_gate + at, by * f * (share + value * (1.f - share)), left);
-      if (up) store_up_to(grad_up + at, by * value, left);
+      store_up_to(grad_gate + at, grad * f * (share + value * (1.f - share)), left);
+      if (up) store_up_to(grad_up + at, grad * value, left);
       if (out) store_up_to(out + to, value * f, left);
     }
 }

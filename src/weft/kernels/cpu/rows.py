@@ -52,9 +52,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, rotated: int, dire
 def silu(gate_up: Tensor, gated: bool) -> Tensor:
     """silu of gate_up [T, n]; where it is `gated`, of its first half, times its second."""
     gate_up = gate_up.contiguous()
-    gate, up, (rows, by_row) = *_halves(gate_up, gated), gate_up.shape
+    gate, up, (rows, row_stride) = *_halves(gate_up, gated), gate_up.shape
     out = gate_up.new_empty(gate.shape)
-    library.call("weft_silu", gate, up, out, by_row, rows, gate.shape[1])
+    library.call("weft_silu", gate, up, out, row_stride, rows, gate.shape[1])
     return out
 
 

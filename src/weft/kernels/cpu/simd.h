@@ -198,14 +198,14 @@ INLINE vec column_of(const float *rows, long stride, long count) {
 }
 
 // LANES rows (`count` of them there, the others zeros) as columns: to[d * by + row].
-INLINE void transpose(const float *rows, long stride, long count, long dim, float *to, long by = LANES) {
+INLINE void transpose(const float *rows, long stride, long count, long dim, float *to, long to_stride = LANES) {
   long d = 0;
   for (; d + LANES <= dim; d += LANES) {
     vec block[LANES];
     columns_of(rows + d, stride, count, block);
-    for (long i = 0; i < LANES; i++) store(to + (d + i) * by, block[i]);
+    for (long i = 0; i < LANES; i++) store(to + (d + i) * to_stride, block[i]);
   }
-  for (; d < dim; d++) store(to + d * by, column_of(rows + d, stride, count));
+  for (; d < dim; d++) store(to + d * to_stride, column_of(rows + d, stride, count));
 }
 
 // Terms of a product that are summed from zero before the sum joins the others: the same for all kernels that multiply in vectors, so

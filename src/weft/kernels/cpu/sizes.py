@@ -1,4 +1,4 @@
-"""Sizes that the speed or the rounding of a CPU's kernels depends on; nothing else in weft names them."""
+"""Sizes that the speed or the rounding of a CPU's kernels depends on. They are set here alone; others ask for them by name."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def pointer(x: Tensor | None) -> int | None:
 class Heads(ctypes.Structure):
     """[tokens, heads, dim] with steps from one row, and one head, to the next."""
 
-    _fields_ = (("at", ctypes.c_void_p), ("by_row", ctypes.c_long), ("by_head", ctypes.c_long))
+    _fields_ = (("at", ctypes.c_void_p), ("row_stride", ctypes.c_long), ("head_stride", ctypes.c_long))
 
     @classmethod
     def of(cls, x: Tensor) -> Heads:
@@ -40,7 +40,7 @@ class Arguments(ctypes.Structure):
 Parameters: Any = ctypes.c_void_p * (len(NORMS) + 2 * len(PRODUCTS))
 
 
-class Block(ctypes.Structure):
+class BlockStruct(ctypes.Structure):
     """Of a network over a cache."""
 
     _fields_ = (
@@ -61,7 +61,7 @@ class Prefix(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """One pass of a network over a cache."""
 
     _fields_ = (
@@ -85,4 +85,4 @@ class Draws(ctypes.Structure):
     )
 
 
-SHARED = (Heads, Arguments, Block, Prefix, Step, Draws)  # in the order of `sizes.cpp`
+SHARED = (Heads, Arguments, BlockStruct, Prefix, StepStruct, Draws)  # in the order of `sizes.cpp`

@@ -66,9 +66,9 @@ class _Cascade(torch.autograd.Function):
                 _put(out, part.queries, new.out)
                 _put(lse, part.queries, new.lse)
             else:
-                joined = merge_states(AttentionState(_at(out, part.queries), _at(lse, part.queries)), new)
-                _put(out, part.queries, joined.out)
-                _put(lse, part.queries, joined.lse)
+                merged = merge_states(AttentionState(_at(out, part.queries), _at(lse, part.queries)), new)
+                _put(out, part.queries, merged.out)
+                _put(lse, part.queries, merged.lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.parts, ctx.scale = parts, scale
         return out

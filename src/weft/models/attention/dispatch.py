@@ -32,8 +32,8 @@ def attend_heads(
     heads: Tensor, kv_heads: int, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext, spec: AttentionSpec,
     layer: int, dropout: TokenDropout | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `attend`, of queries, keys and values side by side in `heads` [T, heads + 2 kv_heads, dim], before `rotation` (cos and
-    sin, `weft.models.network.rope`)."""
+    """Like `attend`, for queries, keys and values side by side in one tensor, `heads` [T, heads + 2 kv_heads, dim], before
+    `rotation` (cos and sin, `weft.models.network.rope`)."""
     by_kernels = kernels.serves_attention(heads, heads, heads) and not _limited(spec, dropout)
     if by_kernels and isinstance(context, Dense | Prefixed):
         return kernels.attend_segments(heads, kv_heads, rotation, segments_of(context, spec), spec.scale)

@@ -44,7 +44,7 @@ class MoEAuxLoss:
 
 
 def aux_loss_weight(config: TransformerConfig, asked: float | None) -> float:
-    """What the balance is weighed with in training: the option, else config.json's `router_aux_loss_coef` where it sets
+    """The weight of the auxiliary loss in training: the option, else config.json's `router_aux_loss_coef` where it sets
     `output_router_logits`, as in `transformers`. Raises `ConfigError` where the option is set and nothing is routed."""
     if config.experts is None:
         if asked:

@@ -121,8 +121,8 @@ class MLP(nn.Module):
         self.down = DownLinear(inner, hidden, bias=bias, gated=gated, activation=config.activation)
 
     def forward(self, x: Tensor, dropout: TokenDropout | None) -> Tensor:
-        opened = self.gate_up(x, dropout) if self.down.gated else self.up(x, dropout)
-        y: Tensor = self.down(opened, dropout)
+        gate_up = self.gate_up(x, dropout) if self.down.gated else self.up(x, dropout)
+        y: Tensor = self.down(gate_up, dropout)
         return y
 
 

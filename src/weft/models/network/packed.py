@@ -40,9 +40,8 @@ class Packed:
     rows: Tensor  # int64 [N]: the hidden state (a token's index) that each wanted output is read from
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
     dropout: DropoutKeys | None = None  # without them nothing is dropped
-    aux_loss: MoEAuxLoss | None = (
-        None  # filled by layers with experts, where it is asked for; for `Dense` attention alone
-    )
+    # Filled by layers with experts, where it is asked for; for `Dense` attention alone.
+    aux_loss: MoEAuxLoss | None = None
     row_gradient: RowGradient | None = None  # of the outputs, where each row's depends on its own alone
     ids: Tensor | TopIds | None = None  # int [N, K]: more ids whose log-probs are wanted at each row; or the likeliest
 

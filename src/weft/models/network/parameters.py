@@ -16,7 +16,7 @@ from weft.models.network.linear import Adapter, Linear
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParameter:
     """Where a canonical parameter lies: `rows` of a parameter of the module, all of it where they are None."""
 
     name: str  # the parameter's own name in the module
@@ -42,10 +42,10 @@ class Stored:
         return whole if self.rows is None else whole[self.rows]
 
 
-def canonical(network: nn.Module) -> dict[str, Stored]:
+def canonical(network: nn.Module) -> dict[str, StoredParameter]:
     """Canonical name -> where it lies, for every parameter; a tied tensor has one name. Modules of other kinds than weft's have
     the names they give themselves."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredParameter] = {}
     seen: set[tuple[int, int]] = set()
     for path, module in network.named_modules():
         for name, stored in _of_module(path, module):
@@ -62,7 +62,7 @@ def values(network: nn.Module) -> dict[str, Tensor]:
     return {name: stored.data for name, stored in canonical(network).items()}
 
 
-def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Stored]]:
+def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredParameter]]:
     if isinstance(module, Adapter):
         return  # its layer names it
     if isinstance(module, Linear):
@@ -72,24 +72,24 @@ def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Stored]]:
         return
     for own, parameter in module.named_parameters(recurse=False):
         name = f"{path}.{own}".lstrip(".")
-        yield name, Stored(name, parameter)
+        yield name, StoredParameter(name, parameter)
     adapter = getattr(module, "adapter", None)
     if isinstance(adapter, Adapter):
         yield from _of_adapter(path, f"{path}.adapter", adapter)
 
 
-def _of_part(name: str, path: str, module: Linear, part: str) -> Iterator[tuple[str, Stored]]:
+def _of_part(name: str, path: str, module: Linear, part: str) -> Iterator[tuple[str, StoredParameter]]:
     rows = module.rows(part) if len(module.parts) > 1 else None
-    yield f"{name}.weight", Stored(f"{path}.weight", module.weight, rows)
+    yield f"{name}.weight", StoredParameter(f"{path}.weight", module.weight, rows)
     if module.bias is not None:
-        yield f"{name}.bias", Stored(f"{path}.bias", module.bias, rows)
+        yield f"{name}.bias", StoredParameter(f"{path}.bias", module.bias, rows)
     if (adapter := module.adapter(part)) is not None:
         yield from _of_adapter(name, f"{path}.adapters.{part}", adapter)
 
 
-def _of_adapter(name: str, path: str, adapter: Adapter) -> Iterator[tuple[str, Stored]]:
+def _of_adapter(name: str, path: str, adapter: Adapter) -> Iterator[tuple[str, StoredParameter]]:
     for own in ("lora_a", "lora_b"):
-        yield f"{name}.{own}", Stored(f"{path}.{own}", getattr(adapter, own))
+        yield f"{name}.{own}", StoredParameter(f"{path}.{own}", getattr(adapter, own))
 
 
 def numbered(name: str, first: int) -> str:

@@ -66,7 +66,8 @@ class Projection:
     split: VocabularySplit | None = None  # where the weight is a part of the vocabulary
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, V] in float32 before any temperature; as many rows as the caller wants to hold."""
+        """[R, V] in float32 before any temperature; as many rows as the caller wants to hold. Of a whole vocabulary."""
+        assert self.split is None, "this rank holds a part of the vocabulary; the logits of the others are elsewhere"
         return _cap(_wide(kernels.linear(hidden, self.weight, self.bias)), self.softcap)
 
 

@@ -77,7 +77,7 @@ class Transformer(nn.Module):
         held = range(config.num_layers) if layers is None else layers
         self.first_layer = held.start
         self.recompute_every = 0  # every n-th block is computed again in the backward pass; 0 none
-        self.padding: int | None = None  # a token at the end of a sequence that its score is read before
+        self.padding: int | None = None  # padding token; a sequence's score is read at the last token before it
         width, hidden = config.embed_dim or config.hidden_size, config.hidden_size
         self.begins, self.ends = held.start == 0, held.stop == config.num_layers
         if self.begins or (self.ends and head == "lm" and config.tied):
@@ -192,7 +192,7 @@ class Transformer(nn.Module):
 
     def _through(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
         """[T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`."""
-        # What others than `rows` do in the last block nobody sees but the loss that balances its experts.
+        # In the last block only `rows` are read, except by the experts' auxiliary loss.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
             around = last if number == len(self.blocks) else at
