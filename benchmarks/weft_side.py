@@ -1,4 +1,4 @@
-"""weft's side of the training benchmarks: the configurations that a user writes, through `weft.launch.run`."""
+"""weft's side of the training benchmarks: the configurations that a user writes, run as the command line runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def train(settings: Settings, pause: Pause) -> dict[str, Any]:
     import weft.launch.assemble  # noqa: F401 - what a run loads, so that it does not count as memory of the run
     from weft import register_function
     from weft.launch import run
+    from weft.observe.memory import keep_freed_memory
 
+    keep_freed_memory()
     clock = Clock(pause)
     register_function(HOOK, lambda model: clock.tick())
     lines = run(CONFIGS[settings["name"]](settings)).metrics
