@@ -10,24 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.interfaces.test_train import batch_of
 from tests.runtime.toy import Toy, ToyTrain
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult, Minibatches
 from weft.interfaces.train import Train
 from weft.runtime.events import Finished
 from weft.runtime.split import join, minibatches, over_ranks, owners, single_completions, split, take
-
-
-def batch_of(groups: list[list[int]], **keys: list[float]) -> SequenceSample:
-    """Ids a, b, ... with a prompt of two tokens and completions of these lengths; token values count up."""
-    ids = [chr(ord("a") + i) for i in range(len(groups))]
-    total = sum(sum(g) for g in groups)
-    lengths: dict[str, Any] = {"prompt": [[2]] * len(groups), "completion": groups}
-    data: dict[str, Any] = {"prompt": torch.arange(2 * len(groups)), "completion": torch.arange(total)}
-    for key, values in keys.items():
-        lengths[key] = groups if len(values) == total else [[1] * len(g) for g in groups]
-        data[key] = torch.tensor(values)
-    return SequenceSample.from_groups(ids, lengths, data, {"answer": [f"{id}!" for id in ids]})
 
 
 def ids_of(parts: list[SequenceSample]) -> list[list[str]]:
