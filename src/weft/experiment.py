@@ -13,7 +13,7 @@ from weft.errors import ConfigError, GraphError, unknown_name
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload
 from weft.registry import interfaces
-from weft.topology import Layout
+from weft.topology import Layout, Mesh
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,22 @@ class Experiment:
         """What can be refused without torch. Raises `UserError` with the field, its value, the rule and the fix."""
         _check_control(self.control)
         _check_roles(self)
-        layouts = {f"{name}.layout": spec.resolve_layout() for name, spec in self.roles.items()}
-        for place, layout in {**layouts, **{f"placement of {n!r}": each for n, each in self.placement.items()}}.items():
-            if layout.num_devices > 1:
-                raise ConfigError(
-                    f"{place}={layout}: needs {layout.num_devices} devices, and this version runs one device in this "
-                    "process; leave it out or write d1"
-                )
+        self.meshes()
+
+    def meshes(self) -> dict[str, Mesh]:
+        """Every role's layout on its devices. Raises `ConfigError` for a device mesh that does not fit."""
+        found = {}
+        for role, spec in self.roles.items():
+            try:
+                found[role] = spec.resolve_mesh()
+            except ConfigError as error:
+                raise ConfigError(f"{role}: {error}") from None
+        return found
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the run takes, one process each."""
+        return 1 + max(rank for mesh in self.meshes().values() for rank in mesh.ranks)
 
 
 def _changed(graph: DataflowGraph, name: str, changes: Mapping[str, Any]) -> DataflowGraph:

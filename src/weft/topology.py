@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -63,6 +64,73 @@ class Layout:
 
     def __str__(self) -> str:
         return "".join(f"{letter}{getattr(self, name)}" for letter, name in LETTERS.items())
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in its layout. Of `data`, `data % fsdp` is the shard that it holds."""
+
+    data: int = 0
+    tensor: int = 0
+    pipeline: int = 0
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A layout on devices: `ranks` are those of the run's processes, one a device. Tensor ranks are neighbours, then context
+    and data ranks; pipeline stages, which exchange least, lie farthest apart."""
+
+    layout: Layout
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) != self.layout.num_devices:
+            raise ConfigError(
+                f"device mesh {list(self.ranks)}: layout {self.layout} needs {self.layout.num_devices} different devices"
+            )
+
+    @classmethod
+    def first(cls, layout: Layout) -> Mesh:
+        """On the first devices of the run."""
+        return cls(layout, tuple(range(layout.num_devices)))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Raises `ValueError` for a rank that is not of this mesh."""
+        rest = self.ranks.index(rank)
+        rest, tensor = divmod(rest, self.layout.tensor)
+        rest, context = divmod(rest, self.layout.context)
+        pipeline, data = divmod(rest, self.layout.data)
+        return Coordinates(data, tensor, pipeline, context)
+
+    def rank_at(self, at: Coordinates) -> int:
+        layout = self.layout
+        rows = (at.pipeline * layout.data + at.data) * layout.context + at.context
+        return self.ranks[rows * layout.tensor + at.tensor]
+
+    def ranks_of(self, data: int) -> tuple[int, ...]:
+        """Every rank that works on this data-parallel part of a batch."""
+        return tuple(rank for rank in self.ranks if self.coordinates(rank).data == data)
+
+    def along(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in these coordinates alone, itself among them, in the mesh's order."""
+        own = self.coordinates(rank)
+        kept = [field.name for field in fields(Coordinates) if field.name not in axes]
+        return tuple(r for r in self.ranks if all(getattr(self.coordinates(r), k) == getattr(own, k) for k in kept))
+
+
+def parse_mesh(text: str | None, layout: Layout) -> Mesh:
+    """Read device numbers such as `4-7` or `0,2`; None: the first devices. Raises `ConfigError` for what is neither or does not
+    fit the layout."""
+    if text is None:
+        return Mesh.first(layout)
+    ranks: list[int] = []
+    for part in str(text).split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if found is None:
+            raise ConfigError(f"device_mesh={text!r} cannot be read; write device numbers such as 4-7 or 0,2")
+        ranks += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return Mesh(layout, tuple(ranks))
 
 
 def whole(shape: tuple[int, ...]) -> Slice:
@@ -163,6 +231,81 @@ def stage_of(num_layers: int, stages: int, stage: int) -> range:
             f"layout: p={stages} stages of a model with {num_layers} layers; every stage needs one at least"
         )
     return range(stage * num_layers // stages, (stage + 1) * num_layers // stages)
+
+
+class StagedSizes(NetworkSizes, Protocol):
+    """What says, beside that, which stage has a parameter."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+
+FIRST_STAGE = r"(embed|positions|embed_in)\..*"
+# Parameters that a network stores as rows of one, in this order (`weft.models.network.linear`).
+FUSED = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
+
+
+def stages_of(name: str, num_layers: int, stages: int, *, tied: bool) -> tuple[int, ...]:
+    """The pipeline stages that hold a parameter: one, but a tied embedding's first and last."""
+    block = re.match(r"blocks\.(\d+)\.", name)
+    if block:
+        return tuple(s for s in range(stages) if int(block[1]) in stage_of(num_layers, stages, s))
+    if not re.fullmatch(FIRST_STAGE, name):
+        return (stages - 1,)
+    return tuple(sorted({0, stages - 1})) if tied and name == "embed.weight" else (0,)
+
+
+def holdings(
+    shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, layout: Layout, at: Coordinates, *, tied: bool = False
+) -> dict[str, Slice]:
+    """What a rank holds of the parameters with these canonical names and whole shapes: a rectangle of each, none where it has
+    nothing of one. `tied`: the embedding is the output matrix too.
+
+    An `fsdp` degree above 1 gives each rank rows of a parameter as it is stored, in chunks of one size but the last
+    (`torch.chunk`), after tensor parallelism has taken its part.
+    """
+    found = {
+        name: tensor_slice(name, shape, sizes, layout.tensor, at.tensor)
+        for name, shape in shapes.items()
+        if at.pipeline in stages_of(name, sizes.num_layers, layout.pipeline, tied=tied)
+    }
+    if layout.fsdp == 1:
+        return found
+    sharded: dict[str, Slice] = {}
+    for names in _stored(found):
+        total = sum(_size(found[name][0]) for name in names)
+        chunk = -(-total // layout.fsdp)
+        start = min((at.data % layout.fsdp) * chunk, total)
+        stop, offset = min(start + chunk, total), 0
+        for name in names:
+            rows, *rest = found[name]
+            low, high = max(start - offset, 0), min(stop - offset, _size(rows))
+            if low < high:
+                sharded[name] = (slice(rows.start + low, rows.start + high), *rest)
+            offset += _size(rows)
+    return sharded
+
+
+def _stored(names: Iterable[str]) -> Iterator[list[str]]:
+    """The names by the parameter that they are stored in, in the order of its rows."""
+    left = dict.fromkeys(names)
+    while left:
+        name = next(iter(left))
+        layer, _, kind = name.rpartition(".")
+        parts = next((group for group in FUSED if layer.endswith(group)), None)
+        if parts is None or kind not in ("weight", "bias"):
+            together = [name]
+        else:
+            block = layer.removesuffix(next(part for part in parts if layer.endswith(part)))
+            together = [each for part in parts if (each := f"{block}{part}.{kind}") in left]
+        for each in together:
+            del left[each]
+        yield together
+
+
+def _size(part: slice) -> int:
+    size: int = part.stop - part.start
+    return size
 
 
 def _normed_by_head(own: str, shape: tuple[int, ...], config: NetworkSizes) -> bool:

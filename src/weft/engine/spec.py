@@ -8,7 +8,7 @@ from typing import Any, Literal
 from weft.data.spec import TokenizerSpec
 from weft.errors import ConfigError
 from weft.options import option
-from weft.topology import Layout
+from weft.topology import Layout, Mesh, parse_mesh
 
 SCHEDULERS = ("constant", "linear", "cosine")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -157,6 +157,9 @@ class ModelSpec:
         "last", "what a score is read from: the last token's state, or the mean over tokens", choices=("last", "mean")
     )
     layout: str | None = option(None, "parallel layout such as d2t2p1; the same as parallel.*")
+    device_mesh: str | None = option(
+        None, "devices of the layout, numbered over all machines, such as 4-7 or 0,2; absent: the first ones"
+    )
     prompt_prefix: str = option("", "text put before the prompt where this model sees the text in its own form")
     prompt_suffix: str = option("", "text put after the prompt where this model sees the text in its own form")
     parallel: ParallelSpec = option(ParallelSpec(), "degrees of parallelism; the same as layout")
@@ -193,6 +196,10 @@ class ModelSpec:
         if named.num_devices != 1 and named != parsed:
             raise ConfigError(f"layout={self.layout!r} and parallel.* ({named}) differ; set one of them")
         return parsed
+
+    def resolve_mesh(self) -> Mesh:
+        """The layout on its devices. Raises `ConfigError` for a device mesh that cannot be read or does not fit."""
+        return parse_mesh(self.device_mesh, self.resolve_layout())
 
     @property
     def recomputed_layers(self) -> int:

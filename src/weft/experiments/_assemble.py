@@ -86,7 +86,6 @@ def check(config: RunConfig) -> None:
     validate(config)
     import_user_code(config.imports)  # names that the options use may be registered there
     checks.check_names(experiment_name=config.experiment_name, trial_name=config.trial_name)
-    checks.check_one_device(config.n_nodes, config.n_gpus_per_node)
 
 
 def batches(dataset: DatasetSpec) -> DatasetSpec:

@@ -18,7 +18,6 @@ NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-ONE_DEVICE = "this version runs on one device"
 
 
 def mode_problem(mode: str) -> str | None:
@@ -47,16 +46,10 @@ def allocation_problem(mode: str) -> str | None:
             f"must be manual, heuristic, search or a layout such as d1{f'; did you mean {close[0]}?' if close else ''}"
         )
     try:
-        layout = Layout.parse(mode)
+        Layout.parse(mode)
     except ConfigError as error:
         return str(error)
-    return several_devices(layout)
-
-
-def several_devices(layout: Layout) -> str | None:
-    if layout.num_devices == 1:
-        return None
-    return f"layout {layout} needs {layout.num_devices} devices, but {ONE_DEVICE}; leave it out or write d1"
+    return None
 
 
 def check_names(**names: str) -> None:
@@ -75,21 +68,11 @@ def _mended(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-") or "NAME"
 
 
-def check_one_device(n_nodes: int, n_gpus_per_node: int) -> None:
-    for option, count in (("n_nodes", n_nodes), ("n_gpus_per_node", n_gpus_per_node)):
-        if count > 1:
-            raise ConfigError(f"{option}={count}: {ONE_DEVICE}; leave it out or write {option}=1")
-
-
 # -- models
 
 
 def check_model(role: str, spec: ModelSpec) -> None:
     """That a role has a model to load and one device to be on. Hub names are looked up later, local paths here."""
-    layout = spec.resolve_layout()
-    problem = several_devices(layout)
-    if problem:
-        raise ConfigError(f"{role}.layout: {problem}")
     if spec.tokenizer.path is not None:
         _check_local(f"{role}.tokenizer.path", spec.tokenizer.path)
     if spec.backend == "null":

@@ -1,0 +1,98 @@
+"""Process groups of layouts: one for every set of ranks that talk to each other, made once, by those ranks alone.
+
+    groups = ProcessGroups()                           # one a process; torch.distributed is set up
+    mesh = RankMesh(mesh, rank, groups)                # this rank's place in a layout
+    dist.all_reduce(x, group=mesh.group("data"))
+
+gloo joins ranks on CPUs, NCCL ranks on GPUs; which of them is chosen once, where `torch.distributed` is set up.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.topology import Coordinates, Layout, Mesh
+
+AXES = (("tensor",), ("data",), ("context",), ("pipeline",), ("tensor", "pipeline"), ("data", "context"))
+
+
+def backend_of(device: torch.device) -> str:
+    """What ranks on such devices talk by."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+class ProcessGroups:
+    """The process groups that this process belongs to, by their ranks. Ranks of a group ask for it in the same order as for
+    others that they share."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """Made at the first call, which returns once all of `ranks` have made it."""
+        if ranks not in self._groups:
+            group = dist.new_group(list(ranks), use_local_synchronization=True)
+            assert isinstance(group, ProcessGroup), f"this process is none of the ranks {ranks}"
+            self._groups[ranks] = group
+        return self._groups[ranks]
+
+
+class RankMesh:
+    """One rank of a layout on its devices. All ranks of the mesh make it, and then its groups are there."""
+
+    def __init__(self, mesh: Mesh, rank: int, groups: ProcessGroups) -> None:
+        self.mesh, self.rank, self._groups = mesh, rank, groups
+        self.at: Coordinates = mesh.coordinates(rank)
+        for axes in AXES:
+            self._make(mesh.along(rank, *axes))
+        self._make(mesh.ranks)
+        if self.layout.fsdp > 1:
+            self._make(self._shard_ranks())
+            self._make(self._replica_ranks())
+
+    @property
+    def layout(self) -> Layout:
+        return self.mesh.layout
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the mesh's first rank: the one that writes what all have in common."""
+        return self.rank == self.mesh.ranks[0]
+
+    def size(self, *axes: str) -> int:
+        return len(self.mesh.along(self.rank, *axes))
+
+    def group(self, *axes: str) -> ProcessGroup:
+        """The ranks that differ from this one in these coordinates alone: of `AXES`, with more than one rank."""
+        return self._groups.of(self.mesh.along(self.rank, *axes))
+
+    @property
+    def everyone(self) -> ProcessGroup:
+        return self._groups.of(self.mesh.ranks)
+
+    def shards(self, device: torch.device) -> DeviceMesh:
+        """Dims `r` (copies) and `f` (shards of one copy), as FSDP2 takes them; of a layout with shards."""
+        inner, outer = self._shard_ranks(), self._replica_ranks()
+        ranks = torch.tensor(self.mesh.along(self.rank, "data")).view(len(outer), len(inner))
+        if len(outer) == 1:
+            return DeviceMesh.from_group(self._groups.of(inner), device.type, mesh=ranks[0], mesh_dim_names=("f",))
+        both = [self._groups.of(outer), self._groups.of(inner)]
+        return DeviceMesh.from_group(both, device.type, mesh=ranks, mesh_dim_names=("r", "f"))
+
+    def _shard_ranks(self) -> tuple[int, ...]:
+        """Those that share one sharded copy with this rank."""
+        line, f = self.mesh.along(self.rank, "data"), self.layout.fsdp
+        start = self.at.data // f * f
+        return line[start : start + f]
+
+    def _replica_ranks(self) -> tuple[int, ...]:
+        """Those that hold the same shard."""
+        line, f = self.mesh.along(self.rank, "data"), self.layout.fsdp
+        return line[self.at.data % f :: f]
+
+    def _make(self, ranks: tuple[int, ...]) -> None:
+        if len(ranks) > 1:
+            self._groups.of(ranks)
