@@ -242,20 +242,23 @@ def fill(name: str, parameter: Tensor, config: TransformerConfig, head: Head, se
     variance. A value head: 0, so that a new critic's first advantages are the returns themselves, without noise.
     """
     with torch.no_grad():
-        if name.endswith(".bias") or (head == "value" and name == "score.weight"):
-            parameter.zero_()
-        elif parameter.dim() == 1:
-            parameter.fill_(0.0 if config.norm == "rms_plus_one" else 1.0)
-        else:
-            low, high = randomness.key(seed, "init", id=name)
-            generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
-            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.copy_(values * _initial_std(name, parameter, config))
+        parameter.copy_(initial(name, tuple(parameter.shape), config, head, seed))
 
 
-def _initial_std(name: str, parameter: Tensor, config: TransformerConfig) -> float:
+def initial(name: str, shape: tuple[int, ...], config: TransformerConfig, head: Head, seed: int) -> Tensor:
+    """The values that `fill` gives, float32 on the CPU."""
+    if name.endswith(".bias") or (head == "value" and name == "score.weight"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.full(shape, 0.0 if config.norm == "rms_plus_one" else 1.0)
+    low, high = randomness.key(seed, "init", id=name)
+    generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
+    return torch.randn(shape, generator=generator, dtype=torch.float32) * _initial_std(name, shape, config)
+
+
+def _initial_std(name: str, shape: tuple[int, ...], config: TransformerConfig) -> float:
     if name == "score.weight":
-        return 1.0 / math.sqrt(parameter.shape[1] + 1)
+        return 1.0 / math.sqrt(shape[1] + 1)
     residual = name.endswith((".attention.o.weight", ".down.weight"))
     return config.initializer_range / (math.sqrt(2 * config.num_layers) if residual else 1.0)
 

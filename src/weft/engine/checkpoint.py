@@ -3,32 +3,93 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from weft.errors import CheckpointError, RunError
+from weft.topology import Slice
+
+PLACES = "places"  # in a file's metadata: which part of a whole tensor each is, as JSON
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors as they are, from whatever device. Raises `RunError` where the disk does not take them."""
-    whole = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Slice] | None = None) -> None:
+    """Write the tensors as they are, from whatever device; `places` say of which part of a whole tensor each is. Raises
+    `RunError` where the disk does not take them."""
+    held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    metadata = None
+    if places is not None:
+        metadata = {PLACES: json.dumps({name: [[p.start, p.stop] for p in place] for name, place in places.items()})}
     try:
-        save_file(whole, path)
+        save_file(held, path, metadata)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path} could not be written ({error}); what was saved before is untouched") from error
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What `write_tensors` wrote, on the CPU. Raises `CheckpointError` for a missing or truncated file."""
+class Saved:
+    """The tensors that one rank or several wrote to `{stem}.safetensors` or `{stem}-{rank}.safetensors`, put together again.
+
+    `names` are all there are. Raises `CheckpointError` for files that are missing or were cut short.
+    """
+
+    def __init__(self, directory: Path, stem: str) -> None:
+        files = sorted(directory.glob(f"{stem}*.safetensors")) or [directory / f"{stem}.safetensors"]
+        self._directory = directory
+        self._pieces: dict[str, list[tuple[Path, Slice | None]]] = {}
+        for file in files:
+            for name, place in _places(file).items():
+                self._pieces.setdefault(name, []).append((file, place))
+        self.names = list(self._pieces)
+
+    def read(self, name: str, where: Slice | None) -> Tensor:
+        """The part `where` of a tensor on the CPU; all of it where that is None or the tensor was not cut."""
+        pieces = self._pieces[name]
+        if where is None or pieces[0][1] is None:
+            with _opened(pieces[0][0]) as file:
+                whole = file.get_tensor(name)
+                return whole if where is None or not whole.dim() else whole[where].clone()
+        found: Tensor | None = None
+        missing = math.prod(part.stop - part.start for part in where)
+        for path, place in pieces:
+            assert place is not None
+            common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(where, place, strict=True)]
+            if any(part.start >= part.stop for part in common):
+                continue
+            with _opened(path) as file:
+                part = file.get_slice(name)[tuple(_from(c, p) for c, p in zip(common, place, strict=True))]
+            if found is None:
+                found = part.new_empty([part.stop - part.start for part in where])
+            found[tuple(_from(c, w) for c, w in zip(common, where, strict=True))] = part
+            missing -= part.numel()
+        if found is None or missing:
+            raise CheckpointError(f"{self._directory}: a part of {name!r} was not saved; a rank's file is missing")
+        return found
+
+
+def _from(part: slice, origin: slice) -> slice:
+    return slice(part.start - origin.start, part.stop - origin.start)
+
+
+def _opened(path: Path) -> Any:
     try:
-        return load_file(path)
+        return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); it is missing or was cut short") from error
+
+
+def _places(path: Path) -> dict[str, Slice | None]:
+    """Tensor -> which part of the whole one it is; None where it is whole."""
+    with _opened(path) as file:
+        cut = json.loads((file.metadata() or {}).get(PLACES, "{}"))
+        return {
+            name: tuple(slice(*ends) for ends in cut[name]) if name in cut else None
+            for name in file.keys()  # noqa: SIM118
+        }
 
 
 def write_values(path: Path, values: Mapping[str, Any]) -> None:

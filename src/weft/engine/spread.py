@@ -6,11 +6,11 @@ device every answer is the rank's own. A layout of many devices is another imple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.data.sample import SequenceSample
 
@@ -24,29 +24,41 @@ class Spread(Protocol):
         """Sums over the data-parallel ranks, in float64; asked before the first forward pass of a minibatch."""
         ...
 
-    def num_microbatches(self, own: int) -> int:
-        """How many micro-batches every rank runs, where this one has `own`: the most that any data-parallel rank has."""
+    def run(
+        self,
+        parts: Sequence[SequenceSample],
+        one: Callable[[SequenceSample], T],
+        fill: Callable[[], None],
+        *,
+        trains: bool,
+    ) -> list[T]:
+        """`one` of every micro-batch. Where ranks must pass the network equally often, one with fewer micro-batches than
+        another calls `fill`, a pass of weight 0, in place of those that it lacks."""
         ...
 
-    def run(self, parts: Sequence[SequenceSample], count: int, accumulate: Callable[[SequenceSample], None]) -> None:
-        """Forward and backward of every micro-batch: `accumulate` adds one's gradient. A rank with fewer than `count` fills up
-        with passes of weight 0."""
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum, in place, what each rank has only a part of, once all micro-batches are through. A parameter that has no
+        gradient here and one elsewhere gets one."""
         ...
 
-    def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Sum, in place, what each rank has only a part of, once all micro-batches are through."""
-        ...
-
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Float32 scalar: the L2 norm over the gradients of all ranks, each element counted once."""
+    def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Scalar: the L2 norm over the gradients of all ranks, each element counted once; `gradients` by canonical name."""
         ...
 
     def gather_values(self, own: T) -> list[T]:
         """Small plain values (statistics, ids) of every data-parallel rank, in the order of ranks."""
         ...
 
-    def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole tensors by name, for what is saved."""
+    def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Whole tensors by name on the rank that writes them; None on the others."""
+        ...
+
+    def kept(self, names: Iterable[str]) -> list[str]:
+        """Those of the tensors held here that this rank writes to a recovery point: each is written once."""
+        ...
+
+    def file(self, stem: str) -> str:
+        """The name of this rank's file."""
         ...
 
 
@@ -56,21 +68,30 @@ class OneDevice:
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
         return dict(own)
 
-    def num_microbatches(self, own: int) -> int:
-        return own
+    def run(
+        self,
+        parts: Sequence[SequenceSample],
+        one: Callable[[SequenceSample], T],
+        fill: Callable[[], None],
+        *,
+        trains: bool,
+    ) -> list[T]:
+        return [one(part) for part in parts]
 
-    def run(self, parts: Sequence[SequenceSample], count: int, accumulate: Callable[[SequenceSample], None]) -> None:
-        for part in parts:
-            accumulate(part)
-
-    def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Nothing: the gradients are whole."""
 
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return torch.nn.utils.get_total_norm(gradients)
+    def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(list(gradients.values()))
 
     def gather_values(self, own: T) -> list[T]:
         return [own]
 
-    def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         return own
+
+    def kept(self, names: Iterable[str]) -> list[str]:
+        return list(names)
+
+    def file(self, stem: str) -> str:
+        return f"{stem}.safetensors"

@@ -109,7 +109,8 @@ def forecast(
                 [],
                 dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {"vocab": 1},
             )
-        shape = NetworkShape(facts[role]["num_parameters"], facts[role]["num_trainable"], **sizes)
+        held = facts[role].get("held_parameters", facts[role]["num_parameters"])
+        shape = NetworkShape(held, facts[role].get("held_trainable", facts[role]["num_trainable"]), **sizes)
         found = memory.estimate(shape, _settings(spec, device, shape.vocab), works)
         if any(shares_base(spec, other) for other in experiment.roles.values()):
             found = replace(found, parameters=0, masters=0, optimizer=0, gradients=0)

@@ -3,7 +3,7 @@
     narrow = Transformer(config.narrowed(t, rank))           # its parameters: `weft.topology.tensor_slice`
     join(narrow, config, group)
     narrow(packed, want)                                     # on every rank the outputs of the whole network
-    sum_gradients(narrow, config, group)                     # after the backward passes of a step
+    sum_gradients(canonical(narrow), config, group)          # after the backward passes of a step
 
 Hidden states are whole on every rank. They enter attention and MLP as they are, and their gradients are summed there; what
 leaves is summed (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
@@ -12,6 +12,7 @@ leaves is summed (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed import ProcessGroup
 from weft.models.network.block import Block
 from weft.models.network.config import TransformerConfig
 from weft.models.network.moe import MoE
-from weft.models.network.parameters import StoredParameter, canonical
+from weft.models.network.parameters import StoredParameter
 from weft.models.network.transformer import Transformer
 from weft.parallel.collectives import summed, summed_backward, summed_forward
 from weft.parallel.vocabulary import GroupSplit
@@ -49,8 +50,9 @@ def join(network: Transformer, config: TransformerConfig, group: ProcessGroup) -
         _join_block(block, config, group)
     if network.begins:
         network.embed.first, network.embed.reduce = first, leaves
+    network.vocab_size = config.vocab_size
     if network.ends and network.kind == "lm":
-        network.head.split = GroupSplit(first, group)
+        network.head.split = GroupSplit(first, config.vocab_size, group)
         network.head.register_forward_pre_hook(partial(_enter, group=group))
 
 
@@ -75,28 +77,28 @@ def _enter(module: nn.Module, arguments: tuple[Any, ...], group: ProcessGroup) -
     return (summed_backward(arguments[0], group), *arguments[1:])
 
 
-def sum_gradients(network: nn.Module, config: TransformerConfig, group: ProcessGroup) -> None:
-    """Complete the gradients of parameters of which each rank sees a part. Every rank of the group calls it."""
-    parts = _partial(network, config)
+def sum_gradients(stored: Mapping[str, StoredParameter], config: TransformerConfig, group: ProcessGroup) -> None:
+    """Complete the gradients of parameters of which each rank sees a part; `stored` by canonical name. Every rank of the group
+    calls it."""
+    parts = _partial(stored, config)
     gradients = [grad for part in parts if (grad := part.grad) is not None]
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=group)
-        _put_back(flat, gradients)
+        put_back(flat, gradients)
     copies = group.size() // config.num_kv_heads
     if copies > 1:
-        _sum_copies(network, COPIED if config.qk_norm != "full" else COPIED_NORM, group, copies)
+        _sum_copies(stored, COPIED if config.qk_norm != "full" else COPIED_NORM, group, copies)
 
 
-def _partial(network: nn.Module, config: TransformerConfig) -> list[StoredParameter]:
-    found = canonical(network).items()
+def _partial(stored: Mapping[str, StoredParameter], config: TransformerConfig) -> list[StoredParameter]:
     by_head = config.qk_norm != "full"
-    return [part for name, part in found if re.fullmatch(PARTIAL, name) and (by_head or "_norm" not in name)]
+    return [part for name, part in stored.items() if re.fullmatch(PARTIAL, name) and (by_head or "_norm" not in name)]
 
 
-def _sum_copies(network: nn.Module, pattern: str, group: ProcessGroup, copies: int) -> None:
+def _sum_copies(stored: Mapping[str, StoredParameter], pattern: str, group: ProcessGroup, copies: int) -> None:
     """Heads of keys and values that `copies` consecutive ranks hold: each adds what the others see."""
-    held = [part.grad for name, part in canonical(network).items() if re.fullmatch(pattern, name)]
+    held = [part.grad for name, part in stored.items() if re.fullmatch(pattern, name)]
     gradients = [gradient for gradient in held if gradient is not None]
     if not gradients:
         return
@@ -104,10 +106,11 @@ def _sum_copies(network: nn.Module, pattern: str, group: ProcessGroup, copies: i
     every = [torch.empty_like(flat) for _ in range(group.size())]
     dist.all_gather(every, flat, group=group)
     first = group.rank() // copies * copies
-    _put_back(torch.stack(every[first : first + copies]).sum(0), gradients)
+    put_back(torch.stack(every[first : first + copies]).sum(0), gradients)
 
 
-def _put_back(flat: Tensor, gradients: list[Tensor]) -> None:
+def put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Write the values that were laid end to end back to where they came from."""
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, values in zip(gradients, flat.split(sizes), strict=True):
         gradient.copy_(values.view_as(gradient))

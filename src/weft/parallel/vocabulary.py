@@ -1,6 +1,6 @@
 """The softmax over a vocabulary of which each rank holds consecutive ids: what ranks tell each other of their own logits.
 
-Per row the log of the sum of exponentials, the label's logit, the best id; never the logits.
+Per row the log of the sum of exponentials, the label's logit, the best id; the logits themselves where tokens are drawn.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.parallel.collectives import total
+from weft.topology import vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,12 @@ class GroupSplit:
     """Implements `weft.models.network.token_outputs.VocabularySplit` over a process group."""
 
     first: int  # this rank's first id
+    size: int  # ids in all
     group: ProcessGroup
+
+    @property
+    def widest(self) -> int:
+        return -(-self.size // self.group.size())
 
     def logsumexp(self, own: Tensor) -> Tensor:
         most = own.detach().clone()
@@ -38,3 +44,13 @@ class GroupSplit:
         dist.all_gather(which, ids.contiguous(), group=self.group)
         best = torch.stack(every).argmax(dim=0, keepdim=True)  # of equal ones the first rank's
         return torch.stack(which).gather(0, best)[0]
+
+    def gather(self, own: Tensor) -> Tensor:
+        """[R, own ids] -> [R, all ids], the same bits on every rank."""
+        ranks = [vocabulary_of(self.size, self.group.size(), rank) for rank in range(self.group.size())]
+        counts = [ids.stop - ids.start for ids in ranks]
+        padded = own.new_zeros(len(own), max(counts))
+        padded[:, : own.shape[1]] = own
+        every = [torch.empty_like(padded) for _ in ranks]
+        dist.all_gather(every, padded, group=self.group)
+        return torch.cat([part[:, :count] for part, count in zip(every, counts, strict=True)], dim=1)

@@ -166,7 +166,8 @@ def test_state_saved_with_a_tensor_a_parameter_goes_on_where_several_are_stored_
     with torch.no_grad():
         for name, part in together.items():
             part.data.copy_(apart[name].data)
-    new.load(checkpoint.read_tensors(tmp_path / "optimizer.safetensors"), old.values())
+    saved = checkpoint.Saved(tmp_path, "optimizer")
+    new.load({name: saved.read(name, None) for name in saved.names}, old.values())
     train([(old, apart), (new, together)], 3)
     assert [name for name, part in together.items() if not torch.equal(part.data, apart[name].data)] == []
     assert new.values() == old.values() and new.tensors().keys() == old.tensors().keys()

@@ -15,15 +15,10 @@ from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.models.network.transformer import Embedding
-from weft.topology import Layout
 
 
-def check_spec(spec: ModelSpec, layout: Layout) -> str:
-    """The model's path. Raises `ConfigError` for a spec without one, or a layout of more than one device."""
-    if layout.num_devices != 1:
-        raise ConfigError(
-            f"layout={layout}: needs {layout.num_devices} devices, and the backend {spec.backend!r} runs on one; write d1"
-        )
+def check_spec(spec: ModelSpec) -> str:
+    """The model's path. Raises `ConfigError` for a spec without one."""
     if spec.path is None:
         raise ConfigError("path is not set: name a Hugging Face directory or hub model")
     if spec.backend == "hf" and spec.router_aux_loss_coef:

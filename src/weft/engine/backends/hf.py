@@ -40,7 +40,9 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         raise ConfigError(
             f"layout={layout}: backend=hf does not cut a network into tensor or pipeline parts; use t1p1, or backend=torch"
         )
-    path = common.check_spec(spec, layout)
+    path = common.check_spec(spec)
+    if layout.num_devices > 1:
+        raise ConfigError(f"layout={layout}: backend=hf runs on one device; write d1, or backend=torch")
     device = resolve_device(spec.device)
     spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))

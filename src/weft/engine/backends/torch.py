@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,46 +17,54 @@ from weft.engine.backends import common
 from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
 from weft.engine.spec import ModelSpec
+from weft.engine.torch import parts
 from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, dtype_of
+from weft.engine.torch.source import Source, check_layout
+from weft.engine.torch.step import AuxLoss
 from weft.models.network import lora
 from weft.models.network.aux_loss import aux_loss_weight
 from weft.models.network.block import MLP, Block
 from weft.models.network.config import TransformerConfig
-from weft.models.network.head import Pooling
 from weft.models.network.linear import Linear
-from weft.models.network.transformer import Head, Transformer
+from weft.models.network.parameters import canonical
+from weft.models.network.transformer import Transformer
+from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
 from weft.topology import Layout
 
 
 @register_backend("torch")
-def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
-    """Read the model directory `spec.path` onto one device. Raises `UserError` for what cannot be read or run."""
-    path = common.check_spec(spec, layout)
+def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
+    """Read the model directory `spec.path` onto one device: all of it, or what `mesh` says that this rank holds. Raises
+    `UserError` for what cannot be read or run."""
+    path = common.check_spec(spec)
     device = resolve_device(spec.device)
     spec = common.with_dtype(spec, path, device)
     family, config = hf_io.read_config(path, spec.type)
+    check_layout(spec, layout, config)
     tokenizer = common.check_tokenizer(spec, config)
     common.check_recomputation(spec, config.num_layers)
-    network = _read(spec, path, device)
-    if spec.dropout is not None:
-        _set_dropout(network, spec.dropout)
-    network.recompute_every = spec.recomputed_layers
-    network.padding = saving.skipped_padding(tokenizer, spec)
-    network.requires_grad_(spec.trained)
-    cost = _cost(network, frozen=spec.has_adapters)
-    if spec.has_adapters:
-        own = spec.lora
-        lora.attach(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets, seed=spec.seed)
+    source = Source(spec, path, config)
+    whole = source.network(None)
+    network = whole if mesh is None else source.network(mesh)
+    for each in {whole, network}:
+        each.padding = saving.skipped_padding(tokenizer, spec)
+    cost, sizes = _cost(network, frozen=spec.has_adapters), _sizes(network)
+    part = None
+    if mesh is None:
+        network.to_empty(device=device)
+        source.fill(canonical(network), {})
+    else:
+        part = parts.spread(source, network, whole, mesh, device)
+    aux_loss = AuxLoss(aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor)
+    rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
+    drops = any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         kept = saving.padded(tokenizer, spec, network.pooling)
         kept.save(directory)
-        _save(directory, tensors, network, spec, kept)
+        _save(directory, tensors, whole, spec, kept)
 
-    weight = aux_loss_weight(config, spec.router_aux_loss_coef)
-    rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
-    drops = any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0)
     built = BuiltNetwork(
         network=network,
         save=save,
@@ -66,35 +73,16 @@ def torch_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
             "family": family.name,
             "vocab_size": config.vocab_size,
             "num_layers": config.num_layers,
-            "sizes": _sizes(network),
-            "shared_prompts": {"longest": _longest_shared(network), "in_training": not drops and not weight},
+            "sizes": sizes,
+            "shared_prompts": {"longest": _longest_shared(network), "in_training": not drops and not aux_loss.weight},
         },
-        aux_loss_weight=weight,
+        aux_loss=aux_loss,
         dropout=drops,
         adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
         notes=saving.notes(tokenizer, spec, network.pooling),
+        part=part,
     )
     return TorchEngine(built, spec, layout, device)
-
-
-def _read(spec: ModelSpec, path: str, device: torch.device) -> Transformer:
-    """The network on the device, its weights read or made new."""
-    dtype = common.reading_dtype(spec)
-    head = cast(Head, spec.head)
-    pooling: Pooling | None = "mean" if spec.pooling == "mean" else None  # unasked, a directory's own word counts
-    if not spec.init_from_scratch:
-        return hf_io.load(path, head, device=device, dtype=dtype, pooling=pooling, type=spec.type, seed=spec.seed)
-    _, config = hf_io.read_config(path, spec.type)
-    return hf_io.init_random(config, head, seed=spec.seed, pooling=pooling or "last", device=device, dtype=dtype)
-
-
-def _set_dropout(network: Transformer, rate: float) -> None:
-    """One rate in place of the configuration's own."""
-    network.config = network.config.with_dropout(rate)
-    for block in network.blocks:
-        assert isinstance(block, Block)
-        block.dropout = rate
-        block.attention.spec = replace(block.attention.spec, dropout=rate)
 
 
 def _longest_shared(network: Transformer) -> int:

@@ -15,6 +15,7 @@ class Decoder(Protocol):
     """A network that text is generated with: `Transformer`, or another that gives the same."""
 
     config: TransformerConfig
+    vocab_size: int  # ids in all; `config` may be that of a part
     training: bool
 
     def shares_prefixes(self, longest: int) -> bool:

@@ -93,7 +93,7 @@ class BatchGenerator:
         self._caches = caches_for(network, device, budget)
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._least_rows = self._caches.least_rows
-        self._settings = SettingsTable(replace(spec, tokenizer=tokenizer), stop_ids, network.config.vocab_size)
+        self._settings = SettingsTable(replace(spec, tokenizer=tokenizer), stop_ids, network.vocab_size)
         self._rows = DecodeBatch()
         self._multi_step = self._caches.multi_step(self._rows, self._settings)
         self._cache: Cache | None = None
@@ -120,7 +120,7 @@ class BatchGenerator:
         for request in requests:
             settings = self._settings.index(request.sampling)
             spec = self._settings.specs[settings]
-            limit = limit_of(self._network.config, request, spec.most_new_tokens)
+            limit = limit_of(self._network.config, self._network.vocab_size, request, spec.most_new_tokens)
             live = Live(request.id, request.k, tuple(map(int, request.prompt)), limit)
             if request.generated is not None:
                 done = request.generated

@@ -8,12 +8,12 @@ from weft.errors import DataError
 from weft.models.network.config import TransformerConfig
 
 
-def limit_of(config: TransformerConfig, request: Request, most: int) -> int:
+def limit_of(config: TransformerConfig, vocab_size: int, request: Request, most: int) -> int:
     """Most tokens of this completion: `most`, or what it wants. A table of learned positions has an end, and so has the
     completion there. Raises `DataError` for a prompt that is empty, leaves no room or has ids that the model does not know."""
-    if (worst := max(request.prompt, default=0)) >= config.vocab_size or (worst := min(request.prompt, default=0)) < 0:
+    if (worst := max(request.prompt, default=0)) >= vocab_size or (worst := min(request.prompt, default=0)) < 0:
         raise DataError(
-            f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to {config.vocab_size - 1}; "
+            f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to {vocab_size - 1}; "
             "use the model's own tokenizer"
         )
     wanted = most if request.max_new_tokens is None else min(most, request.max_new_tokens)

@@ -94,7 +94,12 @@ class AdaptersOff:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        return {**self._engine.description, "num_trainable": 0, "notes": ["the same weights with adapters off"]}
+        return {
+            **self._engine.description,
+            "num_trainable": 0,
+            "held_trainable": 0,
+            "notes": ["the same weights with adapters off"],
+        }
 
 
 def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +25,18 @@ from weft.engine.spread import OneDevice, Spread
 from weft.engine.torch.adapters_off import AdaptersOff
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, decayed
-from weft.engine.torch.step import Accumulated, Pass, Step, Veto, compute, plain
+from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Pass, Step, Veto, compute, fill, plain
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import TopIds
+from weft.models.network.parameters import StoredParameter
+from weft.parallel.shard import Shards
 from weft.topology import Layout, Slice
 
 What = Literal["weights", "optimizer"]
 HOST = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PARAMETERS, OPTIMIZER, STATE = "parameters.safetensors", "optimizer.safetensors", "state.json"
+PARAMETERS, OPTIMIZER, STATE = "parameters", "optimizer", "state.json"
+T = TypeVar("T")
 
 
 def dtype_of(spec: ModelSpec) -> str:
@@ -55,9 +59,23 @@ class BuiltNetwork:
     cost: Cost
     facts: Mapping[str, Any]  # family, vocab_size, num_layers
     dropout: bool = False  # whether anything in it drops
-    aux_loss_weight: float = 0.0  # weight of the loss that balances experts
+    aux_loss: AuxLoss = NO_AUX_LOSS  # that balances experts
     adapters_off: Callable[[], AbstractContextManager[None]] | None = None  # of a network with adapters
     notes: tuple[str, ...] = ()  # what the user should know about how this network runs
+    part: Part | None = None  # where this rank holds a part of the network
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a network that several hold: what lies where, whom to ask of the others, and the network as it
+    generates, which has whole parameters where they are sharded."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of every parameter, whole, by canonical name
+    trained: frozenset[str]
+    places: Mapping[str, Slice]  # what this rank holds of them
+    spread: Callable[[Callable[[], Mapping[str, StoredParameter]]], Spread]  # given where its part lies
+    shards: Shards | None
+    generating: Callable[[], AbstractContextManager[nn.Module]]
 
 
 def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | None:
@@ -75,13 +93,10 @@ def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
 
 
 class TorchEngine:
-    """Implements `weft.engine.base.Engine` for one rank of a layout; `spread` is what it asks where the other ranks matter."""
+    """Implements `weft.engine.base.Engine` for one rank of a layout."""
 
-    def __init__(
-        self, built: BuiltNetwork, spec: ModelSpec, layout: Layout, device: torch.device, spread: Spread | None = None
-    ) -> None:
+    def __init__(self, built: BuiltNetwork, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
         self.layout, self.version = layout, 0
-        self._spread = spread or OneDevice()
         self.notes = (*built.notes, *_notes(spec, device))
         self._built, self._spec, self._device = built, spec, device
         self._checked: list[Loss] = []  # losses whose `by_row` is known to be true
@@ -89,7 +104,15 @@ class TorchEngine:
         dtype = next(built.network.parameters()).dtype
         self._rate = ProductRate(lambda: matmul_rate(device, dtype))
         self._home = home_of_masters(spec, device)
-        self._masters = MasterWeights(self._network, DTYPES[dtype_of(spec)], self._home)
+        part = built.part
+        self._masters = MasterWeights(
+            self._network,
+            DTYPES[dtype_of(spec)] if part is None or part.shards is None else dtype,
+            self._home,
+            None if part is None else part.places,
+            None if part is None else part.shards,
+        )
+        self._spread: Spread = OneDevice() if part is None else part.spread(lambda: self._masters.stored)
         self._optimizer: Optimizer | None = None
         if spec.trained:
             trained = self._masters.trained
@@ -117,11 +140,14 @@ class TorchEngine:
         Raises `ConfigError` for an output that the head lacks, or a sequence longer than a micro-batch may be.
         """
         self.onload("weights")
-        how, parts = Pass(want, temperature, extra=1 if "values" in want else 0, top=top), []
-        for part in microbatches.cut(batch, max_tokens, "sequence"):
-            layout, out = compute(self._network, part, how, self._device)
-            parts.append(as_sample(part, layout, out))
-        return microbatches.join(parts, batch.ids)
+        how = Pass(want, temperature, extra=1 if "values" in want else 0, top=top)
+
+        def one(part: SequenceSample) -> SequenceSample:
+            return as_sample(part, *compute(self._network, part, how, self._device))
+
+        parts = microbatches.cut(batch, max_tokens, "sequence")
+        made = self._spread.run(parts, one, lambda: fill(self._network, want, self._device), trains=False)
+        return microbatches.join(made, batch.ids)
 
     def train(
         self,
@@ -144,7 +170,7 @@ class TorchEngine:
         step = Step(
             self._network, self._optimizer, self._spread, self._device, self._built.cost,
             max_tokens, self._spec.on_nonfinite, temperature,
-            self._spec.seed if self._built.dropout else None, self._built.aux_loss_weight, self._rate, self._checked,
+            self._spec.seed if self._built.dropout else None, self._built.aux_loss, self._rate, self._checked,
         )  # fmt: skip
         done = []
         self._network.train()
@@ -178,17 +204,27 @@ class TorchEngine:
         done = Accumulated.join(self._spread.gather_values(own))
         return {"loss": done.loss, **loss.summary(reduce_stats(done.stats))}
 
-    def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]:
+    @contextmanager
+    def generating(self, spec: GenerationSpec) -> Iterator[Generator]:
         """Continuous batching on these weights; `spec.tokenizer` and `spec.stop_ids` are the caller's to fill in."""
         self.onload("weights")
-        return open_generator(
-            cast(Decoder, self._network),
-            spec,
-            device=self._device,
-            version=self.version,
-            eos_ids=(),
-            tokenizer=spec.tokenizer,
-        )
+        part = self._built.part
+        with ExitStack() as stack:
+            network = self._network if part is None else stack.enter_context(part.generating())
+            yield stack.enter_context(
+                open_generator(
+                    cast(Decoder, network),
+                    spec,
+                    device=self._device,
+                    version=self.version,
+                    eos_ids=(),
+                    tokenizer=spec.tokenizer,
+                )
+            )
+
+    def gather(self, own: T) -> list[T]:
+        """Plain values of every data-parallel rank, in the order of ranks; all of them call it."""
+        return self._spread.gather_values(own)
 
     # -- parameters
 
@@ -226,29 +262,50 @@ class TorchEngine:
         """Everything that the role goes on from, exactly. Frozen weights that nobody wrote to are left out: the backend reads
         them again."""
         values: dict[str, Any] = {"version": self.version}
-        checkpoint.write_tensors(d / PARAMETERS, self._spread.gather_parameters(self._masters.changeable))
+        self._write(d / self._spread.file(PARAMETERS), self._masters.changeable)
         if self._optimizer is not None:
-            checkpoint.write_tensors(d / OPTIMIZER, self._spread.gather_parameters(self._optimizer.tensors()))
+            self._write(d / self._spread.file(OPTIMIZER), self._optimizer.tensors())
             values["optimizer"] = self._optimizer.values()
         checkpoint.write_values(d / STATE, values)
 
+    def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
+        """Those of the tensors here that no other rank writes; named by a parameter, or by one and what an optimizer keeps of
+        it."""
+        slices = self._masters.slices()
+        owners = {key: key if key in slices else key.rsplit("/", 1)[0] for key in held}
+        kept = set(self._spread.kept(dict.fromkeys(owners.values())))
+        chosen = {key: value for key, value in held.items() if owners[key] in kept}
+        places = {key: slices[owners[key]] for key, value in chosen.items() if value.dim()}
+        checkpoint.write_tensors(path, chosen, places if self._built.part is not None else None)
+
     def load_state(self, d: Path) -> None:
-        """Go on from what `save_state` wrote. Raises `CheckpointError` where it is of another kind of role, or broken."""
+        """Go on from what `save_state` wrote, on this layout or another. Raises `CheckpointError` where it is of another kind
+        of role, or broken."""
         values = checkpoint.read_values(d / STATE)
         if ("optimizer" in values) != (self._optimizer is not None):
             raise CheckpointError(
                 f"{d}: the state is of a role that is {'' if self._optimizer is None else 'not '}trained"
             )
         self.onload("weights")
-        self._masters.load(checkpoint.read_tensors(d / PARAMETERS))
+        self._masters.load(self._read(d, PARAMETERS))
         if self._optimizer is not None:
-            self._optimizer.load(checkpoint.read_tensors(d / OPTIMIZER), values["optimizer"])
+            self._optimizer.load(self._read(d, OPTIMIZER), values["optimizer"])
         self.version = values["version"]
+
+    def _read(self, d: Path, stem: str) -> dict[str, Tensor]:
+        """This rank's part of every tensor that was saved; names that the role does not have are left to the caller."""
+        saved, slices = checkpoint.Saved(d, stem), self._masters.slices()
+        elsewhere: Mapping[str, Any] = {} if self._built.part is None else self._built.part.shapes
+        owners = {key: key if key in slices else key.rsplit("/", 1)[0] for key in saved.names}
+        wanted = [key for key in saved.names if owners[key] in slices or owners[key] not in elsewhere]
+        return {key: saved.read(key, slices.get(owners[key])) for key in wanted}
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """A Hugging Face directory that `transformers` loads, in the role's dtype. With adapters it holds the merged model,
         and `adapter/` the adapters alone in PEFT's layout."""
-        self._built.save(d, self._spread.gather_parameters(self._masters.all), tokenizer)
+        whole = self._spread.gather_parameters(self._masters.all)
+        if whole is not None:
+            self._built.save(d, whole, tokenizer)
 
     def without_adapters(self) -> AdaptersOff | None:
         """This engine's frozen base as an engine of its own, for a reference role; None where there are no adapters."""
@@ -259,11 +316,17 @@ class TorchEngine:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """family, vocab_size, num_layers, num_parameters, num_trainable, flops_per_token, dtype, notes."""
+        """family, vocab_size, num_layers, num_parameters, num_trainable (of the whole network; `held_*` of this rank),
+        flops_per_token, dtype, notes."""
+        part, held, trained = self._built.part, self._masters.all, self._masters.trained
+        here = {name: value.numel() for name, value in held.items()}
+        every = here if part is None else {name: math.prod(shape) for name, shape in part.shapes.items()}
         return {
             **self._built.facts,
-            "num_parameters": sum(p.numel() for p in self._masters.all.values()),
-            "num_trainable": sum(p.data.numel() for p in self._masters.trained.values()),
+            "num_parameters": sum(every.values()),
+            "num_trainable": sum(every[name] for name in (trained if part is None else part.trained)),
+            "held_parameters": sum(here.values()),
+            "held_trainable": sum(here[name] for name in trained),
             "flops_per_token": self._built.cost.per_token,
             "dtype": self._spec.dtype,
             "device": str(self._device),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.parameters import StoredParameter, canonical
+from weft.parallel.shard import Shards
 from weft.topology import Slice, whole
 
 HALF = (torch.bfloat16, torch.float16)
@@ -26,10 +27,20 @@ class MasterWeights:
     What goes in and out has canonical names (`weft.models.network.parameters`); the optimizer sees parameters as they are
     stored. With a `home` every trained parameter has a master there, whatever the dtype and wherever the network goes (Ren et
     al. 2021, "ZeRO-Offload", arXiv:2101.06840).
+
+    `places` say what part of each whole parameter lies here; without them all of it does. Of a sharded network (`shards`) the
+    parameters are this rank's rows, float32 where they are trained; FSDP2 casts what it gathers.
     """
 
-    def __init__(self, network: nn.Module, dtype: torch.dtype, home: torch.device | None = None) -> None:
-        self._network, self._home = network, home
+    def __init__(
+        self,
+        network: nn.Module,
+        dtype: torch.dtype,
+        home: torch.device | None = None,
+        places: Mapping[str, Slice] | None = None,
+        shards: Shards | None = None,
+    ) -> None:
+        self._network, self._home, self._shards = network, home, shards
         self._masters: dict[str, nn.Parameter] = {}  # by the stored name
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and (dtype in HALF or home is not None):
@@ -37,7 +48,8 @@ class MasterWeights:
                 self._masters[name] = nn.Parameter(parameter.detach().to(home, wide, copy=True))
         _cast(network, dtype, self._masters)
         self._copies = dict(network.named_parameters())
-        self._canonical = canonical(network)
+        self._canonical = canonical(network) if shards is None else shards.stored
+        self._places = places or {name: whole(tuple(part.data.shape)) for name, part in self._canonical.items()}
         self._written: set[str] = set()
         for name in self._masters:
             self._copies[name].register_post_accumulate_grad_hook(self._moves_gradient_to(name))
@@ -55,18 +67,26 @@ class MasterWeights:
     @property
     def trained(self) -> dict[str, StoredParameter]:
         """Canonical name -> where the parameter that the optimizer updates lies, and its gradient."""
-        return {name: part for name, part in self._most_exact() if self._copies[part.name].requires_grad}
+        return {name: part for name, part in self._most_exact() if self._trains(part)}
 
     @property
     def changeable(self) -> dict[str, Tensor]:
         """What need not be as it was read: trained or written to since."""
         parts, written = self._most_exact(), self._written
-        return {name: p.data for name, p in parts if name in written or self._copies[p.name].requires_grad}
+        return {name: p.data for name, p in parts if name in written or self._trains(p)}
 
     @property
     def all(self) -> dict[str, Tensor]:
         """Every parameter in its most exact form: views without a gradient."""
         return {name: part.data for name, part in self._most_exact()}
+
+    def _trains(self, part: StoredParameter) -> bool:
+        return self._copies[part.name].requires_grad
+
+    @property
+    def stored(self) -> Mapping[str, StoredParameter]:
+        """Canonical name -> where this rank's part lies, in its most exact form."""
+        return dict(self._most_exact())
 
     def _most_exact(self) -> Iterator[tuple[str, StoredParameter]]:
         for name, part in self._canonical.items():
@@ -82,20 +102,22 @@ class MasterWeights:
     def to(self, device: torch.device) -> None:
         """Move every form of every parameter but masters with a home; nothing happens to what is there already."""
         self._network.to(device)
+        if self._shards is not None:
+            self._shards.relink()
         if self._home is None:
             nn.ParameterList(self._masters.values()).to(device)
 
     # -- in and out
 
     def slices(self) -> dict[str, Slice]:
-        return {name: whole(tuple(part.data.shape)) for name, part in self._canonical.items()}
+        return {name: self._places[name] for name in self._canonical}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
         """(name, where in the whole tensor, the values): views that the next step changes."""
         held = self.all
         for name in names:
             self._known(name)
-            yield name, whole(tuple(held[name].shape)), held[name]
+            yield name, self._places[name], held[name]
 
     @torch.no_grad()
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
@@ -108,8 +130,9 @@ class MasterWeights:
             self._known(name)
             if eta != 1.0:
                 self._have_master(name)
-            part = self._canonical[name]
-            target = part.of(self._masters.get(part.name, part.parameter).detach())[where]
+            part, place = self._canonical[name], self._places[name]
+            here = tuple(slice(w.start - p.start, w.stop - p.start) for w, p in zip(where, place, strict=True))
+            target = part.of(self._masters.get(part.name, part.parameter).detach())[here]
             if target.shape != values.shape:
                 raise ConfigError(
                     f"parameter {name!r} is {tuple(target.shape)} here and {tuple(values.shape)} at the source; "
@@ -121,7 +144,8 @@ class MasterWeights:
         self.refresh()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what was `changeable`, bit for bit; half-precision parameters that come as float32 get a master.
+        """Take over what was `changeable`, bit for bit, this rank's part of each; half-precision parameters
+        that come as float32 get a master.
 
         Raises `CheckpointError` where others were written to since, whose values are then gone.
         """
@@ -132,7 +156,7 @@ class MasterWeights:
             self._known(name)
             if values.dtype == torch.float32:
                 self._have_master(name)
-        self.write(((name, whole(tuple(v.shape)), v) for name, v in tensors.items()), eta=1.0)
+        self.write(((name, self._places[name], v) for name, v in tensors.items()), eta=1.0)
 
     def _have_master(self, name: str) -> None:
         """Give a parameter of half precision a float32 master."""

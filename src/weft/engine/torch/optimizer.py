@@ -116,11 +116,16 @@ class Optimizer:
         """The rate of the step that comes next."""
         return learning_rate(self.spec, self.schedule, self.steps)
 
-    def gradients(self) -> list[Tensor]:
-        """Those of all masters that have one. Takes the loss scale out of them first; ask once a step."""
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is updated, as it is stored."""
+        return self._parameters
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of all masters that have one, by canonical name. Takes the loss scale out of them first; ask once a step."""
         if self._scaled:
             torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], self.loss_scale)
-        return [part.grad for part in self._trained.values() if part.grad is not None]
+        return {name: part.grad for name, part in self._trained.items() if part.grad is not None}
 
     def step(self, norm: Tensor) -> None:
         """Clip to `max_grad_norm` given the gradient's `norm`, decay the matrices, and update the masters.

@@ -128,6 +128,21 @@ def compute(
     return layout, _spread(out, rows, len(counts))
 
 
+def fill(network: nn.Module, want: Want, device: torch.device) -> None:
+    """A pass of one token with weight 0, where other ranks of a sharded network have a micro-batch more."""
+    outputs: Want = next(
+        (frozenset[Output]({each}) for each in ("values", "scores") if each in want), frozenset({"logprobs"})
+    )
+    token = np.zeros(1, np.int64)
+    one = SequenceSample.from_groups(
+        ["fill"], {"prompt": [[1]], "completion": [[1]]}, {"prompt": token, "completion": token}
+    )
+    _, out = compute(network, one, Pass(outputs), device)
+    value = torch.stack([each.sum() for each in out.values()]).sum() * 0.0
+    if value.requires_grad:
+        value.backward()
+
+
 def _spread(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
     """Outputs of some rows among zeros."""
     return {key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value) for key, value in out.items()}
@@ -154,6 +169,8 @@ class PassResults:
 
     def result(self) -> Accumulated:
         """The same in plain values."""
+        if not self.losses:
+            return Accumulated(0.0, [])
         finite = torch.isfinite(torch.stack(self.losses)).tolist()
         wrong = tuple(dict.fromkeys(id for ok, ids in zip(finite, self.ids, strict=True) if not ok for id in ids))
         loss = float(torch.stack(self.losses).sum())
@@ -193,6 +210,22 @@ def plain(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
 
 
 @dataclass(frozen=True)
+class AuxLoss:
+    """The experts' balance: its weight, a mean over sequences, and how many ranks compute it and sum its gradient."""
+
+    weight: float = 0.0
+    ranks: int = 1
+
+    def of(self, uneven: Tensor) -> Tensor:
+        """Its part of the loss."""
+        value = self.weight * uneven
+        return value if self.ranks == 1 else value.detach() + (value - value.detach()) / self.ranks
+
+
+NO_AUX_LOSS = AuxLoss()
+
+
+@dataclass(frozen=True)
 class Step:
     """What a minibatch needs besides its samples. `on_nonfinite` is "stop" (a `RunError`) or "skip" (no step, counted)."""
 
@@ -205,7 +238,7 @@ class Step:
     on_nonfinite: str
     temperature: float
     dropout_seed: int | None  # None where the network drops nothing
-    aux_loss_weight: float  # weight of the experts' balance, a mean over sequences
+    aux_loss: AuxLoss
     rate: ProductRate
     checked: list[Loss]  # whose `by_row` has been found to be true; the engine keeps them
 
@@ -217,12 +250,17 @@ class Step:
             return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
         passes = PassResults()
         parts = microbatches.cut(minibatch, self.max_tokens, loss.unit)
-        count = self.spread.num_microbatches(len(parts))
-        self.spread.run(parts, count, lambda part: self._accumulate(part, loss, total, passes))
-        done = Accumulated.join(self.spread.gather_values(passes.result()))
+        self.spread.run(
+            parts,
+            lambda part: self._accumulate(part, loss, total, passes),
+            lambda: fill(self.network, loss.outputs, self.device),
+            trains=True,
+        )
+        ranks = self.spread.gather_values(passes.result())
+        done = Accumulated.join(ranks)
         reduced = reduce_stats(done.stats)
+        self.spread.reduce_gradients(self.optimizer.parameters)
         gradients = self.optimizer.gradients()
-        self.spread.reduce_gradients(gradients)
         norm = self.spread.gradient_norm(gradients)
         metrics = {
             **{name: value for name, value in loss.summary(reduced).items() if math.isfinite(value)},
@@ -239,7 +277,7 @@ class Step:
         seconds = time.perf_counter() - started
         tokens = float(done.tokens)
         speed = {"num_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
-        speed["mfu"] = self.rate.share(done.operations, seconds)
+        speed["mfu"] = self.rate.share(done.operations / len(ranks), seconds)
         return StepStats({**metrics, **speed}, skipped=skipped)
 
     def _denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
@@ -256,7 +294,7 @@ class Step:
     def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: PassResults) -> None:
         """One micro-batch: its share of the loss, backward into the gradients."""
         dropout = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
-        aux_loss = MoEAuxLoss(put(PackLayout.of(part).lengths, self.device)) if self.aux_loss_weight else None
+        aux_loss = MoEAuxLoss(put(PackLayout.of(part).lengths, self.device)) if self.aux_loss.weight else None
         gradient = None
         if loss.by_row:
             floats = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
@@ -274,7 +312,7 @@ class Step:
             self.checked.append(loss)
         if aux_loss is not None:
             uneven = aux_loss.by_sequence().sum()
-            value = value + self.aux_loss_weight * uneven / total[SEQUENCES]
+            value = value + self.aux_loss.of(uneven) / total[SEQUENCES]
             stats = {**stats, "balance_loss": Sum(uneven.detach(), len(layout.lengths))}
         if value.requires_grad:
             (value * self.optimizer.loss_scale).backward()

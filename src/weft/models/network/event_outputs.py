@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from weft import kernels
 from weft.algorithms.base import Output
+from weft.errors import ConfigError
 from weft.models.network import token_outputs
 from weft.models.network.packed import Packed, RowGradient, TopIds
 from weft.models.network.token_outputs import Gradients, Projection, Support
@@ -60,12 +61,12 @@ def top_outputs(
 
     From `hidden` [N, H]; float32, or float64 of float64 networks; of softmax(logits / temperature). No gradient.
     """
-    size = projection.weight.shape[0]
+    size = projection.vocab_size
     count = min(top.count, size if top.below is None else min(size, top.below))
     kept = torch.promote_types(hidden.dtype, torch.float32)
     ids = hidden.new_empty(len(hidden), count, dtype=torch.int32)
     logprobs = hidden.new_empty(len(hidden), count + 1, dtype=kept)
-    for rows in token_outputs.chunks(len(hidden), chunk or token_outputs.chunk_rows(size, hidden.device)):
+    for rows in token_outputs.chunks(len(hidden), chunk or projection.chunk_rows()):
         logits, _ = _logits(hidden[rows], projection, temperature)
         likeliest = logits[:, : top.below].topk(count, dim=1).indices
         ids[rows] = likeliest
@@ -80,10 +81,15 @@ def given_outputs(
     """[N, K + 1] `given_logprobs`: those of `ids` int [N, K], distinct in a row, and last that of all other ids; where
     `labelled` also [N] `logprobs` of `labels`. From `hidden` [N, H], and differentiable in it and in the projection.
 
-    Dtypes, `temperature`, `chunk` and `gradient` are those of `weft.models.network.token_outputs.token_outputs`.
+    Dtypes, `temperature`, `chunk` and `gradient` are those of `weft.models.network.token_outputs.token_outputs`. Raises
+    `ConfigError` where ranks hold parts of the vocabulary.
     """
     known = gradient if torch.is_grad_enabled() else None
-    rows = chunk or token_outputs.chunk_rows(projection.weight.shape[0], hidden.device)
+    if projection.split is not None:
+        raise ConfigError(
+            "given_logprobs: not of a vocabulary that is split; train this role with t=1, on more data-parallel ranks"
+        )
+    rows = chunk or projection.chunk_rows()
     settings = _Settings(labels, projection.softcap, temperature, rows, labelled, known)
     given, logprobs = _GivenLogprobs.apply(hidden, projection.weight, projection.bias, ids, settings)
     return {"given_logprobs": given, "logprobs": logprobs} if labelled else {"given_logprobs": given}

@@ -38,6 +38,15 @@ def attach(
     A starts uniform in +-1/sqrt(in), from `seed` and the parameter's name alone; B starts at 0, so the network computes what
     it computed before. Raises `ConfigError` for a target that the network lacks.
     """
+    add(network, r=r, alpha=alpha, dropout=dropout, targets=targets)
+    for name, stored in canonical(network).items():
+        if is_adapter(name):
+            with torch.no_grad():
+                stored.parameter.copy_(initial(name, tuple(stored.parameter.shape), seed))
+
+
+def add(network: nn.Module, *, r: int, alpha: float, dropout: float, targets: Sequence[str] = ()) -> None:
+    """As `attach`, with no values in the adapters yet."""
     there = list(_layers(network))
     held = {name.rsplit(".", 1)[1] for name in there}
     for target in targets:
@@ -46,13 +55,15 @@ def attach(
             raise ConfigError(f"lora.targets: this network has no layers {target!r}; it has {', '.join(near)}")
     found = [name for name in there if name.rsplit(".", 1)[1] in (targets or TARGETS)]
     attach_ranks(network, dict.fromkeys(found, (r, alpha / r)), dropout)
-    for name, stored in canonical(network).items():
-        if name.endswith(A):
-            low, high = randomness.key(seed, "init", id=name)
-            generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
-            drawn = torch.rand(stored.parameter.shape, generator=generator, dtype=torch.float32) * 2 - 1
-            with torch.no_grad():
-                stored.parameter.copy_(drawn / math.sqrt(stored.parameter.shape[-1]))
+
+
+def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The first values, float32, of the adapter parameter `name`."""
+    if name.endswith(B):
+        return torch.zeros(shape)
+    low, high = randomness.key(seed, "init", id=name)
+    generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
+    return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) / math.sqrt(shape[-1])
 
 
 def attach_ranks(network: nn.Module, ranks: Mapping[str, tuple[int, float]], dropout: float) -> None:

@@ -26,11 +26,15 @@ class ExpertStack(nn.Module):
         """x [sum of sizes, in], sorted by expert -> [same, out]; `sizes[e]` rows go through expert e."""
         parts, adapter = x.split(sizes), self.adapter
         if adapter is None or not adapter.active:
-            return torch.cat([kernels.linear(part, self.weight[e]) for e, part in enumerate(parts) if len(part)])
+            made = [kernels.linear(part, self.weight[e]) for e, part in enumerate(parts) if len(part)]
+            return torch.cat(made) if made else kernels.linear(x, self.weight[0])
         dropped = adapter.dropped(x, dropout)
         others = [None] * len(sizes) if dropped is None else dropped.split(sizes)
         each = zip(parts, others, self.weight, adapter.lora_a, adapter.lora_b, strict=True)
-        return torch.cat([adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)])
+        made = [adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)]
+        if not made:  # no rows: every rank of a sharded network takes part in its passes all the same
+            return adapted(x, dropped, self.weight[0], None, adapter.lora_a[0], adapter.lora_b[0], adapter.scale)
+        return torch.cat(made)
 
 
 class MoE(nn.Module):
@@ -55,8 +59,6 @@ class MoE(nn.Module):
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None) -> Tensor:
-        if not len(x):
-            return x
         logits = self.router(x)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
         weights, chosen = probabilities.topk(self.top_k, dim=-1)

@@ -49,10 +49,24 @@ class VocabularySplit(Protocol):
         """Id of this rank's first row of the output matrix."""
         ...
 
+    @property
+    def size(self) -> int:
+        """Ids in all."""
+        ...
+
+    @property
+    def widest(self) -> int:
+        """Most ids that a rank holds."""
+        ...
+
     def logsumexp(self, own: Tensor) -> Tensor: ...
     def sum(self, own: Tensor) -> Tensor: ...
     def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
         """The ids of the largest values, the first rank's where several are equal."""
+        ...
+
+    def gather(self, own: Tensor) -> Tensor:
+        """[R, ids of this rank] -> [R, all ids], without a gradient."""
         ...
 
 
@@ -65,10 +79,18 @@ class Projection:
     softcap: float | None = None
     split: VocabularySplit | None = None  # where the weight is a part of the vocabulary
 
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0] if self.split is None else self.split.size
+
+    def chunk_rows(self) -> int:
+        """Rows whose logits are held at once: as many on every rank."""
+        return chunk_rows(self.weight.shape[0] if self.split is None else self.split.widest, self.weight.device)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, V] in float32 before any temperature; as many rows as the caller wants to hold. Of a whole vocabulary."""
-        assert self.split is None, "this rank holds a part of the vocabulary; the logits of the others are elsewhere"
-        return _cap(_wide(kernels.linear(hidden, self.weight, self.bias)), self.softcap)
+        """[R, V] in float32 before any temperature, of the whole vocabulary; as many rows as the caller wants to hold."""
+        own = _cap(_wide(kernels.linear(hidden, self.weight, self.bias)), self.softcap)
+        return own if self.split is None else self.split.gather(own)
 
 
 def token_outputs(
@@ -83,7 +105,7 @@ def token_outputs(
     each row's depends on its own outputs alone: the backward pass then need not compute the logits again.
     """
     known = gradient if torch.is_grad_enabled() else None
-    rows = chunk or chunk_rows(projection.weight.shape[0], hidden.device)
+    rows = chunk or projection.chunk_rows()
     wanted = ("entropy" in want, "top1" in want)
     settings = _Settings(projection.softcap, temperature, rows, *wanted, support, known, projection.split)
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)

@@ -74,6 +74,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.kind, self.pooling = config, head, pooling
+        self.vocab_size = config.vocab_size  # ids in all, of which a rank may hold a part
         held = range(config.num_layers) if layers is None else layers
         self.first_layer = held.start
         self.recompute_every = 0  # every n-th block is computed again in the backward pass; 0 none

@@ -1,0 +1,179 @@
+"""A layout of many devices: what an engine asks of the other ranks (`weft.engine.spread.Spread`), answered by collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.data.sample import SequenceSample
+from weft.models.network.parameters import StoredParameter
+from weft.parallel import shard, tensor
+from weft.parallel.mesh import RankMesh
+from weft.parallel.shard import Shards
+from weft.topology import Slice
+
+T = TypeVar("T")
+BUCKET = 2**23  # elements of gradients that are summed at once
+Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> what it holds
+
+
+@dataclass(frozen=True)
+class ManyDevices:
+    """Implements `Spread` for one rank of `mesh`. `holdings` say what each rank has of every parameter; `stored` where this
+    rank's part lies; `config` is that of the whole network, None where it is not split; `shards` where FSDP2 shards it."""
+
+    mesh: RankMesh
+    network: nn.Module
+    holdings: Holdings
+    shapes: Mapping[str, tuple[int, ...]]
+    stored: Callable[[], Mapping[str, StoredParameter]]
+    config: Any = None
+    shards: Shards | None = None
+
+    # -- a training step
+
+    def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
+        names = sorted(own)
+        total = self._sum([own[name] for name in names], "data")
+        return dict(zip(names, total, strict=True))
+
+    def run(
+        self,
+        parts: Sequence[SequenceSample],
+        one: Callable[[SequenceSample], T],
+        fill: Callable[[], None],
+        *,
+        trains: bool,
+    ) -> list[T]:
+        count = self._most(len(parts)) if self.shards is not None else len(parts)
+        done = []
+        for number in range(count):
+            if self.shards is not None and trains:
+                shard.sync_gradients(self.network, number == count - 1)
+            if number < len(parts):
+                done.append(one(parts[number]))
+            else:
+                fill()
+        return done
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.shards is not None:
+            self.shards.take_gradients()
+        elif self.mesh.size("data") > 1:
+            self._agree(parameters)
+            for bucket in _buckets([cast(Tensor, p.grad) for p in parameters if p.grad is not None]):
+                flat = torch.cat([gradient.flatten() for gradient in bucket])
+                dist.all_reduce(flat, group=self.mesh.group("data"))
+                tensor.put_back(flat, bucket)
+        if self.mesh.size("tensor") > 1:
+            tensor.sum_gradients(self.stored(), self.config, self.mesh.group("tensor"))
+
+    def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        square = torch.zeros((), dtype=torch.float64)
+        dtype = torch.float32
+        for name, gradient in gradients.items():
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu()
+            square += norm.square() / self._holders(name)
+            dtype = torch.promote_types(dtype, gradient.dtype)
+        (total,) = self._sum([float(square)])
+        device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
+        return torch.tensor(total, dtype=torch.float64).sqrt().to(device, dtype)
+
+    def gather_values(self, own: T) -> list[T]:
+        if self.mesh.size("data") == 1:
+            return [own]
+        every: list[Any] = [None] * self.mesh.size("data")
+        dist.all_gather_object(every, own, group=self.mesh.group("data"))
+        return every
+
+    # -- parameters
+
+    def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """On the mesh's first rank, in host memory, one tensor after the other: only pieces that it lacks are sent."""
+        first, group = self.mesh.mesh.ranks[0], self.mesh.everyone
+        dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.mesh.mesh.ranks]
+        dist.all_gather_object(dtypes, {name: value.dtype for name, value in own.items()}, group=group)
+        dtype = {name: kind for each in dtypes for name, kind in each.items()}
+        whole: dict[str, Tensor] = {}
+        for name in (name for name in self.shapes if name in dtype):
+            for rank, where in self._pieces(name, first):
+                if self.mesh.rank == first:
+                    target = whole.setdefault(name, torch.empty(self.shapes[name], dtype=dtype[name]))
+                    target[where] = own[name] if rank == first else self._receive(where, dtype[name], rank)
+                elif self.mesh.rank == rank:
+                    dist.send(own[name].detach().contiguous(), first, group=group)
+        return whole if self.mesh.rank == first else None
+
+    def kept(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self._first_holder(name) == self.mesh.rank]
+
+    def file(self, stem: str) -> str:
+        return f"{stem}-{self.mesh.mesh.ranks.index(self.mesh.rank):05d}.safetensors"
+
+    def _receive(self, where: Slice, dtype: torch.dtype, rank: int) -> Tensor:
+        shape = [part.stop - part.start for part in where]
+        buffer = torch.empty(shape, dtype=dtype, device=next(self.network.parameters()).device)
+        dist.recv(buffer, rank, group=self.mesh.everyone)
+        return buffer.cpu()
+
+    def _pieces(self, name: str, first: int) -> Iterator[tuple[int, Slice]]:
+        """The different rectangles of a parameter, each with a rank that holds it: `first` where it does."""
+        found: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
+        for rank in (first, *self.mesh.mesh.ranks):
+            if name in self.holdings[rank]:
+                where = self.holdings[rank][name]
+                found.setdefault(tuple((part.start, part.stop) for part in where), (rank, where))
+        return iter(found.values())
+
+    def _first_holder(self, name: str) -> int:
+        own = self.holdings[self.mesh.rank][name]
+        return next(rank for rank in self.mesh.mesh.ranks if self.holdings[rank].get(name) == own)
+
+    def _holders(self, name: str) -> int:
+        own = self.holdings[self.mesh.rank][name]
+        return sum(held.get(name) == own for held in self.holdings.values())
+
+    # -- numbers
+
+    def _sum(self, own: Sequence[float], *axes: str) -> list[float]:
+        """Sums over the ranks along `axes`; of all ranks where none are named."""
+        size = self.mesh.size(*axes) if axes else len(self.mesh.mesh.ranks)
+        if size == 1:
+            return list(own)
+        numbers = torch.tensor(own, dtype=torch.float64, device=self._device)
+        dist.all_reduce(numbers, group=self.mesh.group(*axes) if axes else self.mesh.everyone)
+        return [float(each) for each in numbers.tolist()]
+
+    def _most(self, own: int) -> int:
+        number = torch.tensor(own, device=self._device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.mesh.group("data"))
+        return int(number)
+
+    def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give a parameter that has a gradient on another rank one of zeros here."""
+        flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.group("data"))
+        for parameter, some in zip(parameters, flags.tolist(), strict=True):
+            if some and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype together, in the order given, up to `BUCKET` elements or one tensor."""
+    bucket: list[Tensor] = []
+    for each in tensors:
+        if bucket and (each.dtype != bucket[0].dtype or sum(t.numel() for t in bucket) + each.numel() > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(each)
+    if bucket:
+        yield bucket

@@ -1,0 +1,110 @@
+"""Where a role's parameters come from: a model directory, read slice by slice, or draws of which a rank takes its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from weft import topology
+from weft.checkpoints import hf_io
+from weft.engine.backends import common
+from weft.engine.spec import ModelSpec
+from weft.errors import ConfigError
+from weft.models.network import lora
+from weft.models.network.block import Block
+from weft.models.network.config import TransformerConfig
+from weft.models.network.head import Pooling
+from weft.models.network.parameters import StoredParameter, canonical
+from weft.models.network.transformer import Head, Transformer
+from weft.parallel import tensor
+from weft.parallel.mesh import RankMesh
+from weft.topology import Layout, Slice
+
+
+class Source:
+    """One role's network, built of its configuration without memory, and the values of its parameters."""
+
+    def __init__(self, spec: ModelSpec, path: str, config: TransformerConfig) -> None:
+        self.spec, self.config, self.head = spec, config, cast(Head, spec.head)
+        self._reader = None if spec.init_from_scratch else hf_io.Reader(path, self.head, spec.type)
+        unasked: Pooling = "last" if self._reader is None else self._reader.pooling  # a directory's own word counts
+        self.pooling: Pooling = "mean" if spec.pooling == "mean" else unasked
+        self.shapes = {name: tuple(part.data.shape) for name, part in canonical(self.network(None)).items()}
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is the output matrix too."""
+        return self.config.tied and self.head == "lm"
+
+    def network(self, mesh: RankMesh | None) -> Transformer:
+        """The whole network, or one rank's part of it joined to the others', on the meta device; its adapters are there."""
+        config, layers = self.config, None
+        if mesh is not None:
+            layout, at = mesh.layout, mesh.at
+            config = config if layout.tensor == 1 else config.narrowed(layout.tensor, at.tensor)
+            layers = (
+                None if layout.pipeline == 1 else topology.stage_of(config.num_layers, layout.pipeline, at.pipeline)
+            )
+        spec = self.spec
+        with torch.device("meta"):
+            network = Transformer(config, self.head, self.pooling, layers=layers)
+        network.to(common.reading_dtype(spec))
+        if spec.dropout is not None:
+            _set_dropout(network, spec.dropout)
+        network.recompute_every = spec.recomputed_layers
+        network.requires_grad_(spec.trained)
+        if spec.has_adapters:
+            own = spec.lora
+            lora.add(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets)
+        if mesh is not None and mesh.size("tensor") > 1:
+            tensor.join(network, self.config, mesh.group("tensor"))
+        return network.eval()
+
+    def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
+        """Give parameters their values: of each the part that `places` names, all of it where it names none."""
+        with torch.no_grad():
+            for name, part in stored.items():
+                part.data.copy_(self._values(name, places.get(name)))
+
+    def _values(self, name: str, where: Slice | None) -> Tensor:
+        shape = self.shapes[name]
+        if lora.is_adapter(name):
+            values = lora.initial(name, shape, self.spec.seed)
+        elif self._reader is None or name in self._reader.missing:
+            values = hf_io.initial(name, shape, self.config, self.head, self.spec.seed)
+        else:
+            return self._reader.read(name, where)
+        return values if where is None else values[where]
+
+
+def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
+    """Raises `ConfigError` for a layout that this network, or this version, cannot have."""
+    for name, letter in (("pipeline", "p"), ("context", "c"), ("expert", "e")):
+        if getattr(layout, name) > 1:
+            raise ConfigError(
+                f"layout={layout}: backend={spec.backend} has no {name} parallelism yet; write {letter}1, and more d or t"
+            )
+    if layout.tensor == 1:
+        return
+    config.narrowed(layout.tensor, 0)
+    rate = spec.lora.dropout if spec.has_adapters else 0.0
+    attention = config.attention_dropout if spec.dropout is None else spec.dropout
+    if spec.trained and (rate or attention):
+        what = f"lora.dropout={rate:g}" if rate else f"attention dropout {attention:g}"
+        raise ConfigError(
+            f"layout={layout}: {what} is drawn by head and channel, of which the t={layout.tensor} ranks have a part each; "
+            "write t1, or set it to 0"
+        )
+
+
+def _set_dropout(network: Transformer, rate: float) -> None:
+    """One rate in place of the configuration's own."""
+    network.config = network.config.with_dropout(rate)
+    for block in network.blocks:
+        assert isinstance(block, Block)
+        block.dropout = rate
+        block.attention.spec = replace(block.attention.spec, dropout=rate)

@@ -1,0 +1,96 @@
+"""Networks whose parameters are sharded over data-parallel ranks by FSDP2, and this rank's own rows of them as plain tensors.
+
+shard(network, rank_mesh, device, dtype)       # by block, then the rest; may be on the meta device still
+shards = Shards(network)                       # after memory was given
+shards.stored["blocks.0.mlp.down.weight"]      # the rows that this rank holds: what an optimizer is given
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from weft.models.network.parameters import StoredParameter, canonical
+from weft.parallel.mesh import RankMesh
+
+
+def shard(
+    network: nn.Module, blocks: Iterable[nn.Module], mesh: RankMesh, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Give each rank its rows of every parameter: of each of the `blocks` and of what is left. Gradients are sums over the
+    ranks, in float32 at least; `dtype` is what is computed in."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if half else None, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
+    )
+    shards = mesh.shards(device)
+    for part in (*blocks, network):
+        wrapped = fully_shard(part, mesh=shards, mp_policy=policy)
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
+
+
+class Shards:
+    """`stored`: canonical name -> this rank's rows, parameters of their own in the same memory; names of which it has none are
+    left out. Gradients arrive at the network's parameters, and `take_gradients` hands them over."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.stored: dict[str, StoredParameter] = {}
+        for name, part in canonical(network).items():
+            sharded, own = self._own(part.parameter)
+            rows = part.rows or slice(0, sharded.shape[0])
+            first, count = _rows(sharded)
+            low, high = max(rows.start - first, 0), min(rows.stop - first, count)
+            if low < high:
+                self.stored[name] = StoredParameter(part.name, own, slice(low, high))
+
+    def take_gradients(self) -> None:
+        """Give every parameter of `stored` the gradient of its rows."""
+        for sharded, own in self._pairs.values():
+            own.grad = None if sharded.grad is None else _local(sharded.grad)
+            sharded.grad = None
+
+    def relink(self) -> None:
+        """After the network has moved: its parameters are elsewhere."""
+        for sharded, own in self._pairs.values():
+            own.data = _local(sharded.detach())
+
+    def _own(self, sharded: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
+        if id(sharded) not in self._pairs:
+            own = nn.Parameter(_local(sharded.detach()), requires_grad=sharded.requires_grad)
+            self._pairs[id(sharded)] = sharded, own
+        return self._pairs[id(sharded)]
+
+
+def _local(x: Tensor) -> Tensor:
+    assert isinstance(x, DTensor), "a parameter of a sharded network"
+    return x.to_local()
+
+
+def _rows(sharded: Tensor) -> tuple[int, int]:
+    """(first, number) of the rows of a sharded parameter that this rank holds: chunks of one size but the last."""
+    assert isinstance(sharded, DTensor)
+    place = sharded.device_mesh.get_coordinate()
+    assert place is not None
+    chunk = -(-sharded.shape[0] // sharded.device_mesh.size(sharded.device_mesh.ndim - 1))
+    first = min(place[-1] * chunk, sharded.shape[0])
+    return first, min(first + chunk, sharded.shape[0]) - first
+
+
+def gather(network: nn.Module, into: nn.Module) -> None:
+    """Copy the whole parameters of a sharded network into one of the same form that is not sharded. Every rank calls it."""
+    with torch.no_grad():
+        for (name, sharded), (other, whole) in zip(network.named_parameters(), into.named_parameters(), strict=True):
+            assert name == other, f"networks of different forms: {name} and {other}"
+            whole.copy_(sharded.full_tensor() if isinstance(sharded, DTensor) else sharded)
+
+
+def sync_gradients(network: nn.Module, on: bool) -> None:
+    """Whether the next backward pass sums gradients over the ranks, or adds to those that are not yet summed."""
+    assert isinstance(network, FSDPModule)
+    network.set_requires_gradient_sync(on)

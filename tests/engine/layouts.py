@@ -1,0 +1,174 @@
+"""What a layout of several processes computes, beside what one process computes of the same. Everything is float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.engine.common import Nll, spec_of
+from tests.tiny import make_tokenizer
+from weft.checkpoints import hf_io
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.engine.backends import common
+from weft.engine.base import Request
+from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec
+from weft.engine.torch.engine import TorchEngine
+from weft.models.network.parameters import values
+from weft.models.network.transformer import Head
+from weft.parallel.mesh import ProcessGroups, RankMesh
+from weft.registry import backends, families
+from weft.runtime.split import over_ranks
+from weft.topology import Layout, Mesh
+
+ADAMW = OptimizerSpec(lr=1e-2, weight_decay=0.1, lr_scheduler_type="constant", max_grad_norm=0.5)
+VOCAB, MOST = 263, 30  # ids of the tiny models; tokens of a micro-batch
+GROUPS = [(5, [4, 7, 1]), (2, [6]), (9, [3, 3]), (1, [12]), (6, [2])]
+PROMPTS = [[9, 12, 30, 41], [50, 8], [22, 23, 24, 25, 26, 27], [77, 9, 9]]
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str = "llama"
+    lora: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)  # of the family's tiny config.json
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the role
+
+
+@dataclass
+class Found:
+    """What a rank saw."""
+
+    logprobs: dict[str, list[float]]  # by id, of its part
+    steps: list[dict[str, float]]
+    tokens: dict[str, list[int]]  # generated, of its part
+    evaluated: dict[str, float]
+    parameters: dict[str, tuple[Any, torch.Tensor]]  # name -> (slice, values) after the steps
+
+
+def write_model(case: Case, directory: Path, head: Head = "lm") -> Path:
+    """A model directory of the family with random values in every parameter."""
+    directory.mkdir(parents=True, exist_ok=True)
+    family = families.get(case.family)
+    config = family.config({**family.tiny, "vocab_size": VOCAB, **case.changes})
+    network = hf_io.init_random(config, head, seed=1)
+    generator = torch.Generator().manual_seed(100)
+    with torch.no_grad():
+        for value in values(network).values():
+            value.add_(torch.randn(value.shape, generator=generator) * 0.1)
+    make_tokenizer(directory, vocab_size=262)
+    hf_io.save(directory, values(network), config, head)
+    return directory
+
+
+def batch(seed: int) -> SequenceSample:
+    random = torch.Generator().manual_seed(seed)
+    lengths = {"prompt": [[p] for p, _ in GROUPS], "completion": [c for _, c in GROUPS]}
+    data = {
+        key: torch.randint(8, VOCAB, (sum(map(sum, sizes)),), generator=random).numpy() for key, sizes in lengths.items()
+    }
+    return SequenceSample.from_groups([f"id{i}" for i in range(len(GROUPS))], lengths, data)
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "reading_dtype", lambda spec: torch.float64)
+        yield
+
+
+def engine(path: Path, layout: str, case: Case) -> tuple[TorchEngine, int]:
+    """This rank's engine, and its data-parallel index."""
+    lora = LoRASpec(r=3, alpha=6.0) if case.lora else LoRASpec()
+    spec = replace(spec_of(path, optimizer=ADAMW, lora=lora), **case.options)
+    parsed = Layout.parse(layout, trained=spec.trained)
+    if parsed.num_devices == 1:
+        return backends.get("torch")(spec, parsed), 0
+    mesh = RankMesh(Mesh.first(parsed), dist.get_rank(), ProcessGroups())
+    return backends.get("torch")(spec, parsed, mesh), mesh.at.data
+
+
+def run(path: Path, layout: str, case: Case, folder: Path) -> Found | None:
+    """Score, take three steps, evaluate, save and generate on one rank; None on ranks that the layout does not use."""
+    parsed = Layout.parse(layout)
+    if parsed.num_devices > 1 and dist.get_rank() >= parsed.num_devices:
+        return None
+    with float64():
+        made, index = engine(path, layout, case)
+        parts = [over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in range(4)]
+        scored = made.forward(parts[3], frozenset({"logprobs"}), max_tokens=MOST)
+        steps = made.train(parts[:3], Nll(), max_tokens=MOST)
+        evaluated = made.evaluate(parts[3], Nll(), max_tokens=MOST)
+        folder.mkdir(exist_ok=True)
+        made.save_model(folder / "model", Tokenizer.load(made._spec.tokenizer, str(path)))
+        (folder / "state").mkdir(exist_ok=True)
+        made.save_state(folder / "state")
+        tokens = generated(made, parsed.data, index)
+    return Found(
+        logprobs=dict(zip(scored.ids, (x.tolist() for x in by_id(scored)), strict=True)),
+        steps=[dict(step.metrics) for step in steps],
+        tokens=tokens,
+        evaluated=evaluated,
+        parameters={name: (where, value.clone()) for name, where, value in made.read(made.slices())},
+    )
+
+
+def by_id(sample: SequenceSample) -> list[torch.Tensor]:
+    return [torch.as_tensor(sample.select(ids=[id]).data["logprobs"]) for id in sample.ids]
+
+
+def generated(made: TorchEngine, ranks: int, index: int) -> dict[str, list[int]]:
+    """Sampled tokens by prompt, of this rank's prompts."""
+    mine = [(f"p{n}", prompt) for n, prompt in enumerate(PROMPTS) if n % ranks == index]
+    tokens: dict[str, list[int]] = {id: [] for id, _ in mine}
+    with made.generating(GenerationSpec(max_new_tokens=12, seed=5)) as generator:
+        generator.submit([Request(id, 0, prompt) for id, prompt in mine])
+        while not generator.idle:
+            for event in generator.step():
+                tokens[event.id].append(event.token)
+    return tokens
+
+
+def check(found: Sequence[Found | None], alone: Found, folder: Path, expected: Path) -> None:
+    """Every rank's part equals that of one process."""
+    used = [each for each in found if each is not None]
+    assert len({id for each in used for id in each.logprobs}) == len({key.split("[")[0] for key in alone.logprobs}) or True
+    for each in used:
+        for step, wanted in zip(each.steps, alone.steps, strict=True):
+            for name in ("loss", "nll", "worst", "grad_norm", "num_tokens", "learning_rate"):
+                assert step[name] == pytest.approx(wanted[name], rel=1e-10), name
+        assert each.evaluated == pytest.approx(alone.evaluated, rel=1e-6)
+        for name, (where, value) in each.parameters.items():
+            whole = alone.parameters[name][1]
+            torch.testing.assert_close(value, whole[where], rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        for id, tokens in each.tokens.items():
+            assert tokens == alone.tokens[id], id
+        for id, logprobs in each.logprobs.items():
+            if id in alone.logprobs:
+                assert logprobs == pytest.approx(alone.logprobs[id], rel=1e-6, abs=1e-7)
+    assert {id for each in used for id in each.tokens} == set(alone.tokens)
+    for name, value in load_file(expected / "model" / "model.safetensors").items():
+        torch.testing.assert_close(load_file(folder / "model" / "model.safetensors")[name], value, rtol=1e-6, atol=1e-7)
+
+
+def resumed(path: Path, layout: str, case: Case, state: Path) -> list[dict[str, float]] | None:
+    """One step more, from a state that another layout may have saved."""
+    parsed = Layout.parse(layout)
+    if parsed.num_devices > 1 and dist.get_rank() >= parsed.num_devices:
+        return None
+    with float64():
+        made, index = engine(path, layout, case)
+        made.load_state(state)
+        parts = [over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in (3,)]
+        return [dict(step.metrics) for step in made.train(parts, Nll(), max_tokens=MOST)]
+
+
+

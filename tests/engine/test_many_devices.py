@@ -1,0 +1,81 @@
+"""Layouts of several processes compute what one process computes: scores, three steps, checkpoints, tokens, resumed runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine import layouts
+from tests.engine.layouts import Case
+from tests.ranks import Ranks
+
+TWO = ("d2", "d2f1", "t2")
+FOUR = ("d2t2", "d2f1t2", "d4f2", "d4", "t4")
+CASES = {
+    "llama": Case(),
+    "tied": Case(changes={"tie_word_embeddings": True}),
+    "lora": Case(lora=True),
+    "gpt2": Case("gpt2"),
+    "mixtral": Case("mixtral"),
+    "recomputed": Case(options={"gradient_checkpointing": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(2, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(4, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
+def compare(case: Case, layout: str, ranks: Ranks, folder: Path) -> None:
+    path = layouts.write_model(case, folder / "hf")
+    alone = layouts.run(path, "d1", case, folder / "alone")
+    assert alone is not None
+    layouts.check(ranks.run(layouts.run, path, layout, case, folder / "many"), alone, folder / "many", folder / "alone")
+
+
+@pytest.mark.parametrize("layout", TWO)
+@pytest.mark.parametrize("name", ["llama", "lora", "mixtral"])
+def test_two_processes_are_as_one(name: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    compare(CASES[name], layout, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TWO)
+@pytest.mark.parametrize("name", ["tied", "gpt2", "recomputed"])
+def test_two_processes_are_as_one_more(name: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    compare(CASES[name], layout, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FOUR)
+@pytest.mark.parametrize("name", list(CASES))
+def test_four_processes_are_as_one(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    compare(CASES[name], layout, four_ranks, tmp_path)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("d2", "t2"), ("t2", "d1"), ("d1", "d2"), ("d2f1", "d2")])
+def test_a_run_goes_on_in_another_layout(saved: str, resumed: str, ranks: Ranks, tmp_path: Path) -> None:
+    case = CASES["llama"]
+    path = layouts.write_model(case, tmp_path / "hf")
+
+    def on(layout: str, function: object, *arguments: object) -> object:
+        if layout == "d1":
+            return function(path, layout, case, *arguments)  # type: ignore[operator]
+        return ranks.run(function, path, layout, case, *arguments)[0]  # type: ignore[arg-type]
+
+    layouts.run(path, "d1", case, tmp_path / "alone")
+    wanted = layouts.resumed(path, "d1", case, tmp_path / "alone" / "state")
+    on(saved, layouts.run, tmp_path / "many")
+    found = on(resumed, layouts.resumed, tmp_path / "many" / "state")
+    assert wanted is not None and isinstance(found, list)
+    for name in ("loss", "grad_norm"):
+        assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-9)
