@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ PROMPTS = [[9, 12, 30, 41], [50, 8], [22, 23, 24, 25, 26, 27], [77, 9, 9]]
 class Case:
     family: str = "llama"
     lora: bool = False
+    dropout: float = 0.0  # of the adapters
     changes: Mapping[str, Any] = field(default_factory=dict)  # of the family's tiny config.json
     options: Mapping[str, Any] = field(default_factory=dict)  # of the role
 
@@ -73,7 +74,8 @@ def batch(seed: int) -> SequenceSample:
     random = torch.Generator().manual_seed(seed)
     lengths = {"prompt": [[p] for p, _ in GROUPS], "completion": [c for _, c in GROUPS]}
     data = {
-        key: torch.randint(8, VOCAB, (sum(map(sum, sizes)),), generator=random).numpy() for key, sizes in lengths.items()
+        key: torch.randint(8, VOCAB, (sum(map(sum, sizes)),), generator=random).numpy()
+        for key, sizes in lengths.items()
     }
     return SequenceSample.from_groups([f"id{i}" for i in range(len(GROUPS))], lengths, data)
 
@@ -87,7 +89,7 @@ def float64() -> Iterator[None]:
 
 def engine(path: Path, layout: str, case: Case) -> tuple[TorchEngine, int]:
     """This rank's engine, and its data-parallel index."""
-    lora = LoRASpec(r=3, alpha=6.0) if case.lora else LoRASpec()
+    lora = LoRASpec(r=3, alpha=6.0, dropout=case.dropout) if case.lora else LoRASpec()
     spec = replace(spec_of(path, optimizer=ADAMW, lora=lora), **case.options)
     parsed = Layout.parse(layout, trained=spec.trained)
     if parsed.num_devices == 1:
@@ -140,7 +142,6 @@ def generated(made: TorchEngine, ranks: int, index: int) -> dict[str, list[int]]
 def check(found: Sequence[Found | None], alone: Found, folder: Path, expected: Path) -> None:
     """Every rank's part equals that of one process."""
     used = [each for each in found if each is not None]
-    assert len({id for each in used for id in each.logprobs}) == len({key.split("[")[0] for key in alone.logprobs}) or True
     for each in used:
         for step, wanted in zip(each.steps, alone.steps, strict=True):
             for name in ("loss", "nll", "worst", "grad_norm", "num_tokens", "learning_rate"):
@@ -148,7 +149,9 @@ def check(found: Sequence[Found | None], alone: Found, folder: Path, expected: P
         assert each.evaluated == pytest.approx(alone.evaluated, rel=1e-6)
         for name, (where, value) in each.parameters.items():
             whole = alone.parameters[name][1]
-            torch.testing.assert_close(value, whole[where], rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                value, whole[where], rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
+            )
         for id, tokens in each.tokens.items():
             assert tokens == alone.tokens[id], id
         for id, logprobs in each.logprobs.items():
@@ -169,6 +172,3 @@ def resumed(path: Path, layout: str, case: Case, state: Path) -> list[dict[str, 
         made.load_state(state)
         parts = [over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in (3,)]
         return [dict(step.metrics) for step in made.train(parts, Nll(), max_tokens=MOST)]
-
-
-

@@ -17,6 +17,7 @@ CASES = {
     "llama": Case(),
     "tied": Case(changes={"tie_word_embeddings": True}),
     "lora": Case(lora=True),
+    "dropout": Case("gpt2", lora=True, dropout=0.2),
     "gpt2": Case("gpt2"),
     "mixtral": Case("mixtral"),
     "recomputed": Case(options={"gradient_checkpointing": True}),

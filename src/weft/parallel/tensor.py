@@ -21,14 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from weft.models.network import lora
 from weft.models.network.block import Block
 from weft.models.network.config import TransformerConfig
-from weft.models.network.moe import MoE
+from weft.models.network.linear import Linear
+from weft.models.network.moe import ExpertStack, MoE
 from weft.models.network.parameters import StoredParameter
 from weft.models.network.transformer import Transformer
 from weft.parallel.collectives import summed, summed_backward, summed_forward
 from weft.parallel.vocabulary import GroupSplit
-from weft.topology import vocabulary_of
+from weft.topology import heads_of, vocabulary_of
 
 # Parameters that every rank holds whole but uses for its own part alone, so that it sees a part of their gradient.
 PARTIAL = (
@@ -61,16 +63,29 @@ def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) ->
     block.attention.register_forward_pre_hook(partial(_enter, group=group))
     block.mlp.register_forward_pre_hook(partial(_enter, group=group))
     block.attention.o.reduce = leaves
+    heads = heads_of(config, group.size(), group.rank())
+    block.attention.first_head = block.attention.layer * config.num_heads + heads.start
+    _number(block.attention.o, heads.start * config.head_dim)
     if isinstance(block.mlp, MoE):
         block.mlp.reduce = leaves
+        down = block.mlp.experts["down"]
+        if isinstance(down, ExpertStack) and down.adapter is not None:
+            down.adapter.channel = group.rank() * down.weight.shape[-1]
     else:
         block.mlp.down.reduce = leaves
+        _number(block.mlp.down, group.rank() * block.mlp.down.weight.shape[1])
     if config.qk_norm == "full":
         copies = max(1, group.size() // config.num_kv_heads)
         block.attention.q_norm.share(config.num_heads * config.head_dim, partial(summed, group=group))
         block.attention.k_norm.share(
             config.num_kv_heads * config.head_dim, lambda squares: summed(squares / copies, group)
         )
+
+
+def _number(layer: Linear, channel: int) -> None:
+    """Say which of the whole layer's inputs is the first here: what an adapter drops goes by it."""
+    for adapter in lora.adapters_of(layer):
+        adapter.channel = channel
 
 
 def _enter(module: nn.Module, arguments: tuple[Any, ...], group: ProcessGroup) -> tuple[Any, ...]:

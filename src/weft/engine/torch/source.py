@@ -88,17 +88,7 @@ def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> 
             raise ConfigError(
                 f"layout={layout}: backend={spec.backend} has no {name} parallelism yet; write {letter}1, and more d or t"
             )
-    if layout.tensor == 1:
-        return
     config.narrowed(layout.tensor, 0)
-    rate = spec.lora.dropout if spec.has_adapters else 0.0
-    attention = config.attention_dropout if spec.dropout is None else spec.dropout
-    if spec.trained and (rate or attention):
-        what = f"lora.dropout={rate:g}" if rate else f"attention dropout {attention:g}"
-        raise ConfigError(
-            f"layout={layout}: {what} is drawn by head and channel, of which the t={layout.tensor} ranks have a part each; "
-            "write t1, or set it to 0"
-        )
 
 
 def _set_dropout(network: Transformer, rate: float) -> None:

@@ -97,7 +97,7 @@ def repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _drop(given: AttentionInputs, bucket: Bucket, weights: Tensor) -> Tensor:
     assert given.dropout is not None
-    return given.dropout.drop_weights(weights, given.spec.dropout, given.layer, bucket.index)
+    return given.dropout.drop_weights(weights, given.spec.dropout, bucket.index)
 
 
 def _cells(x: Tensor, bucket: Bucket) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -75,12 +75,13 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """`layer` counts from 0 in the whole network."""
+    """`layer` counts from 0 in the whole network, and so does `first_head` over the heads of all layers."""
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.first_head = layer * config.num_heads
         hidden, inner, shared = config.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv = Linear(hidden, {"q": inner, "k": shared, "v": shared}, bias=config.qkv_bias)
         self.o = Linear(inner, {"o": hidden}, bias=config.o_bias)
@@ -98,7 +99,8 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             q, k, v = heads.split([self.num_heads, kv, kv], dim=1)
             heads = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k), v], dim=1)
-        mixed = attend_heads(heads, kv, at.rotation, at.attention, self.spec, self.layer, at.dropout).flatten(1)
+        dropout = None if at.dropout is None else replace(at.dropout, first_head=self.first_head)
+        mixed = attend_heads(heads, kv, at.rotation, at.attention, self.spec, self.layer, dropout).flatten(1)
         y: Tensor = self.o(at.wanted(mixed), at.late_dropout)
         return y
 

@@ -47,10 +47,12 @@ class DropoutKeys:
 
 @dataclass(frozen=True)
 class TokenDropout:
-    """What a place in the network needs to drop: each token's key int32 [T, 2] and position int32 [T]."""
+    """What a place in the network needs to drop: each token's key int32 [T, 2] and position int32 [T]. `first_head` counts the
+    heads of all layers before the first of those whose weights are dropped."""
 
     keys: Tensor
     positions: Tensor
+    first_head: int = 0
 
     @classmethod
     def spread(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
@@ -58,21 +60,23 @@ class TokenDropout:
 
     def select(self, tokens: Tensor) -> TokenDropout:
         """The same for some tokens, `tokens` int64 [n]."""
-        return TokenDropout(self.keys[tokens], self.positions[tokens])
+        return TokenDropout(self.keys[tokens], self.positions[tokens], self.first_head)
 
-    def drop(self, x: Tensor, rate: float, site: int) -> Tensor:
-        """x [T, C] with each entry 0 with probability `rate`, the rest divided by 1 - rate."""
+    def drop(self, x: Tensor, rate: float, site: int, channel: int = 0) -> Tensor:
+        """x [T, C] with each entry 0 with probability `rate`, the rest divided by 1 - rate. Its first channel is the place's
+        `channel`."""
         if rate == 0.0:
             return x
-        pairs = torch.arange(-(-x.shape[1] // 2), device=x.device, dtype=torch.int32) | (site << CHANNEL_BITS)
+        start, stop = channel // 2, -(-(channel + x.shape[1]) // 2)
+        pairs = torch.arange(start, stop, device=x.device, dtype=torch.int32) | (site << CHANNEL_BITS)
         first, second = threefry(self.keys[:, :1], self.keys[:, 1:], self.positions[:, None], pairs)
-        words = torch.stack([first, second], dim=-1).flatten(1)[:, : x.shape[1]]
+        words = torch.stack([first, second], dim=-1).flatten(1)[:, channel % 2 :][:, : x.shape[1]]
         return torch.where(_kept(words, rate), x / (1.0 - rate), 0.0)
 
-    def drop_weights(self, weights: Tensor, rate: float, layer: int, tokens: Tensor) -> Tensor:
+    def drop_weights(self, weights: Tensor, rate: float, tokens: Tensor) -> Tensor:
         """Attention weights [n, heads, L, L] of the cells `tokens` int64 [n, L], with dropout as in `drop`."""
         heads, length = weights.shape[1], weights.shape[-1]
-        place = torch.arange(heads, device=weights.device, dtype=torch.int32) + layer * heads
+        place = torch.arange(heads, device=weights.device, dtype=torch.int32) + self.first_head
         key = self.keys[tokens[:, 0]]
         key0, key1 = threefry(key[:, :1], key[:, 1:], torch.full_like(place, -1), place)  # counters no position has
         pairs = torch.arange(-(-length // 2), device=weights.device, dtype=torch.int32)

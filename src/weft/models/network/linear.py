@@ -22,8 +22,10 @@ class Adapter(nn.Module):
     """A low-rank adapter of a layer, or of a stack of experts: y += scale B A drop(x) (Hu et al. 2021, "LoRA", section 4.1)."""
 
     def __init__(self, weight: Tensor, r: int, scale: float, rate: float, site: int) -> None:
-        """`weight` [out, in], or [experts, out, in] of a stack; `site` numbers its dropout (`weft.models.network.dropout`)."""
+        """`weight` [out, in], or [experts, out, in] of a stack; `site` numbers its dropout (`weft.models.network.dropout`),
+        and `channel` is the first of its inputs in the whole layer."""
         super().__init__()
+        self.channel = 0
         self.scale, self.rate, self.site, self.active = scale, rate, site, True
         lead, (outputs, inputs) = weight.shape[:-2], weight.shape[-2:]
         self.lora_a = nn.Parameter(weight.new_empty(*lead, r, inputs))
@@ -31,7 +33,7 @@ class Adapter(nn.Module):
 
     def dropped(self, x: Tensor, dropout: TokenDropout | None) -> Tensor | None:
         """x after the adapter's own dropout; None where that is x itself."""
-        return None if dropout is None or self.rate == 0.0 else dropout.drop(x, self.rate, self.site)
+        return None if dropout is None or self.rate == 0.0 else dropout.drop(x, self.rate, self.site, self.channel)
 
 
 def adapted(
