@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.engine.common import Nll, spec_of
+from tests.engine.torch.test_engine_train import Broken
 from tests.tiny import make_tokenizer
 from weft.checkpoints import hf_io
 from weft.data.sample import SequenceSample
@@ -22,6 +23,7 @@ from weft.engine.backends import common
 from weft.engine.base import Request
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec
 from weft.engine.torch.engine import TorchEngine
+from weft.errors import RunError
 from weft.models.network.parameters import values
 from weft.models.network.transformer import Head
 from weft.parallel.mesh import ProcessGroups, RankMesh
@@ -172,3 +174,27 @@ def resumed(path: Path, layout: str, case: Case, state: Path) -> list[dict[str, 
         made.load_state(state)
         parts = [over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in (3,)]
         return [dict(step.metrics) for step in made.train(parts, Nll(), max_tokens=MOST)]
+
+
+def few(path: Path, layout: str) -> tuple[list[dict[str, float]], list[list[float]], list[str]]:
+    """Two steps on one id, which leaves ranks without any; what the ranks then score, and generate."""
+    with float64():
+        made, index = engine(path, layout, Case())
+        ranks = Layout.parse(layout).data
+        one = batch(0).select(ids=["id1"])
+        parts = over_ranks(one, ranks, "sequence")
+        steps = made.train([parts[index]] * 2, Nll(), max_tokens=MOST)
+        scored = made.forward(parts[index], frozenset({"logprobs"}), max_tokens=MOST)
+        evaluated = made.evaluate(parts[index], Nll(), max_tokens=MOST)
+        assert evaluated["loss"] > 0
+    return [dict(step.metrics) for step in steps], [x.tolist() for x in by_id(scored)], list(scored.ids)
+
+
+def broken(path: Path, layout: str) -> str:
+    """A loss that is not finite on one rank."""
+    with float64():
+        made, index = engine(path, layout, Case())
+        part = over_ranks(batch(0), Layout.parse(layout).data, "sequence")[index]
+        with pytest.raises(RunError, match="samples: id4") as caught:
+            made.train([part], Broken(bad="id4"), max_tokens=14)
+    return str(caught.value)

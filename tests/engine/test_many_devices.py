@@ -80,3 +80,22 @@ def test_a_run_goes_on_in_another_layout(saved: str, resumed: str, ranks: Ranks,
     assert wanted is not None and isinstance(found, list)
     for name in ("loss", "grad_norm"):
         assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["d2", "d2f1"])
+def test_ranks_without_an_id_work_on(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    steps, scored, ids = layouts.few(path, "d1")
+    assert ids == ["id1"]
+    (first, own, known), (second, none, others) = ranks.run(layouts.few, path, layout)
+    for found in (first, second):
+        for step, wanted in zip(found, steps, strict=True):
+            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-10)
+            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-10)
+    assert (known, others, none) == (["id1"], [], [])
+    assert own[0] == pytest.approx(scored[0], rel=1e-6)
+
+
+def test_a_broken_loss_of_one_rank_stops_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    assert len(set(ranks.run(layouts.broken, path, "d2"))) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
@@ -13,6 +13,7 @@ from weft.engine.base import DEFAULT_MAX_TOKENS, Engine
 from weft.engine.spec import Schedule
 
 Unit = Literal["sequence", "group"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Model:
     def version(self) -> int:
         """Completed train steps."""
         return self.engine.version
+
+    def gather(self, own: T) -> list[T]:
+        """Plain values of every rank that has a part of the batch, in the order of parts, for metrics that are of all of it.
+        Every rank calls it; on one device it gives `own` alone."""
+        gather: Callable[[T], list[T]] | None = getattr(self.engine, "gather", None)
+        return [own] if gather is None else gather(own)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,8 @@ class Generate:
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         if self.share < 1.0:
             return self._mixed(model, batch)
-        return MFCResult(*self._sample(model, batch))
+        made, own = self._sample(model, batch)
+        return MFCResult(made, _metrics(model.gather(own)))
 
     def _mixed(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Completions of a share of the ids, and the rows' own of the others."""
@@ -81,15 +82,17 @@ class Generate:
         draws = [randomness.uniform(model.seed, purpose, model.step, id, 0, 0) for id in batch.ids]
         chosen = [id for id, draw in zip(batch.ids, draws, strict=True) if draw < self.share]
         others = [id for id, draw in zip(batch.ids, draws, strict=True) if draw >= self.share]
-        parts, metrics = [_own(batch.select(ids=others))] if others else [], dict[str, float]()
+        parts = [_own(batch.select(ids=others))] if others else []
+        made, own = self._sample(replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"]))
         if chosen:
-            made, metrics = self._sample(replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"]))
             parts.append(_marked(made, 1.0))
-        joined = SequenceSample.gather(parts).select(ids=batch.ids)
-        return MFCResult(joined, {**metrics, "sampled_fraction": len(chosen) / batch.num_ids})
+        joined = SequenceSample.gather(parts).select(ids=batch.ids) if parts else _marked(made, 1.0)
+        ranks = model.gather((own, len(chosen), batch.num_ids))
+        share = sum(count for _, count, _ in ranks) / sum(count for _, _, count in ranks)
+        return MFCResult(joined, {**_metrics([sampled for sampled, _, _ in ranks]), "sampled_fraction": share})
 
-    def _sample(self, model: Model, batch: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
-        """(the completions of every prompt, metrics)."""
+    def _sample(self, model: Model, batch: SequenceSample) -> tuple[SequenceSample, Sampled]:
+        """(the completions of every prompt, what metrics are made of)."""
         stop_ids = [*self.spec.stop_ids, *model.tokenizer.stop_ids()]
         spec = replace(self.spec, seed=model.seed, stop_ids=stop_ids, tokenizer=model.tokenizer)
         requests = [
@@ -115,7 +118,8 @@ class Generate:
                     model.announce(self._outputs(complete, made))
         seconds = time.perf_counter() - started
         completions = list(rows.values())
-        return self._outputs(batch.ids, completions), _metrics(completions, seconds)
+        cut = sum(row[-1].finish == "length" for row in completions)
+        return self._outputs(batch.ids, completions), Sampled([len(row) for row in completions], cut, seconds)
 
     def _outputs(self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]) -> SequenceSample:
         """The completions, K by K in order of `ids`, as keys of a sample."""
@@ -155,12 +159,24 @@ def _marked(made: SequenceSample, sampled: float) -> SequenceSample:
     return made.select(keys=["completion", "loss_mask"]).update(made.one_per("completion", sampled=marks))
 
 
-def _metrics(rows: Sequence[Sequence[TokenEvent]], seconds: float) -> dict[str, float]:
-    """`response_length` and `response_length_max` in tokens, `truncated_fraction` (cut by length), `tokens_per_second`."""
-    lengths = [len(row) for row in rows]
+@dataclass(frozen=True)
+class Sampled:
+    """What one rank sampled: tokens of each completion, how many were cut by length, and how long it took."""
+
+    lengths: list[int]
+    cut: int
+    seconds: float
+
+
+def _metrics(ranks: Sequence[Sampled]) -> dict[str, float]:
+    """`response_length` and `response_length_max` in tokens, `truncated_fraction` (cut by length), `tokens_per_second`; none
+    where nothing was sampled."""
+    lengths = [length for rank in ranks for length in rank.lengths]
+    if not lengths:
+        return {}
     return {
         "response_length": sum(lengths) / len(lengths),
         "response_length_max": float(max(lengths)),
-        "truncated_fraction": sum(row[-1].finish == "length" for row in rows) / len(rows),
-        "tokens_per_second": sum(lengths) / seconds,
+        "truncated_fraction": sum(rank.cut for rank in ranks) / len(lengths),
+        "tokens_per_second": sum(lengths) / max(rank.seconds for rank in ranks),
     }

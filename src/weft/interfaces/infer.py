@@ -7,10 +7,12 @@ form and tokenized again (`_own_form.py`). Such a role returns one score a compl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from array_api_compat import array_namespace
+import numpy as np
+import numpy.typing as npt
 
-from weft.algorithms.base import Array, Output, host_array
+from weft.algorithms.base import Output, host_array
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
@@ -72,7 +74,7 @@ class Infer:
             read, self.outputs, temperature=self.temperature, top=self._top(model), max_tokens=model.max_tokens
         )
         left_out = read.metadata.get("left_out", ()) if read is not batch else ()
-        return MFCResult(made.select(keys=sorted(self.outputs)), _metrics(made, left_out))
+        return MFCResult(made.select(keys=sorted(self.outputs)), _metrics(model.gather(Part.of(made, left_out))))
 
     def _top(self, model: Model) -> TopIds | None:
         """Networks of one tokenizer may have more outputs than it has tokens, and not equally many. All tokens but one are as
@@ -85,20 +87,38 @@ class Infer:
         return bool(self.prompt_prefix or self.prompt_suffix)
 
 
-def _mean(values: Array) -> float:
-    xp = array_namespace(values)
-    return float(xp.mean(xp.astype(values, xp.float64)))
+@dataclass(frozen=True)
+class Part:
+    """What metrics are made of, of one rank's part of the batch: (sum, number) of tokenwise outputs, scores with the id that
+    each is of, and how many ids' prompts the role's template cuts, where there is such a template."""
+
+    sums: Mapping[str, tuple[float, int]]
+    scores: npt.NDArray[np.float64] | None
+    owners: list[str]
+    ids: int
+    cut: int | None
+
+    @classmethod
+    def of(cls, made: SequenceSample, left_out: Sequence[Sequence[str]]) -> Part:
+        values = {
+            key: host_array(made.data[key]).astype(np.float64) for key in ("entropy", "values") if key in made.data
+        }
+        scores = host_array(made.data["scores"]).astype(np.float64) if "scores" in made.data else None
+        owners = [made.ids[group] for group in made.group_of("scores")] if scores is not None else []
+        sums = {key: (float(value.sum()), len(value)) for key, value in values.items()}
+        return cls(sums, scores, owners, made.num_ids, sum(map(bool, left_out)) if any(left_out) else None)
 
 
-def _metrics(made: SequenceSample, left_out: Sequence[Sequence[str]]) -> Mapping[str, float]:
+def _metrics(parts: Sequence[Part]) -> Mapping[str, float]:
     """The mean of what was computed; of scores also the spread, under the names of reward nodes. `prompts_in_part`: the share
-    of prompts of which the role's template leaves out something (`left_out` by id), where there are such."""
+    of prompts of which the role's template leaves out something, where there are such."""
     context = HostContext()
-    for key in ("entropy", "values"):
-        if key in made.data:
-            context.record(key, _mean(made.data[key]))
-    if "scores" in made.data:
-        record_rewards(host_array(made.data["scores"]).astype("float64"), made.group_of("scores"), context)
-    if any(left_out):
-        context.record("prompts_in_part", sum(map(bool, left_out)) / len(left_out))
+    for key in parts[0].sums:
+        total, count = (sum(part.sums[key][n] for part in parts) for n in (0, 1))
+        context.record(key, total / count)
+    if parts[0].scores is not None:
+        owners = np.unique([owner for part in parts for owner in part.owners], return_inverse=True)[1]
+        record_rewards(np.concatenate([part.scores for part in parts if part.scores is not None]), owners, context)
+    if any(part.cut for part in parts):
+        context.record("prompts_in_part", sum(part.cut or 0 for part in parts) / sum(part.ids for part in parts))
     return context.metrics

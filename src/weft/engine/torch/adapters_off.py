@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from weft.algorithms.base import Array, Loss, Output
 from weft.data.sample import SequenceSample
@@ -14,6 +15,9 @@ from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.models.network.packed import TopIds
 from weft.topology import Layout, Slice
+
+
+T = TypeVar("T")
 
 
 class AdaptersOff:
@@ -67,6 +71,10 @@ class AdaptersOff:
         with self._off(), self._engine.generating(spec) as generator:
             yield generator
 
+    def gather(self, own: T) -> list[T]:
+        gathered: list[T] = getattr(self._engine, "gather", lambda value: [value])(own)
+        return gathered
+
     def slices(self) -> Mapping[str, Slice]:
         whole = self._engine.slices()
         return {name: whole[name] for name in self._names}
@@ -117,7 +125,14 @@ def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
         "device",
     )
     alike = all(getattr(reference, name) == getattr(trained, name) for name in same)
-    return trained.has_adapters and not reference.trained and alike
+    return trained.has_adapters and not reference.trained and alike and _same_ranks(reference, trained)
+
+
+def _same_ranks(one: ModelSpec, other: ModelSpec) -> bool:
+    """Whether every rank of one has the same part of a batch and of the network as in the other; whether that is sharded does
+    not matter."""
+    layouts = [replace(spec.resolve_layout(), fsdp=1) for spec in (one, other)]
+    return layouts[0] == layouts[1] and one.resolve_mesh().ranks == other.resolve_mesh().ranks
 
 
 def _refuse(what: str) -> NoReturn:

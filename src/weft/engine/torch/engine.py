@@ -45,6 +45,11 @@ def dtype_of(spec: ModelSpec) -> str:
     return spec.dtype
 
 
+def _nothing(want: frozenset[Output]) -> SequenceSample:
+    """The outputs of a batch without ids: a rank's part may have none."""
+    return SequenceSample.from_groups([], {key: [] for key in want}, {key: torch.empty(0) for key in want})
+
+
 @dataclass(frozen=True)
 class BuiltNetwork:
     """What a backend makes of a spec.
@@ -147,7 +152,7 @@ class TorchEngine:
 
         parts = microbatches.cut(batch, max_tokens, "sequence")
         made = self._spread.run(parts, one, lambda: fill(self._network, want, self._device), trains=False)
-        return microbatches.join(made, batch.ids)
+        return microbatches.join(made, batch.ids) if made else _nothing(want)
 
     def train(
         self,
@@ -195,12 +200,14 @@ class TorchEngine:
         """`loss` and the loss's summary of a batch, in float32 on the CPU. Raises what `forward` raises."""
         total = self._spread.reduce_denominators(loss.denominators(batch))
         made = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
-        layout = PackLayout.of(batch)
-        text = [key for key in ("prompt", "completion", "loss_mask") if key in batch.data]
-        network = SampleRows(batch.select(keys=text).update(made), layout, HOST, torch.float32)
-        out: dict[str, Any] = {name: network[name] for name in loss.outputs}
-        value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
-        own = Accumulated(float(value), plain([stats]))
+        own = Accumulated(0.0, [])
+        if batch.num_ids:
+            layout = PackLayout.of(batch)
+            text = [key for key in ("prompt", "completion", "loss_mask") if key in batch.data]
+            network = SampleRows(batch.select(keys=text).update(made), layout, HOST, torch.float32)
+            out: dict[str, Any] = {name: network[name] for name in loss.outputs}
+            value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
+            own = Accumulated(float(value), plain([stats]))
         done = Accumulated.join(self._spread.gather_values(own))
         return {"loss": done.loss, **loss.summary(reduce_stats(done.stats))}
 
