@@ -82,14 +82,14 @@ class Generate:
         draws = [randomness.uniform(model.seed, purpose, model.step, id, 0, 0) for id in batch.ids]
         chosen = [id for id, draw in zip(batch.ids, draws, strict=True) if draw < self.share]
         others = [id for id, draw in zip(batch.ids, draws, strict=True) if draw >= self.share]
-        parts = [_own(batch.select(ids=others))] if others else []
-        made, own = self._sample(replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"]))
-        if chosen:
-            parts.append(_marked(made, 1.0))
-        joined = SequenceSample.gather(parts).select(ids=batch.ids) if parts else _marked(made, 1.0)
-        ranks = model.gather((own, len(chosen), batch.num_ids))
-        share = sum(count for _, count, _ in ranks) / sum(count for _, _, count in ranks)
-        return MFCResult(joined, {**_metrics([sampled for sampled, _, _ in ranks]), "sampled_fraction": share})
+        parts = [_own(batch.select(ids=others))] if others or not batch.num_ids else []
+        counts = model.gather((len(chosen), batch.num_ids))
+        metrics = {"sampled_fraction": sum(count for count, _ in counts) / sum(count for _, count in counts)}
+        if metrics["sampled_fraction"]:  # then on every rank, since they bring their weights together
+            made, own = self._sample(replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"]))
+            parts += [_marked(made, 1.0)] if chosen or not parts else []
+            metrics |= _metrics(model.gather(own))
+        return MFCResult(SequenceSample.gather(parts).select(ids=batch.ids), metrics)
 
     def _sample(self, model: Model, batch: SequenceSample) -> tuple[SequenceSample, Sampled]:
         """(the completions of every prompt, what metrics are made of)."""

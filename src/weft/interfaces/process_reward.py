@@ -53,9 +53,12 @@ class ProcessReward:
             segment_sums(np.nan_to_num(rewards), lengths),
             segment_sums((~np.isnan(rewards)).astype(float), lengths),
         )
+        owners = [batch.ids[group] for group in batch.group_of("completion")]
+        parts = model.gather((counted, scores, owners))
         context = HostContext()
-        context.record("steps", float(counted.mean()))
-        record_rewards(scores, batch.group_of("completion"), context)
+        context.record("steps", float(np.concatenate([part[0] for part in parts]).mean()))
+        groups = np.unique([owner for part in parts for owner in part[2]], return_inverse=True)[1]
+        record_rewards(np.concatenate([part[1] for part in parts]), groups, context)
         return MFCResult(_sample(batch, rewards, scores), context.metrics)
 
     def _last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:

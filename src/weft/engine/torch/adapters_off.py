@@ -16,7 +16,6 @@ from weft.errors import ConfigError
 from weft.models.network.packed import TopIds
 from weft.topology import Layout, Slice
 
-
 T = TypeVar("T")
 
 
