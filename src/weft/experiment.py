@@ -37,6 +37,7 @@ class Control:
     fileroot: str = "./runs"
     seed: int = 1
     device: str | None = None
+    ray_address: str | None = None  # of the cluster of mode=ray
     total_train_epochs: int = 1
     max_steps: int | None = None
     save_freq_steps: int | None = None

@@ -139,10 +139,18 @@ class RunConfig(ABC):
     experiment_name: str = option("", "first folder of the run: letters, digits, . and -")
     trial_name: str = option("", "second folder of the run: letters, digits, . and -")
     fileroot: str = option("./runs", "folder of all runs; this one's is fileroot/experiment_name/trial_name")
-    mode: str = option("local", "where the run is: local (this process)", check=checks.mode_problem)
+    mode: str = option(
+        "local",
+        "where the run is: local (this machine; a process a device), ray (a Ray cluster that is there)",
+        check=checks.mode_problem,
+    )
     seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
     device: str | None = option(
         None, "cpu, cuda, cuda:1, mps; the best there is when absent", check=checks.device_problem
+    )
+    ray_address: str | None = option(
+        None,
+        "Ray cluster of mode=ray, such as auto or 10.0.0.1:6379; RAY_ADDRESS, else the one on this machine, when absent",
     )
     n_nodes: int = option(1, "machines", at_least=1)
     n_gpus_per_node: int = option(1, "devices of each machine", at_least=0)

@@ -48,12 +48,13 @@ class RunResult:
 def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult:
     """Run an experiment to its end.
 
-    `mode` is `local`, this process; None takes the configuration's own. Raises `UserError` for input that cannot be used,
-    before anything is trained or written; `RunError` where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the
-    step is over and what a restart needs is on the disk.
+    `mode` is `local`, this machine (with one device this process), or `ray`, a cluster that is there; None takes the
+    configuration's own. Raises `UserError` for input that cannot be used, before anything is trained or written; `RunError`
+    where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the step is over and what a restart needs is on the disk.
     """
     experiment = config if isinstance(config, Experiment) else config.build()
-    check_mode(mode if mode is not None else str(experiment.config.get("mode", "local")))
+    mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
+    check_mode(mode)
     import_user_code(experiment.control.imports)
     experiment.check()
     check_sinks(experiment.control.loggers)
@@ -68,7 +69,7 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
     lock = RunLock(directory.path)
     lock.take()
     try:
-        return _run(experiment, directory, goes_on=goes_on)
+        return _run(experiment, directory, mode, goes_on=goes_on)
     finally:
         lock.release()
 
@@ -77,14 +78,14 @@ def check_mode(mode: str) -> None:
     """Raises `ConfigError` for a mode that does not exist, or not yet."""
     if mode not in MODES:
         raise unknown_name("mode", mode, MODES)
-    if mode != "local":
-        raise ConfigError(f"mode={mode}: this version runs in one process on one device; write mode=local")
+    if mode == "slurm":
+        raise ConfigError("mode=slurm: this version does not submit jobs; write mode=local or mode=ray")
 
 
-def _run(experiment: Experiment, directory: RunDirectory, *, goes_on: bool) -> RunResult:
+def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool) -> RunResult:
     from weft.launch.assemble import assemble
 
-    session = assemble(experiment, directory)
+    session = assemble(experiment, directory, mode)
     with _told_status(session):
         session.open(goes_on=goes_on)
         session.run()
