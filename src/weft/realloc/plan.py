@@ -20,7 +20,9 @@ Holdings = Mapping[int, Mapping[str, Slice]]
 """Rank -> canonical name -> the rectangle of the whole parameter that it holds; a name is absent where it holds none of it."""
 
 Box = tuple[tuple[int, int], ...]  # a rectangle as (start, stop) of each dim
-Cells = list[tuple[Box, tuple[int, ...]]]  # parts of a wanted rectangle, each with the numbers of the rectangles that have it
+Cells = list[
+    tuple[Box, tuple[int, ...]]
+]  # parts of a wanted rectangle, each with the numbers of the rectangles that have it
 
 
 class Transfer(NamedTuple):
@@ -72,8 +74,8 @@ def plan(source: Holdings, target: Holdings, *, node_of: Callable[[int], int]) -
             lacking = next((cell for cell, who in cells if not who), None)
             if lacking is not None:
                 raise ConfigError(
-                    f"parameter {name!r}: rank {ranks[0]} is to hold {_shown(box)} and no rank of the source has {_shown(lacking)}; "
-                    "reallocate between layouts of one network"
+                    f"parameter {name!r}: rank {ranks[0]} is to hold {_shown(box)} and no rank of the source has "
+                    f"{_shown(lacking)}; reallocate between layouts of one network"
                 )
             for rank in ranks:
                 transfers += _to(rank, name, cells, sent, node_of)
@@ -115,12 +117,12 @@ def _by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
 def _cells(have: Sequence[Box], box: Box) -> Cells:
     """`box` cut along the borders of the rectangles `have`; each cell with the numbers of those that have it, maybe none."""
     met = [(number, common) for number, each in enumerate(have) if (common := overlap(each, box)) is not None]
-    cuts = [
-        sorted({edge for _, common in met for edge in common[dim]} | set(limits)) for dim, limits in enumerate(box)
-    ]
+    cuts = [sorted({edge for _, common in met for edge in common[dim]} | set(limits)) for dim, limits in enumerate(box)]
     owners: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, common in met:
-        spans = (range(bisect_left(at, low), bisect_left(at, high)) for at, (low, high) in zip(cuts, common, strict=True))
+        spans = (
+            range(bisect_left(at, low), bisect_left(at, high)) for at, (low, high) in zip(cuts, common, strict=True)
+        )
         for place in product(*spans):
             owners[place].append(number)
     return [
