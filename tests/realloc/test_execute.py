@@ -257,7 +257,7 @@ def test_nothing_is_said_where_nothing_is_wrong(ranks: Ranks) -> None:
 
 def test_damaged_data(ranks: Ranks) -> None:
     said = ranks.run(told, damage, APART)
-    text = r"embed.weight from rank 0 to rank [23]: the checksum is not the sender's"
+    text = r"blocks\.0\..* from rank 0 to rank [23]: the checksum of this message is not the sender's"
     assert any(re.search(text, each) for each in said[2:]), said
 
 

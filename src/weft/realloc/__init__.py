@@ -1,2 +1,2 @@
-"""Parameters between layouts: what goes from rank to rank (plan), what that costs (traffic), in which messages (buckets), done
-(execute)."""
+"""Parameters between layouts: which piece goes where (plan), what that costs (traffic), in which messages (buckets, messages, over
+a link), as one call (execute)."""

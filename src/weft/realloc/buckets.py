@@ -14,9 +14,9 @@ from weft.errors import ConfigError
 from weft.realloc.plan import Transfer
 from weft.topology import Slice
 
-ALIGNMENT = 16  # bytes; every piece begins at a multiple, so that it can be seen in its dtype and summed in words of 8
+ALIGNMENT = 16  # bytes; every piece begins at a multiple, so that it can be seen in its dtype and summed in words
 WORD = 8
-HEAD = 2  # words of a message's seal before the checksums of its pieces: version and round
+SEAL = 3 * WORD  # bytes: version, round, checksum
 SMALLEST = 1024
 PIECES = 4  # a piece is at most this part of a bucket, so that buckets fill
 
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass
 class Message:
-    """What one rank sends another in one round: the pieces one after the other, and then the seal, words of 8 bytes."""
+    """What one rank sends another in one round: the pieces one after the other, and then the seal."""
 
     source: int
     target: int
@@ -50,11 +50,11 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        return aligned(self.seal + WORD * (HEAD + len(self.parts)))
+        return aligned(self.seal + SEAL)
 
     def room_for(self, num_bytes: int) -> int:
         """The message's size with one more piece of `num_bytes`."""
-        return aligned(self.seal + aligned(num_bytes) + WORD * (HEAD + len(self.parts) + 1))
+        return aligned(self.seal + aligned(num_bytes) + SEAL)
 
 
 def aligned(num_bytes: int) -> int:
