@@ -16,7 +16,7 @@ SRC = Path(__file__).resolve().parent.parent / "src"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "registry", "options", "randomness", "topology", "observe", "algorithms", "kernels"),
     ("data", "graph", "models", "host"),
-    ("checkpoints", "parallel"),
+    ("checkpoints", "parallel", "realloc"),
     ("engine",),
     ("interfaces",),
     ("experiment",),

@@ -90,7 +90,12 @@ def test_ppo_says_what_it_needs(data_dir: Path, repo: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("generate", "mixed lengths"), ("limit", "of the fastest product"), ("scale", "time against sequence length")],
+    [
+        ("generate", "mixed lengths"),
+        ("limit", "of the fastest product"),
+        ("scale", "time against sequence length"),
+        ("realloc", "% of the rate"),
+    ],
 )
 def test_weft_alone_and_against_transformers(name: str, said: str, data_dir: Path, repo: Path) -> None:
     done = run(name, data_dir, repo, "--quick")

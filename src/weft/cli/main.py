@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft import __version__
-from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
+from weft.errors import Interrupted, UserError, WeftError, unknown_name
 from weft.observe.memory import keep_freed_memory
 
 COMMANDS = {
@@ -25,6 +25,7 @@ COMMANDS = {
     "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
     "chat": "talk to a model directory",
     "data": "look at data as a run would see them: inspect, counts, scan",
+    "plan": "what a run would do: realloc, parameters from one layout to another",
     "convert": "bring checkpoints in and out",
     "report": "build report.html of a run anew",
 }
@@ -101,10 +102,6 @@ def _show(message: str, words: Sequence[str]) -> None:
 
 def _dispatch(words: Sequence[str]) -> int:
     name, rest = words[0], [word for word in words[1:] if word != "--debug"]
-    if name == "plan":
-        raise ConfigError(
-            "weft plan is not in this version: a run prints its plan and its memory before the first step"
-        )
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
     if name == "report":

@@ -1,0 +1,162 @@
+"""`weft plan`: what a run would do, without doing it; `realloc`: what moving parameters between two layouts sends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import ConfigError
+from weft.topology import Layout, Mesh, parse_mesh
+
+if TYPE_CHECKING:
+    from weft.models.network.config import TransformerConfig
+    from weft.realloc.traffic import Traffic
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+LARGEST = 5  # parameters listed
+# The model where none is named: the shape of a Llama of 1.2 billion parameters.
+SMALL_LLAMA = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+
+EPILOG = """layouts: letters d f t p, each followed by its degree, such as d2f2t2; a letter that is left out is 1. A trained
+role is sharded over its data-parallel ranks unless told otherwise: d4t2 of a trained actor is d4f4t2 here.
+
+columns, in bytes of one rank's parameters:
+  sent, received   between ranks
+  kept             all that the rank has of a parameter, before and after
+  copied           part of a parameter that the rank has already, put into another rectangle
+
+examples:
+  weft plan realloc d4t2 t4p2
+  weft plan realloc d4f4t2 d8 --model MODEL_DIR --source-mesh 0-7 --target-mesh 8-15 --devices-per-node 8
+  weft plan realloc d2f2 t2 --dtype float32 --json"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `weft plan ...`; returns the exit code. Raises `UserError` for layouts that do not fit the model or the devices."""
+    parser, realloc_parser = _parsers()
+    arguments = parser.parse_args(list(argv))
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    if arguments.devices_per_node < 1:
+        realloc_parser.error(f"--devices-per-node={arguments.devices_per_node}: a node has at least one device")
+    realloc(arguments)
+    return 0
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="weft plan", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="{realloc}")
+    told = "what moving a role's parameters from one layout to another sends"
+    made = commands.add_parser("realloc", help=told, description=f"Print {told}.", epilog=EPILOG, formatter_class=form)
+    made.add_argument("source", metavar="FROM", help="layout that has the parameters, such as d4f4t2")
+    made.add_argument("target", metavar="TO", help="layout that gets them, such as t4p2")
+    made.add_argument("--model", metavar="DIR", help="model directory or hub name; only its config.json is read")
+    made.add_argument("--dtype", choices=sorted(ITEMSIZE), default="bfloat16", help="of what is sent (%(default)s)")
+    made.add_argument("--source-mesh", metavar="LIST", help="devices of FROM, such as 0-7 or 0,2 (the first ones)")
+    made.add_argument("--target-mesh", metavar="LIST", help="devices of TO (the first ones)")
+    made.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices of one node (%(default)s)")
+    made.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    return parser, made
+
+
+def realloc(arguments: argparse.Namespace) -> None:
+    """Plan the transfers between two layouts and print what they cost."""
+    from weft.checkpoints.hf_io import parameter_shapes
+    from weft.realloc.plan import holdings_of, plan
+    from weft.realloc.traffic import least, traffic
+
+    meshes = [
+        _mesh(getattr(arguments, side), getattr(arguments, f"{side}_mesh"), side) for side in ("source", "target")
+    ]
+    config, per_node = _config(arguments.model), arguments.devices_per_node
+
+    def node_of(rank: int) -> int:
+        return rank // per_node
+
+    shapes = parameter_shapes(config)
+    source, target = (holdings_of(shapes, config, mesh, tied=config.tied) for mesh in meshes)
+    itemsize = dict.fromkeys(shapes, ITEMSIZE[arguments.dtype])
+    transfers = plan(source, target, node_of=node_of)
+    cost = traffic(transfers, source, target, itemsize=itemsize, node_of=node_of)
+    found = {
+        "model": arguments.model or "a Llama of 1.2 billion parameters",
+        "dtype": arguments.dtype,
+        "source": _described(meshes[0]),
+        "target": _described(meshes[1]),
+        "ranks": [_of_rank(rank, cost, node_of(rank)) for rank in sorted({*source, *target})],
+        "sent": cost.moved,
+        "sent_inside_nodes": cost.inside,
+        "sent_between_nodes": cost.across,
+        "least": least(source, target, itemsize=itemsize),
+        "transfers": sum(not each.stays for each in transfers),
+        "largest": [{"name": name, "sent": size} for name, size in cost.names.most_common(LARGEST)],
+    }
+    print(json.dumps(found, indent=2) if arguments.json else _page(found))
+
+
+def _mesh(layout: str, devices: str | None, side: str) -> Mesh:
+    try:
+        return parse_mesh(devices, Layout.parse(layout))
+    except ConfigError as error:
+        raise ConfigError(f"{side} of the reallocation: {error}") from None
+
+
+def _config(model: str | None) -> TransformerConfig:
+    from weft.checkpoints.hf_io import find_family, read_config
+
+    return read_config(model)[1] if model else find_family(SMALL_LLAMA).config(SMALL_LLAMA)
+
+
+def _described(mesh: Mesh) -> dict[str, Any]:
+    return {"layout": str(mesh.layout), "devices": list(mesh.ranks)}
+
+
+def _of_rank(rank: int, cost: Traffic, node: int) -> dict[str, int]:
+    return {
+        "rank": rank, "node": node, "sent": cost.sent[rank], "received": cost.received[rank],
+        "kept": cost.kept[rank], "copied": cost.copied[rank],
+    }  # fmt: skip
+
+
+def _page(found: dict[str, Any]) -> str:
+    columns = ("sent", "received", "kept", "copied")
+    lines = [
+        f"{found['model']}, sent as {found['dtype']}",
+        f"from {_place(found['source'])}",
+        f"to   {_place(found['target'])}",
+        "",
+        f"{'rank':>5} {'node':>5} " + " ".join(f"{name:>11}" for name in columns),
+    ]
+    for row in found["ranks"]:
+        lines.append(f"{row['rank']:>5} {row['node']:>5} " + " ".join(f"{_size(row[name]):>11}" for name in columns))
+    totals = [sum(row[name] for row in found["ranks"]) for name in columns]
+    lines.append(f"{'total':>11} " + " ".join(f"{_size(total):>11}" for total in totals))
+    lines += [
+        "",
+        f"inside nodes   {_size(found['sent_inside_nodes']):>11}",
+        f"between nodes  {_size(found['sent_between_nodes']):>11}",
+        f"least possible {_size(found['least']):>11}    what ranks are to hold and do not have",
+        "",
+        f"{found['transfers']:,} transfers; most is sent of",
+        *(f"  {_size(each['sent']):>11}  {each['name']}" for each in found["largest"]),
+    ]
+    return "\n".join(lines if found["largest"] else [*lines[:-1], "nothing is sent"])
+
+
+def _place(mesh: dict[str, Any]) -> str:
+    return f"{mesh['layout']} on {', '.join(map(str, mesh['devices']))}"
+
+
+def _size(num_bytes: int) -> str:
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"

@@ -1,0 +1,122 @@
+"""In which messages the pieces of a plan travel. Pure: every rank works out the same rounds from the same plan.
+
+In a round no rank sends or receives more than the bucket's size, and no two ranks exchange more than one message each way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from weft.errors import ConfigError
+from weft.realloc.plan import Transfer
+from weft.topology import Slice
+
+ALIGNMENT = 16  # bytes; every piece begins at a multiple, so that it can be seen in its dtype and summed in words
+WORD = 8
+SEAL = 3 * WORD  # bytes: version, round, checksum
+SMALLEST = 1024
+PIECES = 4  # a piece is at most this part of a bucket, so that buckets fill
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a parameter in a message: `num_bytes` from `offset` on."""
+
+    name: str
+    piece: Slice
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + aligned(self.num_bytes)
+
+
+@dataclass
+class Message:
+    """What one rank sends another in one round: the pieces one after the other, and then the seal."""
+
+    source: int
+    target: int
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def seal(self) -> int:
+        """Where the pieces end and the seal begins."""
+        return self.parts[-1].end if self.parts else 0
+
+    @property
+    def num_bytes(self) -> int:
+        return aligned(self.seal + SEAL)
+
+    def room_for(self, num_bytes: int) -> int:
+        """The message's size with one more piece of `num_bytes`."""
+        return aligned(self.seal + aligned(num_bytes) + SEAL)
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def rounds(transfers: Iterable[Transfer], itemsize: Mapping[str, int], bucket_bytes: int) -> list[list[Message]]:
+    """The messages of each round; what stays on its rank needs none.
+
+    Pairs of ranks with most left to send come first in a round, so that all are done at about the same time. Raises
+    `ConfigError` for a bucket that is too small.
+    """
+    if bucket_bytes < SMALLEST:
+        raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket has at least {SMALLEST} bytes")
+    queues: dict[tuple[int, int], deque[tuple[str, Slice, int]]] = defaultdict(deque)
+    left: dict[tuple[int, int], int] = defaultdict(int)
+    for each in transfers:
+        if not each.stays:
+            pair, size = (each.source, each.target), itemsize[each.name]
+            for piece in cut(each.piece, bucket_bytes // PIECES // size):
+                num_bytes = _elements(piece) * size
+                queues[pair].append((each.name, piece, num_bytes))
+                left[pair] += num_bytes
+    made: list[list[Message]] = []
+    while left:
+        sends: dict[int, int] = defaultdict(int)
+        receives: dict[int, int] = defaultdict(int)
+        messages = []
+        for pair in sorted(left, key=lambda each: (-left[each], each)):
+            room = bucket_bytes - max(sends[pair[0]], receives[pair[1]])
+            message = _filled(pair, queues[pair], room)
+            if message.parts:
+                sends[pair[0]] += message.num_bytes
+                receives[pair[1]] += message.num_bytes
+                left[pair] -= sum(part.num_bytes for part in message.parts)
+                messages.append(message)
+        left = defaultdict(int, {pair: size for pair, size in left.items() if size})
+        made.append(messages)
+    return made
+
+
+def _filled(pair: tuple[int, int], queue: deque[tuple[str, Slice, int]], room: int) -> Message:
+    """A message of the queue's first pieces, as many as there is room for."""
+    message = Message(*pair)
+    while queue and message.room_for(queue[0][2]) <= room:
+        name, piece, num_bytes = queue.popleft()
+        message.parts.append(Part(name, piece, message.seal, num_bytes))
+    return message
+
+
+def cut(piece: Slice, limit: int) -> Iterator[Slice]:
+    """`piece` in rectangles of at most `limit` elements each, cut along its first dims."""
+    if _elements(piece) <= max(limit, 1):
+        yield piece
+        return
+    dim = next(at for at, part in enumerate(piece) if part.stop - part.start > 1)
+    rest = _elements(piece[dim + 1 :])
+    rows = max(1, limit // rest)
+    part = piece[dim]
+    for start in range(part.start, part.stop, rows):
+        yield from cut((*piece[:dim], slice(start, min(start + rows, part.stop)), *piece[dim + 1 :]), limit)
+
+
+def _elements(piece: Slice) -> int:
+    return math.prod(part.stop - part.start for part in piece)

@@ -1,0 +1,174 @@
+"""Carries out a plan: parameters go from the engines of one layout to those of another, in messages of bounded size.
+
+    reallocation = Reallocation(transfers, rank=rank, group=group)      # once
+    reallocation.move(source, target)                                   # every rank of both layouts, at the same time
+
+The ranks first tell each other what they have; `messages.py` then sends and receives.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from weft.errors import RunError
+from weft.realloc.buckets import rounds
+from weft.realloc.link import Link
+from weft.realloc.messages import Exchange, Source, Step, Values
+from weft.realloc.plan import Transfer
+from weft.topology import Slice
+
+BUCKET_BYTES = 16 * 2**20
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Dtypes = dict[str, torch.dtype]
+
+
+class Holder(Protocol):
+    """Of an engine: parameters in and out, a rectangle of each, in coordinates of the whole parameter. `read` gives views, of
+    the most exact form there is."""
+
+    version: int
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Any]]: ...
+    def write(self, parts: Iterable[tuple[str, Slice, Any]], *, version: int, eta: float = 1.0) -> None: ...
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What this rank did; bytes of parameters. `buffer_bytes`: the memory that it took for messages."""
+
+    version: int
+    sent: int
+    received: int
+    copied: int
+    buffer_bytes: int
+    seconds: float
+
+
+def move(
+    source: Holder | None, target: Holder | None, transfers: Sequence[Transfer], *, rank: int, group: ProcessGroup | None,
+    eta: float = 1.0, bucket_bytes: int = BUCKET_BYTES,
+) -> Moved:  # fmt: skip
+    """One `Reallocation`, carried out once."""
+    return Reallocation(transfers, rank=rank, group=group, bucket_bytes=bucket_bytes).move(source, target, eta=eta)
+
+
+class Reallocation:
+    """A plan as one rank carries it out, as often as it is asked to: what it works out is kept.
+
+    Every rank of `group`, which spans both layouts, has the same plan and the same buckets. Without a group nothing leaves the
+    process.
+    """
+
+    def __init__(
+        self, transfers: Sequence[Transfer], *, rank: int, group: ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._transfers, self._rank, self._bucket_bytes = list(transfers), rank, bucket_bytes
+        self._link = Link(rank, group)
+        self._names = list(dict.fromkeys(each.name for each in transfers))
+        self._giving = list(dict.fromkeys(each.name for each in transfers if each.source == rank))
+        self._taking = list(dict.fromkeys(each.name for each in transfers if each.target == rank))
+        self._stays = [each for each in transfers if each.stays and each.source == rank]
+        self._fingerprint = zlib.crc32(repr((bucket_bytes, self._transfers)).encode())
+        self._steps: dict[tuple[torch.dtype, ...], list[Step]] = {}  # by the dtypes in which parameters travel
+
+    def move(self, source: Holder | None, target: Holder | None, *, eta: float = 1.0) -> Moved:
+        """target <- eta * source + (1 - eta) * target for what the plan lists, and the source's version with it.
+
+        Every rank of the group calls it; `source` and `target` are this rank's engines, None where it has none. A piece
+        travels in the source's dtype, or in the target's where that is smaller and `eta` is 1: the target would round it in
+        the same way.
+
+        Raises `RunError` where a rank is lost or late (the group's time-out), has another plan, has weights of another
+        version, or a message is not what was sent. Targets then may be part old, part new, under their old version: they
+        must not be used.
+        """
+        began = perf_counter()
+        held = {name: (where, values) for name, where, values in _read(source, self._giving)}
+        into = {name: values.dtype for name, _, values in _read(target, self._taking)}
+        version, dtypes = self._agree(source, {name: values.dtype for name, (_, values) in held.items()}, into, eta)
+        steps, stays = self._own(dtypes), [] if source is target else self._stays
+        run = Exchange(self._link, Source(source, held), dtypes, version, steps)
+        arrivals = run.arrivals(stays)
+        if target is not None:
+            target.write(arrivals, version=version, eta=eta)
+        else:
+            assert not list(arrivals)
+        return Moved(
+            version,
+            sum(part.num_bytes for step in steps for message in step.sends for part in message.parts),
+            sum(part.num_bytes for step in steps for message in step.receives for part in message.parts),
+            sum(each.num_elements * held[each.name][1].itemsize for each in stays),
+            run.buffer_bytes,
+            perf_counter() - began,
+        )
+
+    def _agree(self, source: Holder | None, gives: Dtypes, takes: Dtypes, eta: float) -> tuple[int, Dtypes]:
+        """(the source's version, the dtype in which each parameter travels), from what the ranks tell each other: their plan
+        and eta, whether they are a source and of which version, then the dtypes that they give and take."""
+        call = zlib.crc32(repr((self._fingerprint, eta)).encode())
+        told = self._link.tell_everyone([call, source is not None, 0 if source is None else source.version])
+        for rank, (theirs, *_) in told.items():
+            if theirs != call:
+                raise RunError(
+                    f"reallocation: rank {rank} was given another plan, eta or bucket size than rank {self._rank}; "
+                    "every rank of both layouts is given the same"
+                )
+        versions = {rank: version for rank, (_, has, version) in told.items() if has}
+        if len(set(versions.values())) != 1:
+            shown = ", ".join(f"rank {rank}: {version}" for rank, version in sorted(versions.items()))
+            raise RunError(
+                f"reallocation: the source's ranks must hold one version of the weights ({shown or 'no rank is one'})"
+            )
+        codes = self._link.tell_everyone([_code(held.get(n)) for held in (gives, takes) for n in self._names])
+        count = len(self._names)
+        given = _one_dtype(self._names, {rank: theirs[:count] for rank, theirs in codes.items()}, "source")
+        taken = _one_dtype(self._names, {rank: theirs[count:] for rank, theirs in codes.items()}, "target")
+        return next(iter(versions.values())), {n: _travelling(given[n], taken[n], eta) for n in self._names}
+
+    def _own(self, dtypes: Dtypes) -> list[Step]:
+        """This rank's part in each round; rounds in which it has none are left out."""
+        key = tuple(dtypes.values())
+        if key not in self._steps:
+            itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
+            steps = []
+            for index, messages in enumerate(rounds(self._transfers, itemsize, self._bucket_bytes)):
+                sends = [message for message in messages if message.source == self._rank]
+                receives = [message for message in messages if message.target == self._rank]
+                if sends or receives:
+                    steps.append(Step(index, sends, receives))
+            self._steps[key] = steps
+        return self._steps[key]
+
+
+def _read(holder: Holder | None, names: Sequence[str]) -> Iterator[Values]:
+    if holder is not None:
+        yield from holder.read(names)
+    else:
+        assert not names, f"this rank has no engine and the plan says that it has {names[0]}"
+
+
+def _travelling(source: torch.dtype, target: torch.dtype, eta: float) -> torch.dtype:
+    return target if eta == 1.0 and target.itemsize < source.itemsize else source
+
+
+def _one_dtype(names: Sequence[str], codes: Mapping[int, Sequence[int]], side: str) -> Dtypes:
+    """Each parameter's dtype on the ranks that have it. Raises `RunError` where they differ."""
+    found = {}
+    for at, name in enumerate(names):
+        theirs = {rank: DTYPES[code[at] - 1] for rank, code in codes.items() if code[at]}
+        if len(set(theirs.values())) != 1:
+            shown = ", ".join(f"rank {rank}: {dtype}" for rank, dtype in sorted(theirs.items()))
+            raise RunError(f"reallocation: the {side}'s ranks must hold parameter {name!r} in one dtype ({shown})")
+        found[name] = next(iter(theirs.values()))
+    return found
+
+
+def _code(dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else 1 + DTYPES.index(dtype)

@@ -1,0 +1,72 @@
+"""Messages between the ranks that take part in a reallocation, over one process group that spans both layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup, Work
+
+from weft.errors import RunError
+
+Mail = Sequence[tuple[int, Tensor]]  # (the other rank, what it sends or is sent)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A message, or with NCCL all messages of one call, under way between `rank` and `others`."""
+
+    work: Work
+    rank: int
+    others: str
+
+    def wait(self) -> None:
+        """Raises `RunError` naming the other rank where it is lost, or later than the group's time-out."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise _lost(self.rank, self.others, error) from error
+
+
+class Link:
+    """This rank's way to the others; ranks are those of the run, whatever their place in the group. Without a group there are
+    no others."""
+
+    def __init__(self, rank: int, group: ProcessGroup | None) -> None:
+        self.rank, self._group = rank, group
+        cuda = group is not None and dist.get_backend(group) == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+    def tell_everyone(self, facts: Sequence[int]) -> dict[int, list[int]]:
+        """Rank -> what it tells, this rank's own among them; all tell equally much. It is the group's first contact, in which
+        NCCL wants every rank."""
+        told = {self.rank: list(facts)}
+        if self._group is None:
+            return told
+        others = [rank for rank in dist.get_process_group_ranks(self._group) if rank != self.rank]
+        ours = torch.tensor(facts, dtype=torch.int64, device=self.device)
+        theirs = [(rank, torch.empty_like(ours)) for rank in others]
+        for pending in self.post(theirs, [(rank, ours) for rank in others]):
+            pending.wait()
+        return told | {rank: values.tolist() for rank, values in theirs}
+
+    def post(self, receives: Mail, sends: Mail) -> list[Pending]:
+        """Start these messages; both ways in one call, or NCCL would wait for the one before it begins the other."""
+        pairs = [*((dist.irecv, *each) for each in receives), *((dist.isend, *each) for each in sends)]
+        if not pairs:
+            return []
+        others = [("from" if way is dist.irecv else "to") + f" rank {rank}" for way, rank, _ in pairs]
+        try:
+            works = dist.batch_isend_irecv([P2POp(way, x, peer=rank, group=self._group) for way, rank, x in pairs])
+        except RuntimeError as error:
+            raise _lost(self.rank, ", ".join(others), error) from error
+        if len(works) != len(pairs):  # NCCL has one for all
+            others = [", ".join(others)] * len(works)
+        return [Pending(work, self.rank, what) for work, what in zip(works, others, strict=True)]
+
+
+def _lost(rank: int, others: str, error: RuntimeError) -> RunError:
+    return RunError(f"reallocation: rank {rank} lost what goes {others}: {str(error).splitlines()[0]}")

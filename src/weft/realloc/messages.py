@@ -1,0 +1,157 @@
+"""One rank's messages of one reallocation: packed, sent, received, verified.
+
+While the messages of one round travel, those of the next are packed; a rank has two buckets each way and no more. Every message
+ends with a seal: the version that the weights had when they were packed, the round, and a checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.errors import RunError
+from weft.realloc.buckets import SEAL, Message, Part
+from weft.realloc.link import Link, Pending
+from weft.realloc.plan import Transfer
+from weft.topology import Slice
+
+Values = tuple[str, Slice, Tensor]
+
+
+class Versioned(Protocol):
+    version: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rank's messages of one round."""
+
+    index: int
+    sends: Sequence[Message]
+    receives: Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source engine on this rank, if it has one, and the rectangles that it holds."""
+
+    engine: Versioned | None
+    held: Mapping[str, tuple[Slice, Tensor]]
+
+    @property
+    def version(self) -> int:
+        assert self.engine is not None
+        return self.engine.version
+
+    def piece(self, name: str, piece: Slice) -> Tensor:
+        where, values = self.held[name]
+        return values[tuple([slice(p.start - w.start, p.stop - w.start) for p, w in zip(piece, where, strict=True)])]
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step under way; what arrives lies in `mail` once all of `pending` is there."""
+
+    step: Step
+    mail: Sequence[tuple[Message, Tensor]]
+    pending: Sequence[Pending]
+
+
+class Exchange:
+    """`dtypes`: in which each parameter travels; `version`: of the weights that are to arrive."""
+
+    def __init__(
+        self, link: Link, source: Source, dtypes: Mapping[str, torch.dtype], version: int, steps: Sequence[Step]
+    ) -> None:
+        self._link, self._source, self._dtypes, self._version, self._steps = link, source, dtypes, version, steps
+        self._out = _buffers([step.sends for step in steps], link.device)
+        self._in = _buffers([step.receives for step in steps], link.device)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in (*self._out, *self._in))
+
+    def arrivals(self, stays: Iterable[Transfer]) -> Iterator[Values]:
+        """What this rank is to write: what it has itself, then what comes. Values hold until the next ones are asked for."""
+        flight = self._begin(0) if self._steps else None
+        for each in stays:
+            yield each.name, each.piece, self._source.piece(each.name, each.piece)
+        for at in range(1, len(self._steps) + 1):
+            assert flight is not None
+            following = self._begin(at) if at < len(self._steps) else None
+            yield from self._finish(flight)
+            flight = following
+
+    def _begin(self, at: int) -> _Flight:
+        """Steps use buffers in turn, since the one before is still under way."""
+        step, slot = self._steps[at], at % 2
+        receives, sends = _in_places(step.receives, self._in[slot]), _in_places(step.sends, self._out[slot])
+        for message, buffer in sends:
+            self._pack(message, buffer, step.index)
+        pending = self._link.post([(m.source, buffer) for m, buffer in receives], [(m.target, x) for m, x in sends])
+        return _Flight(step, receives, pending)
+
+    def _finish(self, flight: _Flight) -> Iterator[Values]:
+        for pending in flight.pending:
+            pending.wait()
+        for message, buffer in flight.mail:
+            self._verify(message, buffer, flight.step.index)
+            for part in message.parts:
+                yield part.name, part.piece, self._seen(part, buffer)
+
+    def _pack(self, message: Message, buffer: Tensor, index: int) -> None:
+        for part in message.parts:
+            self._seen(part, buffer).copy_(self._source.piece(part.name, part.piece))
+            if (end := part.offset + part.num_bytes) < part.end:
+                buffer[end : part.end] = 0
+        seal = _seal(message, buffer)
+        seal.copy_(torch.tensor([self._source.version, index, 0]))
+        seal[2] = _checksum(message, buffer)
+
+    def _verify(self, message: Message, buffer: Tensor, index: int) -> None:
+        """Raises `RunError` where the message is not what was to come."""
+        version, told, sent = _seal(message, buffer).tolist()
+        found = int(_checksum(message, buffer))
+        if (sent, told, version) == (found, index, self._version):
+            return
+        names = list(dict.fromkeys(part.name for part in message.parts))
+        what = f"reallocation: {', '.join(names)} from rank {message.source} to rank {message.target}"
+        if sent != found:
+            raise RunError(f"{what}: the checksum of this message is not the sender's; the data were damaged")
+        if told != index:
+            raise RunError(f"{what}: sent in round {told}, awaited in round {index}")
+        raise RunError(
+            f"{what}: of version {version}, awaited {self._version}; the source's weights changed while they were read"
+        )
+
+    def _seen(self, part: Part, buffer: Tensor) -> Tensor:
+        """The part of a message as the rectangle that it is."""
+        flat = buffer[part.offset : part.offset + part.num_bytes].view(self._dtypes[part.name])
+        return flat.view([each.stop - each.start for each in part.piece])
+
+
+def _buffers(messages: Sequence[Sequence[Message]], device: torch.device) -> list[Tensor]:
+    """Two, each as large as the largest of the steps that use it in turn."""
+    sizes = [sum(message.num_bytes for message in each) for each in messages]
+    return [torch.empty(max(sizes[slot::2], default=0), dtype=torch.uint8, device=device) for slot in (0, 1)]
+
+
+def _in_places(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
+    """Each message with its part of the buffer, one after the other."""
+    ends = [0]
+    for message in messages:
+        ends.append(ends[-1] + message.num_bytes)
+    return [(message, buffer[ends[at] : ends[at + 1]]) for at, message in enumerate(messages)]
+
+
+def _seal(message: Message, buffer: Tensor) -> Tensor:
+    return buffer[message.seal : message.seal + SEAL].view(torch.int64)
+
+
+def _checksum(message: Message, buffer: Tensor) -> Tensor:
+    """The sum of the pieces' words of 8 bytes, modulo 2 ** 64."""
+    return buffer[: message.seal].view(torch.int64).sum()

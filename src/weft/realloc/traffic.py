@@ -1,0 +1,69 @@
+"""What a reallocation costs: bytes by rank, inside and between nodes, beside the least that any plan could send."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from weft.realloc.plan import Holdings, Transfer, overlap
+from weft.topology import Slice
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes, by rank where a mapping. A piece that stays on its rank is `kept` where it is all that the rank holds of the
+    parameter before and after, and `copied` where it becomes part of another rectangle."""
+
+    sent: Counter[int] = field(default_factory=Counter)
+    received: Counter[int] = field(default_factory=Counter)
+    kept: Counter[int] = field(default_factory=Counter)
+    copied: Counter[int] = field(default_factory=Counter)
+    names: Counter[str] = field(default_factory=Counter)  # sent, by parameter
+    inside: int = 0  # sent between ranks of one node
+    across: int = 0  # sent from node to node
+
+    @property
+    def moved(self) -> int:
+        return self.inside + self.across
+
+    @property
+    def stayed(self) -> int:
+        return self.kept.total() + self.copied.total()
+
+
+def traffic(
+    transfers: Iterable[Transfer], source: Holdings, target: Holdings, *, itemsize: Mapping[str, int],
+    node_of: Callable[[int], int],
+) -> Traffic:  # fmt: skip
+    """What a plan from `source` to `target` sends; `itemsize`: bytes of one element of each parameter as it is sent."""
+    found = Traffic()
+    ways: Counter[bool] = Counter()
+    for each in transfers:
+        size = each.num_elements * itemsize[each.name]
+        if each.stays:
+            same = source[each.source][each.name] == target[each.target][each.name]
+            (found.kept if same else found.copied)[each.target] += size
+            continue
+        found.sent[each.source] += size
+        found.received[each.target] += size
+        found.names[each.name] += size
+        ways[node_of(each.source) == node_of(each.target)] += size
+    return Traffic(found.sent, found.received, found.kept, found.copied, found.names, ways[True], ways[False])
+
+
+def least(source: Holdings, target: Holdings, *, itemsize: Mapping[str, int]) -> int:
+    """Bytes that the target's ranks are to hold and do not have: no plan sends less."""
+    total = 0
+    for rank, parts in target.items():
+        own = source.get(rank, {})
+        for name, part in parts.items():
+            common = overlap(_box(own[name]), _box(part)) if name in own else None
+            has = 0 if common is None else math.prod(high - low for low, high in common)
+            total += (math.prod(each.stop - each.start for each in part) - has) * itemsize[name]
+    return total
+
+
+def _box(part: Slice) -> tuple[tuple[int, int], ...]:
+    return tuple((each.start, each.stop) for each in part)

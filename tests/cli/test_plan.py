@@ -1,0 +1,93 @@
+"""`weft plan realloc`: its table, its JSON, and layouts that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.common import tiny_config
+from weft.checkpoints.hf_io import parameter_shapes
+from weft.cli import main as weft
+from weft.registry import families
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with a config.json and no weights."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **families.get("llama").tiny}))
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert weft.main(["plan", "realloc", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def size_of_tiny(itemsize: int) -> int:
+    total = 0
+    for shape in parameter_shapes(tiny_config("llama")).values():
+        size = itemsize
+        for each in shape:
+            size *= each
+        total += size
+    return total
+
+
+def test_of_a_model_directory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """d1 on device 0 to d2 on 4 and 5, another node: two whole copies cross."""
+    words = ("d1", "d2", "--model", str(model), "--target-mesh", "4-5", "--devices-per-node", "4", "--dtype", "float32")
+    found, whole = planned(capsys, *words), size_of_tiny(4)
+    assert (found["sent"], found["sent_between_nodes"], found["sent_inside_nodes"]) == (2 * whole, 2 * whole, 0)
+    assert found["least"] == 2 * whole
+    empty = {"kept": 0, "copied": 0}
+    assert found["ranks"] == [
+        {"rank": 0, "node": 0, "sent": 2 * whole, "received": 0, **empty},
+        {"rank": 4, "node": 1, "sent": 0, "received": whole, **empty},
+        {"rank": 5, "node": 1, "sent": 0, "received": whole, **empty},
+    ]
+
+
+def test_what_is_there_is_kept_or_copied(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "d2", "d2", "--model", str(model))
+    assert [row["kept"] for row in found["ranks"]] == [size_of_tiny(2)] * 2 and found["sent"] == 0
+    found = planned(capsys, "d2f2", "d2", "--model", str(model))
+    assert all(row["kept"] + row["copied"] + row["received"] == size_of_tiny(2) for row in found["ranks"])
+    assert all(row["copied"] > row["kept"] > 0 for row in found["ranks"])  # q of q, k, v is all of one rank's rows
+
+
+def test_the_table_of_the_model_that_stands_in(capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(["plan", "realloc", "d4t2", "t4p2", "--devices-per-node", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "a Llama of 1.2 billion parameters, sent as bfloat16" in shown
+    assert "from d4f1t2p1c1e1 on 0, 1, 2, 3, 4, 5, 6, 7" in shown
+    rows = [line.split() for line in shown.splitlines() if line.split()[:1] == ["1"]]
+    assert rows == [["1", "0", "175.2", "MiB", "357.2", "MiB", "64.0", "KiB", "0", "B"]]
+    assert "  501.0 MiB  embed.weight" in shown and "least possible     1.4 GiB" in shown
+    assert weft.main(["plan", "realloc", "d2", "d2"]) == 0
+    assert "nothing is sent" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["d2x2", "t2"], "source of the reallocation: layout 'd2x2': 'x' is unknown"),
+        (["d2", "t3"], "t=3 does not divide the model's 32 attention heads"),
+        (["d2", "p17"], "p=17 stages of a model with 16 layers"),
+        (["d2", "t2", "--target-mesh", "4"], "target of the reallocation: device mesh [4]"),
+        (["d2", "t2", "--model", "nowhere/at/all"], "nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_is_exit_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(["plan", "realloc", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["realloc", "d2", "t2", "--devices-per-node", "0"], ["realloc", "d2"], ["sft"]])
+def test_a_wrong_command_line_is_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        weft.main(["plan", *words])
+    assert stopped.value.code == 2 and "usage: weft plan" in capsys.readouterr().err
