@@ -44,7 +44,7 @@ def test_a_script_is_shell_and_says_what_is_asked(tmp_path: Path) -> None:
         "--exclude=n3", "--constraint=fast&big", "--mail-type=END",
     ]  # fmt: skip
     there = [lines.index(line) for line in ("module load cuda/12", "source venv/bin/activate")]
-    assert there == sorted(there) and there[0] == 1 + len(directives) + 2
+    assert there == sorted(there) and there[0] == 1 + len(directives) + 2 and lines.index("set -u") > there[1]
     assert "export GREETING='good day, '\"'\"'you'\"'\"''" in lines
     assert "'/opt/py thon' -m tests.launch.on_nodes quickstart sft 'a='\"'\"'b c'\"'\"''" in text
     assert "--num-gpus=8" in text
@@ -60,7 +60,9 @@ def test_containers(tmp_path: Path) -> None:
     )
     assert text.count(options) == 2 and "python3 -m tests.launch.on_nodes" in text and "apptainer" not in text
     text = slurm.script(request(run, gpus_per_node=1, spec=SlurmSpec(container="/images/weft.sif")))
-    words = f"apptainer exec --nv --bind {here}:{here} --bind {tmp_path}:{tmp_path} --bind /tmp:/tmp --pwd {here} /images"
+    words = (
+        f"apptainer exec --nv --bind {here}:{here} --bind {tmp_path}:{tmp_path} --bind /tmp:/tmp --pwd {here} /images"
+    )
     assert text.count(words) == 2 and "container-image" not in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
@@ -156,6 +158,16 @@ def test_cancelling_lets_the_run_end_itself(on_cluster: SlurmCluster, tmp_path: 
 
 @pytest.mark.slow
 def test_sbatch_s_refusal_is_one_message(on_cluster: SlurmCluster, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sbatch refuses the job: .*partition") as caught:
+    with pytest.raises(ConfigError, match=r"sbatch refuses the job: .*partition") as caught:
         slurm.submit(request(tmp_path / "e" / "t", spec=SlurmSpec(partition="absent")))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_join_in_time_end_the_job(on_cluster: SlurmCluster, tmp_path: Path) -> None:
+    asked = request(tmp_path / "e" / "t", "count", str(tmp_path / "out.json"), spec=SlurmSpec(join_timeout_s=1))
+    job = slurm.submit(asked)
+    until(lambda: slurm.running_job(asked.run) is None, 60, asked.folder)
+    log = (asked.folder / f"{job}.log").read_text()
+    assert "of 2 nodes have joined Ray after 1 s" in log and f"job {job} ends with exit code 1" in log
+    assert not (tmp_path / "out.json").exists() and left(job) == []

@@ -15,7 +15,7 @@ from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
 from weft.options import Config, leaves, read, to_mapping, validate
 
-FLAGS = ("--help", "--cfg", "--config", "--import", "--debug", "--resume_from_checkpoint")
+FLAGS = ("--help", "--cfg", "--config", "--import", "--debug", "--resume_from_checkpoint", "--print-script")
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Words:
     imports: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     print_config: bool = False
+    print_script: bool = False
     help: str | None = None  # a group of options, "" for all
 
 
@@ -53,6 +54,14 @@ def main(argv: Sequence[str]) -> int:
 
         validate(config)
         print(yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True), end="")
+        return 0
+    if words.print_script and config.mode != "slurm":
+        raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
+    if config.mode == "slurm":
+        from weft.launch import slurm
+
+        command = ["quickstart", *(word for word in argv if word != "--print-script"), "mode=ray"]
+        print(slurm.start(config.build(), command, print_only=words.print_script))
         return 0
     from weft.launch import run  # checks first, and loads torch once they have passed
 
@@ -85,6 +94,8 @@ def sort(argv: Sequence[str]) -> Words:
             words.help = rest.pop(0) if plain else ""
         elif word == "--debug":
             continue  # read by weft.cli.main
+        elif word == "--print-script":
+            words.print_script = True
         elif flag == "--resume_from_checkpoint":
             has_path = not attached and rest and "=" not in rest[0] and not rest[0].startswith("-")
             words.assignments.append(f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}")

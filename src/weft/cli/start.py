@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -27,6 +28,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
     parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
+    parser.add_argument(
+        "--print-script", action="store_true", help="with --mode slurm: print the job's script and stop"
+    )
     given = parser.parse_args(argv)
     registry.import_user_folder()
     registry.import_user_code(given.imports)
@@ -37,9 +41,19 @@ def main(argv: Sequence[str]) -> int:
         )
         return 0
     _check(given, "start")
-    from weft.launch import registered, run
+    from weft.launch import check_machines, registered, run, scheduling, slurm
 
-    run(_as_told(registered(given.experiment, given.trial), given), mode=given.mode)
+    experiment = _as_told(registered(given.experiment, given.trial), given)
+    if given.mode == "slurm":
+        command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
+        asked = scheduling(given.experiment)
+        print(slurm.start(experiment, command, asked, print_only=given.print_script))
+        return 0
+    if given.print_script:
+        raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
+    for note in check_machines(given.experiment):
+        print(f"note: {note}", file=sys.stderr)
+    run(experiment, mode=given.mode)
     return 0
 
 
@@ -66,7 +80,7 @@ def _named(prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=prog, description=description)
     parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
     parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")
-    parser.add_argument("--mode", default="local", help="local: this process")
+    parser.add_argument("--mode", default="local", help="local: this machine; slurm: a job of a cluster")
     parser.add_argument("--fileroot", help="folder of runs (the experiment's own, usually ./runs)")
     return parser
 

@@ -21,12 +21,12 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def mode_problem(mode: str) -> str | None:
-    if mode == "local":
+    if mode in ("local", "slurm"):
         return None
     if mode in MODES:
         return f"this version runs in one process on one device; {mode} does not exist yet; write mode=local"
     close = nearest(mode, MODES, 1)
-    return f"must be local{f' (did you mean {close[0]}?)' if close and close[0] != 'local' else ''}"
+    return f"must be local or slurm{f' (did you mean {close[0]}?)' if close and close[0] != 'local' else ''}"
 
 
 def device_problem(device: str) -> str | None:

@@ -74,7 +74,8 @@ class SlurmSpec:
     exclude: str | None = option(None, "nodes not to use")
     constraint: str | None = option(None, "features that nodes must have")
     container: str | None = option(
-        None, "image that everything runs in: FILE.sif (apptainer exec), or one that srun --container-image takes (pyxis)"
+        None,
+        "image that everything runs in: FILE.sif (apptainer exec), or one that srun --container-image takes (pyxis)",
     )
     container_mounts: list[str] = option(
         [], "more folders for the container, /SOURCE:/TARGET; the working directory, fileroot and /tmp are there",
@@ -82,9 +83,7 @@ class SlurmSpec:
     )  # fmt: skip
     modules: list[str] = option([], "environment modules to load")
     setup: list[str] = option([], "shell commands before anything else, such as 'source venv/bin/activate'")
-    python: str | None = option(
-        None, "Python interpreter on the nodes; this one when absent, in a container python3"
-    )
+    python: str | None = option(None, "Python interpreter on the nodes; this one when absent, in a container python3")
     sbatch: list[str] = option([], "more options of sbatch, such as --mail-type=END", check=_lines_problem)
     grace_s: int = option(
         120, "seconds before the time limit at which the run finishes its step and writes a recovery point", at_least=0

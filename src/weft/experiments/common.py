@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments import _checks as checks
+from weft.experiments._machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
 from weft.options import option, read
 
@@ -139,7 +140,9 @@ class RunConfig(ABC):
     experiment_name: str = option("", "first folder of the run: letters, digits, . and -")
     trial_name: str = option("", "second folder of the run: letters, digits, . and -")
     fileroot: str = option("./runs", "folder of all runs; this one's is fileroot/experiment_name/trial_name")
-    mode: str = option("local", "where the run is: local (this process)", check=checks.mode_problem)
+    mode: str = option(
+        "local", "where the run is: local (this machine), slurm (a job of a cluster)", check=checks.mode_problem
+    )
     seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
     device: str | None = option(
         None, "cpu, cuda, cuda:1, mps; the best there is when absent", check=checks.device_problem
@@ -192,6 +195,8 @@ class RunConfig(ABC):
     progress: bool = option(True, "show the live view where the output is a terminal")
     imports: list[str] = option([], "modules and FILE.py that register datasets, rewards, interfaces, experiments")
     logger: LoggerSpec = option(LoggerSpec(), "where metrics go besides metrics.jsonl")
+    launch: LaunchSpec = option(LaunchSpec(), "how processes are started")
+    slurm: SlurmSpec = option(SlurmSpec(), "what mode=slurm asks of the cluster")
 
     def __post_init__(self) -> None:
         """A group of options may be given as a mapping, as in a file: `actor={"path": ...}`."""
@@ -209,4 +214,4 @@ class RunConfig(ABC):
         """The run options as the runtime reads them."""
         own = {spec.name for spec in fields(self)}
         shared = {spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own}
-        return Control(**shared, loggers=self.logger.enabled())
+        return Control(**shared, loggers=self.logger.enabled(), env=self.launch.env)

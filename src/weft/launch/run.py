@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
     """
     experiment = config if isinstance(config, Experiment) else config.build()
     check_mode(mode if mode is not None else str(experiment.config.get("mode", "local")))
+    os.environ.update(experiment.control.env)
     import_user_code(experiment.control.imports)
     experiment.check()
     check_sinks(experiment.control.loggers)
@@ -77,6 +79,11 @@ def check_mode(mode: str) -> None:
     """Raises `ConfigError` for a mode that does not exist, or not yet."""
     if mode not in MODES:
         raise unknown_name("mode", mode, MODES)
+    if mode == "slurm":
+        raise ConfigError(
+            "mode=slurm: what a job runs is a command line; write weft quickstart ... mode=slurm or weft start ... --mode "
+            "slurm (a configuration of your own has one by register_quickstart, an experiment by register_experiment)"
+        )
     if mode != "local":
         raise ConfigError(f"mode={mode}: this version runs in one process on one device; write mode=local")
 

@@ -7,6 +7,7 @@ directory, under `slurm/`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -14,13 +15,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from weft.errors import ConfigError, RunError
+from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import SlurmSpec
+from weft.options import read, validate
+from weft.registry import import_user_code
 
 FOLDER, SCRIPT, JOB = "slurm", "job.sh", "job.json"
 POLL_SECONDS = 0.5
@@ -46,6 +50,64 @@ class Request:
         return (self.run / FOLDER).absolute()
 
 
+def start(
+    experiment: Experiment, command: Sequence[str], asked: Scheduling | None = None, *, print_only: bool = False
+) -> str:
+    """Submit an experiment whose `command` (the words after `weft`) runs it; what to tell the user, or the script alone.
+
+    Raises `UserError` for what can be known to be wrong before a node is asked for.
+    """
+    from weft.runtime.directory import RunDirectory, admit
+
+    import_user_code(experiment.control.imports)
+    experiment.check()
+    directory = RunDirectory.of(experiment.control)
+    request = request_of(experiment, command, directory.path, asked)
+    if print_only:
+        return script(request)
+    admit(directory, experiment.control, experiment.resolved())
+    number = submit(request)
+    names = f"-e {experiment.control.experiment_name} -f {experiment.control.trial_name}"
+    where = "" if experiment.control.fileroot == "./runs" else f" --fileroot {shlex.quote(experiment.control.fileroot)}"
+    return (
+        f"submitted job {number} on {request.n_nodes} node{'' if request.n_nodes == 1 else 's'}; its script and logs are in "
+        f"{request.folder}\nweft logs {names}{where} --follow shows what it does, weft stop {names}{where} ends it"
+    )
+
+
+def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked: Scheduling | None = None) -> Request:
+    """What a job is asked for: by the options `slurm.*`, `n_nodes` and `n_gpus_per_node`, and where these are silent by the
+    experiment's `Scheduling`. Raises `ConfigError` where that holds fewer devices than the layouts take."""
+    control, config = experiment.control, experiment.config
+    spec = read(SlurmSpec(), config.get("slurm", {}), "slurm.")
+    validate(spec, "slurm.")
+    nodes, gpus = int(config.get("n_nodes", 1)), int(config.get("n_gpus_per_node", 0))
+    if asked is not None:
+        nodes, gpus = asked.n_nodes, asked.gpus_per_node
+        memory = asked.memory_per_node_gb
+        spec = replace(
+            spec,
+            cpus_per_node=spec.cpus_per_node or asked.cpus_per_node,
+            mem_per_node=spec.mem_per_node or (f"{math.ceil(memory * 1024)}M" if memory else None),
+            **{name: getattr(spec, name) or asked.common(name) for name in ("nodelist", "exclude", "container")},
+        )
+    devices = max(nodes * max(1, gpus), asked.num_devices if asked is not None else 0)
+    if experiment.num_devices > devices:
+        raise ConfigError(
+            f"the layouts take {experiment.num_devices} devices, and n_nodes={nodes} x n_gpus_per_node={gpus} are {devices}; "
+            "raise one of them, or lower the layouts"
+        )
+    return Request(
+        name=f"weft-{control.experiment_name}-{control.trial_name}",
+        run=run,
+        command=command,
+        n_nodes=nodes,
+        gpus_per_node=0 if control.device == "cpu" else gpus,
+        spec=spec,
+        env=control.env,
+    )
+
+
 # -- the script
 
 
@@ -57,7 +119,9 @@ def script(request: Request) -> str:
     on_first = 'srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="${nodes[0]}"'
     preparations = [f"module load {shlex.quote(name)}" for name in spec.modules] + list(spec.setup)
     preparations += [f"export {name}={shlex.quote(value)}" for name, value in request.env.items()]
-    templates = Environment(loader=PackageLoader("weft.launch", "."), undefined=StrictUndefined, keep_trailing_newline=True)
+    templates = Environment(
+        loader=PackageLoader("weft.launch", "."), undefined=StrictUndefined, keep_trailing_newline=True
+    )
     templates.filters["quote"] = shlex.quote
     return templates.get_template("slurm.sh.jinja").render(
         directives=_directives(request),
@@ -98,7 +162,9 @@ def _directives(request: Request) -> list[str]:
     }
     for name, value in asked.items():
         if value is not None and any(c in value for c in "\n\"'\\"):
-            raise ConfigError(f"{name}={value!r}: sbatch cannot read quotes, backslashes or line breaks; leave them out")
+            raise ConfigError(
+                f"{name}={value!r}: sbatch cannot read quotes, backslashes or line breaks; leave them out"
+            )
     return [f'--{name}="{value}"' if " " in value else f"--{name}={value}"
             for name, value in asked.items() if value is not None] + list(spec.sbatch)  # fmt: skip
 
@@ -145,7 +211,9 @@ def submit(request: Request) -> str:
     file.chmod(0o755)
     done = _slurm("sbatch", "--parsable", str(file))
     if done.returncode:
-        raise ConfigError(f"sbatch refuses the job: {_first_line(done.stderr)}; the script is {file}, and slurm.* its options")
+        raise ConfigError(
+            f"sbatch refuses the job: {_first_line(done.stderr)}; the script is {file}, and slurm.* its options"
+        )
     number = done.stdout.strip().splitlines()[-1].split(";")[0]
     (request.folder / JOB).write_text(json.dumps({"job": number, "time": time.time(), "script": str(file)}) + "\n")
     return number
@@ -188,7 +256,9 @@ def cancel(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
 def _state(number: str) -> str | None:
     """The state of a job that has not ended. Raises `RunError` where Slurm does not say."""
     if shutil.which("squeue") is None:
-        raise RunError(f"job {number} is a Slurm job, and this machine has no squeue; ask on a login node of the cluster")
+        raise RunError(
+            f"job {number} is a Slurm job, and this machine has no squeue; ask on a login node of the cluster"
+        )
     done = _slurm("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
     if done.returncode:
         if "Invalid job id" in done.stderr:  # long over, and forgotten

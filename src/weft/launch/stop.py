@@ -1,4 +1,4 @@
-"""Stopping a run from outside: the process that holds its lock is told, and waited for."""
+"""Stopping a run from outside: its Slurm job, or the process that holds its lock, is told, and waited for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 from weft.errors import ConfigError, RunError
+from weft.launch import slurm
 
 POLL_SECONDS = 0.1
 
 
 def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", deadline_s: float = 600.0) -> str:
-    """Send SIGTERM to the run's process and wait until it is gone: it finishes its step and writes a recovery point first.
+    """Send SIGTERM to the run's job or process and wait until it is gone; it finishes its step and writes a recovery point.
 
     Returns what happened, for people. Raises `ConfigError` where there is no such run or nobody runs it, `RunError` where it
     does not end in time.
@@ -24,6 +25,9 @@ def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", dea
     if not run.is_dir():
         there = sorted(str(p.relative_to(run.parent.parent)) for p in run.parent.parent.glob("*/*") if p.is_dir())
         raise ConfigError(f"there is no run {run}; runs here: {', '.join(there[:8]) or 'none'}")
+    job = slurm.running_job(run)
+    if job is not None:
+        return slurm.cancel(run, job[0], deadline_s=deadline_s)
     pid = owner(run)
     if pid is None:
         raise ConfigError(f"no process runs {run}; there is nothing to stop")
