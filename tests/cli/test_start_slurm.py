@@ -113,8 +113,8 @@ def test_wrong_input_is_exit_2(
 
 
 def test_a_registered_experiment_s_scheduling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "mine.py").write_text(EXPERIMENT)
-    words = ["start", "-e", "test-large", "-f", "t", "--import", "mine.py", "--mode", "slurm"]
+    (folder / "slurm_experiment.py").write_text(EXPERIMENT)
+    words = ["start", "-e", "test-large", "-f", "t", "--import", "slurm_experiment.py", "--mode", "slurm"]
     assert weft.main([*words, "--print-script"]) == 0
     printed = capsys.readouterr().out
     for line in ("nodes=2", "gpus-per-node=2", "cpus-per-task=7", "mem=3072M", "nodelist=n[1-2]"):

@@ -28,6 +28,7 @@ COMMANDS = {
     "convert": "bring checkpoints in and out",
     "report": "build report.html of a run anew",
 }
+TRAINING = ("quickstart", "start", "demo")
 INTERRUPTED = 130
 WORKER = "weft-worker"  # the thread in which a run's calls are made
 
@@ -107,6 +108,14 @@ def _dispatch(words: Sequence[str]) -> int:
         )
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
+    if name in TRAINING:
+        from weft.launch import foreign
+
+        started = foreign.launched(os.environ)
+        if started is not None and started.rank == 0:
+            raise ConfigError(started.message(words))
+        if started is not None:
+            return 2  # the first process has said it
     if name == "report":
         return _report(rest)
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")

@@ -26,7 +26,7 @@ def mode_problem(mode: str) -> str | None:
     if mode in MODES:
         return f"this version runs in one process on one device; {mode} does not exist yet; write mode=local"
     close = nearest(mode, MODES, 1)
-    return f"must be local or slurm{f' (did you mean {close[0]}?)' if close and close[0] != 'local' else ''}"
+    return f"must be local or slurm{f' (did you mean {close[0]}?)' if close else ''}"
 
 
 def device_problem(device: str) -> str | None:

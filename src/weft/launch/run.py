@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.errors import CheckpointError, ConfigError, Interrupted, RunError, unknown_name
 from weft.experiment import Experiment
+from weft.launch import foreign
 from weft.observe.sinks import check_sinks
 from weft.registry import import_user_code
 
@@ -53,6 +54,7 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
     before anything is trained or written; `RunError` where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the
     step is over and what a restart needs is on the disk.
     """
+    foreign.check(os.environ)
     experiment = config if isinstance(config, Experiment) else config.build()
     check_mode(mode if mode is not None else str(experiment.config.get("mode", "local")))
     os.environ.update(experiment.control.env)
