@@ -17,6 +17,7 @@ from weft.errors import ConfigError, RunError
 from weft.experiments._machines import SlurmSpec
 from weft.launch import slurm
 from weft.launch.slurm import Request
+from weft.observe.logs import failures, log_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -135,9 +136,10 @@ def test_a_job_has_ray_on_both_nodes_and_leaves_nothing(on_cluster: SlurmCluster
     assert [row[1:] for row in out["seen"]] == [["good day, 'you'", "hush"]] * 2
     assert out["cwd"] == os.getcwd()
     assert f"job {job} ends with exit code 7" in log
+    assert [f.text for f in failures(log_files(asked.run))] == []
     assert "hush" not in log + (asked.folder / "job.sh").read_text()
     assert {p.name for p in asked.folder.iterdir()} == {
-        "job.sh", "job.json", f"{job}.log", f"{job}-ray-0.log", f"{job}-ray-1.log"
+        "job.sh", "job.json", f"{job}.log", f"{job}-ray-0.log", f"{job}-ray-1.log", f"{job}-srun.txt"
     }  # fmt: skip
     assert left(job) == []
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "quickstart": "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a configuration of your own",
     "start": "run an experiment registered by name in user code (--list shows them)",
     "stop": "stop a run; the same start command goes on with it",
+    "logs": "what a run and its workers have written, the first failure first",
     "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
     "chat": "talk to a model directory",
     "data": "look at data as a run would see them: inspect, counts, scan",

@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0. Raises `UserError` for input that cannot be used."""
-    parser = _named("weft start", "Run an experiment registered with register_experiment(name), or list them.")
+    parser = named_parser("weft start", "Run an experiment registered with register_experiment(name), or list them.")
     parser.add_argument("--list", action="store_true", help="list the registered experiments and stop")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
@@ -68,7 +68,7 @@ def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
 
 def stop(argv: Sequence[str]) -> int:
     """Ask a run to end after its step, wait until it has, and say so."""
-    given = _named("weft stop", "End a run after its step; the same command goes on with it.").parse_args(argv)
+    given = named_parser("weft stop", "End a run after its step; the same command goes on with it.").parse_args(argv)
     _check(given, "stop")
     from weft.launch import stop as stop_run
 
@@ -76,7 +76,8 @@ def stop(argv: Sequence[str]) -> int:
     return 0
 
 
-def _named(prog: str, description: str) -> argparse.ArgumentParser:
+def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser of the options that say which run is meant."""
     parser = _Parser(prog=prog, description=description)
     parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
     parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")

@@ -21,10 +21,7 @@ def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", dea
     """
     from weft.runtime.directory import owner
 
-    run = Path(fileroot).expanduser() / experiment_name / trial_name
-    if not run.is_dir():
-        there = sorted(str(p.relative_to(run.parent.parent)) for p in run.parent.parent.glob("*/*") if p.is_dir())
-        raise ConfigError(f"there is no run {run}; runs here: {', '.join(there[:8]) or 'none'}")
+    run = run_directory(experiment_name, trial_name, fileroot)
     job = slurm.running_job(run)
     if job is not None:
         return slurm.cancel(run, job[0], deadline_s=deadline_s)
@@ -41,3 +38,12 @@ def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", dea
             )
         time.sleep(POLL_SECONDS)
     return f"stopped {run} (process {pid}); the command that started it goes on with it"
+
+
+def run_directory(experiment_name: str, trial_name: str, fileroot: str) -> Path:
+    """The directory of a run. Raises `ConfigError` with the runs that there are where it is not among them."""
+    run = Path(fileroot).expanduser() / experiment_name / trial_name
+    if not run.is_dir():
+        there = sorted(str(p.relative_to(run.parent.parent)) for p in run.parent.parent.glob("*/*") if p.is_dir())
+        raise ConfigError(f"there is no run {run}; runs here: {', '.join(there[:8]) or 'none'}")
+    return run
