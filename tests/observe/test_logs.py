@@ -72,3 +72,10 @@ def test_added_lines_come_once_and_whole(tmp_path: Path) -> None:
         ("worker-0", "here"),
     ]
     assert list(follower.new(log_files(tmp_path))) == []
+
+
+def test_what_slurm_says_of_the_end_is_a_failure_where_it_is_one(tmp_path: Path) -> None:
+    ended = "slurmstepd-n1: error: *** STEP 7.1 ON n1 CANCELLED AT 2026-01-01T00:00:01 ***\n"
+    write(tmp_path / "slurm/7-ray-0.log", ended, 1)
+    write(tmp_path / "slurm/7.log", ended.replace(" ***\n", " DUE TO TIME LIMIT ***\n"), 1)
+    assert [each.file.name for each in failures(log_files(tmp_path))] == ["slurm/7"]

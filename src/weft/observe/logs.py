@@ -14,9 +14,11 @@ STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
 # What a line looks like that says why a process ended, and where a traceback begins.
 TRACEBACK = "Traceback (most recent call last):"
 FAILURE = re.compile(
-    r"(^|\s)error: |^([a-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)\b|Segmentation fault|core dumped|[Oo]ut of memory|oom-kill|"
-    r"DUE TO TIME LIMIT|^terminate called|^Fatal Python error|^weft: \d+ of \d+ nodes have joined"
+    r"(^|\s)error: |^([a-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)\b|Segmentation fault|core dumped|"
+    r"[Oo]ut of memory|oom-kill|DUE TO TIME LIMIT|^terminate called|^Fatal Python error|^weft: \d+ of \d+ nodes have joined"
 )
+# How Slurm tells that a step of a job was ended, which is how every job of weft ends Ray.
+ENDED = re.compile(r"slurmstepd.*\*\*\* STEP .*(CANCELLED AT \S+|FAILED \(non-zero.*\)) \*\*\*$")
 BLOCK_LINES = 60  # of a traceback that is shown
 
 
@@ -62,7 +64,8 @@ def log_files(run: Path) -> list[LogFile]:
 def failure(file: LogFile) -> Failure | None:
     """The first failure that a file tells of, or None."""
     lines = file.lines()
-    start = next((n for n, line in enumerate(lines) if TRACEBACK in line or FAILURE.search(line)), None)
+    told = (n for n, line in enumerate(lines) if TRACEBACK in line or (FAILURE.search(line) and not ENDED.search(line)))
+    start = next(told, None)
     if start is None:
         return None
     end = start + 1
