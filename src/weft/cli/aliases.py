@@ -22,6 +22,7 @@ RENAMED = {
     "trust_remote_code": "{first}.trust_remote_code",
     "torch_dtype": "{model}.dtype",
     "dtype": "{model}.dtype",
+    "zero_stage": "{model}.zero_stage",
     "gradient_checkpointing": "{model}.gradient_checkpointing",
     "activation_checkpointing": "{model}.gradient_checkpointing",
     "lora_r": "{model}.lora.r",

@@ -8,14 +8,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft import registry
-from weft.cli import overrides
+from weft.cli import deepspeed, overrides
 from weft.cli.aliases import translate
 from weft.cli.help import quickstart_help
 from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
 from weft.options import Config, leaves, read, to_mapping, validate
 
-FLAGS = ("--help", "--cfg", "--config", "--import", "--debug", "--resume_from_checkpoint", "--print-script")
+FLAGS = (
+    "--help",
+    "--cfg",
+    "--config",
+    "--import",
+    "--debug",
+    "--resume_from_checkpoint",
+    "--print-script",
+    "--deepspeed",
+)
 
 
 @dataclass
@@ -28,6 +37,7 @@ class Words:
     files: list[str] = field(default_factory=list)
     print_config: bool = False
     print_script: bool = False
+    deepspeed: str | None = None  # a file, "" for the flag alone
     help: str | None = None  # a group of options, "" for all
 
 
@@ -46,7 +56,12 @@ def main(argv: Sequence[str]) -> int:
     if words.help is not None:
         print(_help(words.name, base, words.help), end="")
         return 0
+    said: list[str] = []
+    if words.deepspeed is not None and isinstance(base, RunConfig):
+        made, said = deepspeed.overrides(words.deepspeed, base, values)
+        values = [*made, *values]
     config, notes = configure(base, values, words.imports)
+    notes = [*said, *notes]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if words.print_config:
@@ -99,6 +114,8 @@ def sort(argv: Sequence[str]) -> Words:
         elif flag == "--resume_from_checkpoint":
             has_path = not attached and rest and "=" not in rest[0] and not rest[0].startswith("-")
             words.assignments.append(f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}")
+        elif flag in ("--deepspeed", "deepspeed") and (flag != word or word.startswith("--")):
+            words.deepspeed = attached or (rest.pop(0) if rest and rest[0].endswith(".json") else "")
         elif flag in ("--import", "--config", "--cfg"):
             _take(words, flag, attached or (rest.pop(0) if rest else ""))
         elif word.startswith("--") and attached:
