@@ -8,6 +8,7 @@ Needs the distribution's packages `slurm-wlm` and `munge` (.ci/run installs them
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -56,10 +57,12 @@ PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Why there can be no cluster here, or None."""
+    """Why no job of weft can run on a cluster here, or None."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is None]
     if absent:
         return f"no {', '.join(absent)}; install the packages slurm-wlm and munge"
+    if importlib.util.find_spec("ray") is None:
+        return "no ray; install weft[ray]"
     return None if os.geteuid() == 0 else "slurmd and munged are started as root here"
 
 

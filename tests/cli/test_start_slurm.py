@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -122,6 +123,21 @@ def test_a_registered_experiment_s_scheduling(folder: Path, capsys: pytest.Captu
     assert "export GREETING=hello" in printed and last_command(printed) == [*words, "--mode", "ray"]
     assert weft.main([*words[:-2], "--print-script"]) == 2
     assert "add --mode slurm" in capsys.readouterr().err
+    assert weft.main(words[:-2]) == 2
+    assert "asks for 2 x 2 devices, and mode=local is one machine" in capsys.readouterr().err
+
+
+def test_one_machine_says_what_it_does_not_heed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GREETING", "from the shell")
+    text = EXPERIMENT.replace("n_nodes=2, ", "").replace("test-large", "test-one")
+    short = text.replace("return config.build()", "config.max_steps = 1\n        return config.build()")
+    (folder / "one_experiment.py").write_text(short)
+    assert weft.main(["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py"]) == 0
+    told = "note: mode=local does not heed actor.cpus, actor.memory_gb, actor.nodelist, reward.cpus, reward.memory_gb"
+    assert told in capsys.readouterr().err
+    assert os.environ["GREETING"] == "hello"
 
 
 def test_too_few_devices_are_refused(folder: Path) -> None:

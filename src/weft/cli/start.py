@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if given.print_script:
         raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
-    for note in check_machines(given.experiment):
+    for note in check_machines(given.experiment, given.mode):
         print(f"note: {note}", file=sys.stderr)
     run(experiment, mode=given.mode)
     return 0

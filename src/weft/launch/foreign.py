@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from weft.errors import ConfigError
 
-OWN_WORDS = re.compile(r"--local[-_]rank(=.*)?|--deepspeed_config(=.*)?")  # what such launchers add to a command line
+OWN_WORDS = re.compile(r"--local[-_]rank(=.*)?")  # what such launchers add to a command line
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.experiment import Experiment, Scheduling
+from weft.experiments._machines import LaunchSpec
 from weft.experiments.common import RunConfig
 from weft.launch.run import RunResult, check_mode, run
+from weft.options import validate
 from weft.registry import experiments
 
 
@@ -36,6 +38,7 @@ def registered(name: str, trial_name: str) -> Experiment:
     config = {**made.config, "experiment_name": name, "trial_name": trial_name} if made.config else {}
     asked = scheduling(name)
     env = {**(asked.env if asked is not None else {}), **made.control.env}
+    validate(LaunchSpec(env=env), "launch.")
     control = replace(made.control, experiment_name=name, trial_name=trial_name, env=env)
     return replace(made, control=control, config=config)
 
@@ -53,20 +56,20 @@ def scheduling(name: str) -> Scheduling | None:
 def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
     """Run a registered experiment. Raises as `run` does."""
     check_mode(mode)
-    check_machines(name)
+    check_machines(name, mode)
     return run(registered(name, trial_name), mode=mode)
 
 
-def check_machines(name: str) -> list[str]:
-    """Notes on what a registered experiment asks for and one machine does not heed. Raises `ConfigError` for what it cannot
-    give."""
+def check_machines(name: str, mode: str = "local") -> list[str]:
+    """Notes on what a registered experiment asks for and `mode` does not heed. Raises `ConfigError` for more machines than it
+    has."""
     asked = scheduling(name)
     if asked is None:
         return []
-    if asked.n_nodes > 1 or asked.n_gpus_per_node > 1:
+    if mode == "local" and asked.n_nodes > 1:
         raise ConfigError(
-            f"experiment {name!r} asks for {asked.n_nodes} x {asked.n_gpus_per_node} devices, and this version runs one device "
-            "in this process; ask for one"
+            f"experiment {name!r} asks for {asked.n_nodes} x {asked.gpus_per_node} devices, and mode=local is one machine; "
+            "start it with --mode slurm or --mode ray, or ask for one node"
         )
     ignored = asked.ignored_on_one_machine()
-    return [f"on one machine {', '.join(ignored)} of {name!r} is not heeded; mode=slurm does"] if ignored else []
+    return [f"mode={mode} does not heed {', '.join(ignored)} of {name!r}; mode=slurm does"] if ignored else []
