@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("experiment",),
     ("experiments", "runtime"),
     ("launch",),
-    ("cli", "apps", "testing"),
+    ("cli", "apps", "scripts", "testing"),
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
@@ -31,7 +31,7 @@ NEIGHBOURS = {
     ("registry", "errors"), ("options", "errors"), ("randomness", "errors"), ("topology", "errors"),
     ("observe", "errors"), ("observe", "registry"), ("observe", "options"),
     ("algorithms", "errors"), ("algorithms", "registry"), ("algorithms", "options"),
-    ("host", "data"), ("apps", "cli"),
+    ("host", "data"), ("apps", "cli"), ("scripts", "cli"),
 }  # fmt: skip
 
 TORCH_FREE = ("torch", "transformers", "ray")

@@ -59,6 +59,7 @@ class Control:
     loggers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     imports: Sequence[str] = ()
     progress: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)  # of the run and its workers, over that of whoever starts it
 
 
 @dataclass(frozen=True)
@@ -222,9 +223,88 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Workers:
+    """A group of processes that are alike, one a device."""
+
+    count: int = 1
+    gpus: int = 1  # of each process; 0 is a process that computes on processors
+    cpus: int | None = None  # of each process
+    memory_gb: float | None = None  # of each process
+    nodelist: str | None = None
+    exclude: str | None = None
+    container: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("gpus", 0), ("cpus", 1), ("memory_gb", 0.0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"Workers: {name}={value!r}: must be at least {least:g}")
+
+
+@dataclass(frozen=True)
 class Scheduling:
-    """What a registered experiment asks of the machines; `scheduling_setup()` returns it."""
+    """What a registered experiment asks of the machines; `scheduling_setup()` returns it.
+
+    `workers` says it by groups, such as {"actor": Workers(count=8, cpus=8), "reward": Workers(count=2, gpus=0)}; `memory_gb`
+    is of a node. `mode=slurm` asks for all of it in one job; one machine heeds counts and GPUs alone.
+    """
 
     n_nodes: int = 1
     n_gpus_per_node: int = 0
     memory_gb: float | None = None
+    workers: Mapping[str, Workers] = field(default_factory=dict)
+
+    @property
+    def num_devices(self) -> int:
+        """Processes, one a device."""
+        if self.workers:
+            return sum(group.count for group in self.workers.values())
+        return self.n_nodes * max(1, self.n_gpus_per_node)
+
+    @property
+    def gpus_per_node(self) -> int:
+        asked = sum(group.count * group.gpus for group in self.workers.values())
+        return max(self.n_gpus_per_node, -(-asked // self.n_nodes))
+
+    @property
+    def cpus_per_node(self) -> int | None:
+        """Processors of a node, None where no group names any."""
+        asked = sum(group.count * (group.cpus or 0) for group in self.workers.values())
+        return -(-asked // self.n_nodes) or None
+
+    @property
+    def memory_per_node_gb(self) -> float | None:
+        asked = sum(group.count * (group.memory_gb or 0.0) for group in self.workers.values()) / self.n_nodes
+        return max(self.memory_gb or 0.0, asked) or None
+
+    def common(self, name: str) -> Any:
+        """What the groups that set the field `name` all set it to, None where none does. Raises `ConfigError` where they
+        differ: one job has one answer."""
+        values = {group: getattr(w, name) for group, w in self.workers.items() if getattr(w, name) is not None}
+        if len(set(values.values())) > 1:
+            shown = ", ".join(f"{group}: {value!r}" for group, value in values.items())
+            raise ConfigError(
+                f"Scheduling: the groups differ in {name} ({shown}), and all of them are one job; give one"
+            )
+        return next(iter(values.values()), None)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of all groups. Raises `ConfigError` where they differ."""
+        found: dict[str, str] = {}
+        for group, workers in self.workers.items():
+            for name, value in workers.env.items():
+                if found.setdefault(name, value) != value:
+                    raise ConfigError(
+                        f"Scheduling: {group} sets {name}={value!r}, another group {found[name]!r}; give one"
+                    )
+        return found
+
+    def ignored_on_one_machine(self) -> list[str]:
+        """The fields that are set and that no process of this machine heeds."""
+        names = ("cpus", "memory_gb", "nodelist", "exclude", "container")
+        found = [
+            f"{group}.{name}" for group, w in self.workers.items() for name in names if getattr(w, name) is not None
+        ]
+        return [*(["memory_gb"] if self.memory_gb is not None else []), *found]

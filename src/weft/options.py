@@ -167,7 +167,7 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
         raise _wrong(name, value, f"is a group of options; set one of them, such as {_first_option(hint, name)}")
     container = origin or hint
     if isinstance(container, type) and issubclass(container, Mapping):
-        return _coerce_mapping(value, name)
+        return _coerce_mapping(value, arguments[1] if arguments else Any, name)
     if isinstance(container, type) and issubclass(container, Sequence) and container is not str:
         item = arguments[0] if arguments else Any
         items = value if isinstance(value, (list, tuple)) else [value]
@@ -265,10 +265,10 @@ def _coerce_union(value: Any, arguments: tuple[Any, ...], name: str) -> Any:
     raise _wrong(name, value, f"must be {' or '.join(describe_type(a) for a in arguments)}")
 
 
-def _coerce_mapping(value: Any, name: str) -> dict[str, Any]:
+def _coerce_mapping(value: Any, item: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _wrong(name, value, f"must be a mapping; write {name}.KEY=VALUE or '{name}={{KEY: VALUE}}'")
-    return {str(key): plain(each) for key, each in value.items()}
+    return {str(key): coerce(each, item, f"{name}.{key}") for key, each in value.items()}
 
 
 def _coerce_scalar(value: Any, hint: Any, name: str) -> Any:

@@ -78,6 +78,9 @@ def test_batch_size_accumulation_and_ranks_multiply() -> None:
     config, notes = made(SFTConfig(), "gradient_accumulation_steps=4", "per_device_train_batch_size=8")
     assert config.dataset.train_bs_n_seqs == 32
     assert len(notes) == 1
+    for layout in ("allocation_mode=d4t2", "model.layout=d4", "model.parallel.data_parallel_size=4"):
+        config, _ = made(SFTConfig(), "per_device_train_batch_size=8", layout)
+        assert config.dataset.train_bs_n_seqs == 32
 
 
 def test_a_rate_reaches_every_trained_role() -> None:

@@ -194,7 +194,7 @@ def write(
     Each file stands under another name until it is complete.
     """
     shards = _shards(sizes, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    names = [SINGLE] if len(shards) == 1 else [shard_name(i, len(shards)) for i in range(len(shards))]
     source = iter(tensors)
     for name, members in zip(names, shards, strict=True):
         content = dict(itertools.islice(source, len(members)))
@@ -222,7 +222,7 @@ def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _shard_name(index: int, count: int) -> str:
+def shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,6 +11,7 @@ from weft.cli.overrides import Override, flatten
 from weft.errors import ConfigError
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.options import leaves, plain
+from weft.topology import Layout
 
 # Spelling -> option. {first} is the model that a run is about, {model} every trained one, {gen} the options of sampling.
 # What only one algorithm has (`beta`, `num_generations`) stands in its config class as `spellings`.
@@ -20,6 +22,7 @@ RENAMED = {
     "trust_remote_code": "{first}.trust_remote_code",
     "torch_dtype": "{model}.dtype",
     "dtype": "{model}.dtype",
+    "zero_stage": "{model}.zero_stage",
     "gradient_checkpointing": "{model}.gradient_checkpointing",
     "activation_checkpointing": "{model}.gradient_checkpointing",
     "lora_r": "{model}.lora.r",
@@ -66,6 +69,7 @@ RENAMED = {
 # `reward.args` is part of the option `reward`, so `args` is not among what tells that a call is meant.
 CALL_OPTIONS = tuple(spec.name for spec in fields(MFCOptions) if spec.name != "args")
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+LAYOUT = re.compile(r"([a-z]\d+)+")
 EVERY = 500  # steps, what Hugging Face's strategy "steps" means where nothing else is said
 LORA_RANK = 16  # what TRL's use_peft means where nothing else is said
 
@@ -173,14 +177,23 @@ def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None
         )
     if override.name == BATCH[1]:
         return  # counted with the other one
-    ranks = [given.get(f"{role}.parallel.data_parallel_size", 1) for role in done.trained[:1]]
     product = 1
-    for name, factor in (*((n, given.get(n, 1)) for n in BATCH), ("data_parallel_size", ranks[0] if ranks else 1)):
+    for name, factor in (*((n, given.get(n, 1)) for n in BATCH), ("data_parallel_size", _data_ranks(done, given))):
         if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
             raise ConfigError(f"{name}={factor!r}: must be a whole number, at least 1")
         product *= factor
     done.put("dataset.train_bs_n_seqs", override, product)
     done.notes.append(f"{BATCH[0]} x {BATCH[1]} x data-parallel ranks is read as dataset.train_bs_n_seqs={product}")
+
+
+def _data_ranks(done: Translation, given: dict[str, Any]) -> Any:
+    """The data-parallel ranks of the first trained role, by any of the options that say so."""
+    role = done.trained[0]
+    for name in (f"{role}.layout", "allocation_mode"):
+        layout = given.get(name)
+        if isinstance(layout, str) and LAYOUT.fullmatch(layout):
+            return Layout.parse(layout).data
+    return given.get(f"{role}.parallel.data_parallel_size", 1)
 
 
 def _warmup(done: Translation, override: Override, given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`weft convert`: checkpoints of other programs become Hugging Face directories; adapters are merged into their base."""
+"""`weft convert`: checkpoints of other programs become Hugging Face directories, adapters are merged, files cut by stages."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def main(argv: Sequence[str]) -> int:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype to write; the base's by default"
     )
     merge.set_defaults(run=_merge)
+    stages = kinds.add_parser("partition", help="the same model with one weight file a pipeline stage")
+    stages.add_argument("--model_dir", required=True, help="model directory or hub name")
+    stages.add_argument("--model_type", help="model family; read from config.json when absent")
+    stages.add_argument("--num_stages", required=True, type=int, help="pipeline stages")
+    stages.add_argument("--output_dir", required=True, type=Path, dest="output",
+                        help="directory to write; must not exist or be empty")  # fmt: skip
+    stages.set_defaults(run=_partition)
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
     _require_empty(arguments.output)
@@ -102,6 +109,13 @@ def _save_tokenizer(vocabulary: spm.Model, length: int, output: Path) -> None:
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
     tokenizer.save_pretrained(str(output))
+
+
+def _partition(arguments: argparse.Namespace) -> None:
+    from weft.checkpoints import stages
+
+    sizes = stages.partition(arguments.model_dir, arguments.output, arguments.num_stages, arguments.model_type)
+    print(stages.describe(sizes))
 
 
 # -- adapters

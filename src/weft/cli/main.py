@@ -22,6 +22,7 @@ COMMANDS = {
     "quickstart": "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a configuration of your own",
     "start": "run an experiment registered by name in user code (--list shows them)",
     "stop": "stop a run; the same start command goes on with it",
+    "logs": "what a run and its workers have written, the first failure first",
     "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
     "chat": "talk to a model directory",
     "data": "look at data as a run would see them: inspect, counts, scan",
@@ -29,6 +30,7 @@ COMMANDS = {
     "convert": "bring checkpoints in and out",
     "report": "build report.html of a run anew",
 }
+TRAINING = ("quickstart", "start", "demo")
 INTERRUPTED = 130
 WORKER = "weft-worker"  # the thread in which a run's calls are made
 
@@ -104,6 +106,14 @@ def _dispatch(words: Sequence[str]) -> int:
     name, rest = words[0], [word for word in words[1:] if word != "--debug"]
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
+    if name in TRAINING:
+        from weft.launch import foreign
+
+        started = foreign.launched(os.environ)
+        if started is not None and started.rank == 0:
+            raise ConfigError(started.message(words))
+        if started is not None:
+            return 2  # the first process has said it
     if name == "report":
         return _report(rest)
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")

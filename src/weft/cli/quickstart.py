@@ -8,14 +8,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft import registry
-from weft.cli import overrides
+from weft.cli import deepspeed, overrides
 from weft.cli.aliases import translate
 from weft.cli.help import quickstart_help
 from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
 from weft.options import Config, leaves, read, to_mapping, validate
 
-FLAGS = ("--help", "--cfg", "--config", "--import", "--debug", "--resume_from_checkpoint")
+FLAGS = (
+    "--help",
+    "--cfg",
+    "--config",
+    "--import",
+    "--debug",
+    "--resume_from_checkpoint",
+    "--print-script",
+    "--deepspeed",
+)
 
 
 @dataclass
@@ -27,6 +36,8 @@ class Words:
     imports: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     print_config: bool = False
+    print_script: bool = False
+    deepspeed: str | None = None  # a file, "" for the flag alone
     help: str | None = None  # a group of options, "" for all
 
 
@@ -45,7 +56,12 @@ def main(argv: Sequence[str]) -> int:
     if words.help is not None:
         print(_help(words.name, base, words.help), end="")
         return 0
+    said: list[str] = []
+    if words.deepspeed is not None and isinstance(base, RunConfig):
+        made, said = deepspeed.overrides(words.deepspeed, base, values)
+        values = [*made, *values]
     config, notes = configure(base, values, words.imports)
+    notes = [*said, *notes]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if words.print_config:
@@ -53,6 +69,14 @@ def main(argv: Sequence[str]) -> int:
 
         validate(config)
         print(yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True), end="")
+        return 0
+    if words.print_script and config.mode != "slurm":
+        raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
+    if config.mode == "slurm":
+        from weft.launch import slurm
+
+        command = ["quickstart", *(word for word in argv if word != "--print-script"), "mode=ray"]
+        print(slurm.start(config.build(), command, print_only=words.print_script))
         return 0
     from weft.launch import run  # checks first, and loads torch once they have passed
 
@@ -85,9 +109,13 @@ def sort(argv: Sequence[str]) -> Words:
             words.help = rest.pop(0) if plain else ""
         elif word == "--debug":
             continue  # read by weft.cli.main
+        elif word == "--print-script":
+            words.print_script = True
         elif flag == "--resume_from_checkpoint":
             has_path = not attached and rest and "=" not in rest[0] and not rest[0].startswith("-")
             words.assignments.append(f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}")
+        elif flag in ("--deepspeed", "deepspeed") and (flag != word or word.startswith("--")):
+            words.deepspeed = attached or (rest.pop(0) if rest and rest[0].endswith(".json") else "")
         elif flag in ("--import", "--config", "--cfg"):
             _take(words, flag, attached or (rest.pop(0) if rest else ""))
         elif word.startswith("--") and attached:

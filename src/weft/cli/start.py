@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -22,11 +23,14 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0. Raises `UserError` for input that cannot be used."""
-    parser = _named("weft start", "Run an experiment registered with register_experiment(name), or list them.")
+    parser = named_parser("weft start", "Run an experiment registered with register_experiment(name), or list them.")
     parser.add_argument("--list", action="store_true", help="list the registered experiments and stop")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
     parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
+    parser.add_argument(
+        "--print-script", action="store_true", help="with --mode slurm: print the job's script and stop"
+    )
     given = parser.parse_args(argv)
     registry.import_user_folder()
     registry.import_user_code(given.imports)
@@ -37,9 +41,19 @@ def main(argv: Sequence[str]) -> int:
         )
         return 0
     _check(given, "start")
-    from weft.launch import registered, run
+    from weft.launch import check_machines, registered, run, scheduling, slurm
 
-    run(_as_told(registered(given.experiment, given.trial), given), mode=given.mode)
+    experiment = _as_told(registered(given.experiment, given.trial), given)
+    if given.mode == "slurm":
+        command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
+        asked = scheduling(given.experiment)
+        print(slurm.start(experiment, command, asked, print_only=given.print_script))
+        return 0
+    if given.print_script:
+        raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
+    for note in check_machines(given.experiment, given.mode):
+        print(f"note: {note}", file=sys.stderr)
+    run(experiment, mode=given.mode)
     return 0
 
 
@@ -54,7 +68,7 @@ def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
 
 def stop(argv: Sequence[str]) -> int:
     """Ask a run to end after its step, wait until it has, and say so."""
-    given = _named("weft stop", "End a run after its step; the same command goes on with it.").parse_args(argv)
+    given = named_parser("weft stop", "End a run after its step; the same command goes on with it.").parse_args(argv)
     _check(given, "stop")
     from weft.launch import stop as stop_run
 
@@ -62,11 +76,12 @@ def stop(argv: Sequence[str]) -> int:
     return 0
 
 
-def _named(prog: str, description: str) -> argparse.ArgumentParser:
+def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser of the options that say which run is meant."""
     parser = _Parser(prog=prog, description=description)
     parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
     parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")
-    parser.add_argument("--mode", default="local", help="local: this process")
+    parser.add_argument("--mode", default="local", help="local: this machine; slurm: a job of a cluster")
     parser.add_argument("--fileroot", help="folder of runs (the experiment's own, usually ./runs)")
     return parser
 

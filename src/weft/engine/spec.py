@@ -157,6 +157,13 @@ class ModelSpec:
         "last", "what a score is read from: the last token's state, or the mean over tokens", choices=("last", "mean")
     )
     layout: str | None = option(None, "parallel layout such as d2t2p1; the same as parallel.*")
+    zero_stage: int | None = option(
+        None,
+        "what data-parallel ranks share, where the layout has no f: 0 nothing, 1 the optimizer, 2 and gradients, 3 and "
+        "parameters; absent: 3 for trained roles, 0 for others",
+        at_least=0,
+        at_most=3,
+    )
     device_mesh: str | None = option(
         None, "devices of the layout, numbered over all machines, such as 4-7 or 0,2; absent: the first ones"
     )
@@ -184,15 +191,21 @@ class ModelSpec:
     def resolve_layout(self) -> Layout:
         """The layout that `layout` or `parallel.*` asks for. Raises `ConfigError` where both are set and differ."""
         sizes = self.parallel
+        sharded = self.trained if self.zero_stage is None else self.zero_stage > 0
         named = Layout(
             data=sizes.data_parallel_size,
-            fsdp=sizes.data_parallel_size if self.trained else 1,
+            fsdp=sizes.data_parallel_size if sharded else 1,
             tensor=sizes.model_parallel_size,
             pipeline=sizes.pipeline_parallel_size,
         )
         if self.layout is None:
             return named
-        parsed = Layout.parse(self.layout, trained=self.trained)
+        parsed = Layout.parse(self.layout, trained=sharded)
+        if self.zero_stage is not None and parsed.data > 1 and (parsed.fsdp > 1) != sharded:
+            raise ConfigError(
+                f"zero_stage={self.zero_stage} and layout={self.layout!r} differ: stage 0 is f=1, stages 1 to 3 a larger f; "
+                "set one of them"
+            )
         if named.num_devices != 1 and named != parsed:
             raise ConfigError(f"layout={self.layout!r} and parallel.* ({named}) differ; set one of them")
         return parsed

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments import _checks as checks
+from weft.experiments._machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
 from weft.options import option, read
 
@@ -141,7 +142,7 @@ class RunConfig(ABC):
     fileroot: str = option("./runs", "folder of all runs; this one's is fileroot/experiment_name/trial_name")
     mode: str = option(
         "local",
-        "where the run is: local (this machine; a process a device), ray (a Ray cluster that is there)",
+        "where the run is: local (this machine; a process a device), ray (a Ray cluster that is there), slurm (a job)",
         check=checks.mode_problem,
     )
     seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
@@ -200,6 +201,8 @@ class RunConfig(ABC):
     progress: bool = option(True, "show the live view where the output is a terminal")
     imports: list[str] = option([], "modules and FILE.py that register datasets, rewards, interfaces, experiments")
     logger: LoggerSpec = option(LoggerSpec(), "where metrics go besides metrics.jsonl")
+    launch: LaunchSpec = option(LaunchSpec(), "how processes are started")
+    slurm: SlurmSpec = option(SlurmSpec(), "what mode=slurm asks of the cluster")
 
     def __post_init__(self) -> None:
         """A group of options may be given as a mapping, as in a file: `actor={"path": ...}`."""
@@ -217,4 +220,4 @@ class RunConfig(ABC):
         """The run options as the runtime reads them."""
         own = {spec.name for spec in fields(self)}
         shared = {spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own}
-        return Control(**shared, loggers=self.logger.enabled())
+        return Control(**shared, loggers=self.logger.enabled(), env=self.launch.env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.errors import CheckpointError, ConfigError, Interrupted, RunError, unknown_name
 from weft.experiment import Experiment
+from weft.launch import foreign
 from weft.observe.sinks import check_sinks
 from weft.registry import import_user_code
 
@@ -52,9 +54,11 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
     configuration's own. Raises `UserError` for input that cannot be used, before anything is trained or written; `RunError`
     where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the step is over and what a restart needs is on the disk.
     """
+    foreign.check(os.environ)
     experiment = config if isinstance(config, Experiment) else config.build()
     mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
     check_mode(mode)
+    os.environ.update(experiment.control.env)
     import_user_code(experiment.control.imports)
     experiment.check()
     check_sinks(experiment.control.loggers)
@@ -79,7 +83,10 @@ def check_mode(mode: str) -> None:
     if mode not in MODES:
         raise unknown_name("mode", mode, MODES)
     if mode == "slurm":
-        raise ConfigError("mode=slurm: this version does not submit jobs; write mode=local or mode=ray")
+        raise ConfigError(
+            "mode=slurm: what a job runs is a command line; write weft quickstart ... mode=slurm or weft start ... --mode "
+            "slurm (a configuration of your own has one by register_quickstart, an experiment by register_experiment)"
+        )
 
 
 def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool) -> RunResult:

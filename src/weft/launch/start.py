@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from typing import Any
 
 from weft.errors import ConfigError
 from weft.experiment import Experiment, Scheduling
+from weft.experiments._machines import LaunchSpec
 from weft.experiments.common import RunConfig
 from weft.launch.run import RunResult, check_mode, run
+from weft.options import validate
 from weft.registry import experiments
 
 
@@ -23,8 +26,6 @@ def registered(name: str, trial_name: str) -> Experiment:
     thing = experiments.get(name)
     made = thing()
     if inspect.isclass(thing):
-        if "scheduling_setup" in dir(thing):
-            _check_machines(name, made.scheduling_setup())
         if "initial_setup" not in dir(thing):
             raise ConfigError(
                 f"experiment {name!r}: the class {thing.__qualname__} has no initial_setup(); give it one"
@@ -35,18 +36,40 @@ def registered(name: str, trial_name: str) -> Experiment:
     if not isinstance(made, Experiment):
         raise ConfigError(f"experiment {name!r} gives a {type(made).__name__}; it must return an Experiment")
     config = {**made.config, "experiment_name": name, "trial_name": trial_name} if made.config else {}
-    return replace(made, control=replace(made.control, experiment_name=name, trial_name=trial_name), config=config)
+    asked = scheduling(name)
+    env = {**(asked.env if asked is not None else {}), **made.control.env}
+    validate(LaunchSpec(env=env), "launch.")
+    control = replace(made.control, experiment_name=name, trial_name=trial_name, env=env)
+    return replace(made, control=control, config=config)
+
+
+def scheduling(name: str) -> Scheduling | None:
+    """What a registered class asks of the machines by `scheduling_setup()`; None where it has none."""
+    thing = experiments.get(name)
+    if not inspect.isclass(thing) or "scheduling_setup" not in dir(thing):
+        return None
+    made: Any = thing()
+    asked: Scheduling = made.scheduling_setup()
+    return asked
 
 
 def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
     """Run a registered experiment. Raises as `run` does."""
     check_mode(mode)
+    check_machines(name, mode)
     return run(registered(name, trial_name), mode=mode)
 
 
-def _check_machines(name: str, asked: Scheduling) -> None:
-    if asked.n_nodes > 1 or asked.n_gpus_per_node > 1:
+def check_machines(name: str, mode: str = "local") -> list[str]:
+    """Notes on what a registered experiment asks for and `mode` does not heed. Raises `ConfigError` for more machines than it
+    has."""
+    asked = scheduling(name)
+    if asked is None:
+        return []
+    if mode == "local" and asked.n_nodes > 1:
         raise ConfigError(
-            f"experiment {name!r} asks for {asked.n_nodes} x {asked.n_gpus_per_node} devices, and this version runs one device "
-            "in this process; ask for one"
+            f"experiment {name!r} asks for {asked.n_nodes} x {asked.gpus_per_node} devices, and mode=local is one machine; "
+            "start it with --mode slurm or --mode ray, or ask for one node"
         )
+    ignored = asked.ignored_on_one_machine()
+    return [f"mode={mode} does not heed {', '.join(ignored)} of {name!r}; mode=slurm does"] if ignored else []

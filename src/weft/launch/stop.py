@@ -1,4 +1,4 @@
-"""Stopping a run from outside: the process that holds its lock is told, and waited for."""
+"""Stopping a run from outside: its Slurm job, or the process that holds its lock, is told, and waited for."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import time
 from pathlib import Path
 
 from weft.errors import ConfigError, RunError
+from weft.launch import slurm
 
 POLL_SECONDS = 0.1
 
 
 def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", deadline_s: float = 600.0) -> str:
-    """Send SIGTERM to the run's process and wait until it is gone: it finishes its step and writes a recovery point first.
+    """Send SIGTERM to the run's job or process and wait until it is gone; it finishes its step and writes a recovery point.
 
     Returns what happened, for people. Raises `ConfigError` where there is no such run or nobody runs it, `RunError` where it
     does not end in time.
     """
     from weft.runtime.directory import owner
 
-    run = Path(fileroot).expanduser() / experiment_name / trial_name
-    if not run.is_dir():
-        there = sorted(str(p.relative_to(run.parent.parent)) for p in run.parent.parent.glob("*/*") if p.is_dir())
-        raise ConfigError(f"there is no run {run}; runs here: {', '.join(there[:8]) or 'none'}")
+    run = run_directory(experiment_name, trial_name, fileroot)
+    job = slurm.running_job(run)
+    if job is not None:
+        return slurm.cancel(run, job[0], deadline_s=deadline_s)
     pid = owner(run)
     if pid is None:
         raise ConfigError(f"no process runs {run}; there is nothing to stop")
@@ -37,3 +38,12 @@ def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", dea
             )
         time.sleep(POLL_SECONDS)
     return f"stopped {run} (process {pid}); the command that started it goes on with it"
+
+
+def run_directory(experiment_name: str, trial_name: str, fileroot: str) -> Path:
+    """The directory of a run. Raises `ConfigError` with the runs that there are where it is not among them."""
+    run = Path(fileroot).expanduser() / experiment_name / trial_name
+    if not run.is_dir():
+        there = sorted(str(p.relative_to(run.parent.parent)) for p in run.parent.parent.glob("*/*") if p.is_dir())
+        raise ConfigError(f"there is no run {run}; runs here: {', '.join(there[:8]) or 'none'}")
+    return run

@@ -23,8 +23,16 @@ Status = Literal["running", "stopped", "failed", "finished"]
 CONFIG, STATUS, LOCK = "config.yaml", "status.json", "run.lock"
 STEP = re.compile(r"step(\d+)")
 
-# Options that may differ between a run and its continuation: they change what is shown or kept, never what is computed.
+# What may lie in a run's directory before the run does: what launchers write.
+LAUNCHERS = ("slurm", "logs")
+
+# Options that may differ between a run and its continuation: they change what is shown or kept or where it is computed, never
+# what.
 FREE = (
+    "mode",
+    "env",
+    "launch",
+    "slurm",
     "recover_mode",
     "recover_freq_steps",
     "resume_from",
@@ -93,7 +101,7 @@ def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) 
     anew = "choose another trial_name, or remove that directory"
     if not directory.holds_run():
         names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-        foreign = [name for name in names if name != LOCK and not name.endswith(disk.TEMPORARY)]
+        foreign = [name for name in names if name not in (LOCK, *LAUNCHERS) and not name.endswith(disk.TEMPORARY)]
         if foreign:
             raise ConfigError(f"{path} holds files that are no run's ({', '.join(foreign[:5])}); {anew}")
         if mode == "resume" and control.resume_from is None:

@@ -1,0 +1,75 @@
+"""A model directory cut into one file a pipeline stage: the same tensors, byte for byte, in other files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.checkpoints.hf_io import Reader
+from weft.checkpoints.weight_files import INDEX, shard_name, write_safetensors, write_text
+from weft.errors import CheckpointError, ConfigError
+from weft.topology import stage_of, stages_of
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+
+
+def partition(source: str | Path, target: Path, num_stages: int, type: str | None = None) -> list[int]:
+    """Write `source` (a model directory or hub name) to `target` with one file a stage, and return how many bytes each holds.
+
+    `transformers` and weft load it as the original. A tensor of several stages (a tied embedding) is in the file of the first.
+    Raises `ConfigError` where there are fewer layers than stages, `CheckpointError` for a directory that cannot be read.
+    """
+    if num_stages < 1:
+        raise ConfigError(f"--num_stages {num_stages}: must be at least 1")
+    reader = Reader(source, type=type)
+    stage_of(reader.config.num_layers, num_stages, 0)
+    members = _members(reader, num_stages)
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(reader.directory.iterdir()):
+        if file.is_file() and not any(file.match(pattern) for pattern in WEIGHTS):
+            shutil.copyfile(file, target / file.name)
+    sizes: list[int] = []
+    places: dict[str, str] = {}
+    for stage, names in enumerate(members):
+        tensors = {name: reader.files.read(name) for name in names}
+        name = shard_name(stage, num_stages)
+        write_safetensors(target / name, tensors)
+        places |= dict.fromkeys(names, name)
+        sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+    write_text(target / INDEX, json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": places}, indent=2))
+    return sizes
+
+
+def _members(reader: Reader, num_stages: int) -> list[list[str]]:
+    """The stored names of each stage, in the order of the files."""
+    config, family = reader.config, reader.family
+    known: dict[str, int] = {}
+    for head in ("score", "lm"):
+        for hf, keys in family.keymap(config, head).hf_names().items():
+            stages = stages_of(keys[0].name, config.num_layers, num_stages, tied=config.tied)
+            known[reader.stored_name(hf)] = stages[0]
+    members: list[list[str]] = [[] for _ in range(num_stages)]
+    for name in reader.files.names:
+        members[known[name] if name in known else _beside(name, known)].append(name)
+    for stage, names in enumerate(members):
+        if not names:
+            raise CheckpointError(f"{reader.directory}: stage {stage} of {num_stages} would hold no tensor")
+    return members
+
+
+def _beside(name: str, known: dict[str, int]) -> int:
+    """The stage of a tensor that is no parameter, such as a buffer: that of the parameter whose name begins most like it."""
+
+    def alike(other: str) -> int:
+        pairs = zip(name.split("."), other.split("."), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return known[max(known, key=alike)]
+
+
+def describe(sizes: Sequence[int]) -> str:
+    """For people: the size of each stage."""
+    return ", ".join(f"stage {stage} {size / 2**20:,.1f} MiB" for stage, size in enumerate(sizes))

@@ -1,0 +1,49 @@
+"""`--deepspeed [FILE]`: a DeepSpeed JSON on weft's command line, as assignments that the command line goes over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.cli.help import shown as shown_value
+from weft.cli.overrides import Override
+from weft.errors import ConfigError
+from weft.experiments._deepspeed import map_config
+from weft.experiments.common import RunConfig
+from weft.options import plain
+
+BARE = {"zero_optimization": {"stage": 2}}  # what programs that take the flag alone come with
+LENGTHS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_length")
+
+
+def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> tuple[list[Override], list[str]]:
+    """(assignments, notes) of a DeepSpeed file; "" is the flag alone. `given` is the rest of the command line.
+
+    Raises `ConfigError` naming every key that weft cannot follow.
+    """
+    config = BARE if not file else _read(Path(file))
+    if not base.trained_roles:
+        raise ConfigError("--deepspeed: nothing is trained here; leave it out")
+    lengths = [plain(each.value) for each in given if each.name in LENGTHS]
+    longest = lengths[-1] if lengths and isinstance(lengths[-1], int) else None
+    mapped = map_config(config, base.trained_roles, longest)
+    if mapped.refused:
+        raise ConfigError(f"--deepspeed {file}: {'; '.join(mapped.refused)}")
+    shown = " ".join(f"{name}={shown_value(value)}" for name, value in mapped.options.items())
+    notes = [f"--deepspeed{f' {file}' if file else ''} is read as {shown or 'nothing'}", *mapped.notes]
+    if mapped.tuning:
+        notes.append(f"--deepspeed: these keys only tune DeepSpeed: {', '.join(mapped.tuning)}")
+    return [Override(name, value) for name, value in mapped.options.items()], notes
+
+
+def _read(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        raise ConfigError(f"--deepspeed {path}: there is no such file")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--deepspeed {path}: is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--deepspeed {path}: must hold a JSON object, but holds {type(config).__name__}")
+    return config

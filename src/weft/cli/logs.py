@@ -1,0 +1,88 @@
+"""`weft logs -e E -f T`: what a run and its workers have written, the first failure first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weft.cli.start import named_parser
+from weft.errors import ConfigError
+from weft.experiments import _checks as checks
+from weft.observe.logs import Failure, Follower, LogFile, failures, log_files
+
+POLL_SECONDS = 0.5
+QUIET_POLLS = 4  # without a line, after which a run that nobody works on is over
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0. Raises `UserError` where there is no such run or worker."""
+    parser = named_parser("weft logs", "Show the logs of a run, the first failure first.")
+    parser.add_argument("--worker", type=int, metavar="N", help="the process of one device alone")
+    parser.add_argument("--lines", type=int, default=20, metavar="N", help="last lines of each log (20)")
+    parser.add_argument("--follow", action="store_true", help="go on showing what is added until the run is over")
+    given = parser.parse_args(argv)
+    for flag, value in (("-e EXPERIMENT", given.experiment), ("-f TRIAL", given.trial)):
+        if value is None:
+            raise ConfigError(f"{flag} is missing; write weft logs -e EXPERIMENT -f TRIAL")
+    checks.check_names(experiment_name=given.experiment, trial_name=given.trial)
+    from weft.launch.stop import run_directory
+
+    run = run_directory(given.experiment, given.trial, given.fileroot or "./runs")
+
+    def files() -> list[LogFile]:
+        return [file for file in log_files(run) if given.worker is None or file.worker == given.worker]
+
+    chosen = files()
+    if not chosen and not given.follow:
+        raise ConfigError(_nothing(run, given.worker))
+    follower = Follower(chosen)
+    _show(run, chosen, given.lines)
+    if given.follow:
+        _follow(run, follower, files)
+    return 0
+
+
+def _show(run: Path, files: Sequence[LogFile], lines: int) -> None:
+    from weft.launch.status import run_status, status_line
+
+    print(status_line(run))
+    found = [] if run_status(run) == "finished" else failures(files)  # what failed before was made good by a restart
+    if found:
+        print(f"\nfirst failure: {_place(found[0])}")
+        print("\n".join(f"    {line}" for line in found[0].text))
+        for each in found[1:]:
+            print(f"then: {_place(each)}: {each.summary.strip()}")
+    for file in files:
+        last = file.lines()[-lines:] if lines > 0 else []
+        print(f"\n== {file.name} ({file.path})")
+        print("\n".join(last))
+
+
+def _place(found: Failure) -> str:
+    return f"{found.file.name}, line {found.line}"
+
+
+def _follow(run: Path, follower: Follower, files: Callable[[], Sequence[LogFile]]) -> None:
+    """Show what is added until nobody works on the run any more."""
+    from weft.launch.status import is_alive
+
+    quiet = 0
+    while quiet < QUIET_POLLS:
+        added = False
+        chosen = files()
+        for file, line in follower.new(chosen):
+            print(f"[{file.name}] {line}" if len(chosen) > 1 else line, flush=True)
+            added = True
+        quiet = 0 if added or is_alive(run) else quiet + 1
+        time.sleep(POLL_SECONDS)
+
+
+def _nothing(run: Path, worker: int | None) -> str:
+    there = log_files(run)
+    if not there:
+        return f"{run} has no log yet; --follow waits for one"
+    workers = [str(file.worker) for file in there if file.worker is not None]
+    if not workers:
+        return f"--worker {worker}: this run has one process, whose log is {there[0].path}; leave --worker out"
+    return f"--worker {worker}: there is no log of this worker; workers: {', '.join(workers)}"

@@ -1,0 +1,346 @@
+"""A DeepSpeed configuration in weft's options: each key is mapped, only tunes DeepSpeed, or is refused by name.
+
+DeepSpeed itself is not needed. The keys are those of its "DeepSpeed Configuration JSON"; `auto` is what Hugging Face's Trainer
+fills in from its own options, and so what weft's command line or its defaults say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import nearest
+
+AUTO = "auto"
+OPTIMIZERS = {
+    "adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "sgd": "sgd",
+    "lion": "lion", "fusedlion": "lion", "deepspeedcpulion": "lion",
+}  # fmt: skip
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# How DeepSpeed moves, prints and measures; weft has its own ways, with the same results.
+TUNING = frozenset((
+    "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer", "memory_breakdown",
+    "zero_force_ds_cpu_optimizer", "disable_allgather", "flops_profiler", "comms_logger", "csv_monitor", "aio", "checkpoint",
+    "use_node_local_storage", "nebula", "compile",
+))  # fmt: skip
+ZERO_TUNING = frozenset((
+    "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
+    "allgather_bucket_size", "sub_group_size", "round_robin_gradients", "load_from_fp32_weights", "elastic_checkpoint",
+    "ignore_unused_parameters", "memory_efficient_linear", "legacy_stage1", "use_multi_rank_bucket_allreduce",
+    "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
+    "prefetch_bucket_size", "gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save",
+    "module_granularity_threshold",
+))  # fmt: skip
+OFFLOAD_TUNING = frozenset((
+    "device", "pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "pipeline_read", "pipeline_write",
+    "nvme_path",
+))  # fmt: skip
+LOSS_SCALING = frozenset((
+    "enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
+    "consecutive_hysteresis",
+))  # fmt: skip
+# Off is right; on is refused, with what to do.
+REFUSED = {
+    "amp": "NVIDIA's apex; write bf16",
+    "sparse_gradients": "gradients are dense here; leave it out",
+    "prescale_gradients": "gradients are summed in float32; leave it out",
+    "elasticity": "batch sizes are those of the options; leave it out",
+    "autotuning": "leave it out",
+    "sparse_attention": "attention is exact; leave it out",
+    "progressive_layer_drop": "every layer is trained; leave it out",
+    "curriculum_learning": "rows come in the dataset's order; leave it out",
+    "data_efficiency": "rows come in the dataset's order; leave it out",
+    "compression_training": "weights are not compressed; leave it out",
+    "quantize_training": "weights are not quantized; leave it out",
+    "eigenvalue": "leave it out",
+    "hybrid_engine": "generation has its own layout: actor_gen.layout",
+    "pipeline": "pipelines are the p of a layout: layout=d2p2",
+    "tensor_parallel": "tensor parallelism is the t of a layout: layout=d2t2",
+    "sequence_parallel_size": "long sequences are the c of a layout: layout=d2c2",
+}
+
+
+@dataclass
+class Mapped:
+    """`options` are weft's, by name; `notes` are lines for the user; `tuning` are keys that only tune DeepSpeed; `refused` are
+    keys with the reason."""
+
+    roles: tuple[str, ...]  # that are trained
+    max_seqlen: int | None  # most tokens of a row, if known
+    options: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    tuning: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def put(self, name: str, value: Any) -> None:
+        """An option of the run, or of each trained role where it begins with a dot."""
+        for role in self.roles if name.startswith(".") else ("",):
+            self.options[f"{role}{name}"] = value
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        self.refused.append(f"{key}={value!r}: {why}")
+
+    def rest(self, prefix: str, group: Mapping[str, Any], known: frozenset[str]) -> None:
+        """Refuse what is set in a group besides the known keys."""
+        for key, value in group.items():
+            if key not in known and not _is_off(value):
+                close = nearest(key, known, 1)
+                self.refuse(f"{prefix}.{key}", value, f"unknown{f'; did you mean {close[0]}?' if close else ''}")
+
+
+def map_config(config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int | None = None) -> Mapped:
+    """What a DeepSpeed configuration comes to for the trained roles."""
+    done = Mapped(tuple(roles), max_seqlen)
+    for key, value in config.items():
+        if key in RULES:
+            if value not in (None, AUTO):
+                RULES[key](done, value)
+        elif key in TUNING:
+            done.tuning.append(key)
+        elif key not in REFUSED:
+            close = nearest(key, [*RULES, *TUNING, *REFUSED], 1)
+            done.refuse(key, value, f"unknown{f'; did you mean {close[0]}?' if close else ''}")
+        elif not _is_off(value) and (value is True or value != 1):
+            done.refuse(key, value, REFUSED[key])
+    _batch(done, config)
+    return done
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a key asks for nothing: absent, auto, false, 0, or a group that is not enabled."""
+    if isinstance(value, Mapping):
+        return value.get("enabled", bool(value)) in (False, AUTO)
+    return value in (None, AUTO, False, 0, "none", [], "")
+
+
+def _number(done: Mapped, key: str, value: Any, least: float = 0.0) -> bool:
+    """Whether it is a number that can be taken over; refused where it is none."""
+    if value in (None, AUTO):
+        return False
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
+        done.refuse(key, value, f"must be a number, at least {least:g}, or auto")
+        return False
+    return True
+
+
+def _group(done: Mapped, key: str, value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    done.refuse(key, value, "must be a group of keys")
+    return {}
+
+
+# -- batches
+
+
+def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
+    """The global batch is weft's; what one device takes at a time is counted in tokens here."""
+    micro, accumulation = (config.get(k) for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    total = config.get("train_batch_size")
+    sizes = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    good = {key: _number(done, key, value, 1) for key, value in sizes.items()}
+    if good["train_batch_size"]:
+        done.put("dataset.train_bs_n_seqs", total)
+    elif good["train_micro_batch_size_per_gpu"]:
+        done.put("per_device_train_batch_size", micro)
+        if good["gradient_accumulation_steps"]:
+            done.put("gradient_accumulation_steps", accumulation)
+    if good["train_micro_batch_size_per_gpu"] and micro is not None:
+        if done.max_seqlen is not None:
+            done.put("max_tokens_per_microbatch", micro * done.max_seqlen)
+        else:
+            done.notes.append(
+                "train_micro_batch_size_per_gpu: rows are packed by tokens here, as many as max_tokens_per_microbatch says"
+            )
+
+
+# -- what is computed
+
+
+def _optimizer(done: Mapped, value: Any) -> None:
+    group = _group(done, "optimizer", value)
+    name = str(group.get("type", AUTO))
+    params = group.get("params") or {}
+    kind = OPTIMIZERS.get(name.lower())
+    if name != AUTO:
+        if kind is None:
+            done.refuse("optimizer.type", name, "weft has AdamW, SGD and Lion")
+            return
+        done.put(".optimizer.type", kind)
+    if params.get("adam_w_mode", True) is False:
+        done.refuse("optimizer.params.adam_w_mode", False, "weight decay is decoupled here; leave it out")
+    for key, option in (("lr", "lr"), ("eps", "eps"), ("weight_decay", "weight_decay")):
+        if _number(done, f"optimizer.params.{key}", params.get(key)):
+            done.put(f".optimizer.{option}", params[key])
+    betas = params.get("betas", AUTO)
+    if isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2:
+        for index, beta in enumerate(betas):
+            if _number(done, f"optimizer.params.betas[{index}]", beta):
+                done.put(f".optimizer.beta{index + 1}", beta)
+    elif betas != AUTO:
+        done.refuse("optimizer.params.betas", betas, "must be two numbers, or auto")
+    if kind == "sgd" and _number(done, "optimizer.params.momentum", params.get("momentum", 0.0)):
+        done.put(".optimizer.beta1", params.get("momentum", 0.0))
+    known = {"lr", "eps", "weight_decay", "betas", "adam_w_mode", "torch_adam", "bias_correction", "fused"}
+    done.rest("optimizer.params", params, frozenset(known | ({"momentum"} if kind == "sgd" else set())))
+    done.rest("optimizer", group, frozenset({"type", "params", "legacy_fusion"}))
+
+
+def _scheduler(done: Mapped, value: Any) -> None:
+    group = _group(done, "scheduler", value)
+    name, params = str(group.get("type", AUTO)), group.get("params") or {}
+    if name != AUTO:
+        if name not in SCHEDULES:
+            done.refuse("scheduler.type", name, f"weft has {', '.join(SCHEDULES)}")
+            return
+        done.put(".optimizer.lr_scheduler_type", SCHEDULES[name])
+    peak = params.get("warmup_max_lr")
+    if _number(done, "scheduler.params.warmup_max_lr", peak):
+        own = done.options.get(f"{done.roles[0]}.optimizer.lr") if done.roles else None
+        if own not in (None, peak):
+            done.refuse("scheduler.params.warmup_max_lr", peak, f"optimizer.params.lr is {own}; give one of them")
+        done.put(".optimizer.lr", peak)
+    if _number(done, "scheduler.params.warmup_num_steps", params.get("warmup_num_steps")):
+        done.put(".optimizer.warmup_steps", params["warmup_num_steps"])
+    if _number(done, "scheduler.params.cos_min_ratio", params.get("cos_min_ratio")):
+        done.put(".optimizer.min_lr_ratio", params["cos_min_ratio"])
+    for key in ("warmup_min_lr", "warmup_min_ratio"):
+        if not _is_off(params.get(key)):
+            done.refuse(f"scheduler.params.{key}", params[key], "the learning rate warms up from 0")
+    if params.get("warmup_type", "linear") not in ("linear", AUTO):
+        done.refuse(
+            "scheduler.params.warmup_type", params["warmup_type"], "the learning rate warms up in a straight line"
+        )
+    if not _is_off(params.get("total_num_steps")):
+        done.refuse("scheduler.params.total_num_steps", params["total_num_steps"],
+                    "a schedule ends with the run; write auto, and max_steps=N to end it earlier")  # fmt: skip
+    done.rest("scheduler.params", params, frozenset((
+        "warmup_max_lr", "warmup_num_steps", "cos_min_ratio", "warmup_min_lr", "warmup_min_ratio", "warmup_type",
+        "total_num_steps", "last_batch_iteration",
+    )))  # fmt: skip
+    done.rest("scheduler", group, frozenset({"type", "params"}))
+
+
+def _half(key: str, dtype: str) -> Callable[[Mapped, Any], None]:
+    def rule(done: Mapped, value: Any) -> None:
+        group = _group(done, key, value)
+        if group.get("enabled") is True:
+            other = done.options.get(f"{done.roles[0]}.dtype") if done.roles else None
+            if other is not None:
+                done.refuse(f"{key}.enabled", True, f"{other} is asked for too; enable one of them")
+            done.put(".dtype", dtype)
+            scaled = sorted(name for name in group if name in LOSS_SCALING - {"enabled"} and not _is_off(group[name]))
+            done.tuning += [f"{key}.{name}" for name in scaled]
+        done.rest(key, group, LOSS_SCALING)
+
+    return rule
+
+
+def _clipping(done: Mapped, value: Any) -> None:
+    if _number(done, "gradient_clipping", value):
+        done.put(".optimizer.max_grad_norm", value)
+
+
+# -- where it is held
+
+
+def _zero(done: Mapped, value: Any) -> None:
+    group = _group(done, "zero_optimization", value)
+    stage = group.get("stage", 0)
+    if stage in (0, 1, 2, 3) and not isinstance(stage, bool):
+        done.put(".zero_stage", stage)
+    elif stage != AUTO:
+        done.refuse("zero_optimization.stage", stage, "must be 0, 1, 2 or 3")
+    if group.get("cpu_offload") is True:  # how older files spell it
+        done.put(".optimizer.offload", True)
+    for key, option in (("offload_optimizer", ".optimizer.offload"), ("offload_param", ".offload")):
+        _offload(done, f"zero_optimization.{key}", group.get(key), option)
+    for key in group:
+        if key.removeprefix("stage3_") in ZERO_TUNING:
+            done.tuning.append(f"zero_optimization.{key}")
+    if group.get("zero_hpz_partition_size", 1) not in (1, AUTO):
+        size = group["zero_hpz_partition_size"]
+        done.refuse(
+            "zero_optimization.zero_hpz_partition_size", size, f"shards of a node are the f of a layout: d16f{size}"
+        )
+    if group.get("mics_shard_size", -1) not in (-1, AUTO):
+        size = group["mics_shard_size"]
+        done.refuse("zero_optimization.mics_shard_size", size, f"shards of a group are the f of a layout: d16f{size}")
+    own = {"stage", "cpu_offload", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "mics_shard_size"}
+    tuning = {key for key in group if key.removeprefix("stage3_") in ZERO_TUNING}
+    done.rest("zero_optimization", group, ZERO_TUNING | own | tuning)
+
+
+def _offload(done: Mapped, key: str, value: Any, option: str) -> None:
+    if value in (None, AUTO):
+        return
+    group = _group(done, key, value)
+    device = group.get("device", "none")
+    if device == "cpu":
+        done.put(option, True)
+    elif device not in ("none", AUTO):
+        done.refuse(f"{key}.device", device, "weft offloads to host memory; write cpu")
+    if not _is_off(group.get("ratio")) and group["ratio"] != 1:
+        done.refuse(f"{key}.ratio", group["ratio"], "all of it is offloaded; leave it out")
+    done.rest(key, group, OFFLOAD_TUNING | {"ratio"})
+
+
+def _activations(done: Mapped, value: Any) -> None:
+    group = _group(done, "activation_checkpointing", value)
+    for key, each in group.items():
+        if key in ("partition_activations", "cpu_checkpointing") and each is True:
+            done.refuse(f"activation_checkpointing.{key}", each, "write MODEL.gradient_checkpointing=true instead")
+        else:
+            done.tuning.append(f"activation_checkpointing.{key}")
+
+
+def _factor(done: Mapped, value: Any) -> None:
+    if value != 1:
+        done.refuse("gradient_predivide_factor", value, "gradients are summed in float32; leave it out")
+
+
+def _communication(done: Mapped, value: Any) -> None:
+    if value not in ("fp32", "torch.float32"):
+        done.refuse("communication_data_type", value, "gradients are summed in float32; write fp32")
+
+
+# -- loggers
+
+
+def _tensorboard(done: Mapped, value: Any) -> None:
+    if _group(done, "tensorboard", value).get("enabled") is True:
+        done.put("logger.tensorboard", True)
+
+
+def _wandb(done: Mapped, value: Any) -> None:
+    group = _group(done, "wandb", value)
+    if group.get("enabled") is True:
+        done.put("logger.wandb.mode", "online")
+        for key, option in (("team", "entity"), ("project", "project")):
+            if not _is_off(group.get(key)):
+                done.put(f"logger.wandb.{option}", group[key])
+        done.rest("wandb", group, frozenset({"enabled", "team", "project"}))
+
+
+RULES: dict[str, Callable[[Mapped, Any], None]] = {
+    "train_batch_size": lambda done, value: None,  # the three of them are read together
+    "train_micro_batch_size_per_gpu": lambda done, value: None,
+    "gradient_accumulation_steps": lambda done, value: None,
+    "optimizer": _optimizer,
+    "scheduler": _scheduler,
+    "fp16": _half("fp16", "float16"),
+    "bf16": _half("bf16", "bfloat16"),
+    "bfloat16": _half("bfloat16", "bfloat16"),
+    "gradient_clipping": _clipping,
+    "zero_optimization": _zero,
+    "activation_checkpointing": _activations,
+    "gradient_predivide_factor": _factor,
+    "communication_data_type": _communication,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}

@@ -1,0 +1,90 @@
+"""Started by torchrun, accelerate or deepspeed: weft starts its processes itself, and says the command that does the same."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.errors import ConfigError
+
+OWN_WORDS = re.compile(r"--local[-_]rank(=.*)?")  # what such launchers add to a command line
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What another launcher has started: this process is `rank` of `world`."""
+
+    by: str
+    rank: int
+    world: int
+    per_node: int
+    sharded: bool  # what it was asked for is ZeRO or FSDP, not copies
+    mixed_precision: str
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.world // self.per_node)
+
+    def command(self, words: Sequence[str]) -> str:
+        """The command line of weft that does the same; `words` are those after `weft`."""
+        kept = [word for word in words if not OWN_WORDS.fullmatch(word)]
+        own = {word.partition("=")[0].lstrip("-") for word in kept}
+        if kept and kept[0] != "quickstart":
+            mode = ["--mode", "ray"] if self.nodes > 1 and "mode" not in own else []
+            return shlex.join(["weft", *kept, *mode])
+        layout = f"d{self.world}" if self.sharded else f"d{self.world}f1"
+        added = {"n_nodes": str(self.nodes), "n_gpus_per_node": str(self.per_node), "allocation_mode": layout}
+        if self.nodes > 1:
+            added["mode"] = "ray"
+        if self.mixed_precision in ("bf16", "fp16"):
+            added[self.mixed_precision] = "true"
+        return shlex.join(["weft", *kept, *(f"{name}={value}" for name, value in added.items() if name not in own)])
+
+    def message(self, words: Sequence[str]) -> str:
+        many = "one process" if self.world == 1 else f"{self.world} processes"
+        command = (
+            self.command(words) if words else "python YOUR_SCRIPT.py, with n_gpus_per_node and a layout in its options"
+        )
+        return (
+            f"{self.by} has started {many} of weft, which starts its processes itself, from one command (docs/cluster.md); "
+            f"write: {command}"
+        )
+
+
+def launched(environ: Mapping[str, str]) -> Launched | None:
+    """Who started this process, or None where it was nobody but a shell."""
+    accelerate = any(name.startswith("ACCELERATE_") and name != "ACCELERATE_CONFIG_FILE" for name in environ)
+    ranked = all(environ.get(name, "").isdigit() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if accelerate:
+        by = "accelerate launch"
+    elif "TORCHELASTIC_RUN_ID" in environ:
+        by = "torchrun"
+    elif ranked:
+        by = "deepspeed" if "CROSS_SIZE" in environ else "another launcher (RANK, LOCAL_RANK and WORLD_SIZE are set)"
+    else:
+        return None
+    world = _number(environ, "WORLD_SIZE", 1)
+    per_node = _number(environ, "LOCAL_WORLD_SIZE", _number(environ, "LOCAL_SIZE", world))
+    zero = _number(environ, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 0) > 0
+    return Launched(
+        by=by,
+        rank=_number(environ, "RANK", 0),
+        world=world,
+        per_node=per_node,
+        sharded=zero or environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"),
+        mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+    )
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """For runs started from Python. Raises `ConfigError` where another launcher started this process."""
+    found = launched(environ)
+    if found is not None:
+        raise ConfigError(found.message(()))
+
+
+def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdigit() else otherwise

@@ -1,0 +1,286 @@
+"""`mode=slurm`: one sbatch script that starts Ray on the nodes of a job and runs the same command there with `mode=ray`.
+
+`start` writes and submits it, `running_job` and `cancel` find and end it. Script, logs and the job's number lie in the run's
+directory, under `slurm/`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from weft.errors import ConfigError, RunError
+from weft.experiment import Experiment, Scheduling
+from weft.experiments._machines import SlurmSpec
+from weft.options import read, validate
+from weft.registry import import_user_code
+
+FOLDER, SCRIPT, JOB = "slurm", "job.sh", "job.json"
+POLL_SECONDS = 0.5
+QUEUE_SECONDS = 60.0  # for a command of Slurm to answer
+MODULE = "weft.cli.main"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one job is asked to do, and on what. `command` are the words after `weft`."""
+
+    name: str
+    run: Path  # the run's directory
+    command: Sequence[str]
+    n_nodes: int = 1
+    gpus_per_node: int = 0
+    spec: SlurmSpec = field(default_factory=SlurmSpec)
+    env: Mapping[str, str] = field(default_factory=dict)
+    module: str = MODULE  # what `python -m` runs with the command's words
+
+    @property
+    def folder(self) -> Path:
+        return (self.run / FOLDER).absolute()
+
+
+def start(
+    experiment: Experiment, command: Sequence[str], asked: Scheduling | None = None, *, print_only: bool = False
+) -> str:
+    """Submit an experiment whose `command` (the words after `weft`) runs it; what to tell the user, or the script alone.
+
+    Raises `UserError` for what can be known to be wrong before a node is asked for.
+    """
+    from weft.runtime.directory import RunDirectory, admit
+
+    import_user_code(experiment.control.imports)
+    experiment.check()
+    directory = RunDirectory.of(experiment.control)
+    request = request_of(experiment, command, directory.path, asked)
+    if print_only:
+        return script(request)
+    admit(directory, experiment.control, experiment.resolved())
+    number = submit(request)
+    names = f"-e {experiment.control.experiment_name} -f {experiment.control.trial_name}"
+    where = "" if experiment.control.fileroot == "./runs" else f" --fileroot {shlex.quote(experiment.control.fileroot)}"
+    return (
+        f"submitted job {number} on {request.n_nodes} node{'' if request.n_nodes == 1 else 's'}; its script and logs are in "
+        f"{request.folder}\nweft logs {names}{where} --follow shows what it does, weft stop {names}{where} ends it"
+    )
+
+
+def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked: Scheduling | None = None) -> Request:
+    """What a job is asked for: by the options `slurm.*`, `n_nodes` and `n_gpus_per_node`, and where these are silent by the
+    experiment's `Scheduling`. Raises `ConfigError` where that holds fewer devices than the layouts take."""
+    control, config = experiment.control, experiment.config
+    spec = read(SlurmSpec(), config.get("slurm", {}), "slurm.")
+    validate(spec, "slurm.")
+    nodes, gpus = int(config.get("n_nodes", 1)), int(config.get("n_gpus_per_node", 0))
+    if asked is not None:
+        nodes, gpus = asked.n_nodes, asked.gpus_per_node
+        memory = asked.memory_per_node_gb
+        spec = replace(
+            spec,
+            cpus_per_node=spec.cpus_per_node or asked.cpus_per_node,
+            mem_per_node=spec.mem_per_node or (f"{math.ceil(memory * 1024)}M" if memory else None),
+            **{name: getattr(spec, name) or asked.common(name) for name in ("nodelist", "exclude", "container")},
+        )
+    devices = max(nodes * max(1, gpus), asked.num_devices if asked is not None else 0)
+    if experiment.num_devices > devices:
+        raise ConfigError(
+            f"the layouts take {experiment.num_devices} devices, and n_nodes={nodes} x n_gpus_per_node={gpus} are {devices}; "
+            "raise one of them, or lower the layouts"
+        )
+    return Request(
+        name=f"weft-{control.experiment_name}-{control.trial_name}",
+        run=run,
+        command=command,
+        n_nodes=nodes,
+        gpus_per_node=0 if control.device == "cpu" else gpus,
+        spec=spec,
+        env=control.env,
+    )
+
+
+# -- the script
+
+
+def script(request: Request) -> str:
+    """The text of the sbatch script."""
+    spec = request.spec
+    python = spec.python or ("python3" if spec.container else sys.executable)
+    wrapped, pyxis, apptainer = _container(request)
+    on_first = 'srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist="${nodes[0]}"'
+    preparations = [f"module load {shlex.quote(name)}" for name in spec.modules] + list(spec.setup)
+    preparations += [f"export {name}={shlex.quote(value)}" for name, value in request.env.items()]
+    templates = Environment(
+        loader=PackageLoader("weft.launch", "."), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    templates.filters["quote"] = shlex.quote
+    return templates.get_template("slurm.sh.jinja").render(
+        directives=_directives(request),
+        preparations=preparations,
+        folder=str(request.folder),
+        python=python,
+        pyxis=pyxis,
+        apptainer=apptainer,
+        on_head=f"{on_first} {pyxis}" if wrapped == "pyxis" else apptainer,
+        gpus=request.gpus_per_node,
+        join_timeout=f"{spec.join_timeout_s:g}",
+        command=shlex.join([python, "-m", request.module, *request.command]),
+    )
+
+
+def _directives(request: Request) -> list[str]:
+    spec = request.spec
+    gpus = f"{spec.gpu_type}:{request.gpus_per_node}" if spec.gpu_type else str(request.gpus_per_node)
+    asked = {
+        "job-name": request.name,
+        "chdir": str(Path.cwd()),
+        "output": str(request.folder / "%j.log"),
+        "open-mode": "append",
+        "export": "ALL",
+        "nodes": str(request.n_nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(spec.cpus_per_node) if spec.cpus_per_node else None,
+        "mem": spec.mem_per_node,
+        "gpus-per-node": gpus if request.gpus_per_node else None,
+        "partition": spec.partition,
+        "account": spec.account,
+        "qos": spec.qos,
+        "time": spec.time,
+        "signal": f"B:TERM@{spec.grace_s}",
+        "nodelist": spec.nodelist,
+        "exclude": spec.exclude,
+        "constraint": spec.constraint,
+    }
+    for name, value in asked.items():
+        if value is not None and any(c in value for c in "\n\"'\\"):
+            raise ConfigError(
+                f"{name}={value!r}: sbatch cannot read quotes, backslashes or line breaks; leave them out"
+            )
+    return [f'--{name}="{value}"' if " " in value else f"--{name}={value}"
+            for name, value in asked.items() if value is not None] + list(spec.sbatch)  # fmt: skip
+
+
+def _container(request: Request) -> tuple[str, str, str]:
+    """(kind, options of srun for pyxis, words before a command for apptainer), both empty without a container."""
+    spec = request.spec
+    if spec.container is None:
+        return "", "", ""
+    here, run = str(Path.cwd()), request.run.absolute()
+    root = str(run.parent.parent)
+    mounts = list(dict.fromkeys([f"{here}:{here}", f"{root}:{root}", "/tmp:/tmp", *spec.container_mounts]))
+    if not spec.container.endswith(".sif"):
+        words = [f"--container-image={spec.container}", f"--container-mounts={','.join(mounts)}"]
+        return "pyxis", shlex.join([*words, f"--container-workdir={here}"]), ""
+    nvidia = ["--nv"] if request.gpus_per_node else []
+    bound = [word for mount in mounts for word in ("--bind", mount)]
+    return "apptainer", "", shlex.join(["apptainer", "exec", *nvidia, *bound, "--pwd", here, spec.container])
+
+
+# -- submitting
+
+
+def submit(request: Request) -> str:
+    """Write the script into the run's directory and hand it to sbatch; the number of the job.
+
+    Raises `ConfigError` where this run's job is still in the queue, sbatch is missing, or sbatch refuses.
+    """
+    there = running_job(request.run)
+    if there is not None:
+        raise ConfigError(
+            f"job {there[0]} of {request.run} is in the queue already ({there[1]}); wait for it, end it with `weft stop`, or "
+            "choose another trial_name"
+        )
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "mode=slurm: this machine has no sbatch; start from a login node of the cluster, or add --print-script and submit "
+            "what it prints by hand"
+        )
+    text = script(request)
+    request.folder.mkdir(parents=True, exist_ok=True)
+    file = request.folder / SCRIPT
+    file.write_text(text)
+    file.chmod(0o755)
+    done = _slurm("sbatch", "--parsable", str(file))
+    if done.returncode:
+        raise ConfigError(
+            f"sbatch refuses the job: {_first_line(done.stderr)}; the script is {file}, and slurm.* its options"
+        )
+    number = done.stdout.strip().splitlines()[-1].split(";")[0]
+    (request.folder / JOB).write_text(json.dumps({"job": number, "time": time.time(), "script": str(file)}) + "\n")
+    return number
+
+
+# -- the job in the queue
+
+
+def running_job(run: Path) -> tuple[str, str] | None:
+    """(number, state such as PENDING or RUNNING) of the run's job, None where it has none in the queue."""
+    try:
+        number = str(json.loads((run / FOLDER / JOB).read_text())["job"])
+    except (OSError, ValueError, KeyError):
+        return None
+    state = _state(number)
+    return None if state is None else (number, state)
+
+
+def cancel(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
+    """End a job: one that waits at once, one that runs by SIGTERM, so that it writes a recovery point first.
+
+    Returns what happened. Raises `RunError` where it does not end in time.
+    """
+    state = _state(number)
+    if state in ("PENDING", "CONFIGURING"):
+        _checked("scancel", number)
+        return f"job {number} of {run} was still waiting and is cancelled"
+    _checked("scancel", "--batch", "--signal=TERM", number)
+    end = time.monotonic() + deadline_s
+    while _state(number) is not None:
+        if time.monotonic() > end:
+            raise RunError(
+                f"job {number} still runs {run} after {deadline_s:g} s; it finishes its step first, so wait, or end it with "
+                f"scancel {number} and lose that step"
+            )
+        time.sleep(POLL_SECONDS)
+    return f"stopped {run} (job {number}); the command that started it goes on with it"
+
+
+def _state(number: str) -> str | None:
+    """The state of a job that has not ended. Raises `RunError` where Slurm does not say."""
+    if shutil.which("squeue") is None:
+        raise RunError(
+            f"job {number} is a Slurm job, and this machine has no squeue; ask on a login node of the cluster"
+        )
+    done = _slurm("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
+    if done.returncode:
+        if "Invalid job id" in done.stderr:  # long over, and forgotten
+            return None
+        raise RunError(f"squeue does not tell the state of job {number}: {_first_line(done.stderr)}")
+    state = done.stdout.strip()
+    return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else None
+
+
+def _checked(*words: str) -> None:
+    done = _slurm(*words)
+    if done.returncode:
+        raise RunError(f"{words[0]} fails: {_first_line(done.stderr)}")
+
+
+def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=QUEUE_SECONDS, env=os.environ)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{words[0]} has not answered in {QUEUE_SECONDS:g} s; is Slurm's controller there?") from None
+
+
+def _first_line(text: str) -> str:
+    lines = [line.removeprefix("sbatch: error: ").removeprefix("sbatch: ") for line in text.strip().splitlines()]
+    return "; ".join(dict.fromkeys(lines[:3])) or "no reason given"

@@ -1,0 +1,120 @@
+"""The log files of a run: where they are, which failed first, how they go on."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_LOG, WORKERS, SLURM = "log.txt", "logs", "slurm"
+WORKER = re.compile(r"worker-(\d+)")
+STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
+# What a line looks like that says why a process ended, and where a traceback begins.
+TRACEBACK = "Traceback (most recent call last):"
+FAILURE = re.compile(
+    r"(^|\s)error: |^([a-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)\b|Segmentation fault|core dumped|"
+    r"[Oo]ut of memory|oom-kill|DUE TO TIME LIMIT|^terminate called|^Fatal Python error|^weft: \d+ of \d+ nodes have joined"
+)
+# How Slurm tells that a step of a job was ended, which is how every job of weft ends Ray.
+ENDED = re.compile(r"slurmstepd.*\*\*\* STEP .*(CANCELLED AT \S+|FAILED \(non-zero.*\)) \*\*\*$")
+BLOCK_LINES = 60  # of a traceback that is shown
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """One file; `name` is how people call it, `worker` the number of the device's process."""
+
+    name: str
+    path: Path
+    worker: int | None = None
+
+    def lines(self) -> list[str]:
+        return self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one file says of a failure; `line` counts from 1, `when` is in seconds since the epoch."""
+
+    file: LogFile
+    line: int
+    when: float
+    text: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """The line that names what happened."""
+        return next((line for line in reversed(self.text) if line.strip()), "")
+
+
+def log_files(run: Path) -> list[LogFile]:
+    """The run's own log, its workers', and those of its Slurm jobs, oldest job first."""
+    found = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []
+    workers = []
+    for path in sorted((run / WORKERS).glob("*.log")):
+        number = WORKER.fullmatch(path.stem)
+        workers.append(LogFile(path.stem, path, int(number[1]) if number else None))
+    found += sorted(workers, key=lambda file: (file.worker is None, file.worker or 0, file.name))
+    jobs = sorted((run / SLURM).glob("*.log"), key=lambda path: (int(re.match(r"\d*", path.name)[0] or 0), path.name))  # type: ignore[index]
+    return found + [LogFile(f"slurm/{path.stem}", path) for path in jobs]
+
+
+def failure(file: LogFile) -> Failure | None:
+    """The first failure that a file tells of, or None."""
+    lines = file.lines()
+    told = (n for n, line in enumerate(lines) if TRACEBACK in line or (FAILURE.search(line) and not ENDED.search(line)))
+    start = next(told, None)
+    if start is None:
+        return None
+    end = start + 1
+    if TRACEBACK in lines[start]:
+        while end < len(lines) and not _ends_traceback(lines[end]):
+            end += 1
+        end = min(end + 1, len(lines))
+    text = lines[start:end]
+    if len(text) > BLOCK_LINES:
+        text = [*text[: BLOCK_LINES // 2], "  ...", *text[-BLOCK_LINES // 2 :]]
+    return Failure(file, start + 1, _when(lines[start::-1]) or file.path.stat().st_mtime, tuple(text))
+
+
+def failures(files: Iterable[LogFile]) -> list[Failure]:
+    """One of each file that failed, earliest first. A file without times is as old as its last line: who fails first falls
+    silent first."""
+    found = [each for file in files if (each := failure(file)) is not None]
+    return sorted(found, key=lambda each: each.when)
+
+
+def _ends_traceback(line: str) -> bool:
+    """Whether this line, after a traceback's beginning, names the exception: the first that is not set in."""
+    bare = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)  # what others put before each line
+    return bool(bare) and not bare[0].isspace()
+
+
+def _when(lines: Iterable[str]) -> float | None:
+    """The time in the nearest of the lines that has one."""
+    for line in lines:
+        stamp = STAMP.search(line)
+        if stamp:
+            return time.mktime(time.strptime(f"{stamp[1]} {stamp[2]}", "%Y-%m-%d %H:%M:%S"))
+    return None
+
+
+class Follower:
+    """What is added to files, line by line, those of files that come later included."""
+
+    def __init__(self, files: Iterable[LogFile]) -> None:
+        self._read = {file.path: file.path.stat().st_size for file in files}
+
+    def new(self, files: Iterable[LogFile]) -> Iterator[tuple[LogFile, str]]:
+        """(file, line) of every line that was completed since the last call."""
+        for file in files:
+            start = self._read.get(file.path, 0)
+            with file.path.open("rb") as handle:
+                handle.seek(start)
+                added = handle.read()
+            whole = added.rfind(b"\n") + 1
+            self._read[file.path] = start + whole
+            for line in added[:whole].decode("utf-8", errors="replace").splitlines():
+                yield file, line

@@ -1,0 +1,1 @@
+"""Commands of older programs by their module names."""

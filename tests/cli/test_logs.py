@@ -1,0 +1,88 @@
+"""`weft logs`: one process, several, none; following."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from weft.cli import main as weft
+from weft.runtime.directory import RunLock
+
+NAMED = ["logs", "-e", "e", "-f", "t"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "e" / "t"
+    (run / "logs").mkdir(parents=True)
+    return run
+
+
+def test_one_process(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "config.yaml").write_text("a: 1\n")
+    (run / "status.json").write_text(json.dumps({"status": "finished"}))
+    (run / "log.txt").write_text("".join(f"2026-01-01 00:00:00  step {n}\n" for n in range(50)))
+    assert weft.main([*NAMED, "--lines", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "runs/e/t: finished", "", "== run (runs/e/t/log.txt)", "2026-01-01 00:00:00  step 48", "2026-01-01 00:00:00  step 49"
+    ]  # fmt: skip
+    assert weft.main([*NAMED, "--worker", "1"]) == 2
+    assert "this run has one process, whose log is runs/e/t/log.txt" in capsys.readouterr().err
+
+
+def test_the_first_failure_comes_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "config.yaml").write_text("a: 1\n")
+    (run / "log.txt").write_text("2026-01-01 00:00:09  error: worker 1 is gone\n")
+    (run / "logs" / "worker-0.log").write_text("fine\n")
+    (run / "logs" / "worker-1.log").write_text(
+        "2026-01-01 00:00:01\nTraceback (most recent call last):\n  x\nOSError: full\n"
+    )
+    assert weft.main(NAMED) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "runs/e/t: nobody works on it, and it did not come to say how it ended"
+    assert lines[2:7] == [
+        "first failure: worker-1, line 2", "    Traceback (most recent call last):", "      x", "    OSError: full",
+        "then: run, line 1: 2026-01-01 00:00:09  error: worker 1 is gone",
+    ]  # fmt: skip
+    assert weft.main([*NAMED, "--worker", "0"]) == 0
+    assert "failure" not in capsys.readouterr().out
+    assert weft.main([*NAMED, "--worker", "2"]) == 2
+    assert "workers: 0, 1" in capsys.readouterr().err
+
+
+def test_following_ends_with_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = RunLock(run)
+    lock.take()
+    (run / "log.txt").write_text("begins\n")
+
+    def works() -> None:
+        time.sleep(0.7)
+        with (run / "log.txt").open("a") as file:
+            file.write("goes on\n")
+        (run / "logs" / "worker-0.log").write_text("is there\n")
+        time.sleep(0.7)
+        lock.release()
+
+    worker = threading.Thread(target=works)
+    worker.start()
+    assert weft.main([*NAMED, "--follow"]) == 0
+    worker.join()
+    assert set(capsys.readouterr().out.splitlines()[-2:]) == {"[run] goes on", "[worker-0] is there"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["logs", "-e", "e"], "-f TRIAL is missing"),
+        (["logs", "-e", "e", "-f", "u"], "there is no run runs/e/u; runs here: e/t"),
+        (NAMED, "has no log yet; --follow waits for one"),
+    ],
+)
+def test_wrong_input_is_exit_2(words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(words) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""`mode=slurm` on the command line: what is handed to sbatch, told, stopped and refused. Slurm's commands are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_llama, prompt_answer_rows, write_jsonl
+from weft import registry
+from weft.cli import main as weft
+from weft.launch import slurm
+
+PROGRAMS = {
+    "sbatch": 'cp "$2" submitted.sh; echo "7;cluster"',
+    "squeue": 'cat state 2>/dev/null || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }',
+    "scancel": 'echo "$@" >> cancelled; rm -f state',
+}
+EXPERIMENT = """
+from weft import register_experiment
+from weft.experiment import Scheduling, Workers
+from weft.experiments import SFTConfig
+
+@register_experiment("test-large")
+class Large:
+    def scheduling_setup(self):
+        both = {"nodelist": "n[1-2]", "memory_gb": 1.5}
+        return Scheduling(n_nodes=2, workers={
+            "actor": Workers(count=3, gpus=1, cpus=4, env={"GREETING": "hello"}, **both),
+            "reward": Workers(count=1, gpus=0, cpus=1, **both)})
+
+    def initial_setup(self):
+        config = SFTConfig(experiment_name="unset", trial_name="unset")
+        config.model.path, config.dataset.train_path = "m", "rows.jsonl"
+        return config.build()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model, rows and stand-ins for Slurm's commands, which note what they are given."""
+    make_llama(tmp_path / "m")
+    write_jsonl(tmp_path / "rows.jsonl", prompt_answer_rows())
+    (tmp_path / "bin").mkdir()
+    for name, body in PROGRAMS.items():
+        program = tmp_path / "bin" / name
+        program.write_text(f"#!/bin/bash\n{body}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry.experiments, "_things", dict(registry.experiments._things))
+    return tmp_path
+
+
+def sft(*words: str) -> list[str]:
+    base = ["quickstart", "sft", "experiment_name=e", "trial_name=t", "model.path=m", "dataset.train_path=rows.jsonl"]
+    return [*base, "mode=slurm", "device=cpu", *words]
+
+
+def last_command(text: str) -> list[str]:
+    """The words after `weft` of what a script runs."""
+    line = next(line for line in text.splitlines() if line.startswith("on_head bash"))
+    words = shlex.split(line.removesuffix(" &"))
+    return words[words.index("weft.cli.main") + 1 :]
+
+
+def test_the_script_runs_the_same_command_with_ray(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(sft("n_nodes=2", "'launch.env={GREETING: a b}'".strip("'"), "--print-script")) == 0
+    printed = capsys.readouterr().out
+    assert last_command(printed) == [*sft("n_nodes=2", "launch.env={GREETING: a b}"), "mode=ray"]
+    assert "#SBATCH --nodes=2" in printed and "gpus-per-node" not in printed and "export GREETING='a b'" in printed
+    assert not (folder / "runs").exists() and not (folder / "submitted.sh").exists()
+
+
+def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(sft()) == 0
+    told = capsys.readouterr().out
+    assert "submitted job 7 on 1 node" in told and "weft logs -e e -f t --follow" in told
+    assert json.loads((folder / "runs/e/t/slurm/job.json").read_text())["job"] == "7"
+    assert (folder / "submitted.sh").read_text() == (folder / "runs/e/t/slurm/job.sh").read_text()
+    (folder / "state").write_text("RUNNING\n")
+    assert weft.main(sft()) == 2
+    assert "job 7 of runs/e/t is in the queue already (RUNNING)" in capsys.readouterr().err
+    assert weft.main(["stop", "-e", "e", "-f", "t"]) == 0
+    assert "stopped runs/e/t (job 7)" in capsys.readouterr().out
+    (folder / "state").write_text("PENDING\n")
+    assert weft.main(["stop", "-e", "e", "-f", "t", "--mode", "slurm"]) == 0
+    assert (folder / "cancelled").read_text() == "--batch --signal=TERM 7\n7\n"
+    assert weft.main(["stop", "-e", "e", "-f", "t"]) == 2, "the job is gone, and nobody holds the lock"
+    assert weft.main(sft()) == 0, "the folder slurm/ is no obstacle, and a job that is gone neither"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (sft("slurm.time=soon"), "slurm.time='soon': must be minutes, HH:MM:SS or DAYS-HH:MM:SS"),
+        (sft("slurm.partion=a"), "unknown option 'slurm.partion'; did you mean slurm.partition"),
+        (sft("slurm.sbatch=[mail]"), "'mail': a line is an option of sbatch"),
+        (sft("slurm.container_mounts=[data]"), "'data': a mount is /SOURCE"),
+        (sft("launch.env.HF_TOKEN=1"), "HF_TOKEN looks like a secret"),
+        (sft("launch.env={a-b: x}"), "'a-b' is no name of an environment variable"),
+        ([*sft("--print-script"), "mode=local"], "--print-script shows the script of a Slurm job; add mode=slurm"),
+    ],
+)
+def test_wrong_input_is_exit_2(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert weft.main(words) == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "submitted.sh").exists() and not (folder / "runs").exists()
+
+
+def test_a_registered_experiment_s_scheduling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "slurm_experiment.py").write_text(EXPERIMENT)
+    words = ["start", "-e", "test-large", "-f", "t", "--import", "slurm_experiment.py", "--mode", "slurm"]
+    assert weft.main([*words, "--print-script"]) == 0
+    printed = capsys.readouterr().out
+    for line in ("nodes=2", "gpus-per-node=2", "cpus-per-task=7", "mem=3072M", "nodelist=n[1-2]"):
+        assert f"#SBATCH --{line}\n" in printed
+    assert "export GREETING=hello" in printed and last_command(printed) == [*words, "--mode", "ray"]
+    assert weft.main([*words[:-2], "--print-script"]) == 2
+    assert "add --mode slurm" in capsys.readouterr().err
+    assert weft.main(words[:-2]) == 2
+    assert "asks for 2 x 2 devices, and mode=local is one machine" in capsys.readouterr().err
+
+
+def test_one_machine_says_what_it_does_not_heed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GREETING", "from the shell")
+    text = EXPERIMENT.replace("n_nodes=2, ", "").replace("test-large", "test-one")
+    short = text.replace("return config.build()", "config.max_steps = 1\n        return config.build()")
+    (folder / "one_experiment.py").write_text(short)
+    assert weft.main(["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py"]) == 0
+    told = "note: mode=local does not heed actor.cpus, actor.memory_gb, actor.nodelist, reward.cpus, reward.memory_gb"
+    assert told in capsys.readouterr().err
+    assert os.environ["GREETING"] == "hello"
+
+
+def test_too_few_devices_are_refused(folder: Path) -> None:
+    from weft.experiments import SFTConfig
+
+    config = SFTConfig(experiment_name="e", trial_name="t", mode="slurm", n_nodes=2, n_gpus_per_node=1)
+    config.model.path, config.dataset.train_path, config.model.device_mesh = "m", "rows.jsonl", "2"
+    with pytest.raises(ValueError, match="the layouts take 3 devices, and n_nodes=2 x n_gpus_per_node=1 are 2"):
+        slurm.start(config.build(), ["x"], print_only=True)

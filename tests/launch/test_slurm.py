@@ -1,0 +1,175 @@
+"""Slurm: what a script says, and scripts that run on two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster import SlurmCluster, missing
+from weft.errors import ConfigError, RunError
+from weft.experiments._machines import SlurmSpec
+from weft.launch import slurm
+from weft.launch.slurm import Request
+from weft.observe.logs import failures, log_files
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def request(run: Path, *command: str, **changes: object) -> Request:
+    base = Request("job", run, command, n_nodes=2, env={"GREETING": "good day, 'you'"}, module="tests.launch.on_nodes")
+    return replace(base, **changes)
+
+
+def test_a_script_is_shell_and_says_what_is_asked(tmp_path: Path) -> None:
+    spec = SlurmSpec(
+        partition="gpu", account="us", qos="high", time="1-00:00:00", cpus_per_node=16, mem_per_node="64G", gpu_type="a100",
+        nodelist="n[1-2]", exclude="n3", constraint="fast&big", modules=["cuda/12"], setup=["source venv/bin/activate"],
+        sbatch=["--mail-type=END"], grace_s=60, python="/opt/py thon",
+    )  # fmt: skip
+    text = slurm.script(request(tmp_path / "e" / "t", "quickstart", "sft", "a='b c'", gpus_per_node=8, spec=spec))
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    lines = text.splitlines()
+    directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert lines[1 : 1 + len(directives)] == [f"#SBATCH {d}" for d in directives], "sbatch stops at the first command"
+    assert directives == [
+        "--job-name=job", f"--chdir={Path.cwd()}", f"--output={tmp_path}/e/t/slurm/%j.log", "--open-mode=append",
+        "--export=ALL", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=16", "--mem=64G", "--gpus-per-node=a100:8",
+        "--partition=gpu", "--account=us", "--qos=high", "--time=1-00:00:00", "--signal=B:TERM@60", "--nodelist=n[1-2]",
+        "--exclude=n3", "--constraint=fast&big", "--mail-type=END",
+    ]  # fmt: skip
+    there = [lines.index(line) for line in ("module load cuda/12", "source venv/bin/activate")]
+    assert there == sorted(there) and there[0] == 1 + len(directives) + 2 and lines.index("set -u") > there[1]
+    assert "export GREETING='good day, '\"'\"'you'\"'\"''" in lines
+    assert "'/opt/py thon' -m tests.launch.on_nodes quickstart sft 'a='\"'\"'b c'\"'\"''" in text
+    assert "--num-gpus=8" in text
+
+
+def test_containers(tmp_path: Path) -> None:
+    run, here = tmp_path / "e" / "t", Path.cwd()
+    inside = SlurmSpec(container="nvcr.io#weft:1", container_mounts=["/data:/data:ro"])
+    text = slurm.script(request(run, spec=inside))
+    options = (
+        "'--container-image=nvcr.io#weft:1' "
+        f"--container-mounts={here}:{here},{tmp_path}:{tmp_path},/tmp:/tmp,/data:/data:ro --container-workdir={here}"
+    )
+    assert text.count(options) == 2 and "python3 -m tests.launch.on_nodes" in text and "apptainer" not in text
+    text = slurm.script(request(run, gpus_per_node=1, spec=SlurmSpec(container="/images/weft.sif")))
+    words = (
+        f"apptainer exec --nv --bind {here}:{here} --bind {tmp_path}:{tmp_path} --bind /tmp:/tmp --pwd {here} /images"
+    )
+    assert text.count(words) == 2 and "container-image" not in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_what_sbatch_cannot_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="constraint="):
+        slurm.script(request(tmp_path, spec=SlurmSpec(constraint='"a"')))
+
+
+def test_without_slurm_the_message_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no sbatch; start from a login node"):
+        slurm.submit(request(tmp_path / "e" / "t"))
+    (tmp_path / "slurm").mkdir()
+    assert slurm.running_job(tmp_path) is None
+    (tmp_path / "slurm" / "job.json").write_text('{"job": "7"}')
+    with pytest.raises(RunError, match="job 7 is a Slurm job, and this machine has no squeue"):
+        slurm.running_job(tmp_path)
+
+
+# -- two nodes on this machine
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as there:
+        yield there
+
+
+@pytest.fixture
+def on_cluster(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
+    for name, value in {**cluster.env, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_TOKEN": "hush"}.items():
+        monkeypatch.setenv(name, value)
+    return cluster
+
+
+def until(there: Callable[[], object], seconds: float, folder: Path) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        logs = "\n".join(f"{p.name}: {p.read_text()[-2000:]}" for p in folder.glob("*.log"))
+        assert time.monotonic() < end, f"nothing after {seconds:g} s\n{logs}"
+        time.sleep(0.2)
+
+
+def left(job: str) -> list[str]:
+    """Processes that name the job's temporary folder, and the folder itself."""
+    found = [str(p) for p in (Path(f"/tmp/weft-{job}"),) if p.exists()]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"/tmp/weft-{job}/" in (process / "cmdline").read_text():
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_a_job_has_ray_on_both_nodes_and_leaves_nothing(on_cluster: SlurmCluster, tmp_path: Path) -> None:
+    asked = request(tmp_path / "e" / "t", "count", str(tmp_path / "out.json"), spec=SlurmSpec(join_timeout_s=120))
+    job = slurm.submit(asked)
+    with pytest.raises(ConfigError, match=f"job {job} of .* is in the queue already"):
+        slurm.submit(asked)
+    until(lambda: slurm.running_job(asked.run) is None, 180, asked.folder)
+    log = (asked.folder / f"{job}.log").read_text()
+    out = json.loads((tmp_path / "out.json").read_text())
+    assert out["nodes"] == 2 and len({node for node, *_ in out["seen"]}) == 2, log
+    assert [row[1:] for row in out["seen"]] == [["good day, 'you'", "hush"]] * 2
+    assert out["cwd"] == os.getcwd()
+    assert f"job {job} ends with exit code 7" in log
+    assert [f.text for f in failures(log_files(asked.run))] == []
+    assert "hush" not in log + (asked.folder / "job.sh").read_text()
+    assert {p.name for p in asked.folder.iterdir()} == {
+        "job.sh", "job.json", f"{job}.log", f"{job}-ray-0.log", f"{job}-ray-1.log", f"{job}-srun.txt"
+    }  # fmt: skip
+    assert left(job) == []
+
+
+@pytest.mark.slow
+def test_cancelling_lets_the_run_end_itself(on_cluster: SlurmCluster, tmp_path: Path) -> None:
+    asked = request(tmp_path / "e" / "t", "wait", str(tmp_path / "out"))
+    job = slurm.submit(asked)
+    until((tmp_path / "out").exists, 120, asked.folder)
+    waiting = replace(asked, run=tmp_path / "e" / "u")
+    second = slurm.submit(waiting)
+    assert "still waiting and is cancelled" in slurm.cancel(waiting.run, second)
+    assert "stopped" in slurm.cancel(asked.run, job, deadline_s=60)
+    assert (tmp_path / "out").read_text() == "ended"
+    assert f"job {job} ends with exit code 143" in (asked.folder / f"{job}.log").read_text()
+    assert left(job) == []
+
+
+@pytest.mark.slow
+def test_sbatch_s_refusal_is_one_message(on_cluster: SlurmCluster, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sbatch refuses the job: .*partition") as caught:
+        slurm.submit(request(tmp_path / "e" / "t", spec=SlurmSpec(partition="absent")))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_join_in_time_end_the_job(on_cluster: SlurmCluster, tmp_path: Path) -> None:
+    asked = request(tmp_path / "e" / "t", "count", str(tmp_path / "out.json"), spec=SlurmSpec(join_timeout_s=1))
+    job = slurm.submit(asked)
+    until(lambda: slurm.running_job(asked.run) is None, 60, asked.folder)
+    log = (asked.folder / f"{job}.log").read_text()
+    assert "of 2 nodes have joined Ray after 1 s" in log and f"job {job} ends with exit code 1" in log
+    assert not (tmp_path / "out.json").exists() and left(job) == []
