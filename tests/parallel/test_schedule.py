@@ -29,7 +29,10 @@ RANKS, MICROBATCHES = range(1, 9), range(1, 17)
 def rendezvous(lists: Sequence[Sequence[Action]], placement: Placement) -> list[list[Compute]]:
     """Run the lists where a send ends only when its receiver stands at the receive. Returns what each rank computed; a list
     that cannot go on is an error, and so is an action whose inputs are not there."""
-    at, held = [0] * len(lists), [set[tuple[int, int, bool]]() for _ in lists]  # (made by stage, micro-batch, is gradient)
+    at, held = (
+        [0] * len(lists),
+        [set[tuple[int, int, bool]]() for _ in lists],
+    )  # (made by stage, micro-batch, is gradient)
     computed: list[list[Compute]] = [[] for _ in lists]
     left = sum(map(len, lists))
     while left:

@@ -122,8 +122,8 @@ def order_of(kind: Kind, placement: Placement, num_microbatches: int) -> Order:
 
 
 def with_messages(order: Order, placement: Placement) -> list[list[Action]]:
-    """The order with what has to be sent: SEND right after what makes a tensor, RECV at that moment in the list of the rank that
-    needs it.
+    """The order with what has to be sent: SEND right after what makes a tensor, RECV at that moment in the list of the rank
+    that needs it.
 
     The moments are those of a run in which every rank computes one action at a time and begins it once its inputs are made. So
     all lists agree with one order of events in which a SEND and its RECV are one event: no two ranks wait for each other, even
@@ -174,7 +174,8 @@ def _needs(action: Compute, placement: Placement) -> Iterator[Compute]:
 
 
 def _gpipe(rank: int, count: int) -> list[Compute]:
-    return [Compute(half, rank, m) for half in ("F", "B") for m in range(count)]  # type: ignore[arg-type]
+    halves: tuple[Half, ...] = ("F", "B")
+    return [Compute(half, rank, m) for half in halves for m in range(count)]
 
 
 def _1f1b(rank: int, ranks: int, count: int) -> list[Compute]:
