@@ -83,6 +83,7 @@ class Spy:
 
     def __init__(self, network: Transformer) -> None:
         self.network, self.config, self.training = network, network.config, network.training
+        self.first_layer = network.first_layer
         self.passes: list[int] = []
 
     def shares_prefixes(self, longest: int) -> bool:
