@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.testing import assert_close
 
 from tests.models.common import sequences, tiny
@@ -24,6 +25,7 @@ from weft.models.network.packed import pack
 from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.pipeline import Microbatch, Outputs, Pipeline, sum_tied_gradients, tied_copies
+from weft.parallel.pipeline import _accumulate as accumulate
 from weft.parallel.schedule import Kind, placement_of
 from weft.topology import stage_of, stages_of
 
@@ -319,6 +321,42 @@ def test_one_rank_holds_all_stages() -> None:
     pipeline.train(microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs))
     sum_tied_gradients(tied_copies(networks), None)
     same(gradients_of(networks[0]) | gradients_of(networks[1]), expected.gradients, 1e-12, "gradient of")
+
+
+def test_hooks_of_parameters_see_both_halves() -> None:
+    """Master weights take gradients out of what the network computes with by such hooks."""
+    case = Case(kind="zbv", count=3)
+    known, expected = build(case), alone(case)
+    networks = {s: stage(known, case, stage_of(8, 2, s)) for s in (0, 1)}
+    taken: dict[Tensor, Tensor] = {}
+
+    def take(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        taken[parameter] = taken.get(parameter, torch.zeros_like(parameter)) + parameter.grad
+        parameter.grad = None
+
+    for network in networks.values():
+        for parameter in network.parameters():
+            parameter.register_post_accumulate_grad_hook(take)
+    Pipeline(networks, "zbv").train(microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs))
+    for network in networks.values():
+        for name, part in canonical(network).items():
+            assert_close(part.of(taken[part.parameter]), expected.gradients[name], rtol=1e-12, atol=1e-12)
+
+
+def test_the_halves_of_a_weight_that_is_used_twice_in_a_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(4, 4, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def value() -> Tensor:
+        y = (x @ w).tanh() @ w
+        return y + y.square()
+
+    expected = torch.autograd.grad(value().sum(), (x, w))
+    _, groups = stage_backward_input([value().sum().clone()], None, [x], iter([w]))
+    for group in groups:
+        accumulate(group)
+    assert_close((x.grad, w.grad), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_stages_of_another_rank_are_refused() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from tests.engine.generation.common import CPU, Key, assert_same_rows, drain, ge
 from tests.models.common import tiny
 from tests.ranks import Ranks
 from weft.engine.base import Request, TokenEvent
-from weft.engine.generation.generate import open_generator
+from weft.engine.generation.generate import BatchGenerator, open_generator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.generation.turns import TurnsGenerator, open_turns
 from weft.engine.spec import GenerationSpec
@@ -69,16 +71,24 @@ def decoder_of(case: Case, group: dist.ProcessGroup) -> StagedDecoder:
     return StagedDecoder(stage, group, group)
 
 
+def opened(case: Case, decoder: StagedDecoder) -> AbstractContextManager[BatchGenerator | TurnsGenerator]:
+    how: dict[str, Any] = {
+        "device": CPU,
+        "version": 7,
+        "eos_ids": [EOS],
+        "budget": case.budget,
+        "settle": decoder.settle,
+    }
+    return (
+        open_turns(decoder, case.spec, case.turns, **how) if case.turns else open_generator(decoder, case.spec, **how)
+    )
+
+
 def staged(case: Case) -> tuple[Events, int]:
     """On each rank: the events, and the layers that its caches hold."""
     group = dist.group.WORLD
     assert group is not None
-    decoder = decoder_of(case, group)
-    how = {"device": CPU, "version": 7, "eos_ids": [EOS], "budget": case.budget, "settle": decoder.settle}
-    opened = (
-        open_turns(decoder, case.spec, case.turns, **how) if case.turns else open_generator(decoder, case.spec, **how)
-    )
-    with opened as generator:
+    with decoder_of(case, group) as decoder, opened(case, decoder) as generator:
         generator.submit(requests())
         if isinstance(generator, TurnsGenerator):
             events: Events = {}
