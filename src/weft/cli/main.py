@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft import __version__
-from weft.errors import Interrupted, UserError, WeftError, unknown_name
+from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
 from weft.observe.memory import keep_freed_memory
 
 COMMANDS = {

@@ -83,7 +83,7 @@ class Spy:
 
     def __init__(self, network: Transformer) -> None:
         self.network, self.config, self.training = network, network.config, network.training
-        self.vocab_size = network.vocab_size
+        self.vocab_size, self.first_layer = network.vocab_size, network.first_layer
         self.passes: list[int] = []
 
     def shares_prefixes(self, longest: int) -> bool:

@@ -17,6 +17,7 @@ class Decoder(Protocol):
     config: TransformerConfig
     vocab_size: int  # ids in all; `config` may be that of a part
     training: bool
+    first_layer: int  # number of its first block in the whole network
 
     def shares_prefixes(self, longest: int) -> bool:
         """Whether its attention reads a prefix that is stored apart, for sequences of up to `longest` tokens."""

@@ -12,7 +12,7 @@ A completion depends on its prompt, its (id, k), the step and the seed, never on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -34,7 +34,7 @@ from weft.engine.generation.prefixes import Prefix
 from weft.engine.generation.requests import check_partial, limit_of
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
-from weft.engine.generation.settings import SettingsTable
+from weft.engine.generation.settings import Drawn, SettingsTable, Settle, drawn_here
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError
@@ -59,11 +59,13 @@ def open_generator(
     eos_ids: Iterable[int],
     tokenizer: Tokenizer | None = None,
     budget: Budget | None = None,
+    settle: Settle = drawn_here,
 ) -> Iterator[BatchGenerator]:
     """A generator on `network`, which is in evaluation mode while it is open. `version` is what the tokens carry.
 
     A completion ends with one of `eos_ids`, `spec.stop_ids` or `spec.stop`, which needs a `tokenizer` (that of the spec where
-    none is given; `ConfigError` without any). `budget` defaults to what the device's memory allows.
+    none is given; `ConfigError` without any). `budget` defaults to what the device's memory allows. Ranks that generate
+    together do so in step: with equal budgets, and a `settle` that gives all of them the same tokens.
     """
     tokenizer = tokenizer or spec.tokenizer
     if spec.stop and tokenizer is None:
@@ -73,7 +75,9 @@ def open_generator(
     try:
         stop_ids = frozenset([*eos_ids, *spec.stop_ids])
         with_budget = budget or default_budget(network.config, device, next(network.parameters()).dtype)
-        generator = BatchGenerator(network, spec, device, version, stop_ids, tokenizer, with_budget)
+        generator = BatchGenerator(
+            network, replace(spec, tokenizer=tokenizer), device, version, stop_ids, with_budget, settle
+        )
         try:
             yield generator
         finally:
@@ -87,16 +91,17 @@ class BatchGenerator:
 
     def __init__(
         self, network: Decoder, spec: GenerationSpec, device: torch.device, version: int,
-        stop_ids: frozenset[int], tokenizer: Tokenizer | None, budget: Budget,
+        stop_ids: frozenset[int], budget: Budget, settle: Settle,
     ) -> None:  # fmt: skip
-        self._network, self._device, self._version = network, device, version
+        self._network, self._device, self._version, self._settle = network, device, version, settle
         self._caches = caches_for(network, device, budget)
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._least_rows = self._caches.least_rows
-        self._settings = SettingsTable(replace(spec, tokenizer=tokenizer), stop_ids, network.vocab_size)
+        self._settings = SettingsTable(spec, stop_ids, network.vocab_size)
         self._rows = DecodeBatch()
         self._multi_step = self._caches.multi_step(self._rows, self._settings)
         self._cache: Cache | None = None
+        self._drawn: Callable[[], Drawn] | None = None  # the tokens of a step that has begun
         self._held: dict[Prefix | Fill, Cache] = {}  # prefixes, and prompts that take several steps
         self._draws: dict[tuple[str, int], tuple[int, randomness.Key]] = {}  # settings and key
         self._stops: dict[tuple[str, int], StopText] = {}
@@ -135,10 +140,15 @@ class BatchGenerator:
                 for token in live.tokens:
                     self._stops[live.key].feed(token)
 
-    @torch.no_grad()
     def step(self) -> list[TokenEvent]:
         """One token for everything that runs, and for each prompt that is computed now. Empty when idle, and where a step
         computes no more than a part of a long prompt."""
+        self.begin()
+        return self.finish()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A step's passes; nothing but `submit` may come before its `finish`."""
         plan = self._scheduler.plan()
         for sequence in plan.preempted:
             self._take_out(self._rows.places[sequence.key])
@@ -150,12 +160,17 @@ class BatchGenerator:
             and len(self._rows)
             and (drawn := self._multi_step.take(self._kv(), joined=bool(plan.chunks)))
         ):
-            events = self._book(*drawn)
+            self._drawn = drawn_here(lambda: drawn, len(self._rows))
         else:
             states = [self._decode()] if len(self._rows) else []
             states += self._prefill(plan.chunks)
             self._let_go_unused()
-            events = self._draw(states[0] if len(states) == 1 else torch.cat(states)) if states else []
+            self._drawn = self._draw(states[0] if len(states) == 1 else torch.cat(states)) if states else None
+
+    def finish(self) -> list[TokenEvent]:
+        """Book the tokens of the step that has begun."""
+        drawn, self._drawn = self._drawn, None
+        events = [] if drawn is None else self._book(*drawn())
         self._let_go_unused()
         return events
 
@@ -244,31 +259,29 @@ class BatchGenerator:
             cache.truncate(slots[-1], lengths[-1])
         return slots, last
 
-    def _draw(self, states: Tensor) -> list[TokenEvent]:
-        """Sample one token for every row from its hidden state and book it."""
+    def _draw(self, states: Tensor) -> Callable[[], Drawn]:
+        """Sample one token for every row from its hidden state, on the rank that does."""
         rows, count = self._rows, len(self._rows)
         missing = max(0, self._least_rows - count)
-        filled = torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
-        logits = self._network.next_token_logits(filled)[:count]
-        settings, done = rows.settings[:count], rows.count[:count]
-        uniforms = put(rows.uniforms(1)[0], self._device)
-        return self._book(*self._settings.draw(logits, uniforms, settings, done))
+        numbers = rows.uniforms(1)[0]
+
+        def draw() -> Drawn:
+            filled = torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
+            logits = self._network.next_token_logits(filled)[:count]
+            return self._settings.draw(logits, put(numbers, self._device), rows.settings[:count], rows.count[:count])
+
+        return self._settle(draw, count)
 
     def _book(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], supports: list[tuple[int, ...]] | None
     ) -> list[TokenEvent]:  # fmt: skip
         """One token more for every row; rows that end go."""
         rows, count = self._rows, len(self._rows)
-        if not math.isfinite(logprobs.sum()):
-            row = int(np.isfinite(logprobs).argmin())
-            raise RunError(
-                f"the network's logits are not finite for completion {rows.ks[row]} of {rows.ids[row]!r} "
-                f"at token {rows.count[row]} (weight version {self._version}); the weights have diverged"
-            )
+        _check_finite(logprobs, rows, self._version)
         rows.book(tokens, logprobs, self._version, supports)
         stopped = self._settings.is_stop[rows.settings[:count], tokens]
         if self._stops:
-            stopped |= self._stopped_by_text(tokens)
+            stopped |= _stopped_by_text(tokens, rows, self._stops, self._settings.least)
         finished = (stopped | (rows.count[:count] >= rows.limit[:count])).nonzero()[0].tolist()
         ends: list[Literal["stop", "length"] | None] = [None] * count
         for row in finished:
@@ -280,14 +293,6 @@ class BatchGenerator:
             self._scheduler.finish(live)
             self._forget(live)
         return events
-
-    def _stopped_by_text(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether each row's new token completes a stop text of its own, not before `min_new_tokens`."""
-        rows, count = self._rows, len(self._rows)
-        stopped = np.zeros(count, bool)
-        for row in np.flatnonzero(rows.watched[:count]).tolist():
-            stopped[row] = self._stops[rows.sequences[row].key].feed(int(tokens[row]))
-        return stopped & (rows.count[:count] >= self._settings.least[rows.settings[:count]])
 
     # -- memory
 
@@ -327,6 +332,30 @@ class BatchGenerator:
     def _forget(self, live: Live) -> None:
         del self._draws[live.key]
         self._stops.pop(live.key, None)
+
+
+def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version: int) -> None:
+    """Raises `RunError` for a row that nothing can be drawn of."""
+    if not math.isfinite(logprobs.sum()):
+        row = int(np.isfinite(logprobs).argmin())
+        raise RunError(
+            f"the network's logits are not finite for completion {rows.ks[row]} of {rows.ids[row]!r} "
+            f"at token {rows.count[row]} (weight version {version}); the weights have diverged"
+        )
+
+
+def _stopped_by_text(
+    tokens: npt.NDArray[np.int64],
+    rows: DecodeBatch,
+    stops: Mapping[tuple[str, int], StopText],
+    least: npt.NDArray[np.int64],
+) -> npt.NDArray[np.bool_]:
+    """Whether each row's new token completes a stop text of its own, not before its settings' `least` tokens."""
+    count = len(rows)
+    stopped = np.zeros(count, bool)
+    for row in np.flatnonzero(rows.watched[:count]).tolist():
+        stopped[row] = stops[rows.sequences[row].key].feed(int(tokens[row]))
+    return stopped & (rows.count[:count] >= least[rows.settings[:count]])
 
 
 def default_budget(config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> Budget:

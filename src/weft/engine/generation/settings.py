@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,15 @@ from weft.kernels import put
 from weft.options import validate
 
 Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
+# What makes the ranks of one network agree on a step's tokens: given how this rank would draw them and for how many rows, it
+# returns what waits for the tokens that count. It draws, or does not, at once.
+Settle = Callable[[Callable[[], Drawn], int], Callable[[], Drawn]]
+
+
+def drawn_here(draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
+    """The `Settle` of one rank."""
+    drawn = draw()
+    return lambda: drawn
 
 
 class SettingsTable:

@@ -1,0 +1,124 @@
+"""Several generators on one network that take turns: while one's tokens are on their way, the others' passes are computed.
+
+    with open_turns(decoder, spec, count=4, budget=budget, settle=decoder.settle, ...) as generator: ...
+
+For a pipeline, whose ranks then all have something to compute. Every rank takes the same turns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+
+from weft.engine.base import Partial, Request, TokenEvent
+from weft.engine.generation.decoder import Decoder
+from weft.engine.generation.generate import BatchGenerator, open_generator
+from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.settings import Settle
+from weft.engine.spec import GenerationSpec
+
+
+@contextmanager
+def open_turns(
+    network: Decoder,
+    spec: GenerationSpec,
+    count: int,
+    *,
+    device: torch.device,
+    version: int,
+    eos_ids: Iterable[int],
+    budget: Budget,
+    settle: Settle,
+) -> Iterator[TurnsGenerator]:
+    """As `open_generator`, with `count` of them that share the budget; in a pipeline no more than it has ranks."""
+    ends = frozenset(eos_ids)
+    share = replace(
+        budget,
+        max_sequences=max(1, budget.max_sequences // count),
+        max_tokens=max(1, budget.max_tokens // count),
+    )
+    with ExitStack() as stack:
+        yield TurnsGenerator(
+            [
+                stack.enter_context(
+                    open_generator(
+                        network, spec, device=device, version=version, eos_ids=ends, budget=share, settle=settle
+                    )
+                )
+                for _ in range(count)
+            ]
+        )
+
+
+class TurnsGenerator:
+    """Implements `weft.engine.base.Generator`. All completions of an id go to one generator, which computes their prompt
+    once."""
+
+    def __init__(self, generators: Sequence[BatchGenerator]) -> None:
+        self._generators = list(generators)
+        self._begun: list[int] = []  # whose step has begun, the oldest first
+        self._events: list[TokenEvent] = []  # of steps that had to be finished in between
+        self._homes: dict[str, int] = {}
+        self._left: Counter[str] = Counter()  # unfinished completions of an id
+
+    @property
+    def idle(self) -> bool:
+        return not self._events and all(generator.idle for generator in self._generators)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """As `BatchGenerator.submit`; an id that is new goes to the generator that has least to do."""
+        loads = Counter(dict.fromkeys(range(len(self._generators)), 0))
+        for id, left in self._left.items():
+            loads[self._homes[id]] += left
+        for request in requests:
+            home = self._homes.setdefault(request.id, min(loads, key=lambda number: (loads[number], number)))
+            self._generators[home].submit([request])
+            self._left[request.id] += 1
+            loads[home] += 1
+
+    def step(self) -> list[TokenEvent]:
+        """One token for what runs in the generator whose step began first. Steps of all others have begun by then."""
+        if self._events:
+            events, self._events = self._events, []
+            return events
+        for number, generator in enumerate(self._generators):
+            if number not in self._begun and not generator.idle:
+                generator.begin()
+                self._begun.append(number)
+        return self._finish() if self._begun else []
+
+    def abort(self, ids: Iterable[str]) -> list[Partial]:
+        """As `BatchGenerator.abort`. Tokens whose step had begun are part of what is returned, and events of the next step."""
+        self._finish_all()
+        wanted = list(ids)
+        partials = [partial for generator in self._generators for partial in generator.abort(wanted)]
+        for partial in partials:
+            self._forget(partial.id)
+        return partials
+
+    def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
+        """As `BatchGenerator.weights_changed`."""
+        self._finish_all()
+        for generator in self._generators:
+            generator.weights_changed(version, keep_kv=keep_kv)
+
+    def _finish_all(self) -> None:
+        while self._begun:
+            self._events += self._finish()
+
+    def _finish(self) -> list[TokenEvent]:
+        events = self._generators[self._begun.pop(0)].finish()
+        for event in events:
+            if event.finish is not None:
+                self._forget(event.id)
+        return events
+
+    def _forget(self, id: str) -> None:
+        """One completion of the id less."""
+        self._left[id] -= 1
+        if not self._left[id]:
+            del self._left[id], self._homes[id]

@@ -1,0 +1,176 @@
+"""A stage of a pipeline as a decoder, so that a generator on every rank generates with the whole network.
+
+    with StagedDecoder(stage, group, host_group) as decoder:            # rank r of both groups holds stage r
+        with open_generator(decoder, spec, ..., budget=budget, settle=decoder.settle) as generator: ...
+
+The generators of all ranks are given the same requests and the same budget, and so plan the same steps; each rank keeps the
+keys and values of its own blocks. A pass sends its states [T, hidden] on to the next rank; the last one draws the tokens and
+sends them with their log-probs to all others, never the logits. Tokens are host values and have a group of their own (gloo):
+NCCL keeps all messages of two ranks in one order, and here states and tokens cross.
+
+What overlaps: nothing is waited for when it is sent. One generator alone waits at the end of each step for the last rank, so
+one rank works at a time. Several that take turns (`weft.engine.generation.turns`), as many as there are ranks, keep all of them
+at work: while one's tokens are on their way the ranks compute the others. A prompt is computed by one rank after the other like
+a decode step. Decode steps are computed one at a time and not captured as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from weft.errors import RunError
+from weft.models.network.packed import Packed
+from weft.models.network.transformer import Transformer
+
+Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
+
+
+class StagedDecoder:
+    """What a generator needs of a network (`weft.engine.generation.decoder.Decoder`); `config` counts the blocks held here.
+
+    As a context it ends once the other ranks have all that was sent.
+    """
+
+    def __init__(
+        self, network: Transformer, group: ProcessGroup, host_group: ProcessGroup, dtype: torch.dtype | None = None
+    ) -> None:
+        """`dtype` is that of the states, by default the parameters'."""
+        parameter = next(network.parameters())
+        self.network, self._group, self._host, self._device = network, group, host_group, parameter.device
+        self.config = replace(network.config, num_layers=len(network.blocks))
+        self.first_layer = network.first_layer
+        self._rank, self._size = group.rank(), group.size()
+        self._dtype = dtype or parameter.dtype
+        self._going: deque[tuple[int, Tensor, dist.Work]] = deque()  # with the rank that it was sent to
+        self._num_sent = 0
+        assert network.begins == (self._rank == 0) and network.ends == (self._rank == self._size - 1)
+
+    def __enter__(self) -> StagedDecoder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self._received(self._num_sent)
+
+    @property
+    def training(self) -> bool:
+        return self.network.training
+
+    @property
+    def reads_pages(self) -> bool:
+        """No: steps over pages are captured as graphs, and nothing is sent in a graph."""
+        return False
+
+    def shares_prefixes(self, longest: int) -> bool:
+        return self.network.shares_prefixes(longest)
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self.network.parameters())
+
+    def train(self, mode: bool = True) -> object:
+        return self.network.train(mode)
+
+    def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
+        """As `Transformer.hidden` on the last rank; on the others as many rows of nothing."""
+        states = None
+        if self._rank > 0:
+            shape = len(x.tokens), self.config.hidden_size
+            states = torch.empty(shape, dtype=self._dtype, device=self._device)
+            self._receive(states, self._rank - 1, "states", self._group)
+        if self.network.ends:
+            return self.network.hidden(x, rows, states)
+        made = self.network.hidden(x, states=states)
+        self._send(made.contiguous(), self._rank + 1, self._group)
+        return made.new_empty(len(x.tokens) if rows is None else len(rows), 0)
+
+    def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
+        """On the last rank alone."""
+        return self.network.next_token_logits(hidden_rows)
+
+    def settle(self, draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
+        """The last rank draws now, and sends what it drew; the others wait for it when they are asked for it."""
+        if not self.network.ends:
+            sent = self._num_sent
+            return lambda: self._drawn(rows, sent)
+        drawn = draw()
+        first, ids = _packed(drawn)
+        for peer in range(self._size - 1):
+            self._send(first, peer, self._host)
+            if len(ids):
+                self._send(ids, peer, self._host)
+        sent = self._num_sent
+
+        def taken() -> Drawn:
+            self._received(sent)  # the others take it at the same point of their turns
+            return drawn
+
+        return taken
+
+    def _drawn(self, rows: int, sent: int) -> Drawn:
+        """What the last rank drew, from the first `sent` states of this one."""
+        last = self._size - 1
+        first = torch.empty(3, rows, dtype=torch.float64)
+        self._receive(first, last, "tokens", self._host)
+        self._received(sent)
+        tokens, logprobs, counts = first.numpy()
+        ids = np.zeros(int(counts.clip(0).sum()), np.int64)
+        if len(ids):
+            self._receive(torch.from_numpy(ids), last, "ids that a limit keeps", self._host)
+        supports = None
+        if rows and counts[0] >= 0:
+            ends = counts.cumsum().astype(np.int64)
+            supports = [tuple(part.tolist()) for part in np.split(ids, ends[:-1])]
+        return tokens.astype(np.int64), logprobs, supports
+
+    # -- sending
+
+    def _send(self, tensor: Tensor, peer: int, group: ProcessGroup) -> None:
+        try:
+            work = dist.isend(tensor, group=group, group_dst=peer)
+        except RuntimeError as error:
+            raise self._lost("what is sent was not taken by", peer) from error
+        assert work is not None
+        self._going.append((peer, tensor, work))
+        self._num_sent += 1
+
+    def _received(self, sent: int) -> None:
+        """Give back the memory of the first `sent` tensors that were sent, once they are received."""
+        while len(self._going) > self._num_sent - sent:
+            peer, _, work = self._going.popleft()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost("what was sent was not taken by", peer) from error
+
+    def _receive(self, tensor: Tensor, peer: int, what: str, group: ProcessGroup) -> None:
+        try:
+            work = dist.irecv(tensor, group=group, group_src=peer)
+            assert work is not None
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(f"the {what} did not come from", peer) from error
+
+    def _lost(self, what: str, peer: int) -> RunError:
+        return RunError(
+            f"generation, pipeline stage {self._rank}: {what} stage {peer} (rank {peer} of the pipeline); that rank failed, or "
+            "is later than the process group's timeout: look at its log first"
+        )
+
+
+def _packed(drawn: Drawn) -> tuple[Tensor, Tensor]:
+    """(float64 [3, rows]: token, log-prob, how many ids a limit keeps or -1 where these are not recorded; int64: those ids)."""
+    tokens, logprobs, supports = drawn
+    counts = np.full(len(tokens), -1) if supports is None else np.array([len(ids) for ids in supports])
+    ids = [id for support in supports or () for id in support]
+    first = np.stack([tokens.astype(np.float64), logprobs, counts.astype(np.float64)])
+    return torch.from_numpy(first), torch.tensor(ids, dtype=torch.int64)

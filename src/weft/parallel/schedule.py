@@ -1,0 +1,218 @@
+"""In which order the ranks of a pipeline compute and send: plain data, made without a process group.
+
+    placement = placement_of("1f1b", ranks=4)
+    actions = plan("1f1b", placement, num_microbatches=8)        # [rank][...]: Compute and Message
+
+A stage is a run of a network's blocks, S of them; a rank holds one, or several. `Compute("F", s, m)` is the forward pass of
+micro-batch m through stage s, "B" its backward pass; "I" and "W" are the two halves of that, for the states that came in and
+for the weights.
+
+GPipe (Huang et al. 2019, arXiv:1811.06965) and 1F1B (Narayanan et al. 2019, "PipeDream") are written here. Interleaved 1F1B
+(Narayanan et al. 2021, arXiv:2104.04473), the zero-bubble schedule ZB1P and ZBV (Qi et al. 2023, arXiv:2401.10241; 2024,
+arXiv:2405.15362) are the tables of `torch.distributed.pipelining`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Literal, cast, get_args
+
+from torch.distributed.pipelining import schedules
+
+from weft.errors import ConfigError
+
+Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
+Half = Literal["F", "B", "I", "W"]
+# Stages that a rank holds, where a kind leaves no choice.
+STAGES_A_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}
+TABLES: dict[Kind, Any] = {
+    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+    "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+}
+
+
+@dataclass(frozen=True)
+class Compute:
+    half: Half
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """What stage `source` made of a micro-batch goes to the stage after it (states) or before it (their gradient)."""
+
+    way: Literal["SEND", "RECV"]
+    source: int
+    target: int
+    microbatch: int
+
+
+Action = Compute | Message
+Order = Sequence[Sequence[Compute]]  # by rank
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank of the pipeline holds which stages: rank r has r, r + ranks, ...; where `turns`, the second half of the stages
+    goes back from the last rank to the first (the V of ZBV)."""
+
+    ranks: int
+    stages_a_rank: int = 1
+    turns: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks * self.stages_a_rank
+
+    def rank_of(self, stage: int) -> int:
+        row, rank = divmod(stage, self.ranks)
+        return self.ranks - 1 - rank if self.turns and row % 2 else rank
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+    @property
+    def last_rank(self) -> int:
+        """The one that holds the last stage."""
+        return self.rank_of(self.num_stages - 1)
+
+
+def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
+    """Where the stages of a pipeline lie: one a rank, or as many as are asked for, where the kind takes them. Interleaved 1F1B
+    has two unless more are asked for. Raises `ConfigError`."""
+    if kind not in get_args(Kind):
+        raise ConfigError(f"pipeline schedule {kind!r} is unknown; known: {', '.join(get_args(Kind))}")
+    usual = STAGES_A_RANK.get(kind)
+    if usual is not None and stages_a_rank not in (None, usual):
+        raise ConfigError(
+            f"pipeline schedule {kind} with {stages_a_rank} stages a rank; it has {usual}, interleaved_1f1b and zero_bubble "
+            "take any number"
+        )
+    if stages_a_rank is not None and stages_a_rank < 1:
+        raise ConfigError(f"pipeline schedule {kind} with {stages_a_rank} stages a rank; it needs 1 at least")
+    count = stages_a_rank or usual or (2 if kind == "interleaved_1f1b" else 1)
+    return Placement(ranks, count, turns=kind == "zbv")
+
+
+@cache
+def plan(
+    kind: Kind, placement: Placement, num_microbatches: int, *, forward_only: bool = False
+) -> tuple[tuple[Action, ...], ...]:
+    """What each rank does, in order. `forward_only`: the forward half, for inference."""
+    order = order_of(kind, placement, num_microbatches)
+    if forward_only:  # less to wait for leaves a possible order possible
+        order = [[action for action in own if action.half == "F"] for own in order]
+    return tuple(map(tuple, with_messages(order, placement)))
+
+
+def order_of(kind: Kind, placement: Placement, num_microbatches: int) -> Order:
+    """What each rank computes, in order."""
+    match kind:
+        case "gpipe":
+            return [_gpipe(rank, num_microbatches) for rank in range(placement.ranks)]
+        case "1f1b":
+            return [_1f1b(rank, placement.ranks, num_microbatches) for rank in range(placement.ranks)]
+        case _:
+            return _from_table(kind, placement, num_microbatches)
+
+
+def with_messages(order: Order, placement: Placement) -> list[list[Action]]:
+    """The order with what has to be sent: SEND right after what makes a tensor, RECV at that moment in the list of the rank
+    that needs it.
+
+    The moments are those of a run in which every rank computes one action at a time and begins it once its inputs are made. So
+    all lists agree with one order of events in which a SEND and its RECV are one event: no two ranks wait for each other, even
+    where a send ends only when it is received (a rendezvous), and between two ranks messages keep one order, which NCCL needs.
+    Raises `ValueError` for an order that cannot be run.
+    """
+    lists: list[list[Action]] = [[] for _ in order]
+    left = [list(reversed(own)) for own in order]
+    done: set[Compute] = set()
+    while any(left):
+        ready = [own.pop() for own in left if own and all(need in done for need in _needs(own[-1], placement))]
+        if not ready:
+            stuck = ", ".join(str(own[-1]) for own in left if own)
+            raise ValueError(f"this order cannot be run; next are {stuck}, and what they need is never made")
+        for action in ready:
+            lists[placement.rank_of(action.stage)].append(action)
+        for action in ready:
+            target = _target(action, placement)
+            if target is not None and placement.rank_of(target) != placement.rank_of(action.stage):
+                ends = action.stage, target, action.microbatch
+                lists[placement.rank_of(action.stage)].append(Message("SEND", *ends))
+                lists[placement.rank_of(target)].append(Message("RECV", *ends))
+        done.update(ready)
+    return lists
+
+
+def _target(action: Compute, placement: Placement) -> int | None:
+    """The stage that goes on with what an action makes; None where there is none."""
+    if action.half == "W":
+        return None
+    target = action.stage + (1 if action.half == "F" else -1)
+    return target if 0 <= target < placement.num_stages else None
+
+
+def _needs(action: Compute, placement: Placement) -> Iterator[Compute]:
+    """What must be done before an action. Of a backward pass either form: only one of them is in an order."""
+    stage, microbatch, last = action.stage, action.microbatch, placement.num_stages - 1
+    if action.half == "F":
+        if stage > 0:
+            yield Compute("F", stage - 1, microbatch)
+        return
+    if action.half == "W":
+        yield Compute("I", stage, microbatch)
+        return
+    yield Compute("F", stage, microbatch)
+    if stage < last:
+        yield Compute(action.half, stage + 1, microbatch)
+
+
+def _gpipe(rank: int, count: int) -> list[Compute]:
+    halves: tuple[Half, ...] = ("F", "B")
+    return [Compute(half, rank, m) for half in halves for m in range(count)]
+
+
+def _1f1b(rank: int, ranks: int, count: int) -> list[Compute]:
+    """As many forward passes as there are ranks after this one; then one of each in turn."""
+    ahead = min(count, ranks - 1 - rank)
+    order = [Compute("F", rank, m) for m in range(ahead)]
+    for m in range(count - ahead):
+        order += [Compute("F", rank, ahead + m), Compute("B", rank, m)]
+    return order + [Compute("B", rank, m) for m in range(count - ahead, count)]
+
+
+def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
+    """The order of a schedule of torch, made from stand-ins for its stages.
+
+    Its interleaved tables take some numbers of micro-batches alone. Here they are made for the next number that they take, and
+    the micro-batches beyond `count` left out: what is left waits for nothing that is gone.
+    """
+    rounded = count
+    while kind != "zbv" and rounded % max(1, rounded // placement.ranks):
+        rounded += 1
+    stages = [
+        SimpleNamespace(
+            group_size=placement.ranks, group_rank=0, stage_index=stage, num_stages=placement.num_stages,
+            is_first=stage == 0, is_last=stage == placement.num_stages - 1, submod=None, has_backward=True,
+        )
+        for stage in placement.stages_of(0)
+    ]  # fmt: skip
+    table = TABLES[kind](stages, rounded, loss_fn=_unused).pipeline_order
+    return [
+        [
+            Compute(cast(Half, action.computation_type.value), action.stage_index, action.microbatch_index)
+            for action in table[rank]
+            if action is not None and action.microbatch_index < count
+        ]
+        for rank in range(placement.ranks)
+    ]
+
+
+def _unused(*_: Any) -> Any:
+    raise AssertionError("a table is made, nothing is computed")

@@ -1,0 +1,366 @@
+"""Networks whose blocks lie on several processes are the whole network: outputs, gradients, three steps of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input
+from torch.testing import assert_close
+
+from tests.models.common import sequences, tiny
+from tests.ranks import Ranks
+from weft.errors import ConfigError, RunError
+from weft.models.network import lora
+from weft.models.network.aux_loss import MoEAuxLoss
+from weft.models.network.dropout import DropoutKeys
+from weft.models.network.packed import pack
+from weft.models.network.parameters import canonical
+from weft.models.network.transformer import Transformer
+from weft.parallel.pipeline import Microbatch, Outputs, Pipeline, sum_tied_gradients, tied_copies
+from weft.parallel.pipeline import _accumulate as accumulate
+from weft.parallel.schedule import Kind, placement_of
+from weft.topology import stage_of, stages_of
+
+WANT = frozenset({"logprobs", "entropy", "top1"})
+STEPS, RATE = 3, 0.02
+LENGTHS = ([9, 17, 5], [3], [12, 2], [21], [4, 4, 4])  # tokens of the sequences of each micro-batch
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str = "llama"
+    kind: Kind = "1f1b"
+    count: int = 5
+    tied: bool = False
+    recompute: bool = False
+    form: str = ""  # lora, dropout, balance (of experts), unmoved (the first micro-batch trains nothing)
+    dtype: torch.dtype = torch.float64
+    stages_a_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outputs of the first step, gradients of the first step, parameters after the last."""
+
+    outputs: list[Outputs]
+    gradients: Values
+    parameters: Values
+
+
+def build(case: Case) -> Transformer:
+    changes = {"tie_word_embeddings": case.tied} if case.family in ("llama", "mixtral") else {}
+    network = tiny(case.family, dtype=case.dtype, num_hidden_layers=8, **changes) if case.family != "gpt2" else tiny(
+        case.family, dtype=case.dtype, n_layer=8
+    )  # fmt: skip
+    if case.form == "lora":
+        adapt(network)
+    if case.form == "dropout":
+        network = with_dropout(network)
+    network.recompute_every = int(case.recompute)
+    return network
+
+
+def with_dropout(network: Transformer) -> Transformer:
+    other = Transformer.empty(network.config.with_dropout(0.2), dtype=torch.float64)
+    other.load_state_dict(network.state_dict())
+    return other
+
+
+def adapt(network: Transformer) -> None:
+    lora.attach(network, r=4, alpha=8.0, seed=3)
+    for name, part in canonical(network).items():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(part.data, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+
+
+def stage(known: Transformer, case: Case, layers: range) -> Transformer:
+    """These blocks of a network."""
+    network = Transformer.empty(known.config, dtype=case.dtype, layers=layers)
+    if case.form == "lora":
+        adapt(network)
+    network.recompute_every = known.recompute_every
+    values = {name: part.data for name, part in canonical(known).items()}
+    for name, part in canonical(network).items():
+        part.data.copy_(values[name])
+    return network
+
+
+def microbatches(case: Case, step: int) -> list[Microbatch]:
+    """Other lengths in every step."""
+    made = []
+    for number in range(case.count):
+        lengths = LENGTHS[(number + step) % len(LENGTHS)]
+        x = pack(sequences(lengths, seed=10 * step + number))
+        if case.form == "balance":
+            x = replace(x, aux_loss=MoEAuxLoss(torch.tensor(lengths)))
+        if case.form == "dropout":
+            keys = [(f"sample {number}", k) for k in range(len(lengths))]
+            x = replace(x, dropout=DropoutKeys.of(3, step, keys, torch.device("cpu")))
+        made.append(Microbatch(x, WANT))
+    return made
+
+
+def loss_of(case: Case, number: int, found: Outputs) -> Tensor:
+    weights = torch.cos(torch.arange(len(found["logprobs"])) * 1.0 + number)
+    value = (found["logprobs"] * weights).sum() + 0.1 * found["entropy"].sum()
+    return value.detach() if case.form == "unmoved" and number == 0 else value
+
+
+def balance(case: Case, known: Transformer, given: list[Microbatch], number: int) -> Tensor | None:
+    """What the layers since the last call add to the loss."""
+    aux_loss = given[number].x.aux_loss
+    if aux_loss is None:
+        return None
+    layers, aux_loss.layers = aux_loss.layers, []
+    return 0.5 * torch.stack(layers).sum() / known.config.num_layers
+
+
+def alone(case: Case) -> Run:
+    """The whole network in one process, one micro-batch after the other."""
+    network = build(case)
+    rule = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+    outputs: list[Outputs] = []
+    gradients: Values = {}
+    for step in range(STEPS):
+        given = microbatches(case, step)
+        for number, one in enumerate(given):
+            found = network(one.x, one.want)
+            assert isinstance(found, dict)
+            value, own = loss_of(case, number, found), balance(case, network, given, number)
+            value = value if own is None else value + own
+            if value.requires_grad:
+                value.backward()
+            if step == 0:
+                outputs.append({name: x.detach() for name, x in found.items()})
+        if step == 0:
+            gradients = gradients_of(network)
+        rule.step()
+        rule.zero_grad()
+    return Run(outputs, gradients, {name: part.data for name, part in canonical(network).items()})
+
+
+def gradients_of(network: Transformer) -> Values:
+    return {name: part.grad.clone() for name, part in canonical(network).items() if part.grad is not None}
+
+
+def staged(case: Case) -> list[Run]:
+    """On each rank: its stages."""
+    group = dist.group.WORLD
+    assert group is not None
+    known, placement = build(case), placement_of(case.kind, group.size(), case.stages_a_rank)
+    count, layers = placement.num_stages, known.config.num_layers
+    networks = {s: stage(known, case, stage_of(layers, count, s)) for s in placement.stages_of(group.rank())}
+    pipeline = Pipeline(networks, case.kind, group)
+    last = placement.last_rank
+    ends = dist.new_group([0, last]) if last != 0 else None
+    trained = [p for network in networks.values() for p in network.parameters() if p.requires_grad]
+    rule = torch.optim.SGD(trained, lr=RATE, momentum=0.9)
+    outputs = pipeline.share_outputs(pipeline.forward(microbatches(case, 0)))
+    gradients: list[Values] = []
+    for step in range(STEPS):
+        given = microbatches(case, step)
+        pipeline.train(
+            given, lambda number, found: loss_of(case, number, found),
+            lambda _, number, given=given: balance(case, known, given, number),
+        )  # fmt: skip
+        if group.rank() in (0, last):
+            sum_tied_gradients(tied_copies(networks), ends)
+        if step == 0:
+            gradients = [gradients_of(network) for network in networks.values()]
+        rule.step()
+        rule.zero_grad()
+    return [
+        Run(outputs, own, {name: part.data for name, part in canonical(network).items()})
+        for own, network in zip(gradients, networks.values(), strict=True)
+    ]
+
+
+def same(found: Values, expected: Values, tolerance: float, name: str) -> None:
+    assert found.keys() == expected.keys(), name
+    for key, value in expected.items():
+        assert_close(found[key], value, rtol=tolerance, atol=tolerance, msg=lambda m, key=key: f"{name} {key}: {m}")
+
+
+def check(case: Case, ranks: Ranks, size: int, tolerance: float = 1e-12) -> None:
+    expected = alone(case)
+    placement, known = placement_of(case.kind, size, case.stages_a_rank), build(case)
+    count = placement.num_stages
+    for rank, found in enumerate(ranks.run(staged, case)):
+        for number, run in zip(placement.stages_of(rank), found, strict=True):
+            for one, other in zip(run.outputs, expected.outputs, strict=True):
+                same(one, other, tolerance, "outputs of")
+            for what in ("gradients", "parameters"):
+                every: Values = getattr(expected, what)
+                layers, tied = known.config.num_layers, known.config.tied
+                own = {n: v for n, v in every.items() if number in stages_of(n, layers, count, tied=tied)}
+                same(getattr(run, what), own, tolerance, f"{what} of stage {number}")
+
+
+def named(case: Case) -> str:
+    said = [case.family, case.kind, f"m{case.count}", "tied" * case.tied, "recomputed" * case.recompute, case.form]
+    said += ["float32" if case.dtype == torch.float32 else "", f"v{case.stages_a_rank}" if case.stages_a_rank else ""]
+    return "-".join(filter(None, said))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(2, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(4, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
+CASES = [
+    Case(kind="gpipe"),
+    Case(),
+    Case(kind="interleaved_1f1b"),
+    Case("mixtral", kind="zero_bubble"),
+    Case("gpt2", kind="zbv", count=1),
+    Case(tied=True),
+    Case(kind="zbv", tied=True),
+    Case("mixtral", form="balance", recompute=True),
+]
+MORE = [
+    Case("gpt2"),
+    Case("gpt2", kind="zero_bubble"),
+    Case("mixtral"),
+    Case("mixtral", kind="zbv", form="balance"),
+    Case(kind="zero_bubble", stages_a_rank=2),
+    Case(count=1),
+    Case(kind="interleaved_1f1b", count=1),
+    Case(recompute=True),
+    Case(kind="zero_bubble", recompute=True),
+    Case(form="lora"),
+    Case(kind="zero_bubble", form="lora"),
+    Case(form="unmoved"),
+    Case(kind="zbv", form="unmoved"),
+    Case(form="dropout"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_two_ranks_are_one_network(case: Case, ranks: Ranks) -> None:
+    check(case, ranks, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=named)
+def test_two_ranks_in_every_form(case: Case, ranks: Ranks) -> None:
+    check(case, ranks, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [Case(kind=kind, count=count) for kind in get_args(Kind) for count in (2, 9)]
+    + [Case(family, tied=tied) for family, tied in (("llama", True), ("gpt2", False), ("mixtral", False))]
+    + [Case(kind="zbv", tied=True), Case("mixtral", "zero_bubble", form="balance"), Case("gpt2", "interleaved_1f1b")],
+    ids=named,
+)
+def test_four_ranks_are_one_network(case: Case, four_ranks: Ranks) -> None:
+    check(case, four_ranks, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
+def test_with_weft_s_kernels(family: str, kind: Kind, ranks: Ranks) -> None:
+    """In float32, whose products are functions of weft's own; a zero-bubble schedule goes through their backward twice."""
+    check(Case(family, kind, dtype=torch.float32), ranks, 2, tolerance=5e-5)
+
+
+def late(folder: str) -> str:
+    """On rank 0: what the pipeline says where rank 1 never computes. On rank 1 nothing."""
+    store = dist.FileStore(f"{folder}/late", 2)
+    rank = dist.get_rank()
+    group = dist.distributed_c10d.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+    if rank == 1:
+        store.wait(["said"], timedelta(seconds=60))
+        return ""
+    case = Case(count=2)
+    pipeline = Pipeline({0: stage(build(case), case, range(4))}, "1f1b", group)
+    try:
+        pipeline.train(microbatches(case, 0), lambda number, found: loss_of(case, number, found))
+    except RunError as error:
+        return str(error)
+    finally:
+        store.set("said", "")
+    return "nothing"
+
+
+def test_a_rank_that_is_late_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    said, _ = ranks.run(late, str(tmp_path))
+    assert said.startswith(
+        "pipeline stage 0 (rank 0), micro-batch 0: the gradient did not come from stage 1 (rank 1); that rank failed"
+    )
+
+
+def test_one_rank_holds_all_stages() -> None:
+    """Without a process group: two stages, whose states go from one to the other as they are."""
+    case = Case(kind="zbv", count=2, tied=True)
+    known, expected = build(case), alone(case)
+    networks = {s: stage(known, case, stage_of(8, 2, s)) for s in (0, 1)}
+    pipeline = Pipeline(networks, "zbv")
+    found = pipeline.share_outputs(pipeline.forward(microbatches(case, 0)))
+    assert len(found) == 2
+    for one, other in zip(found, expected.outputs, strict=True):
+        same(one, other, 1e-12, "outputs of")
+    pipeline.train(microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs))
+    sum_tied_gradients(tied_copies(networks), None)
+    same(gradients_of(networks[0]) | gradients_of(networks[1]), expected.gradients, 1e-12, "gradient of")
+
+
+def test_hooks_of_parameters_see_both_halves() -> None:
+    """Master weights take gradients out of what the network computes with by such hooks."""
+    case = Case(kind="zbv", count=3)
+    known, expected = build(case), alone(case)
+    networks = {s: stage(known, case, stage_of(8, 2, s)) for s in (0, 1)}
+    taken: dict[Tensor, Tensor] = {}
+
+    def take(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        taken[parameter] = taken.get(parameter, torch.zeros_like(parameter)) + parameter.grad
+        parameter.grad = None
+
+    for network in networks.values():
+        for parameter in network.parameters():
+            parameter.register_post_accumulate_grad_hook(take)
+    Pipeline(networks, "zbv").train(microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs))
+    for network in networks.values():
+        for name, part in canonical(network).items():
+            assert_close(part.of(taken[part.parameter]), expected.gradients[name], rtol=1e-12, atol=1e-12)
+
+
+def test_the_halves_of_a_weight_that_is_used_twice_in_a_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(4, 4, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def value() -> Tensor:
+        y = (x @ w).tanh() @ w
+        return y + y.square()
+
+    expected = torch.autograd.grad(value().sum(), (x, w))
+    _, groups = stage_backward_input([value().sum().clone()], None, [x], iter([w]))
+    for group in groups:
+        accumulate(group)
+    assert_close((x.grad, w.grad), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_stages_of_another_rank_are_refused() -> None:
+    case = Case()
+    with pytest.raises(ConfigError, match=r"rank 0 of 1 holds stages \[0, 1\], not \[0, 2\]"):
+        network = stage(build(case), case, range(4))
+        Pipeline({0: network, 2: network}, "zbv")
