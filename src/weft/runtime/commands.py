@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +199,23 @@ class Save:
 
     def run(self, process: DeviceProcess, number: int) -> None:
         process.worker.save(self.role, self.directory)
+
+
+@dataclass(frozen=True)
+class LogTo:
+    """Have what this process prints, from Python or from C, go to the end of `folder/worker-RANK.log`."""
+
+    folder: Path
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(self.folder / f"worker-{process.rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(log, descriptor)
+        os.close(log)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        faulthandler.enable(sys.stderr)
 
 
 @dataclass(frozen=True)
