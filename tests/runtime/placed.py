@@ -1,4 +1,4 @@
-"""Runs on several devices for tests: small real runs with roles placed apart, and hooks that sleep or die in a device's process."""
+"""Runs on several devices, for tests: hooks that sleep or die in a device's process, and commands whose processes are counted."""
 
 from __future__ import annotations
 
@@ -69,7 +69,11 @@ class Command:
 
     def end(self, seconds: float = 240.0) -> tuple[int, str]:
         """(exit code, all that it printed)."""
-        out, _ = self.process.communicate(timeout=seconds)
+        try:
+            out, _ = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
         return self.process.returncode, out
 
     def after(self, path: Path, seconds: float = 120.0) -> None:

@@ -15,7 +15,7 @@ from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
 from weft.options import Config, leaves, read, to_mapping, validate
 
-FLAGS = ("--help", "--cfg", "--config", "--import", "--debug", "--resume_from_checkpoint")
+FLAGS = ("--help", "--dry-run", "--cfg", "--config", "--import", "--debug", "--resume_from_checkpoint")
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Words:
     imports: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     print_config: bool = False
+    dry_run: bool = False
     help: str | None = None  # a group of options, "" for all
 
 
@@ -54,9 +55,12 @@ def main(argv: Sequence[str]) -> int:
         validate(config)
         print(yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True), end="")
         return 0
-    from weft.launch import run  # checks first, and loads torch once they have passed
+    from weft.launch import dry_run, run  # checks first, and loads torch once they have passed
 
-    run(config)
+    if words.dry_run:
+        print("\n".join(dry_run(config)))
+    else:
+        run(config)
     return 0
 
 
@@ -85,6 +89,8 @@ def sort(argv: Sequence[str]) -> Words:
             words.help = rest.pop(0) if plain else ""
         elif word == "--debug":
             continue  # read by weft.cli.main
+        elif word == "--dry-run":
+            words.dry_run = True
         elif flag == "--resume_from_checkpoint":
             has_path = not attached and rest and "=" not in rest[0] and not rest[0].startswith("-")
             words.assignments.append(f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}")

@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
     parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
+    parser.add_argument("--dry-run", action="store_true", help="stop after the plan")
     given = parser.parse_args(argv)
     registry.import_user_folder()
     registry.import_user_code(given.imports)
@@ -37,9 +38,13 @@ def main(argv: Sequence[str]) -> int:
         )
         return 0
     _check(given, "start")
-    from weft.launch import registered, run
+    from weft.launch import dry_run, registered, run
 
-    run(_as_told(registered(given.experiment, given.trial), given), mode=given.mode)
+    experiment = _as_told(registered(given.experiment, given.trial, given.mode), given)
+    if given.dry_run:
+        print("\n".join(dry_run(experiment, mode=given.mode)))
+    else:
+        run(experiment, mode=given.mode)
     return 0
 
 
@@ -66,7 +71,7 @@ def _named(prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=prog, description=description)
     parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
     parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")
-    parser.add_argument("--mode", default="local", help="local: this process")
+    parser.add_argument("--mode", default="local", help="local: this machine; ray: a Ray cluster that is there")
     parser.add_argument("--fileroot", help="folder of runs (the experiment's own, usually ./runs)")
     return parser
 

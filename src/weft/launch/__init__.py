@@ -1,7 +1,7 @@
-"""Running experiments: `run` a configuration, `start` a registered experiment, `stop` a run."""
+"""Running experiments: `run` a configuration (`dry_run`: as far as its plan), `start` a registered experiment, `stop` a run."""
 
-from weft.launch.run import RunResult, run
+from weft.launch.run import RunResult, dry_run, run
 from weft.launch.start import registered, start
 from weft.launch.stop import stop
 
-__all__ = ["RunResult", "registered", "run", "start", "stop"]
+__all__ = ["RunResult", "dry_run", "registered", "run", "start", "stop"]

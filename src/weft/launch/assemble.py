@@ -55,8 +55,8 @@ def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local
     if alone:
         group: WorkerGroup = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
     else:
-        build = Build(experiment, specs, tokenizers, cache)
-        group = DeviceGroup(start_devices(experiment, mode), experiment, build, directory.path / LOGS)
+        build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
+        group = DeviceGroup(start_devices(experiment, mode), experiment, build, directory.path.absolute() / LOGS)
     try:
         facts = group.describe()
         expected = forecast(experiment, facts, data, device, baseline)

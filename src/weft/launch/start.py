@@ -12,7 +12,7 @@ from weft.launch.run import RunResult, check_mode, run
 from weft.registry import experiments
 
 
-def registered(name: str, trial_name: str) -> Experiment:
+def registered(name: str, trial_name: str, mode: str = "local") -> Experiment:
     """The experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
 
     It is a function returning an `Experiment` (or a configuration that builds one), or a class with
@@ -24,7 +24,7 @@ def registered(name: str, trial_name: str) -> Experiment:
     made = thing()
     if inspect.isclass(thing):
         if "scheduling_setup" in dir(thing):
-            _check_machines(name, made.scheduling_setup())
+            _check_machines(name, made.scheduling_setup(), mode)
         if "initial_setup" not in dir(thing):
             raise ConfigError(
                 f"experiment {name!r}: the class {thing.__qualname__} has no initial_setup(); give it one"
@@ -41,12 +41,12 @@ def registered(name: str, trial_name: str) -> Experiment:
 def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
     """Run a registered experiment. Raises as `run` does."""
     check_mode(mode)
-    return run(registered(name, trial_name), mode=mode)
+    return run(registered(name, trial_name, mode), mode=mode)
 
 
-def _check_machines(name: str, asked: Scheduling) -> None:
-    if asked.n_nodes > 1 or asked.n_gpus_per_node > 1:
+def _check_machines(name: str, asked: Scheduling, mode: str) -> None:
+    if mode == "local" and asked.n_nodes > 1:
         raise ConfigError(
-            f"experiment {name!r} asks for {asked.n_nodes} x {asked.n_gpus_per_node} devices, and this version runs one device "
-            "in this process; ask for one"
+            f"experiment {name!r} asks for {asked.n_nodes} machines, and mode=local is this one; ask for one, or give "
+            "--mode ray and a cluster of them"
         )

@@ -6,7 +6,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,15 @@ class Build:
     specs: Mapping[str, ModelSpec]
     tokenizers: Mapping[str, Tokenizer]
     cache: Path
+    kind: str  # of device: cpu, cuda
 
     def run(self, process: DeviceProcess, number: int) -> Built:
         import_user_code(self.experiment.control.imports)
-        process.device = device = resolve_device(self.experiment.control.device)
+        process.device = device = resolve_device(self.kind)
         set_deterministic(self.experiment.control.deterministic)
         reset_peak_memory(device)
-        worker = Worker(
-            self.experiment, self.specs, self.tokenizers, str(device), self.cache, process.rank, process.groups
-        )
+        specs = {role: replace(spec, device=str(device)) for role, spec in self.specs.items()}
+        worker = Worker(self.experiment, specs, self.tokenizers, str(device), self.cache, process.rank, process.groups)
         process.worker = worker
         facts = worker.roles.describe()
         moved = {role: worker.roles.engine(role).slices() for role in facts if role in _moved(self.experiment)}

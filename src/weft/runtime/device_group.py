@@ -38,8 +38,8 @@ BYTES_MOVED = "num_bytes_moved"  # a metric of every call: what its devices got 
 
 
 class DeviceGroup:
-    """Implements `WorkerGroup` on `devices`; `build` makes each one's worker. From the first call on, what their processes print
-    goes into the folder `logs`."""
+    """Implements `WorkerGroup` on `devices`; `build` makes each one's worker. From the first call on, what their processes
+    print goes into the folder `logs`."""
 
     def __init__(self, devices: Devices, experiment: Experiment, build: Build, logs: Path | None = None) -> None:
         self.events: Events = queue.SimpleQueue()
