@@ -257,7 +257,7 @@ def test_registered_experiments_are_functions_or_classes(root):
     assert len(start("run-function", "first").metrics) == 2
     assert registered("run-class", "second").control.trial_name == "second"
     assert (root / "registered" / "run-function" / "first" / "config.yaml").is_file()
-    with pytest.raises(ConfigError, match="asks for 4 x 8 devices"):
+    with pytest.raises(ConfigError, match="asks for 4 machines, and mode=local is this one"):
         start("run-large", "a")
     with pytest.raises(ConfigError, match="gives a NoneType"):
         start("run-nothing", "a")

@@ -17,6 +17,7 @@ from weft.options import Config, leaves, read, to_mapping, validate
 
 FLAGS = (
     "--help",
+    "--dry-run",
     "--cfg",
     "--config",
     "--import",
@@ -36,6 +37,7 @@ class Words:
     imports: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     print_config: bool = False
+    dry_run: bool = False
     print_script: bool = False
     deepspeed: str | None = None  # a file, "" for the flag alone
     help: str | None = None  # a group of options, "" for all
@@ -72,15 +74,18 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
-    if config.mode == "slurm":
+    if config.mode == "slurm" and not words.dry_run:
         from weft.launch import slurm
 
         command = ["quickstart", *(word for word in argv if word != "--print-script"), "mode=ray"]
         print(slurm.start(config.build(), command, print_only=words.print_script))
         return 0
-    from weft.launch import run  # checks first, and loads torch once they have passed
+    from weft.launch import dry_run, run  # checks first, and loads torch once they have passed
 
-    run(config)
+    if words.dry_run:
+        print("\n".join(dry_run(config)))
+    else:
+        run(config)
     return 0
 
 
@@ -111,6 +116,8 @@ def sort(argv: Sequence[str]) -> Words:
             continue  # read by weft.cli.main
         elif word == "--print-script":
             words.print_script = True
+        elif word == "--dry-run":
+            words.dry_run = True
         elif flag == "--resume_from_checkpoint":
             has_path = not attached and rest and "=" not in rest[0] and not rest[0].startswith("-")
             words.assignments.append(f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}")

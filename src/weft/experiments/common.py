@@ -153,8 +153,12 @@ class RunConfig(ABC):
         None,
         "Ray cluster of mode=ray, such as auto or 10.0.0.1:6379; RAY_ADDRESS, else the one on this machine, when absent",
     )
-    n_nodes: int = option(1, "machines", at_least=1)
-    n_gpus_per_node: int = option(1, "devices of each machine", at_least=0)
+    n_nodes: int = option(1, "machines; mode=local is one, mode=ray has those of its cluster", at_least=1)
+    n_gpus_per_node: int | None = option(
+        None,
+        "GPUs that mode=local may use of this machine; all there are when absent. CPUs are not limited",
+        at_least=1,
+    )
     allocation_mode: str = option(
         "manual",
         "manual, heuristic or search, or a layout such as d1; on one device they come to the same",

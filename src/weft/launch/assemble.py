@@ -21,7 +21,7 @@ from weft.launch.plan import plan_lines
 from weft.runtime.check import check_calls, check_tokens
 from weft.runtime.commands import Build
 from weft.runtime.device_group import DeviceGroup
-from weft.runtime.directory import RunDirectory
+from weft.runtime.directory import LOGS, RunDirectory
 from weft.runtime.evaluate import Evaluator
 from weft.runtime.group import WorkerGroup
 from weft.runtime.local import LocalGroup
@@ -55,7 +55,8 @@ def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local
     if alone:
         group: WorkerGroup = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
     else:
-        group = DeviceGroup(start_devices(experiment, mode), experiment, Build(experiment, specs, tokenizers, cache))
+        build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
+        group = DeviceGroup(start_devices(experiment, mode), experiment, build, directory.path.absolute() / LOGS)
     try:
         facts = group.describe()
         expected = forecast(experiment, facts, data, device, baseline)

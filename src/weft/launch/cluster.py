@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.errors import ConfigError
-from weft.experiment import Experiment
+from weft.experiment import Control, Experiment
 
 if TYPE_CHECKING:
-    from weft.runtime.ray import Cluster, Node, RayDevices
+    from weft.runtime.ray import Node, RayDevices
 
 # What processes on other machines get of this one's environment; nothing of it is ever printed.
 PASSED = ("WANDB_API_KEY", "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")
@@ -29,10 +29,17 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
         )
     from weft.runtime.ray import Cluster
 
-    count, kind = experiment.num_devices, device_kind(experiment)
-    cluster = _own(count, kind) if mode == "local" else Cluster.join(_address(experiment))
+    count, kind, control = experiment.num_devices, device_kind(experiment), experiment.control
+    if mode == "local":
+        cluster = Cluster.start(*local_resources(count, kind, control))
+    else:
+        cluster = Cluster.join(str(control.ray_address or os.environ.get("RAY_ADDRESS") or "auto"))
     try:
         nodes = cluster.nodes()
+        if kind == "cpu" and control.device is None and any(node.gpus for node in nodes):
+            raise ConfigError(
+                "the cluster has GPUs and this machine has none; write device=cuda, or device=cpu to leave them"
+            )
         check_enough(count, kind, nodes)
         return cluster.launch(count, kind, environment(), nodes)
     except BaseException:
@@ -40,20 +47,16 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
         raise
 
 
-def _own(count: int, kind: str) -> Cluster:
-    from weft.runtime.ray import Cluster
-
-    gpus = torch.cuda.device_count() if kind == "cuda" else 0
+def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
+    """(CPUs, GPUs) of this machine that a Ray of the run's own is told of. Raises `ConfigError` where they are too few."""
+    there = torch.cuda.device_count() if kind == "cuda" else 0
+    gpus = there if control.n_gpus_per_node is None else min(there, control.n_gpus_per_node)
     if kind == "cuda" and gpus < count:
         raise ConfigError(
-            f"the run takes {count} devices and this machine has {gpus} GPUs; choose smaller layouts or other device_mesh "
-            "numbers, write device=cpu, or run on more machines with mode=ray or mode=slurm"
+            f"the run takes {count} devices and may use {gpus} GPUs of the {there} of this machine; choose smaller layouts or "
+            "other device_mesh numbers, raise n_gpus_per_node, write device=cpu, or run on more machines with mode=ray"
         )
-    return Cluster.start(max(count, len(os.sched_getaffinity(0))), gpus)
-
-
-def _address(experiment: Experiment) -> str:
-    return str(experiment.control.ray_address or os.environ.get("RAY_ADDRESS") or "auto")
+    return max(count, len(os.sched_getaffinity(0))), gpus  # a device on CPUs is a process, whatever cores there are
 
 
 def device_kind(experiment: Experiment) -> str:
@@ -71,11 +74,11 @@ def device_kind(experiment: Experiment) -> str:
 
 def check_enough(count: int, kind: str, nodes: Sequence[Node]) -> None:
     """Raises `ConfigError` saying what each machine has where all of them together have fewer devices than the run takes."""
-    has = {node.host: (node.gpus if kind == "cuda" else node.cpus) for node in nodes}
+    has = [f"{node.host}: {node.gpus if kind == 'cuda' else node.cpus}" for node in nodes]
     found = sum(min(node.gpus, node.cpus) if kind == "cuda" else node.cpus for node in nodes)
     if found < count:
         unit = "GPUs" if kind == "cuda" else "CPUs"
-        shown = ", ".join(f"{host}: {number}" for host, number in has.items()) or "no machine is up"
+        shown = ", ".join(has) or "no machine is up"
         raise ConfigError(
             f"the run takes {count} devices and the Ray cluster has {found} {unit} ({shown}): {count - found} are missing; "
             "choose smaller layouts, or add machines"

@@ -54,18 +54,7 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
     configuration's own. Raises `UserError` for input that cannot be used, before anything is trained or written; `RunError`
     where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the step is over and what a restart needs is on the disk.
     """
-    foreign.check(os.environ)
-    experiment = config if isinstance(config, Experiment) else config.build()
-    mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
-    check_mode(mode)
-    os.environ.update(experiment.control.env)
-    import_user_code(experiment.control.imports)
-    experiment.check()
-    check_sinks(experiment.control.loggers)
-    from weft.launch.hub import fetch_configs
-
-    if fetch_configs(experiment) and not isinstance(config, Experiment):
-        experiment = config.build()  # again, with what the models' own files say
+    experiment, mode = _checked(config, mode)
     from weft.runtime.directory import RunDirectory, RunLock, admit
 
     directory = RunDirectory.of(experiment.control)
@@ -76,6 +65,43 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
         return _run(experiment, directory, mode, goes_on=goes_on)
     finally:
         lock.release()
+
+
+def dry_run(config: Buildable | Experiment, *, mode: str | None = None) -> list[str]:
+    """The lines that a run prints before its first step, from the very devices and models that it would use; writes nothing.
+
+    Raises `UserError` as `run` does.
+    """
+    experiment, mode = _checked(config, mode)
+    from weft.launch.assemble import assemble
+    from weft.runtime.directory import RunDirectory, admit
+
+    directory = RunDirectory.of(experiment.control)
+    admit(directory, experiment.control, experiment.resolved())
+    session = assemble(experiment, directory, mode)
+    session.close("stopped")
+    return list(session.plan)
+
+
+def _checked(config: Buildable | Experiment, mode: str | None) -> tuple[Experiment, str]:
+    """(the experiment, its mode) once all is checked that needs no torch."""
+    foreign.check(os.environ)
+    experiment = config if isinstance(config, Experiment) else config.build()
+    mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
+    check_mode(mode)
+    os.environ.update(experiment.control.env)
+    import_user_code(experiment.control.imports)
+    experiment.check()
+    if mode == "local" and experiment.control.n_nodes > 1:
+        raise ConfigError(
+            f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or mode=slurm"
+        )
+    check_sinks(experiment.control.loggers)
+    from weft.launch.hub import fetch_configs
+
+    if fetch_configs(experiment) and not isinstance(config, Experiment):
+        experiment = config.build()  # again, with what the models' own files say
+    return experiment, mode
 
 
 def check_mode(mode: str) -> None:

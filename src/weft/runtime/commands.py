@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +48,15 @@ class Build:
     specs: Mapping[str, ModelSpec]
     tokenizers: Mapping[str, Tokenizer]
     cache: Path
+    kind: str  # of device: cpu, cuda
 
     def run(self, process: DeviceProcess, number: int) -> Built:
         import_user_code(self.experiment.control.imports)
-        process.device = device = resolve_device(self.experiment.control.device)
+        process.device = device = resolve_device(self.kind)
         set_deterministic(self.experiment.control.deterministic)
         reset_peak_memory(device)
-        worker = Worker(
-            self.experiment, self.specs, self.tokenizers, str(device), self.cache, process.rank, process.groups
-        )
+        specs = {role: replace(spec, device=str(device)) for role, spec in self.specs.items()}
+        worker = Worker(self.experiment, specs, self.tokenizers, str(device), self.cache, process.rank, process.groups)
         process.worker = worker
         facts = worker.roles.describe()
         moved = {role: worker.roles.engine(role).slices() for role in facts if role in _moved(self.experiment)}
@@ -196,6 +199,23 @@ class Save:
 
     def run(self, process: DeviceProcess, number: int) -> None:
         process.worker.save(self.role, self.directory)
+
+
+@dataclass(frozen=True)
+class LogTo:
+    """Have what this process prints, from Python or from C, go to the end of `folder/worker-RANK.log`."""
+
+    folder: Path
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(self.folder / f"worker-{process.rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(log, descriptor)
+        os.close(log)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        faulthandler.enable(sys.stderr)
 
 
 @dataclass(frozen=True)

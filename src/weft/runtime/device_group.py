@@ -29,7 +29,7 @@ from weft.runtime.group import SampleMeta
 from weft.runtime.locations import DRIVER as ON_DRIVER
 from weft.runtime.locations import Locations
 from weft.runtime.merge import merged
-from weft.runtime.roles import common
+from weft.runtime.parameters import Parameters
 from weft.runtime.saved import DRIVER, ENGINES, rank_folders, read_samples, write_samples
 from weft.runtime.split import OWNER, owners
 from weft.runtime.store import TensorStore
@@ -38,9 +38,10 @@ BYTES_MOVED = "num_bytes_moved"  # a metric of every call: what its devices got 
 
 
 class DeviceGroup:
-    """Implements `WorkerGroup` on `devices`; `build` makes each one's worker."""
+    """Implements `WorkerGroup` on `devices`; `build` makes each one's worker. From the first call on, what their processes
+    print goes into the folder `logs`."""
 
-    def __init__(self, devices: Devices, experiment: Experiment, build: Build) -> None:
+    def __init__(self, devices: Devices, experiment: Experiment, build: Build, logs: Path | None = None) -> None:
         self.events: Events = queue.SimpleQueue()
         self._devices, self._experiment = devices, experiment
         self._meshes, self._calls = experiment.meshes(), calls_of(experiment)
@@ -48,11 +49,12 @@ class DeviceGroup:
         self._announcing: set[str] = set()
         self._lock = threading.RLock()  # of what lies where; of the store by it
         self._store, self._locations = TensorStore(), Locations()
-        self._closed = False
+        self._closed, self._logs = False, logs
         self._dispatch = Dispatch(devices)
         try:
             self._built: Mapping[int, Built] = self._ask("building the engines", self._all, lambda rank: build).result()
-            self._begin_alike()
+            self._parameters = Parameters(self._dispatch, self._meshes, self._built)
+            self._parameters.begin(experiment)
         except BaseException:
             self.close(0.0)
             raise
@@ -60,6 +62,9 @@ class DeviceGroup:
     # -- calls
 
     def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
+        if self._logs is not None:  # the run has begun, so it may write
+            command, self._logs = commands.LogTo(self._logs), None
+            self._ask("opening its log", self._all, lambda rank: command)
         node = self._calls[mfc]
         mesh, task = self._meshes[node.role], (mfc, step)
         ids = owners([part for minibatch in parts for part in minibatch])
@@ -159,84 +164,10 @@ class DeviceGroup:
         for rank, held in gone.items():
             self._ask("letting go of tensors", [rank], lambda rank, held=held: commands.Discard(held))  # type: ignore[misc]
 
-    # -- parameters between roles
-
     def sync(self, s: ParamSync, step: int) -> None:
         task = (s.name, step)
-        here, there = self._meshes[s.source], self._meshes[s.target]
-        if here == there:
-            command, roles = commands.SyncHere(s), frozenset({s.source, s.target})
-
-            def done(ends: Mapping[int, Report]) -> None:
-                self.events.put(Finished(task, ends[here.ranks[0]].value))
-
-            make = lambda rank: (command, Given())  # noqa: E731
-            self._dispatch.submit(
-                Job(s.name, here.ranks, make, done, self._fails(task), self._starts(task), roles=roles)
-            )
-        else:
-            names = self._common(s.source, s.target, partly=False)
-            told = lambda version: self.events.put(Finished(task, version))  # noqa: E731
-            self._reallocate(s, names, f"{s.name}/{step}", told, self._fails(task), self._starts(task))
-
-    def _reallocate(
-        self,
-        s: ParamSync,
-        names: Sequence[str],
-        parcel: str,
-        done: Callable[[int], None],
-        failed: Callable[[BaseException], None],
-        started: Callable[[], None],
-    ) -> None:
-        """Move parameters between different meshes: the one place where this is done. The source's first rank lays them ready
-        as soon as what it was asked for before is done; the target's ranks take them then, and nobody waits for that."""
-        source, target = self._meshes[s.source], self._meshes[s.target]
-        giver = source.ranks[0]
-
-        def taken(ends: Mapping[int, Report]) -> None:
-            self._ask("letting go of parameters", [giver], lambda rank: commands.DropParcels([parcel]))
-            done(ends[target.ranks[0]].value)
-
-        give = Job(
-            f"giving parameters, {s.name}",
-            [giver],
-            lambda rank: (commands.Give(s.source, names, parcel), Given()),
-            done=lambda ends: None,
-            failed=lambda error: None,  # the taking fails with it
-            started=started,
-            roles=frozenset({s.source}),
-        )
-        take = Job(
-            f"taking parameters, {s.name}",
-            target.ranks,
-            lambda rank: (commands.Take(s.target, giver, parcel, s.eta), Given()),
-            done=taken,
-            failed=failed,
-            roles=frozenset({s.target}),
-            after=[give],
-        )
-        self._dispatch.submit(give, take)
-
-    def _common(self, source: str, target: str, *, partly: bool) -> list[str]:
-        """Parameters to move. Raises `ConfigError` where they differ, also in how ranks hold them."""
-        giver, takers = self._meshes[source].ranks[0], self._meshes[target].ranks
-        have = self._built[giver].slices[source]
-        for rank in takers:
-            names = common(source, have, target, self._built[rank].slices[target], partly=partly)
-        return names
-
-    def _begin_alike(self) -> None:
-        """Roles that begin as copies of others on other devices; and what is moved later is refused now if ever."""
-        for sync in self._experiment.graph.syncs:
-            if self._meshes[sync.source] != self._meshes[sync.target]:
-                self._common(sync.source, sync.target, partly=False)
-        for target, source in self._experiment.init_from.items():
-            if self._meshes[source] != self._meshes[target]:
-                over: Future[int] = Future()
-                names = self._common(source, target, partly=True)
-                copied = ParamSync(source, target)
-                self._reallocate(copied, names, f"begin {target}", over.set_result, over.set_exception, lambda: None)
-                over.result()
+        told = lambda version: self.events.put(Finished(task, version))  # noqa: E731
+        self._parameters.move(s, step, told, self._fails(task), self._starts(task))
 
     # -- state
 

@@ -161,6 +161,7 @@ class DeviceProcess:
                 moved = self._take_in(queued.promises)
                 self.report(Report(queued.number, "finished", queued.command.run(self, queued.number), moved))
             except BaseException as error:
+                traceback.print_exc()
                 self.report(Report(queued.number, "failed", portable(error, self.where(""))))
 
     def _take_in(self, promises: Sequence[Any]) -> int:

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from weft.runtime.dispatch import Given, Lost
 
 START_SECONDS = 300.0  # for the devices' processes to be there, with all that they import
+ANSWER_SECONDS = 20.0  # for a cluster to be listening
 PLACE_SECONDS = 600.0  # for a cluster to have the devices free
 POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
 SILENT_SECONDS = 300.0  # one that does not even say that counts as dead
@@ -209,9 +211,10 @@ class Cluster:
     def join(cls, address: str) -> Cluster:
         """Raises `ConfigError` where no cluster answers at the address."""
         try:
+            _check_answers(address)
             with _quiet():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-        except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        except (OSError, RayError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"ray_address={address!r}: no Ray cluster answers there ({_first_line(error)}); start one with "
                 "`ray start --head` and give its address, or write mode=local"
@@ -293,6 +296,13 @@ def _ask(promises: Sequence[Any], what: str, seconds: float) -> list[Any]:
         except RayActorError as error:
             raise RunError(f"device {rank} died: {_first_line(error)}") from error
     return found
+
+
+def _check_answers(address: str) -> None:
+    """Raises `OSError` at once where nobody listens at HOST:PORT; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "/" not in address:
+        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
 
 
 def _first_line(error: BaseException) -> str:
