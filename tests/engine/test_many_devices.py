@@ -11,8 +11,8 @@ from tests.engine import layouts
 from tests.engine.layouts import Case
 from tests.ranks import Ranks
 
-TWO = ("d2", "d2f1", "t2")
-FOUR = ("d2t2", "d2f1t2", "d4f2", "d4", "t4")
+TWO = ("d2", "d2f1", "t2", "p2")
+FOUR = ("d2t2", "d2f1t2", "d4f2", "d4", "t4", "d2p2", "d2f1p2", "t2p2")
 CASES = {
     "llama": Case(),
     "tied": Case(changes={"tie_word_embeddings": True}),
@@ -20,6 +20,7 @@ CASES = {
     "dropout": Case("gpt2", lora=True, dropout=0.2),
     "gpt2": Case("gpt2"),
     "mixtral": Case("mixtral"),
+    "balanced": Case("mixtral", options={"router_aux_loss_coef": 0.1}),
     "recomputed": Case(options={"gradient_checkpointing": True}),
 }
 
@@ -51,7 +52,7 @@ def test_two_processes_are_as_one(name: str, layout: str, ranks: Ranks, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TWO)
-@pytest.mark.parametrize("name", ["tied", "gpt2", "recomputed"])
+@pytest.mark.parametrize("name", ["tied", "gpt2", "recomputed", "balanced"])
 def test_two_processes_are_as_one_more(name: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
     compare(CASES[name], layout, ranks, tmp_path)
 
@@ -63,7 +64,14 @@ def test_four_processes_are_as_one(name: str, layout: str, four_ranks: Ranks, tm
     compare(CASES[name], layout, four_ranks, tmp_path)
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("d2", "t2"), ("t2", "d1"), ("d1", "d2"), ("d2f1", "d2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_four_stages(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    deep = Case(changes={"num_hidden_layers": 5}, options={"pipeline_schedule": schedule})
+    compare(deep, "p4", four_ranks, tmp_path)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("d2", "t2"), ("t2", "p2"), ("p2", "d1"), ("d1", "d2"), ("d2f1", "d2")])
 def test_a_run_goes_on_in_another_layout(saved: str, resumed: str, ranks: Ranks, tmp_path: Path) -> None:
     case = CASES["llama"]
     path = layouts.write_model(case, tmp_path / "hf")

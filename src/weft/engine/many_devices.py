@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.data.sample import SequenceSample
+from weft.engine.spread import Outputs, Prepared, Work, passed
 from weft.models.network.parameters import StoredParameter
 from weft.parallel import shard, tensor
 from weft.parallel.mesh import RankMesh
+from weft.parallel.pipeline import Pipeline, sum_tied_gradients
 from weft.parallel.shard import Shards
 from weft.topology import Slice
 
@@ -34,6 +36,8 @@ class ManyDevices:
     stored: Callable[[], Mapping[str, StoredParameter]]
     config: Any = None
     shards: Shards | None = None
+    pipeline: Pipeline | None = None
+    tied: bool = False  # the embedding is the output matrix too
 
     # -- a training step
 
@@ -42,24 +46,37 @@ class ManyDevices:
         total = self._sum([own[name] for name in names], "data")
         return dict(zip(names, total, strict=True))
 
-    def run(
-        self,
-        parts: Sequence[SequenceSample],
-        one: Callable[[SequenceSample], T],
-        fill: Callable[[], None],
-        *,
-        trains: bool,
-    ) -> list[T]:
-        count = self._most(len(parts)) if self.shards is not None else len(parts)
+    def run(self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool) -> list[T]:
+        count = len(parts) if self.shards is None else self._most(len(parts))
+        prepared = (work.prepare(parts[n]) if n < len(parts) else work.filler() for n in range(count))
+        if self.pipeline is not None:
+            return self._staged(self.pipeline, list(prepared), work, trains=trains)
         done = []
-        for number in range(count):
+        for number, each in enumerate(prepared):
             if self.shards is not None and trains:
-                shard.sync_gradients(self.network, number == count - 1)
-            if number < len(parts):
-                done.append(one(parts[number]))
-            else:
-                fill()
+                shard.sync_gradients(network, number == count - 1)
+            done.append(passed(network, each, work, trains=trains))
         return done
+
+    def _staged(self, pipeline: Pipeline, prepared: list[Prepared], work: Work[T], *, trains: bool) -> list[T]:
+        """Through the stages of a pipeline. Sharded gradients are summed at every backward pass: which is a rank's last one is
+        the schedule's."""
+        if not prepared:
+            return []
+        given = [each.given for each in prepared]
+        done: list[T] = []
+
+        def loss(number: int, out: Outputs) -> Tensor:
+            done.append(work.finish(prepared[number], prepared[number].spread(out)))
+            assert isinstance(done[-1], Tensor)
+            return done[-1]
+
+        if trains:
+            last = pipeline.placement.num_stages - 1
+            pipeline.train(given, loss, lambda stage, n: None if stage == last else work.stage_loss(prepared[n]))
+            return done
+        outputs = pipeline.share_outputs(pipeline.forward(given))
+        return [work.finish(each, each.spread(out)) for each, out in zip(prepared, outputs, strict=True)]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.shards is not None:
@@ -70,6 +87,11 @@ class ManyDevices:
                 flat = torch.cat([gradient.flatten() for gradient in bucket])
                 dist.all_reduce(flat, group=self.mesh.group("data"))
                 tensor.put_back(flat, bucket)
+        if self.pipeline is not None and self.tied and self.mesh.ends is not None:
+            copies = (
+                [self.stored()["embed.weight"].parameter] if "embed.weight" in self.holdings[self.mesh.rank] else []
+            )
+            sum_tied_gradients([copy for copy in copies if copy.requires_grad], self.mesh.ends)
         if self.mesh.size("tensor") > 1:
             tensor.sum_gradients(self.stored(), self.config, self.mesh.group("tensor"))
 
@@ -84,11 +106,12 @@ class ManyDevices:
         device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
         return torch.tensor(total, dtype=torch.float64).sqrt().to(device, dtype)
 
-    def gather_values(self, own: T) -> list[T]:
-        if self.mesh.size("data") == 1:
+    def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
+        axes = ("data", "pipeline") if stages else ("data",)
+        if self.mesh.size(*axes) == 1:
             return [own]
-        every: list[Any] = [None] * self.mesh.size("data")
-        dist.all_gather_object(every, own, group=self.mesh.group("data"))
+        every: list[Any] = [None] * self.mesh.size(*axes)
+        dist.all_gather_object(every, own, group=self.mesh.group(*axes))
         return every
 
     # -- parameters

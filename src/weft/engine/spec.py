@@ -164,6 +164,11 @@ class ModelSpec:
         at_least=0,
         at_most=3,
     )
+    pipeline_schedule: str = option(
+        "1f1b",
+        "in which order pipeline stages work through micro-batches",
+        choices=("gpipe", "1f1b", "zero_bubble"),
+    )
     device_mesh: str | None = option(
         None, "devices of the layout, numbered over all machines, such as 4-7 or 0,2; absent: the first ones"
     )

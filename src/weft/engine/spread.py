@@ -7,14 +7,48 @@ device every answer is the rank's own. A layout of many devices is another imple
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from weft.algorithms.base import Output
 from weft.data.sample import SequenceSample
+from weft.engine.rows import PackLayout
+from weft.parallel.pipeline import Microbatch
 
+T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
+Outputs = dict[Output, Tensor]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A micro-batch as the network is called with it. `part` is None of a filler, whose outputs have weight 0; `spread` puts
+    the outputs of the rows that were computed among zeros."""
+
+    part: SequenceSample | None
+    layout: PackLayout
+    given: Microbatch
+    spread: Callable[[Outputs], Outputs]
+
+
+class Work(Protocol[T_co]):
+    """What is done with every micro-batch of a call, on one rank."""
+
+    def prepare(self, part: SequenceSample) -> Prepared: ...
+    def filler(self) -> Prepared:
+        """One token, for a rank that must pass the network as often as another that has more micro-batches."""
+        ...
+
+    def finish(self, prepared: Prepared, out: Outputs) -> T_co:
+        """What becomes of a micro-batch's outputs; in training the scalar that the backward pass begins with."""
+        ...
+
+    def stage_loss(self, prepared: Prepared) -> Tensor | None:
+        """Of a stage of a pipeline that is not the last: what its own layers add to the loss."""
+        ...
 
 
 class Spread(Protocol):
@@ -24,16 +58,9 @@ class Spread(Protocol):
         """Sums over the data-parallel ranks, in float64; asked before the first forward pass of a minibatch."""
         ...
 
-    def run(
-        self,
-        parts: Sequence[SequenceSample],
-        one: Callable[[SequenceSample], T],
-        fill: Callable[[], None],
-        *,
-        trains: bool,
-    ) -> list[T]:
-        """`one` of every micro-batch. Where ranks must pass the network equally often, one with fewer micro-batches than
-        another calls `fill`, a pass of weight 0, in place of those that it lacks."""
+    def run(self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool) -> list[T]:
+        """`work` on every micro-batch, with its backward pass where it trains; what it made of each, on a rank that has the
+        outputs."""
         ...
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -45,8 +72,9 @@ class Spread(Protocol):
         """Scalar: the L2 norm over the gradients of all ranks, each element counted once; `gradients` by canonical name."""
         ...
 
-    def gather_values(self, own: T) -> list[T]:
-        """Small plain values (statistics, ids) of every data-parallel rank, in the order of ranks."""
+    def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
+        """Small plain values (statistics, ids) of every data-parallel rank, in the order of ranks; with `stages` those of every
+        stage of each, where a pipeline's have different ones."""
         ...
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
@@ -62,21 +90,24 @@ class Spread(Protocol):
         ...
 
 
+def passed(network: nn.Module, prepared: Prepared, work: Work[T], *, trains: bool) -> T:
+    """One micro-batch through a network that is all here."""
+    given = prepared.given
+    out: Outputs = network(given.x, given.want, given.temperature, given.support)
+    value = work.finish(prepared, prepared.spread(out))
+    if trains and isinstance(value, Tensor) and value.requires_grad:
+        value.backward()
+    return value
+
+
 class OneDevice:
     """Implements `Spread` for a layout of one device: nothing is spread."""
 
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
         return dict(own)
 
-    def run(
-        self,
-        parts: Sequence[SequenceSample],
-        one: Callable[[SequenceSample], T],
-        fill: Callable[[], None],
-        *,
-        trains: bool,
-    ) -> list[T]:
-        return [one(part) for part in parts]
+    def run(self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool) -> list[T]:
+        return [passed(network, work.prepare(part), work, trains=trains) for part in parts]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Nothing: the gradients are whole."""
@@ -84,7 +115,7 @@ class OneDevice:
     def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         return torch.nn.utils.get_total_norm(list(gradients.values()))
 
-    def gather_values(self, own: T) -> list[T]:
+    def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
         return [own]
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:

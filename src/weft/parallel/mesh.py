@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.topology import Coordinates, Layout, Mesh
 
-AXES = (("tensor",), ("data",), ("context",), ("pipeline",), ("tensor", "pipeline"), ("data", "context"))
+AXES = (
+    ("tensor",), ("data",), ("context",), ("pipeline",), ("tensor", "pipeline"), ("data", "pipeline"), ("data", "context"),
+)  # fmt: skip
 
 
 def backend_of(device: torch.device) -> str:
@@ -29,15 +31,16 @@ class ProcessGroups:
     others that they share."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], bool], ProcessGroup] = {}
 
-    def of(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """Made at the first call, which returns once all of `ranks` have made it."""
-        if ranks not in self._groups:
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
+    def of(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
+        """Made at the first call, which returns once all of `ranks` have made it. A group of its own for tensors of the `host`
+        moves them by gloo, in an order of their own."""
+        if (ranks, host) not in self._groups:
+            group = dist.new_group(list(ranks), backend="gloo" if host else None, use_local_synchronization=True)
             assert isinstance(group, ProcessGroup), f"this process is none of the ranks {ranks}"
-            self._groups[ranks] = group
-        return self._groups[ranks]
+            self._groups[ranks, host] = group
+        return self._groups[ranks, host]
 
 
 class RankMesh:
@@ -49,6 +52,12 @@ class RankMesh:
         for axes in AXES:
             self._make(mesh.along(rank, *axes))
         self._make(mesh.ranks)
+        line = mesh.along(rank, "pipeline")
+        self._ends = (line[0], line[-1])
+        if len(line) > 1:
+            groups.of(line, host=True)
+            if rank in self._ends:
+                self._make(self._ends)
         if self.layout.fsdp > 1:
             self._make(self._shard_ranks())
             self._make(self._replica_ranks())
@@ -68,6 +77,16 @@ class RankMesh:
     def group(self, *axes: str) -> ProcessGroup:
         """The ranks that differ from this one in these coordinates alone: of `AXES`, with more than one rank."""
         return self._groups.of(self.mesh.along(self.rank, *axes))
+
+    @property
+    def ends(self) -> ProcessGroup | None:
+        """The first and the last stage of this rank's pipeline, where it is one of them."""
+        return self._groups.of(self._ends) if self.rank in self._ends and len(set(self._ends)) == 2 else None
+
+    @property
+    def host_line(self) -> ProcessGroup:
+        """The stages of this rank's pipeline, for tensors of the host."""
+        return self._groups.of(self.mesh.along(self.rank, "pipeline"), host=True)
 
     @property
     def everyone(self) -> ProcessGroup:

@@ -48,7 +48,7 @@ class StagedDecoder:
         parameter = next(network.parameters())
         self.network, self._group, self._host, self._device = network, group, host_group, parameter.device
         self.config = replace(network.config, num_layers=len(network.blocks))
-        self.first_layer = network.first_layer
+        self.first_layer, self.vocab_size = network.first_layer, network.vocab_size
         self._rank, self._size = group.rank(), group.size()
         self._dtype = dtype or parameter.dtype
         self._going: deque[tuple[int, Tensor, dist.Work]] = deque()  # with the rank that it was sent to
@@ -65,6 +65,10 @@ class StagedDecoder:
     @property
     def training(self) -> bool:
         return self.network.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.network.train(mode)
 
     @property
     def reads_pages(self) -> bool:

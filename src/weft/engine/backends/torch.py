@@ -56,7 +56,8 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
         source.fill(canonical(network), {})
     else:
         part = parts.spread(source, network, whole, mesh, device)
-    aux_loss = AuxLoss(aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor)
+    experts = sum(config.has_experts(layer) for layer in range(config.num_layers))
+    aux_loss = AuxLoss(aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor, experts)
     rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
     drops = any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0)
 
@@ -101,7 +102,7 @@ def _adapters_keep(network: Transformer) -> int:
         rank, inputs = adapter.lora_a.shape[-2:]
         copies = experts.top_k if experts is not None and adapter.lora_a.dim() > 2 else 1
         kept += copies * (rank + (inputs + inputs // 4 if adapter.rate else 0))
-    return -(-kept // network.config.num_layers)
+    return -(-kept // len(network.blocks))
 
 
 def _is_fused(block: torch.nn.Module) -> bool:
@@ -132,15 +133,15 @@ def _sizes(network: Transformer) -> dict[str, int]:
     config, lm = network.config, network.kind == "lm"
     experts = config.experts
     return {
-        "layers": config.num_layers,
+        "layers": len(network.blocks),
         "hidden": config.hidden_size,
         "query": config.num_heads * config.head_dim,
         "key": config.num_kv_heads * config.head_dim,
         "inner": config.intermediate_size if experts is None else experts.top_k * experts.intermediate_size,
-        "vocab": config.vocab_size if lm else 1,
-        "embedding": network.embed.weight.numel(),
+        "vocab": config.vocab_size if lm and network.ends else 1,
+        "embedding": network.embed.weight.numel() if network.begins else 0,
         "gated": config.gated,
-        "tied": config.tied and lm,
+        "tied": config.tied and lm and network.begins and network.ends,
         "adapters": _adapters_keep(network),
         "fused": all(_is_fused(block) for block in network.blocks),
         "capped": lm and config.final_softcap is not None,
@@ -148,17 +149,18 @@ def _sizes(network: Transformer) -> dict[str, int]:
 
 
 def _cost(network: Transformer, *, frozen: bool) -> Cost:
-    """A token meets `top_k` of `num` experts, and every other matrix; frozen matrices get no gradient. With a
+    """A token meets `top_k` of `num` experts, and every other matrix of what is here; frozen matrices get no gradient. With a
     balance of experts all tokens go through the last layer, more than is counted."""
-    config, last = network.config, cast(Block, network.blocks[-1])
-    matrices = common.products(network, network.embed, tied=config.tied and network.kind == "lm") - _idle(
-        network, config
-    )
-    late: int = network.projection.weight.numel() if network.kind == "lm" else network.score.weight.numel()
-    if network.pooling == "last":  # else all tokens are read
+    config, last, lm = network.config, cast(Block, network.blocks[-1]), network.kind == "lm"
+    tied = config.tied and lm and network.ends
+    matrices = common.products(network, network.embed if tied else network, tied=tied) - _idle(network, config)
+    late = 0
+    if network.ends:
+        late += network.projection.weight.numel() if lm else network.score.weight.numel()
+    if network.ends and network.pooling == "last":  # else all tokens are read
         mlp = sum(p.numel() for p in last.mlp.parameters() if p.dim() >= 2) - _idle(last, config)
         late += cast(int, cast(Any, last.attention.o.weight).numel()) + mlp
-    attention = config.num_layers * config.num_heads * config.head_dim
+    attention = len(network.blocks) * config.num_heads * config.head_dim
     return Cost(matrices, attention, backward=1 if frozen else 2, late=late)
 
 

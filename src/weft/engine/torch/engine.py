@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -19,13 +19,13 @@ from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.device import matmul_rate
 from weft.engine.flops import Cost, ProductRate
 from weft.engine.generation.generate import Decoder, open_generator
-from weft.engine.rows import PackLayout, SampleRows, as_sample
+from weft.engine.rows import PackLayout, SampleRows
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.spread import OneDevice, Spread
 from weft.engine.torch.adapters_off import AdaptersOff
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, decayed
-from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Pass, Step, Veto, compute, fill, plain
+from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Pass, Scoring, Step, Veto, plain
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import TopIds
 from weft.models.network.parameters import StoredParameter
@@ -72,15 +72,14 @@ class BuiltNetwork:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a network that several hold: what lies where, whom to ask of the others, and the network as it
-    generates, which has whole parameters where they are sharded."""
+    """One rank's part of a network that several hold: what lies where, whom to ask of the others, and how it generates."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of every parameter, whole, by canonical name
     trained: frozenset[str]
     places: Mapping[str, Slice]  # what this rank holds of them
     spread: Callable[[Callable[[], Mapping[str, StoredParameter]]], Spread]  # given where its part lies
     shards: Shards | None
-    generating: Callable[[], AbstractContextManager[nn.Module]]
+    generating: Callable[[GenerationSpec, int], AbstractContextManager[Generator]]  # given the weights' version
 
 
 def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | None:
@@ -146,12 +145,9 @@ class TorchEngine:
         """
         self.onload("weights")
         how = Pass(want, temperature, extra=1 if "values" in want else 0, top=top)
-
-        def one(part: SequenceSample) -> SequenceSample:
-            return as_sample(part, *compute(self._network, part, how, self._device))
-
         parts = microbatches.cut(batch, max_tokens, "sequence")
-        made = self._spread.run(parts, one, lambda: fill(self._network, want, self._device), trains=False)
+        work = Scoring(self._network, how, self._device)
+        made = [each for each in self._spread.run(self._network, parts, work, trains=False) if each is not None]
         return microbatches.join(made, batch.ids) if made else _nothing(want)
 
     def train(
@@ -216,18 +212,19 @@ class TorchEngine:
         """Continuous batching on these weights; `spec.tokenizer` and `spec.stop_ids` are the caller's to fill in."""
         self.onload("weights")
         part = self._built.part
-        with ExitStack() as stack:
-            network = self._network if part is None else stack.enter_context(part.generating())
-            yield stack.enter_context(
-                open_generator(
-                    cast(Decoder, network),
-                    spec,
-                    device=self._device,
-                    version=self.version,
-                    eos_ids=(),
-                    tokenizer=spec.tokenizer,
-                )
+        if part is not None:
+            opened = part.generating(spec, self.version)
+        else:
+            opened = open_generator(
+                cast(Decoder, self._network),
+                spec,
+                device=self._device,
+                version=self.version,
+                eos_ids=(),
+                tokenizer=spec.tokenizer,
             )
+        with opened as generator:
+            yield generator
 
     def gather(self, own: T) -> list[T]:
         """Plain values of every data-parallel rank, in the order of ranks; all of them call it."""

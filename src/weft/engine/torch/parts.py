@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
+from weft.engine.base import Generator
+from weft.engine.generation.generate import default_budget, open_generator
+from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.turns import open_turns
 from weft.engine.many_devices import ManyDevices
+from weft.engine.spec import GenerationSpec
 from weft.engine.spread import Spread
 from weft.engine.torch.engine import DTYPES, Part, dtype_of
 from weft.engine.torch.master_weights import HALF
@@ -18,6 +25,9 @@ from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel import shard
 from weft.parallel.mesh import RankMesh
+from weft.parallel.pipeline import Pipeline
+from weft.parallel.pipeline_decoder import StagedDecoder
+from weft.parallel.schedule import Kind
 from weft.parallel.shard import Shards
 from weft.topology import holdings
 
@@ -45,7 +55,12 @@ def spread(source: Source, network: Transformer, whole: Transformer, mesh: RankM
     source.fill(stored, held[mesh.rank])
 
     def ranks(now: Callable[[], Mapping[str, StoredParameter]]) -> Spread:
-        return ManyDevices(mesh, network, held, source.shapes, now, source.config, shards)
+        staged = None
+        if mesh.layout.pipeline > 1:
+            half = shards is not None and (own := DTYPES[dtype_of(source.spec)]) in HALF
+            kind = cast(Kind, source.spec.pipeline_schedule)
+            staged = Pipeline({mesh.at.pipeline: network}, kind, mesh.group("pipeline"), own if half else None)
+        return ManyDevices(mesh, network, held, source.shapes, now, source.config, shards, staged, source.tied)
 
     return Part(
         shapes=source.shapes,
@@ -53,25 +68,49 @@ def spread(source: Source, network: Transformer, whole: Transformer, mesh: RankM
         places=held[mesh.rank],
         spread=ranks,
         shards=shards,
-        generating=lambda: _generating(source, network, mesh, device, sharded=shards is not None),
+        generating=lambda spec, version: _generating(
+            source, network, mesh, device, spec, version, sharded=shards is not None
+        ),
     )
 
 
+@contextmanager
 def _generating(
-    source: Source, network: Transformer, mesh: RankMesh, device: torch.device, *, sharded: bool
-) -> AbstractContextManager[nn.Module]:
-    return _gathered(source, network, mesh, device) if sharded else _as_it_is(network)
+    source: Source, network: Transformer, mesh: RankMesh, device: torch.device, spec: GenerationSpec, version: int,
+    *, sharded: bool,
+) -> Iterator[Generator]:  # fmt: skip
+    """Ranks of one data-parallel part generate in step, those of different parts each for themselves."""
+    whole = _gathered(source, network, mesh, device) if sharded else network
+    dtype = next(whole.parameters()).dtype
+    layers = replace(whole.config, num_layers=len(whole.blocks))
+    budget = _agreed(default_budget(layers, device, dtype), mesh)
+    if mesh.size("pipeline") == 1:
+        with open_generator(whole, spec, device=device, version=version, eos_ids=(), budget=budget) as generator:
+            yield generator
+        return
+    count = mesh.size("pipeline")
+    with (
+        StagedDecoder(whole, mesh.group("pipeline"), mesh.host_line) as decoder,
+        open_turns(
+            decoder, spec, count, device=device, version=version, eos_ids=(), budget=budget, settle=decoder.settle
+        ) as turns,
+    ):
+        yield turns
 
 
-@contextmanager
-def _as_it_is(network: nn.Module) -> Iterator[nn.Module]:
-    yield network
+def _agreed(own: Budget, mesh: RankMesh) -> Budget:
+    """The least that a rank of those that generate together has."""
+    if mesh.size("tensor", "pipeline") == 1:
+        return own
+    every: list[Budget | None] = [None] * mesh.size("tensor", "pipeline")
+    dist.all_gather_object(every, own, group=mesh.group("tensor", "pipeline"))
+    budgets = [each for each in every if each is not None]
+    return replace(own, max_tokens=min(budget.max_tokens for budget in budgets))
 
 
-@contextmanager
-def _gathered(source: Source, network: Transformer, mesh: RankMesh, device: torch.device) -> Iterator[nn.Module]:
-    """The network with whole parameters, in the dtype it computes in, as long as it generates: no rank then waits for another
-    at every layer of every token."""
+def _gathered(source: Source, network: Transformer, mesh: RankMesh, device: torch.device) -> Transformer:
+    """The network with whole parameters, in the dtype it computes in: where it generates no rank then waits for another at
+    every layer of every token."""
     whole = source.network(mesh)
     if (dtype := DTYPES[dtype_of(source.spec)]) in HALF:
         whole.to(dtype)
@@ -79,4 +118,4 @@ def _gathered(source: Source, network: Transformer, mesh: RankMesh, device: torc
     shard.gather(network, whole)
     for name, adapter in lora.adapters(whole).items():
         adapter.active = lora.adapters(network)[name].active
-    yield whole
+    return whole

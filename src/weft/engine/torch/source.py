@@ -83,12 +83,18 @@ class Source:
 
 def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
     """Raises `ConfigError` for a layout that this network, or this version, cannot have."""
-    for name, letter in (("pipeline", "p"), ("context", "c"), ("expert", "e")):
+    for name, letter in (("context", "c"), ("expert", "e")):
         if getattr(layout, name) > 1:
             raise ConfigError(
                 f"layout={layout}: backend={spec.backend} has no {name} parallelism yet; write {letter}1, and more d or t"
             )
     config.narrowed(layout.tensor, 0)
+    topology.stage_of(config.num_layers, layout.pipeline, 0)
+    if layout.pipeline > 1 and layout.fsdp > 1 and spec.pipeline_schedule == "zero_bubble":
+        raise ConfigError(
+            f"layout={layout}: pipeline_schedule=zero_bubble halves backward passes, which sharded parameters (f above 1) do "
+            "not; write f1, or pipeline_schedule=1f1b"
+        )
 
 
 def _set_dropout(network: Transformer, rate: float) -> None:

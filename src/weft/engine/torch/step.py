@@ -20,8 +20,8 @@ from weft.engine.base import StepStats
 from weft.engine.device import synchronise
 from weft.engine.flops import Cost, ProductRate
 from weft.engine.generation.prefixes import STRIDE
-from weft.engine.rows import PackLayout, SampleRows, given_ids_of, pack, support_of
-from weft.engine.spread import Spread
+from weft.engine.rows import PackLayout, SampleRows, as_sample, given_ids_of, pack, support_of
+from weft.engine.spread import Outputs, Prepared, Spread
 from weft.engine.torch import by_row
 from weft.engine.torch.optimizer import Optimizer
 from weft.errors import RunError
@@ -29,6 +29,7 @@ from weft.kernels import LEAST_SPARED_KEYS, put
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import RowGradient, TopIds
+from weft.parallel.pipeline import Microbatch
 
 Veto = Callable[[Mapping[str, float]], str | None]
 Want = frozenset[Output]
@@ -96,10 +97,9 @@ def counting_rows(part: SequenceSample, layout: PackLayout, how: Pass) -> npt.ND
     return counts
 
 
-def compute(
-    network: nn.Module, part: SequenceSample, how: Pass, device: torch.device
-) -> tuple[PackLayout, dict[str, Tensor]]:
-    """Run one micro-batch. Rows that do not exist give 0, and so do those with loss mask 0 where `how.trained_only`.
+def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.device) -> Prepared:
+    """A micro-batch, ready for the network. Rows that do not exist will give 0, and so will those with loss mask 0 where
+    `how.trained_only`.
 
     Dropout differs between the completions of a prompt, so a pass with dropout shares none.
     """
@@ -119,17 +119,17 @@ def compute(
         packed = replace(packed, dropout=DropoutKeys.of(*how.dropout, microbatches.sequence_keys(part), device))
     support, counts = support_of(part, device), counting_rows(part, layout, how)
     if counts.all() or "scores" in how.want:
-        return layout, network(packed, how.want, how.temperature, support)
+        return Prepared(part, layout, Microbatch(packed, how.want, how.temperature, support), lambda out: out)
     rows = put(np.flatnonzero(counts), device)
     gradient = None if how.gradient is None else _at_rows(how.gradient, rows, len(counts))
     ids = ids[rows] if isinstance(ids, Tensor) else ids
     packed = replace(packed, rows=packed.rows[rows], labels=packed.labels[rows], row_gradient=gradient, ids=ids)
-    out = network(packed, how.want, how.temperature, None if support is None else support.select(rows))
-    return layout, _spread(out, rows, len(counts))
+    given = Microbatch(packed, how.want, how.temperature, None if support is None else support.select(rows))
+    return Prepared(part, layout, given, lambda out: _spread(out, rows, len(counts)))
 
 
-def fill(network: nn.Module, want: Want, device: torch.device) -> None:
-    """A pass of one token with weight 0, where other ranks of a sharded network have a micro-batch more."""
+def filler(network: nn.Module, want: Want, device: torch.device) -> Prepared:
+    """A pass of one token."""
     outputs: Want = next(
         (frozenset[Output]({each}) for each in ("values", "scores") if each in want), frozenset({"logprobs"})
     )
@@ -137,10 +137,30 @@ def fill(network: nn.Module, want: Want, device: torch.device) -> None:
     one = SequenceSample.from_groups(
         ["fill"], {"prompt": [[1]], "completion": [[1]]}, {"prompt": token, "completion": token}
     )
-    _, out = compute(network, one, Pass(outputs), device)
-    value = torch.stack([each.sum() for each in out.values()]).sum() * 0.0
-    if value.requires_grad:
-        value.backward()
+    return replace(prepare(network, one, Pass(outputs), device), part=None)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Implements `Work`: the outputs of every micro-batch as keys of its ids."""
+
+    network: nn.Module
+    how: Pass
+    device: torch.device
+
+    def prepare(self, part: SequenceSample) -> Prepared:
+        return prepare(self.network, part, self.how, self.device)
+
+    def filler(self) -> Prepared:
+        return filler(self.network, self.how.want, self.device)
+
+    def finish(self, prepared: Prepared, out: Outputs) -> SequenceSample | None:
+        return (
+            None if prepared.part is None else as_sample(prepared.part, prepared.layout, cast(dict[str, Tensor], out))
+        )
+
+    def stage_loss(self, prepared: Prepared) -> Tensor | None:
+        return None
 
 
 def _spread(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
@@ -169,12 +189,13 @@ class PassResults:
 
     def result(self) -> Accumulated:
         """The same in plain values."""
+        operations = sum(self.operations)
         if not self.losses:
-            return Accumulated(0.0, [])
+            return Accumulated(0.0, [], operations=operations)
         finite = torch.isfinite(torch.stack(self.losses)).tolist()
         wrong = tuple(dict.fromkeys(id for ok, ids in zip(finite, self.ids, strict=True) if not ok for id in ids))
         loss = float(torch.stack(self.losses).sum())
-        return Accumulated(loss, plain(self.stats), wrong, sum(self.tokens), sum(self.operations))
+        return Accumulated(loss, plain(self.stats), wrong, sum(self.tokens), operations)
 
 
 @dataclass(frozen=True)
@@ -215,6 +236,7 @@ class AuxLoss:
 
     weight: float = 0.0
     ranks: int = 1
+    num_layers: int | None = None  # that have experts, where this rank has a part of them
 
     def of(self, uneven: Tensor) -> Tensor:
         """Its part of the loss."""
@@ -250,13 +272,8 @@ class Step:
             return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
         passes = PassResults()
         parts = microbatches.cut(minibatch, self.max_tokens, loss.unit)
-        self.spread.run(
-            parts,
-            lambda part: self._accumulate(part, loss, total, passes),
-            lambda: fill(self.network, loss.outputs, self.device),
-            trains=True,
-        )
-        ranks = self.spread.gather_values(passes.result())
+        self.spread.run(self.network, parts, _Training(self, loss, total, passes), trains=True)
+        ranks = self.spread.gather_values(passes.result(), stages=True)
         done = Accumulated.join(ranks)
         reduced = reduce_stats(done.stats)
         self.spread.reduce_gradients(self.optimizer.parameters)
@@ -291,38 +308,6 @@ class Step:
             return None
         return total
 
-    def _accumulate(self, part: SequenceSample, loss: Loss, total: Mapping[str, float], passes: PassResults) -> None:
-        """One micro-batch: its share of the loss, backward into the gradients."""
-        dropout = None if self.dropout_seed is None else (self.dropout_seed, self.optimizer.attempts)
-        aux_loss = MoEAuxLoss(put(PackLayout.of(part).lengths, self.device)) if self.aux_loss.weight else None
-        gradient = None
-        if loss.by_row:
-            floats = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
-            rows = SampleRows(part, PackLayout.of(part), self.device, floats)
-            gradient = by_row.row_gradient(loss, rows, total, self.optimizer.loss_scale)
-        how = Pass(
-            loss.outputs, self.temperature, dropout=dropout, aux_loss=aux_loss, trained_only=True, gradient=gradient
-        )
-        layout, out = compute(self.network, part, how, self.device)
-        floats = next((value.dtype for value in out.values()), torch.float32)
-        batch = SampleRows(part, layout, self.device, floats)
-        value, stats = loss(out, batch, total)
-        unchecked = loss.by_row and not any(loss is known for known in self.checked)
-        if unchecked and by_row.check(loss, cast(dict[Output, Tensor], out), batch, total):
-            self.checked.append(loss)
-        if aux_loss is not None:
-            uneven = aux_loss.by_sequence().sum()
-            value = value + self.aux_loss.of(uneven) / total[SEQUENCES]
-            stats = {**stats, "balance_loss": Sum(uneven.detach(), len(layout.lengths))}
-        if value.requires_grad:
-            (value * self.optimizer.loss_scale).backward()
-        passes.losses.append(value.detach())
-        passes.stats.append(stats)
-        passes.ids.append(microbatches.sample_ids(part))
-        passes.tokens.append(int(layout.lengths.sum()))
-        counted = len(layout.length) if "scores" in out else np.count_nonzero(counting_rows(part, layout, how))
-        passes.operations.append(self.cost.training(layout.segments, rows=float(counted), across=layout.pairs_across))
-
     def _objection(
         self,
         not_finite: Sequence[str],
@@ -349,3 +334,80 @@ class Step:
             metrics["nonfinite"] = 1.0
             return reason
         return veto(reduced) if veto else None
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Implements `Work`: a micro-batch's share of the loss, and what it leaves behind."""
+
+    step: Step
+    loss: Loss
+    total: Mapping[str, float]
+    passes: PassResults
+
+    def prepare(self, part: SequenceSample) -> Prepared:
+        step, loss = self.step, self.loss
+        dropout = None if step.dropout_seed is None else (step.dropout_seed, step.optimizer.attempts)
+        aux_loss = None
+        if step.aux_loss.weight:
+            aux_loss = MoEAuxLoss(put(PackLayout.of(part).lengths, step.device), step.aux_loss.num_layers)
+        gradient = None
+        if loss.by_row:
+            rows = SampleRows(part, PackLayout.of(part), step.device, self._floats)
+            gradient = by_row.row_gradient(loss, rows, self.total, step.optimizer.loss_scale)
+        how = Pass(
+            loss.outputs, step.temperature, dropout=dropout, aux_loss=aux_loss, trained_only=True, gradient=gradient
+        )
+        prepared = prepare(step.network, part, how, step.device)
+        layout, scores = prepared.layout, "scores" in loss.outputs
+        counted = len(layout.length) if scores else np.count_nonzero(counting_rows(part, layout, how))
+        self.passes.operations.append(
+            step.cost.training(layout.segments, rows=float(counted), across=layout.pairs_across)
+        )
+        return prepared
+
+    def filler(self) -> Prepared:
+        return filler(self.step.network, self.loss.outputs, self.step.device)
+
+    def finish(self, prepared: Prepared, out: Outputs) -> Tensor:
+        part, step, loss = prepared.part, self.step, self.loss
+        if part is None:
+            return torch.stack([each.sum() for each in out.values()]).sum() * 0.0
+        floats = next((value.dtype for value in out.values()), torch.float32)
+        batch = SampleRows(part, prepared.layout, step.device, floats)
+        value, stats = loss(cast(dict[str, Tensor], out), batch, self.total)
+        unchecked = loss.by_row and not any(loss is known for known in step.checked)
+        if unchecked and by_row.check(loss, out, batch, self.total):
+            step.checked.append(loss)
+        if (uneven := _uneven(prepared)) is not None:
+            value = value + step.aux_loss.of(uneven) / self.total[SEQUENCES]
+            stats = {**stats, "balance_loss": Sum(uneven.detach(), len(prepared.layout.lengths))}
+        self.passes.losses.append(value.detach())
+        self.passes.stats.append(stats)
+        self.passes.ids.append(microbatches.sample_ids(part))
+        self.passes.tokens.append(int(prepared.layout.lengths.sum()))
+        return value * step.optimizer.loss_scale
+
+    def stage_loss(self, prepared: Prepared) -> Tensor | None:
+        if (uneven := _uneven(prepared)) is None:
+            return None
+        value = self.step.aux_loss.of(uneven) / self.total[SEQUENCES]
+        self.passes.losses.append(value.detach())
+        self.passes.stats.append({"balance_loss": Sum(uneven.detach(), 0.0)})  # the last stage counts the sequences
+        self.passes.ids.append([])
+        return value * self.step.optimizer.loss_scale
+
+    @property
+    def _floats(self) -> torch.dtype:
+        return torch.promote_types(next(self.step.network.parameters()).dtype, torch.float32)
+
+
+def _uneven(prepared: Prepared) -> Tensor | None:
+    """How unevenly the layers that the pack went through use their experts, over its sequences; None where nobody asks. What a
+    recomputed layer adds later is of the same pass and not counted again."""
+    aux_loss = prepared.given.x.aux_loss
+    if aux_loss is None or not aux_loss.layers:
+        return None
+    uneven = aux_loss.by_sequence().sum()
+    aux_loss.layers = []
+    return uneven

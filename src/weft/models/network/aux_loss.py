@@ -26,6 +26,7 @@ class MoEAuxLoss:
     """
 
     lengths: Tensor  # int64 [S]: tokens of each sequence of the pack
+    num_layers: int | None = None  # of the whole network that have experts, where a pass goes through a part of them
     layers: list[Tensor] = field(default_factory=list)
 
     def add(self, probabilities: Tensor, chosen: Tensor) -> None:
@@ -35,8 +36,8 @@ class MoEAuxLoss:
         self.layers.append(probabilities.shape[1] * (shares * means).sum(-1))
 
     def by_sequence(self) -> Tensor:
-        """[S]: the mean over layers."""
-        return torch.stack(self.layers).mean(0)
+        """[S]: the mean over layers; of a part of them its share of that mean."""
+        return torch.stack(self.layers).sum(0) / (self.num_layers or len(self.layers))
 
     def _mean(self, values: Tensor) -> Tensor:
         """[T, E] -> [S, E]: over the tokens of each sequence."""
