@@ -81,7 +81,8 @@ def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked:
     control, config = experiment.control, experiment.config
     spec = read(SlurmSpec(), config.get("slurm", {}), "slurm.")
     validate(spec, "slurm.")
-    nodes, gpus = int(config.get("n_nodes", 1)), int(config.get("n_gpus_per_node", 0))
+    nodes, per_node = int(config.get("n_nodes", 1)), config.get("n_gpus_per_node")
+    gpus = math.ceil(experiment.num_devices / nodes) if per_node is None else int(per_node)
     if asked is not None:
         nodes, gpus = asked.n_nodes, asked.gpus_per_node
         memory = asked.memory_per_node_gb
