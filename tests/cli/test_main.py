@@ -98,7 +98,7 @@ def test_help_and_configuration_load_no_framework(words: list[str], tmp_path: Pa
 def test_a_wrong_setting_fails_before_torch_is_loaded(folder: Path) -> None:
     code = (
         "import sys\nfrom weft.cli.main import main\n"
-        f"code = main({sft('mode=ray')!r})\n"
+        f"code = main({sft('mode=locl')!r})\n"
         "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], code, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -130,15 +130,13 @@ def test_cfg_job_prints_what_a_run_would_use(folder: Path, capsys: pytest.Captur
         (["trial_name=.a"], "trial_name='.a': must hold letters, digits, . and - only"),
         (["trial_name=a/b"], "trial_name='a/b'"),
         (["trial_name='a b'"], "write trial_name=a-b"),
-        (["mode=ray"], "mode='ray': this version runs in one process on one device"),
-        (["mode=locl"], "must be local or slurm (did you mean local?)"),
+        (["mode=locl"], "must be local, ray or slurm (did you mean local?)"),
         (["allocation_mode=d2t2"], "needs 4 devices"),
         (["allocation_mode=searc"], "did you mean search"),
         (["allocation_mode=d2x1"], "'x' is unknown"),
         (["model.layout=d2"], "model.layout: layout d2f2t1p1c1e1 needs 2 devices"),
         (["model.parallel.model_parallel_size=2"], "needs 2 devices"),
-        (["n_nodes=2"], "n_nodes=2: this version runs on one device"),
-        (["n_gpus_per_node=8"], "n_gpus_per_node=8: this version runs on one device"),
+        (["n_nodes=2"], "n_nodes=2: mode=local is this machine"),
         (["device=gpu"], "device='gpu': must be cpu, cuda"),
         (["recover_mode=sometimes"], "must be one of auto, resume, disabled"),
         (["dataset.train_path=rosw.jsonl"], "dataset.train_path='rosw.jsonl': there is no such file"),

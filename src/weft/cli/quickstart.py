@@ -17,6 +17,7 @@ from weft.options import Config, leaves, read, to_mapping, validate
 
 FLAGS = (
     "--help",
+    "--dry-run",
     "--cfg",
     "--config",
     "--import",
@@ -36,6 +37,7 @@ class Words:
     imports: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     print_config: bool = False
+    dry_run: bool = False
     print_script: bool = False
     deepspeed: str | None = None  # a file, "" for the flag alone
     help: str | None = None  # a group of options, "" for all
@@ -72,15 +74,20 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
+    if words.dry_run and config.mode == "slurm":
+        raise ConfigError("--dry-run: a job is planned where it runs; take mode=slurm out, or look at --print-script")
     if config.mode == "slurm":
         from weft.launch import slurm
 
         command = ["quickstart", *(word for word in argv if word != "--print-script"), "mode=ray"]
         print(slurm.start(config.build(), command, print_only=words.print_script))
         return 0
-    from weft.launch import run  # checks first, and loads torch once they have passed
+    from weft.launch import dry_run, run  # checks first, and loads torch once they have passed
 
-    run(config)
+    if words.dry_run:
+        print("\n".join(dry_run(config)))
+    else:
+        run(config)
     return 0
 
 
@@ -109,6 +116,8 @@ def sort(argv: Sequence[str]) -> Words:
             words.help = rest.pop(0) if plain else ""
         elif word == "--debug":
             continue  # read by weft.cli.main
+        elif word == "--dry-run":
+            words.dry_run = True
         elif word == "--print-script":
             words.print_script = True
         elif flag == "--resume_from_checkpoint":

@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
     parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
+    parser.add_argument("--dry-run", action="store_true", help="stop after the plan")
     parser.add_argument(
         "--print-script", action="store_true", help="with --mode slurm: print the job's script and stop"
     )
@@ -41,19 +42,24 @@ def main(argv: Sequence[str]) -> int:
         )
         return 0
     _check(given, "start")
-    from weft.launch import check_machines, registered, run, scheduling, slurm
+    from weft.launch import check_machines, dry_run, registered, run, scheduling, slurm
 
     experiment = _as_told(registered(given.experiment, given.trial), given)
+    if given.print_script and given.mode != "slurm":
+        raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
+    if given.dry_run and given.mode == "slurm":
+        raise ConfigError("--dry-run: a job is planned where it runs; take --mode slurm out, or look at --print-script")
     if given.mode == "slurm":
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
         asked = scheduling(given.experiment)
         print(slurm.start(experiment, command, asked, print_only=given.print_script))
         return 0
-    if given.print_script:
-        raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
     for note in check_machines(given.experiment, given.mode):
         print(f"note: {note}", file=sys.stderr)
-    run(experiment, mode=given.mode)
+    if given.dry_run:
+        print("\n".join(dry_run(experiment, mode=given.mode)))
+    else:
+        run(experiment, mode=given.mode)
     return 0
 
 
@@ -81,7 +87,11 @@ def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=prog, description=description)
     parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
     parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")
-    parser.add_argument("--mode", default="local", help="local: this machine; slurm: a job of a cluster")
+    parser.add_argument(
+        "--mode",
+        default="local",
+        help="local: this machine; ray: a Ray cluster that is there; slurm: a job of a cluster",
+    )
     parser.add_argument("--fileroot", help="folder of runs (the experiment's own, usually ./runs)")
     return parser
 

@@ -98,6 +98,13 @@ def set_deterministic(enabled: bool) -> None:
     torch.use_deterministic_algorithms(enabled)
 
 
+def set_threads(count: int) -> None:
+    """How many threads torch computes with. Left alone where it holds already: once it was set, MKL's small products wait for
+    each other."""
+    if count != torch.get_num_threads():
+        torch.set_num_threads(count)
+
+
 def numerics(device: torch.device) -> dict[str, Any]:
     """What bitwise repetition depends on beside the inputs; stored with a recovery point and compared on restart."""
     return {

@@ -21,12 +21,10 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def mode_problem(mode: str) -> str | None:
-    if mode in ("local", "slurm"):
-        return None
     if mode in MODES:
-        return f"this version runs in one process on one device; {mode} does not exist yet; write mode=local"
+        return None
     close = nearest(mode, MODES, 1)
-    return f"must be local or slurm{f' (did you mean {close[0]}?)' if close else ''}"
+    return f"must be local, ray or slurm{f' (did you mean {close[0]}?)' if close else ''}"
 
 
 def device_problem(device: str) -> str | None:

@@ -141,14 +141,28 @@ class RunConfig(ABC):
     trial_name: str = option("", "second folder of the run: letters, digits, . and -")
     fileroot: str = option("./runs", "folder of all runs; this one's is fileroot/experiment_name/trial_name")
     mode: str = option(
-        "local", "where the run is: local (this machine), slurm (a job of a cluster)", check=checks.mode_problem
+        "local",
+        "where the run is: local (this machine; a process a device), ray (a Ray cluster that is there), slurm (a job of a "
+        "cluster)",
+        check=checks.mode_problem,
     )
     seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
     device: str | None = option(
         None, "cpu, cuda, cuda:1, mps; the best there is when absent", check=checks.device_problem
     )
-    n_nodes: int = option(1, "machines", at_least=1)
-    n_gpus_per_node: int = option(1, "devices of each machine", at_least=0)
+    ray_address: str | None = option(
+        None,
+        "Ray cluster of mode=ray, such as auto or 10.0.0.1:6379; RAY_ADDRESS, else the one on this machine, when absent",
+    )
+    n_nodes: int = option(
+        1, "machines of a job (mode=slurm); mode=local is one, mode=ray has those of its cluster", at_least=1
+    )
+    n_gpus_per_node: int | None = option(
+        None,
+        "GPUs of each machine: with mode=slurm those asked for (what the layouts take when absent), with mode=local those "
+        "that may be used (all there are when absent). CPUs are not limited",
+        at_least=1,
+    )
     allocation_mode: str = option(
         "manual",
         "manual, heuristic or search, or a layout such as d1; on one device they come to the same",

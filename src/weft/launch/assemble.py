@@ -14,11 +14,14 @@ from weft.engine.backends.common import with_dtype
 from weft.engine.device import resolve_device, set_deterministic
 from weft.errors import ConfigError
 from weft.experiment import Experiment
+from weft.launch.cluster import device_kind, start_devices
 from weft.launch.hub import check_there
 from weft.launch.memory import forecast, held_memory
 from weft.launch.plan import plan_lines
 from weft.runtime.check import check_calls, check_tokens
-from weft.runtime.directory import RunDirectory
+from weft.runtime.commands import Build
+from weft.runtime.device_group import DeviceGroup
+from weft.runtime.directory import LOGS, RunDirectory
 from weft.runtime.evaluate import Evaluator
 from weft.runtime.group import WorkerGroup
 from weft.runtime.local import LocalGroup
@@ -29,10 +32,14 @@ from weft.runtime.session import Parts, Session
 from weft.runtime.worker import Worker
 
 
-def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
-    """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing."""
+def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local") -> Session:
+    """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing.
+
+    `mode` local with one device is this process; else there is a process a device.
+    """
     control = experiment.control
-    device = resolve_device(control.device)
+    alone = mode == "local" and experiment.num_devices == 1
+    device = resolve_device(control.device) if alone else torch.device(device_kind(experiment))
     set_deterministic(control.deterministic)
     check_calls(experiment)
     tokenizers = load_tokenizers(experiment)
@@ -44,23 +51,31 @@ def assemble(experiment: Experiment, directory: RunDirectory) -> Session:
     specs = horizon.specs(experiment)
     shared = experiment.dataset.cache_dir
     cache = Path(shared).expanduser() / "outputs" if shared is not None else directory.path / "cache"
-    baseline = held_memory(device)
-    group = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
-    facts = group.describe()
-    expected = forecast(experiment, facts, data, device, baseline)
-    return Session(
-        Parts(
-            experiment=experiment,
-            directory=directory,
-            group=group,
-            master=Master(experiment, group, data.train, tokenizers),
-            evaluator=_evaluator(experiment, group, data, tokenizers),
-            samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
-            horizon=horizon,
-            plan=plan_lines(experiment, horizon, facts, group.numerics(), data, expected),
-            farewell=expected.compared,
+    baseline = held_memory(device) if alone else 0.0
+    if alone:
+        group: WorkerGroup = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
+    else:
+        build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
+        group = DeviceGroup(start_devices(experiment, mode), experiment, build, directory.path.absolute() / LOGS)
+    try:
+        facts = group.describe()
+        expected = forecast(experiment, facts, data, device, baseline)
+        return Session(
+            Parts(
+                experiment=experiment,
+                directory=directory,
+                group=group,
+                master=Master(experiment, group, data.train, tokenizers),
+                evaluator=_evaluator(experiment, group, data, tokenizers),
+                samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
+                horizon=horizon,
+                plan=plan_lines(experiment, horizon, facts, group.numerics(), data, expected),
+                farewell=expected.compared if alone else None,
+            )
         )
-    )
+    except BaseException:
+        group.close(0.0)
+        raise
 
 
 def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:

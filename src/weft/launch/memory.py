@@ -49,13 +49,20 @@ class Forecast:
         caches = sum(role.cache for role in self.roles.values())
         return held + kernels.HOLES * (whole - held) + caches + kernels.kernel_bytes()
 
-    def lines(self) -> Iterator[str]:
-        """For people, before the run."""
+    def lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
+        """For people, before the run; `on` says which roles each of several devices has."""
+        on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
             parts = [(f.name, getattr(role, f.name)) for f in fields(role) if f.name != "call"]
             shown = ", ".join(f"{what} {size(number)}" for what, number in parts if number)
             yield f"memory of {name}: {shown or 'shared with another role'}"
-        yield f"memory: about {size(self.total)} {self._scope}"
+        for device, names in on.items():
+            part = self._of(names)
+            yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {size(part.total)} {part._scope}"
+
+    def _of(self, names: Sequence[str]) -> Forecast:
+        roles = {name: self.roles[name] for name in names if name in self.roles}
+        return replace(self, roles=roles, incomplete=tuple(name for name in self.incomplete if name in roles))
 
     @property
     def _scope(self) -> str:

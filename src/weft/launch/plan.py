@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.data.loader import LoadedData
@@ -27,9 +27,21 @@ def plan_lines(
     for role, spec in experiment.roles.items():
         lines.append(f"{role}: {_describe(spec, facts[role])}")
         lines += [f"{role}: {note}" for note in facts[role].get("notes", ())]
-    lines += expected.lines()
-    lines.append(f"device {numerics['device']}, {_many(numerics['threads'], 'thread')}, torch {numerics['torch']}")
+    meshes = experiment.meshes()
+    on = {rank: [role for role in meshes if rank in meshes[role].ranks] for rank in range(experiment.num_devices)}
+    lines += expected.lines(on)
+    if len(on) > 1:
+        lines += [f"{role}: layout {mesh.layout} on {_devices(mesh.ranks)}" for role, mesh in meshes.items()]
+    what = f"{len(on)} devices" if len(on) > 1 else "device"
+    each = " each" if len(on) > 1 else ""
+    lines.append(
+        f"{what} {numerics['device']}, {_many(numerics['threads'], 'thread')}{each}, torch {numerics['torch']}"
+    )
     return lines
+
+
+def _devices(ranks: Sequence[int]) -> str:
+    return f"device {ranks[0]}" if len(ranks) == 1 else f"devices {', '.join(map(str, ranks))}"
 
 
 def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:

@@ -50,21 +50,11 @@ class RunResult:
 def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult:
     """Run an experiment to its end.
 
-    `mode` is `local`, this process; None takes the configuration's own. Raises `UserError` for input that cannot be used,
-    before anything is trained or written; `RunError` where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the
-    step is over and what a restart needs is on the disk.
+    `mode` is `local`, this machine (with one device this process), or `ray`, a cluster that is there; None takes the
+    configuration's own. Raises `UserError` for input that cannot be used, before anything is trained or written; `RunError`
+    where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the step is over and what a restart needs is on the disk.
     """
-    foreign.check(os.environ)
-    experiment = config if isinstance(config, Experiment) else config.build()
-    check_mode(mode if mode is not None else str(experiment.config.get("mode", "local")))
-    os.environ.update(experiment.control.env)
-    import_user_code(experiment.control.imports)
-    experiment.check()
-    check_sinks(experiment.control.loggers)
-    from weft.launch.hub import fetch_configs
-
-    if fetch_configs(experiment) and not isinstance(config, Experiment):
-        experiment = config.build()  # again, with what the models' own files say
+    experiment, mode = _checked(config, mode)
     from weft.runtime.directory import RunDirectory, RunLock, admit
 
     directory = RunDirectory.of(experiment.control)
@@ -72,9 +62,46 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
     lock = RunLock(directory.path)
     lock.take()
     try:
-        return _run(experiment, directory, goes_on=goes_on)
+        return _run(experiment, directory, mode, goes_on=goes_on)
     finally:
         lock.release()
+
+
+def dry_run(config: Buildable | Experiment, *, mode: str | None = None) -> list[str]:
+    """The lines that a run prints before its first step, from the very devices and models that it would use; writes nothing.
+
+    Raises `UserError` as `run` does.
+    """
+    experiment, mode = _checked(config, mode)
+    from weft.launch.assemble import assemble
+    from weft.runtime.directory import RunDirectory, admit
+
+    directory = RunDirectory.of(experiment.control)
+    admit(directory, experiment.control, experiment.resolved())
+    session = assemble(experiment, directory, mode)
+    session.close("stopped")
+    return list(session.plan)
+
+
+def _checked(config: Buildable | Experiment, mode: str | None) -> tuple[Experiment, str]:
+    """(the experiment, its mode) once all is checked that needs no torch."""
+    foreign.check(os.environ)
+    experiment = config if isinstance(config, Experiment) else config.build()
+    mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
+    check_mode(mode)
+    os.environ.update(experiment.control.env)
+    import_user_code(experiment.control.imports)
+    experiment.check()
+    if mode == "local" and experiment.control.n_nodes > 1:
+        raise ConfigError(
+            f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or mode=slurm"
+        )
+    check_sinks(experiment.control.loggers)
+    from weft.launch.hub import fetch_configs
+
+    if fetch_configs(experiment) and not isinstance(config, Experiment):
+        experiment = config.build()  # again, with what the models' own files say
+    return experiment, mode
 
 
 def check_mode(mode: str) -> None:
@@ -86,14 +113,12 @@ def check_mode(mode: str) -> None:
             "mode=slurm: what a job runs is a command line; write weft quickstart ... mode=slurm or weft start ... --mode "
             "slurm (a configuration of your own has one by register_quickstart, an experiment by register_experiment)"
         )
-    if mode != "local":
-        raise ConfigError(f"mode={mode}: this version runs in one process on one device; write mode=local")
 
 
-def _run(experiment: Experiment, directory: RunDirectory, *, goes_on: bool) -> RunResult:
+def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool) -> RunResult:
     from weft.launch.assemble import assemble
 
-    session = assemble(experiment, directory)
+    session = assemble(experiment, directory, mode)
     with _told_status(session):
         session.open(goes_on=goes_on)
         session.run()

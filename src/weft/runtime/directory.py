@@ -20,6 +20,7 @@ from weft.experiment import Control
 from weft.runtime import disk
 
 Status = Literal["running", "stopped", "failed", "finished"]
+LOGS = "logs"  # of the processes of many devices
 CONFIG, STATUS, LOCK = "config.yaml", "status.json", "run.lock"
 STEP = re.compile(r"step(\d+)")
 
@@ -41,6 +42,9 @@ FREE = (
     "logger",
     "fileroot",
     "imports",
+    "ray_address",
+    "n_nodes",
+    "n_gpus_per_node",
 )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
+
 from weft.data.sample import SequenceSample
 from weft.errors import RunError
 from weft.graph.mfc import Node
@@ -20,6 +22,12 @@ def read_inputs(shelf: Shelf, node: Node, ids: Sequence[str]) -> SequenceSample:
     """What a node reads of these ids, under the names that it has for the keys; optional ones where all ids have them."""
     batch = shelf.fetch(ids, node.inputs, node.optional_inputs)
     return batch.remap_keys({edge: own for own, edge in node.input_key_remap.items() if edge in batch.keys})
+
+
+def no_values(description: SequenceSample) -> SequenceSample:
+    """The data of a description without ids: of a rank for which a batch has nothing, and which takes part all the same."""
+    nothing = {key: torch.empty(0, dtype=torch.int64) for key in description.keys}  # joins values of any dtype
+    return SequenceSample(description.ids, description.lengths, description.offsets, nothing, description.metadata)
 
 
 def on_edges(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from weft.data.sample import SequenceSample
 
@@ -45,6 +45,12 @@ class Failed:
 
 Event = Started | Announced | Finished | Failed
 Events = queue.SimpleQueue[Event]
+
+
+class Outbox(Protocol):
+    """Where events are put."""
+
+    def put(self, event: Event, /) -> None: ...
 
 
 def run(task: Task, work: Callable[[], Any], events: Events) -> None:

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import torch
 
 from weft.data.sample import SequenceSample
-from weft.engine.device import numerics, peak_memory_gb, reset_peak_memory
+from weft.engine.device import numerics, peak_memory_gb, reset_peak_memory, set_threads
 from weft.graph.mfc import ParamSync
 from weft.runtime import events
 from weft.runtime.events import Events
 from weft.runtime.group import SampleMeta
+from weft.runtime.saved import DRIVER, NUMERICS, rank_folders
 from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker
 
 T = TypeVar("T")
-NUMERICS = "numerics.bin"
 
 
 class LocalGroup:
@@ -59,11 +59,9 @@ class LocalGroup:
         """Computes with as many threads as the process did that wrote the recovery point, so that sums come out the same."""
 
         def load() -> None:
-            threads = read_state(d / NUMERICS)["threads"]
-            # Not where it holds already: once it was set, MKL's small products wait for each other.
-            if threads != numerics(self._device)["threads"]:
-                torch.set_num_threads(threads)
-            self._worker.load_state(d)
+            folders = rank_folders(d)
+            set_threads(read_state(folders[0] / NUMERICS)["threads"])
+            self._worker.load_state(d, [*folders, d / DRIVER])
 
         self._run(load).result()
 

@@ -76,6 +76,11 @@ class Session:
         """Completed steps."""
         return self._master.position.step
 
+    @property
+    def plan(self) -> Sequence[str]:
+        """What is shown before the first step."""
+        return self._parts.plan
+
     # -- begin and end
 
     def open(self, *, goes_on: bool) -> None:

@@ -14,22 +14,23 @@ from weft.errors import RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import Hook, MFCDef, Offload
 from weft.interfaces.base import MFCResult, Model
+from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, fingerprint
 from weft.runtime.check import calls_of, implements
-from weft.runtime.edges import on_edges, read_inputs
-from weft.runtime.events import Announced, Events
+from weft.runtime.edges import no_values, on_edges, read_inputs
+from weft.runtime.events import Announced, Outbox
 from weft.runtime.group import SECONDS, STARTED, SampleMeta
 from weft.runtime.roles import Roles
+from weft.runtime.saved import ENGINES, INTERFACES, read_interfaces, read_samples, write_samples
 from weft.runtime.split import owners, take
-from weft.runtime.state import read_state, write_state
+from weft.runtime.state import write_state
 from weft.runtime.store import TensorStore
-
-ENGINES, INTERFACES, STORE = "engines", "interfaces.bin", "store"
 
 
 class Worker:
-    """`tokenizers` are by role; `specs` hold the schedules of the real run; `cache` is the folder of cached outputs."""
+    """`tokenizers` are by role; `specs` hold the schedules of the real run; `cache` is the folder of cached outputs. Of many
+    devices it is one, `rank`, and has the roles that are on it."""
 
     def __init__(
         self,
@@ -38,6 +39,8 @@ class Worker:
         tokenizers: Mapping[str, Tokenizer],
         device: str,
         cache: Path,
+        rank: int = 0,
+        groups: ProcessGroups | None = None,
     ) -> None:
         self._experiment, self._specs, self._tokenizers = experiment, specs, tokenizers
         self._device, self._cache = device, cache
@@ -45,9 +48,9 @@ class Worker:
         self.calls = calls_of(experiment)
         self._interfaces = {name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()}
         self._caches: dict[str, OutputCache] = {}
-        self.roles = Roles(experiment, specs)
+        self.roles = Roles(experiment, specs, rank, groups)
 
-    def call(self, name: str, step: int, minibatches: Sequence[SampleMeta], early: Events | None = None) -> MFCResult:
+    def call(self, name: str, step: int, minibatches: Sequence[SampleMeta], early: Outbox | None = None) -> MFCResult:
         """Run the call `name` on these minibatches. The result's outputs are descriptions; `early` is told of those that are
         made before the end.
 
@@ -70,10 +73,10 @@ class Worker:
         return MFCResult(self.store.put(made) if made else None, {**metrics, **times})
 
     def _call(
-        self, node: MFCDef, name: str, step: int, minibatches: Sequence[SampleMeta], early: Events | None
+        self, node: MFCDef, name: str, step: int, minibatches: Sequence[SampleMeta], early: Outbox | None
     ) -> tuple[SequenceSample | None, Mapping[str, float]]:
         ids = owners(minibatches)
-        batch = read_inputs(self.store, node, ids)
+        batch = read_inputs(self.store, node, ids) if ids else no_values(minibatches[0])
         limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
         model = replace(self.model(node.role, step), announce=self._announce(node, name, early), max_tokens=limit)
         self._hooks(node.pre_hooks, model, before=True)
@@ -85,7 +88,7 @@ class Worker:
         self._hooks(node.post_hooks, model, before=False)
         return on_edges(node, result.outputs, ids), result.metrics
 
-    def _announce(self, node: MFCDef, name: str, early: Events | None) -> Callable[[SequenceSample], None] | None:
+    def _announce(self, node: MFCDef, name: str, early: Outbox | None) -> Callable[[SequenceSample], None] | None:
         if early is None:
             return None
 
@@ -119,25 +122,27 @@ class Worker:
                 return
         self.roles.engine(role).save_model(directory, self._tokenizers[role])
 
-    def save_state(self, directory: Path) -> None:
-        """Engines, interfaces with a state, and every tensor that an id still needs."""
-        self.roles.save_state(directory / ENGINES)
+    def save_state(self, point: Path, own: Path | None = None) -> None:
+        """Engines, interfaces with a state, and every tensor that an id still needs. All but the engines goes into `own`, the
+        folder of this one of many devices."""
+        own = own or point
+        self.roles.save_state(point / ENGINES)
         stateful = {
             n: self._interfaces[n].state_dict()
             for n, node in self.calls.items()
-            if implements(node.interface, "state_dict")
+            if node.role in self.roles and implements(node.interface, "state_dict")
         }
-        write_state(directory / INTERFACES, stateful)
-        (directory / STORE).mkdir()
-        for number, sample in enumerate(self.store.batches()):
-            (directory / STORE / f"{number}.bin").write_bytes(sample.to_bytes())
+        write_state(own / INTERFACES, stateful)
+        write_samples(own, self.store)
 
-    def load_state(self, directory: Path) -> None:
-        self.roles.load_state(directory / ENGINES)
-        for name, state in read_state(directory / INTERFACES).items():
-            self._interfaces[name].load_state_dict(state)
-        for path in sorted((directory / STORE).iterdir(), key=lambda p: int(p.stem)):
-            self.store.put(SequenceSample.from_bytes(path.read_bytes()))
+    def load_state(self, point: Path, held: Sequence[Path]) -> None:
+        """Take up a recovery point that any number of devices wrote, with the tensors that are in the folders `held`."""
+        self.roles.load_state(point / ENGINES)
+        for name, state in read_interfaces(point).items():
+            if self.calls[name].role in self.roles:
+                self._interfaces[name].load_state_dict(state)
+        for sample in read_samples(held):
+            self.store.put(sample)
 
     def _hooks(self, hooks: Iterable[Hook], model: Model, *, before: bool) -> None:
         for hook in hooks:

@@ -1,0 +1,236 @@
+"""What the driver asks of the processes of many devices: one small class each, pickled there and run in order."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.data import codec
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.engine.device import numerics, reset_peak_memory, resolve_device, set_deterministic, set_threads
+from weft.engine.spec import ModelSpec
+from weft.experiment import Experiment
+from weft.graph.mfc import ParamSync
+from weft.interfaces.base import MFCResult
+from weft.registry import import_user_code
+from weft.runtime.device_process import TRANSFER_SECONDS, DeviceProcess, Report
+from weft.runtime.events import Event
+from weft.runtime.group import SampleMeta
+from weft.runtime.saved import NUMERICS, rank_folder, rank_folders
+from weft.runtime.state import read_state, write_state
+from weft.runtime.worker import Worker
+from weft.topology import Slice
+
+Slices = Mapping[str, Slice]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a device made: of every role that it has, facts and what it holds of each parameter."""
+
+    facts: Mapping[str, Mapping[str, Any]]
+    slices: Mapping[str, Slices]
+
+
+@dataclass(frozen=True)
+class Build:
+    """Make the worker, with the engines of the roles that are on this device."""
+
+    experiment: Experiment
+    specs: Mapping[str, ModelSpec]
+    tokenizers: Mapping[str, Tokenizer]
+    cache: Path
+    kind: str  # of device: cpu, cuda
+
+    def run(self, process: DeviceProcess, number: int) -> Built:
+        import_user_code(self.experiment.control.imports)
+        process.device = device = resolve_device(self.kind)
+        set_deterministic(self.experiment.control.deterministic)
+        reset_peak_memory(device)
+        specs = {role: replace(spec, device=str(device)) for role, spec in self.specs.items()}
+        worker = Worker(self.experiment, specs, self.tokenizers, str(device), self.cache, process.rank, process.groups)
+        process.worker = worker
+        facts = worker.roles.describe()
+        moved = {role: worker.roles.engine(role).slices() for role in facts if role in _moved(self.experiment)}
+        return Built(facts, {role: dict(slices) for role, slices in moved.items()})
+
+
+def _moved(experiment: Experiment) -> set[str]:
+    """Roles whose parameters go to others, or come from there."""
+    return {role for s in experiment.graph.syncs for role in (s.source, s.target)} | {
+        role for pair in experiment.init_from.items() for role in pair
+    }
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model function call on this device's part; ids that the store does not know yet get their metadata from `described`."""
+
+    mfc: str
+    step: int
+    minibatches: Sequence[SampleMeta]
+    described: SampleMeta
+    announces: bool
+
+    def run(self, process: DeviceProcess, number: int) -> MFCResult:
+        process.worker.store.put(self.described)
+        early = _Announcements(process, number) if self.announces else None
+        return process.worker.call(self.mfc, self.step, self.minibatches, early)
+
+
+class _Announcements:
+    """Takes a call's early outputs to the driver."""
+
+    def __init__(self, process: DeviceProcess, number: int) -> None:
+        self._process, self._number = process, number
+
+    def put(self, event: Event) -> None:
+        self._process.report(Report(self._number, "announced", event))
+
+
+@dataclass(frozen=True)
+class SyncHere:
+    """Move parameters between two roles of one mesh: each device what it holds."""
+
+    sync: ParamSync
+
+    def run(self, process: DeviceProcess, number: int) -> int:
+        return process.worker.roles.sync(self.sync)
+
+
+@dataclass(frozen=True)
+class Give:
+    """Lay a role's parameters ready for other devices, as they are now; the role's version."""
+
+    role: str
+    names: Sequence[str]
+    parcel: str
+
+    def run(self, process: DeviceProcess, number: int) -> int:
+        engine = process.worker.roles.engine(self.role)
+        tensors, places = {}, {}
+        for name, where, values in engine.read(self.names):
+            tensors[name] = torch.as_tensor(values)
+            places[name] = [[part.start, part.stop] for part in where]
+        process.put_parcel(self.parcel, codec.encode(tensors, {"places": places, "version": engine.version}))
+        return engine.version
+
+
+@dataclass(frozen=True)
+class Take:
+    """Write the parameters that the device `giver` has laid ready: eta * given + (1 - eta) * own. The role's new version."""
+
+    role: str
+    giver: int
+    parcel: str
+    eta: float
+
+    def run(self, process: DeviceProcess, number: int) -> int:
+        promise = process.peers.ask_parcel(self.giver, self.parcel)
+        (raw,) = process.peers.take([promise], TRANSFER_SECONDS)
+        tensors, about = codec.decode(raw)
+        places = {name: tuple(slice(*ends) for ends in cut) for name, cut in about["places"].items()}
+        engine = process.worker.roles.engine(self.role)
+        parts = ((name, places[name], values) for name, values in tensors.items())
+        engine.write(parts, version=about["version"], eta=self.eta)
+        return engine.version
+
+
+@dataclass(frozen=True)
+class DropParcels:
+    names: Sequence[str]
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        process.drop_parcels(self.names)
+
+
+@dataclass(frozen=True)
+class Discard:
+    ids: Sequence[str]
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        process.worker.store.discard(self.ids)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Write what a restart needs into the recovery point."""
+
+    point: Path
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        own = rank_folder(self.point, process.rank)
+        own.mkdir()
+        write_state(own / NUMERICS, numerics(process.device))
+        process.worker.save_state(self.point, own)
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Take up a recovery point; descriptions of the tensors that this device holds then. Written by as many devices, each has
+    its own again, else the first has all. Computes with as many threads as the first one did."""
+
+    point: Path
+    world: int
+
+    def run(self, process: DeviceProcess, number: int) -> list[SampleMeta]:
+        folders = rank_folders(self.point)
+        set_threads(read_state(folders[0] / NUMERICS)["threads"])
+        alike = len(folders) == self.world
+        held = [folders[process.rank]] if alike else folders if process.rank == 0 else []
+        process.worker.load_state(self.point, held)
+        return [sample.meta() for sample in process.worker.store.batches()]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Write a role's model as Hugging Face lays it out."""
+
+    role: str
+    directory: Path
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        process.worker.save(self.role, self.directory)
+
+
+@dataclass(frozen=True)
+class LogTo:
+    """Have what this process prints, from Python or from C, go to the end of `folder/worker-RANK.log`."""
+
+    folder: Path
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(self.folder / f"worker-{process.rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(log, descriptor)
+        os.close(log)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        faulthandler.enable(sys.stderr)
+
+
+@dataclass(frozen=True)
+class Numerics:
+    def run(self, process: DeviceProcess, number: int) -> Mapping[str, Any]:
+        return numerics(process.device)
+
+
+def described(minibatches: Sequence[SequenceSample], ids: Sequence[str], owner: str) -> SampleMeta:
+    """Of the ids that were dealt out as `minibatches`: what of them is no tensor."""
+    rows: dict[str, dict[str, Any]] = {}
+    for part in minibatches:
+        names = part.metadata.get(owner, part.ids)
+        for index, id in enumerate(names):
+            rows.setdefault(id, {name: values[index] for name, values in part.metadata.items() if name != owner})
+    columns = dict.fromkeys(name for row in rows.values() for name in row)
+    metadata = {name: tuple(rows[id].get(name) for id in ids) for name in columns}
+    return SequenceSample(tuple(ids), {}, {}, {}, metadata)

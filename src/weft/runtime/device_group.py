@@ -1,0 +1,251 @@
+"""The worker group of many devices: what the Master asks becomes jobs on the ranks of a role, tensors go from device to device.
+
+The driver holds descriptions, where each tensor lies, the loader's rows and what host functions made, and no other tensors but
+those that it is asked to fetch.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weft.data.sample import SequenceSample
+from weft.errors import CheckpointError
+from weft.experiment import Experiment
+from weft.graph.mfc import ParamSync
+from weft.interfaces.base import MFCResult
+from weft.runtime import commands
+from weft.runtime.check import calls_of
+from weft.runtime.commands import Build, Built, Call
+from weft.runtime.device_process import Command, Report, Want
+from weft.runtime.dispatch import Devices, Dispatch, Given, Job
+from weft.runtime.events import Announced, Events, Failed, Finished, Started, Task
+from weft.runtime.group import SampleMeta
+from weft.runtime.locations import DRIVER as ON_DRIVER
+from weft.runtime.locations import Locations
+from weft.runtime.merge import merged
+from weft.runtime.parameters import Parameters
+from weft.runtime.saved import DRIVER, ENGINES, rank_folders, read_samples, write_samples
+from weft.runtime.split import OWNER, owners
+from weft.runtime.store import TensorStore
+
+BYTES_MOVED = "num_bytes_moved"  # a metric of every call: what its devices got from elsewhere
+
+
+class DeviceGroup:
+    """Implements `WorkerGroup` on `devices`; `build` makes each one's worker. From the first call on, what their processes
+    print goes into the folder `logs`."""
+
+    def __init__(self, devices: Devices, experiment: Experiment, build: Build, logs: Path | None = None) -> None:
+        self.events: Events = queue.SimpleQueue()
+        self._devices, self._experiment = devices, experiment
+        self._meshes, self._calls = experiment.meshes(), calls_of(experiment)
+        self._all = range(len(devices.where))
+        self._announcing: set[str] = set()
+        self._lock = threading.RLock()  # of what lies where; of the store by it
+        self._store, self._locations = TensorStore(), Locations()
+        self._closed, self._logs = False, logs
+        self._dispatch = Dispatch(devices)
+        try:
+            self._built: Mapping[int, Built] = self._ask("building the engines", self._all, lambda rank: build).result()
+            self._parameters = Parameters(self._dispatch, self._meshes, self._built)
+            self._parameters.begin(experiment)
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    # -- calls
+
+    def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
+        if self._logs is not None:  # the run has begun, so it may write
+            command, self._logs = commands.LogTo(self._logs), None
+            self._ask("opening its log", self._all, lambda rank: command)
+        node = self._calls[mfc]
+        mesh, task = self._meshes[node.role], (mfc, step)
+        ids = owners([part for minibatch in parts for part in minibatch])
+        of_rank = {rank: [minibatch[mesh.coordinates(rank).data] for minibatch in parts] for rank in mesh.ranks}
+        own = {rank: owners(minibatches) for rank, minibatches in of_rank.items()}
+        first = [mesh.ranks_of(data)[0] for data in range(mesh.layout.data)]
+        shared: dict[Any, Any] = {}
+        wanted: dict[int, list[Want]] = {}
+
+        def make(rank: int) -> tuple[Command, Given]:
+            described = commands.described(of_rank[rank], own[rank], OWNER)
+            command = Call(mfc, step, of_rank[rank], described, mfc in self._announcing)
+            wanted[rank] = self._lacking(rank, own[rank], (*node.inputs, *node.optional_inputs))
+            return command, self._given(wanted[rank], shared)
+
+        def done(ends: Mapping[int, Report]) -> None:
+            results = {rank: report.value for rank, report in ends.items()}
+            for rank, result in results.items():
+                self._arrived(rank, wanted[rank])
+                if result.outputs is not None:
+                    self._made(rank, result.outputs, again=rank not in first)
+            whole = merged([results[rank] for rank in first], [len(own[rank]) for rank in first], ids)
+            moved = float(sum(report.moved for report in ends.values()))
+            self.events.put(Finished(task, MFCResult(whole.outputs, {**whole.metrics, BYTES_MOVED: moved})))
+
+        def announced(rank: int, event: Announced) -> None:
+            if rank in first:
+                self._made(rank, event.outputs)
+                self.events.put(event)
+
+        job = Job(
+            f"call {mfc!r} of role {node.role!r}", mesh.ranks, make, done, self._fails(task), self._starts(task),
+            announced, frozenset({node.role}), seconds=None,
+        )  # fmt: skip
+        self._dispatch.submit(job)
+
+    def _lacking(self, rank: int, ids: Sequence[str], keys: Iterable[str]) -> list[Want]:
+        with self._lock:
+            wants = self._locations.lacking(rank, ids, keys)
+            for want in wants:
+                self._locations.expect(rank, want.ids, want.keys)
+        return wants
+
+    def _arrived(self, rank: int, wants: Sequence[Want]) -> None:
+        with self._lock:
+            for want in wants:
+                self._locations.copied(rank, want.ids, want.keys)
+
+    def _given(self, wants: Sequence[Want], shared: dict[Any, Any]) -> Given:
+        """What a rank asks others for, and what the driver hands out; `shared` is what it did already for this call."""
+        rows = [(want.ids, want.keys) for want in wants if want.rank == ON_DRIVER]
+        for row in rows:
+            if row not in shared:
+                with self._lock:
+                    found = self._store.fetch(*row)
+                shared[row] = self._devices.share(_bare(found).to_bytes())
+        return Given([want for want in wants if want.rank != ON_DRIVER], [shared[row] for row in rows])
+
+    def _made(self, rank: int, outputs: SampleMeta, *, again: bool = False) -> None:
+        with self._lock:
+            (self._locations.copied if again else self._locations.made)(rank, outputs.ids, outputs.keys)
+            if outputs.metadata:
+                self._store.put(SequenceSample(outputs.ids, {}, {}, {}, outputs.metadata))
+
+    def _starts(self, task: Task) -> Callable[[], None]:
+        return lambda: self.events.put(Started(task))
+
+    def _fails(self, task: Task) -> Callable[[BaseException], None]:
+        return lambda error: self.events.put(Failed(task, error))
+
+    def listen(self, mfc: str) -> None:
+        self._announcing.add(mfc)
+
+    # -- tensors on the driver
+
+    def put(self, sample: SequenceSample) -> SampleMeta:
+        with self._lock:
+            self._locations.made(ON_DRIVER, sample.ids, sample.keys)
+            return self._store.put(sample)
+
+    def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
+        wanted = list(keys)
+        with self._lock:
+            wanted += [key for key in self._locations.everywhere(ids, optional) if key not in wanted]
+            wants = self._locations.lacking(ON_DRIVER, ids, wanted)
+        raws = self._devices.export(wants) if wants else []
+        with self._lock:
+            for want, raw in zip(wants, raws, strict=True):
+                self._store.put(SequenceSample.from_bytes(raw))
+                self._locations.copied(ON_DRIVER, want.ids, want.keys)
+            return self._store.fetch(ids, wanted)
+
+    def discard(self, ids: Iterable[str]) -> None:
+        with self._lock:
+            gone = self._locations.discard(ids)
+            self._store.discard(gone.pop(ON_DRIVER, ()))
+        for rank, held in gone.items():
+            self._ask("letting go of tensors", [rank], lambda rank, held=held: commands.Discard(held))  # type: ignore[misc]
+
+    def sync(self, s: ParamSync, step: int) -> None:
+        task = (s.name, step)
+        told = lambda version: self.events.put(Finished(task, version))  # noqa: E731
+        self._parameters.move(s, step, told, self._fails(task), self._starts(task))
+
+    # -- state
+
+    def snapshot(self, d: Path) -> Future[None]:
+        with self._lock:
+            write_samples(d / DRIVER, self._store)
+        return _none(self._ask("writing the recovery point", self._all, lambda rank: commands.Snapshot(d)))
+
+    def restore(self, d: Path) -> None:
+        if not (d / ENGINES).is_dir() or not rank_folders(d):
+            raise CheckpointError(f"{d}: holds no state of workers")
+        command = commands.Restore(d, len(self._all))
+        found = self._ask("taking up the recovery point", self._all, lambda rank: command).result()
+        for rank in sorted(found):
+            for held in found[rank]:
+                self._made(rank, held, again=True)
+        for sample in read_samples([d / DRIVER]):
+            with self._lock:
+                self._locations.copied(ON_DRIVER, sample.ids, sample.keys)
+                self._store.put(sample)
+
+    def save(self, role: str, directory: Path) -> Future[None]:
+        command = commands.Save(role, directory)
+        return _none(self._ask(f"saving role {role!r}", self._meshes[role].ranks, lambda rank: command, role))
+
+    def close(self, deadline_s: float) -> None:
+        if not self._closed:
+            self._closed = True
+            self._dispatch.close()
+            self._devices.close(deadline_s)
+
+    # -- facts
+
+    def describe(self) -> Mapping[str, Mapping[str, Any]]:
+        return {role: self._built[mesh.ranks[0]].facts[role] for role, mesh in self._meshes.items()}
+
+    def numerics(self) -> Mapping[str, Any]:
+        found = self._ask("asking for its numerics", [0], lambda rank: commands.Numerics()).result()
+        return {**found[0], "devices": len(self._all)}
+
+    def peak_memory_gb(self) -> float:
+        return self._devices.peak_memory_gb()
+
+    def _ask(
+        self, what: str, ranks: Sequence[int], make: Callable[[int], Command], role: str | None = None
+    ) -> Future[dict[int, Any]]:
+        """One command a rank, after all that the rank was asked for before; the answers by rank."""
+        future: Future[dict[int, Any]] = Future()
+
+        def done(ends: Mapping[int, Report]) -> None:
+            future.set_result({rank: report.value for rank, report in ends.items()})
+
+        roles = frozenset({role} if role else ())
+        made = lambda rank: (make(rank), Given())  # noqa: E731
+        self._dispatch.submit(Job(what, ranks, made, done, partial(_fail, future), roles=roles))
+        return future
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _none(future: Future[dict[int, Any]]) -> Future[None]:
+    """The same end, without the answers."""
+    over: Future[None] = Future()
+
+    def told(done: Future[dict[int, Any]]) -> None:
+        error = done.exception()
+        if error is None:
+            over.set_result(None)
+        else:
+            over.set_exception(error)
+
+    future.add_done_callback(told)
+    return over
+
+
+def _bare(sample: SequenceSample) -> SequenceSample:
+    """Without what is no tensor: descriptions carry that."""
+    return SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data)

@@ -1,0 +1,208 @@
+"""The process of one of many devices: the worker, the one thread that does its work in order, and what it has to tell.
+
+It knows nothing of what carries messages (`weft.runtime.ray`): commands come in with a number, tensors that they need come from
+other devices through `Peers`, reports go out of `next_reports`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft.data.sample import SequenceSample
+from weft.engine.device import peak_memory_gb
+from weft.errors import RunError, UserError, WeftError
+from weft.observe.memory import keep_freed_memory
+from weft.parallel.mesh import ProcessGroups, backend_of
+from weft.runtime.worker import Worker
+
+COLLECTIVE_SECONDS = 1800.0  # a rank that waits longer for the others of a collective gives up
+TRANSFER_SECONDS = 600.0  # for tensors that another device holds already
+
+
+@dataclass(frozen=True)
+class Where:
+    """A device's process, for people."""
+
+    rank: int
+    host: str
+    pid: int
+    address: str
+
+    def __str__(self) -> str:
+        return f"device {self.rank} ({self.host}, process {self.pid})"
+
+
+@dataclass(frozen=True)
+class Want:
+    """Tensors that a command needs and another device holds."""
+
+    rank: int
+    ids: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of the command `number`. `moved` are the bytes that came from elsewhere for it."""
+
+    number: int
+    kind: Literal["started", "announced", "finished", "failed"]
+    value: Any = None
+    moved: int = 0
+
+
+class Peers(Protocol):
+    """How a device gets what others hold. An ask returns at once, `take` waits for what was promised."""
+
+    def ask(self, want: Want) -> Any: ...
+    def ask_parcel(self, rank: int, name: str) -> Any: ...
+    def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]: ...
+
+
+class Command(Protocol):
+    """What the driver asks for. It can be pickled; what it returns goes back to the driver."""
+
+    def run(self, process: DeviceProcess, number: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Queued:
+    number: int
+    command: Command
+    promises: Sequence[Any]
+
+
+class DeviceProcess:
+    """Commands run in the order that their places say, whatever order they arrive in: ranks that talk to each other must do the
+    same things in the same order."""
+
+    def __init__(self, rank: int, peers: Peers) -> None:
+        keep_freed_memory()
+        self.rank, self.peers = rank, peers
+        self.device = torch.device("cpu")  # until a command says which
+        self.groups: ProcessGroups | None = None
+        self._worker: Worker | None = None
+        self._parcels: dict[str, bytes] = {}
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()
+        self._early: dict[int, Queued] = {}
+        self._place = 0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._work, name="weft-worker", daemon=True).start()
+
+    # -- the ranks of the run
+
+    def open_store(self, address: str, world: int) -> int:
+        """Make the place where all ranks meet, on this machine; its port."""
+        self._store = dist.TCPStore(address, 0, world, is_master=True, wait_for_workers=False)
+        port: int = self._store.port
+        return port
+
+    def join(self, address: str, port: int, world: int, device: str) -> None:
+        """Meet the other ranks; returns once all of them have come."""
+        if address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:  # the host's name may lead elsewhere
+            os.environ["GLOO_SOCKET_IFNAME"] = next(n for _, n in socket.if_nameindex() if n.startswith("lo"))
+        if self.rank != 0:
+            self._store = dist.TCPStore(address, port, world, is_master=False)
+        limit = timedelta(seconds=COLLECTIVE_SECONDS)
+        backend = backend_of(torch.device(device))
+        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=world, timeout=limit)
+        self.groups = ProcessGroups()
+
+    # -- commands, in order
+
+    @property
+    def worker(self) -> Worker:
+        assert self._worker is not None, "the worker is built first"
+        return self._worker
+
+    @worker.setter
+    def worker(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def receive(self, place: int, number: int, command: Command, wants: Sequence[Want], shared: Sequence[Any]) -> None:
+        """Take in the command that is to be run as the `place`-th. What it needs of others is asked for now; `shared` is what
+        the driver hands out."""
+        with self._lock:
+            self._early[place] = Queued(number, command, [*(self.peers.ask(want) for want in wants), *shared])
+            while self._place in self._early:
+                self._queue.put(self._early.pop(self._place))
+                self._place += 1
+
+    def report(self, report: Report) -> None:
+        self._reports.put(report)
+
+    def next_reports(self, seconds: float) -> list[Report]:
+        """All that there is to tell; waits for something at most so long."""
+        try:
+            found = [self._reports.get(timeout=seconds)]
+        except queue.Empty:
+            return []
+        while not self._reports.empty():
+            found.append(self._reports.get())
+        return found
+
+    def _work(self) -> None:
+        while True:
+            queued = self._queue.get()
+            self.report(Report(queued.number, "started"))
+            try:
+                moved = self._take_in(queued.promises)
+                self.report(Report(queued.number, "finished", queued.command.run(self, queued.number), moved))
+            except BaseException as error:
+                traceback.print_exc()
+                self.report(Report(queued.number, "failed", portable(error, self.where(""))))
+
+    def _take_in(self, promises: Sequence[Any]) -> int:
+        """Put what others send into the store; its bytes."""
+        raws = self.peers.take(promises, TRANSFER_SECONDS) if promises else []
+        for raw in raws:
+            self.worker.store.put(SequenceSample.from_bytes(raw))
+        return sum(map(len, raws))
+
+    # -- what others ask for meanwhile, in other threads
+
+    def export(self, ids: Sequence[str], keys: Sequence[str]) -> bytes:
+        """Tensors of the store, without what is no tensor: descriptions carry that."""
+        found = self.worker.store.fetch(ids, keys)
+        return SequenceSample(found.ids, found.lengths, found.offsets, found.data).to_bytes()
+
+    def put_parcel(self, name: str, raw: bytes) -> None:
+        """Have parameters lie ready for another device."""
+        self._parcels[name] = raw
+
+    def parcel(self, name: str) -> bytes:
+        return self._parcels[name]
+
+    def drop_parcels(self, names: Mapping[str, Any] | Sequence[str]) -> None:
+        for name in names:
+            self._parcels.pop(name, None)
+
+    def peak_memory_gb(self) -> float:
+        return peak_memory_gb(self.device)
+
+    def where(self, address: str) -> Where:
+        return Where(self.rank, socket.gethostname(), os.getpid(), address)
+
+
+def portable(error: BaseException, where: Where) -> WeftError:
+    """The error as the driver can raise it: a user's as it is, any other as a `RunError` that says where, with the traceback as
+    its note."""
+    if isinstance(error, UserError):
+        return error
+    name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
+    told = RunError(f"{where}: {name}{error}")
+    for note in [*getattr(error, "__notes__", []), "".join(traceback.format_exception(error))]:
+        told.add_note(note)
+    return told

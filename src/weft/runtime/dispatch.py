@@ -1,0 +1,199 @@
+"""Jobs on many devices: issued in one order, told about as their ranks report, ended at once where a device dies.
+
+A job is one command on each of some ranks. It is issued when the jobs it waits for are over and no job before it that shares a
+role with it is held back: so what a role is asked for is done in the order in which it was asked for, and all ranks do the
+same things in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from weft.errors import RunError
+from weft.runtime.device_process import Command, Report, Want, Where
+
+REQUEST_SECONDS = 3600.0  # for all but calls, whose deadlines are the Master's: building, saving, moving parameters
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A device that will say nothing more, and why."""
+
+    reason: str
+
+
+class Devices(Protocol):
+    """The processes of a run by rank, as whatever carries messages shows them. Several threads may use it."""
+
+    @property
+    def where(self) -> Sequence[Where]: ...
+    def send(self, rank: int, place: int, number: int, command: Command, given: Given) -> None: ...
+    def receive(self) -> Sequence[tuple[int, Sequence[Report] | Lost]]:
+        """What any device has to tell; waits a short time for it."""
+        ...
+
+    def share(self, raw: bytes) -> Any:
+        """What devices can take as shared, handed out once for all of them."""
+        ...
+
+    def export(self, wants: Sequence[Want]) -> list[bytes]: ...
+    def peak_memory_gb(self) -> float: ...
+    def close(self, deadline_s: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """Tensors that come with a command: what its device asks others for, and what the driver shares."""
+
+    wants: Sequence[Want] = ()
+    shared: Sequence[Any] = ()
+
+
+@dataclass(eq=False)
+class Job:
+    """`make` is asked for a rank's command when the job is issued. `done` gets the reports of the end by rank."""
+
+    name: str  # in the words of an error
+    ranks: Sequence[int]
+    make: Callable[[int], tuple[Command, Given]]
+    done: Callable[[Mapping[int, Report]], None]
+    failed: Callable[[BaseException], None]
+    started: Callable[[], None] = lambda: None
+    announced: Callable[[int, Any], None] = lambda rank, value: None
+    roles: frozenset[str] = frozenset()
+    after: Sequence[Job] = ()
+    seconds: float | None = REQUEST_SECONDS
+    number: int = -1
+    began: bool = False
+    expires: float | None = None
+    ends: dict[int, Report] = field(default_factory=dict)
+
+    @property
+    def waits_for(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.ends]
+
+
+class Dispatch:
+    """A thread of its own hears the devices; what jobs have to say (`done`, `failed`, ...) is said in it, or where they were
+    submitted once a device is lost."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+        self._lock = threading.RLock()
+        self._jobs: dict[int, Job] = {}  # issued and not over, in order
+        self._held: list[Job] = []
+        self._next, self._places = 0, [0] * len(devices.where)
+        self._broken: RunError | None = None
+        self._closed = False
+        threading.Thread(target=self._hear, name="weft-devices", daemon=True).start()
+
+    def submit(self, *jobs: Job) -> None:
+        """Begin as soon as may be, in this order."""
+        with self._lock:
+            for job in jobs:
+                job.number, self._next = self._next, self._next + 1
+                self._held.append(job)
+            self._issue()
+
+    def close(self) -> None:
+        """Hear no more; whoever still waits for a job is told."""
+        self._closed = True
+        self._break(RunError("the devices were let go of"))
+
+    # -- issuing
+
+    def _issue(self) -> None:
+        blocked: set[str] = set()
+        for job in list(self._held):
+            if self._broken is not None:
+                self._held.remove(job)
+                job.failed(self._broken)
+            elif not any(self._is_open(other) for other in job.after) and blocked.isdisjoint(job.roles):
+                self._held.remove(job)
+                self._send(job)
+            else:
+                blocked |= job.roles
+
+    def _is_open(self, job: Job) -> bool:
+        return job.number in self._jobs or job in self._held
+
+    def _send(self, job: Job) -> None:
+        self._jobs[job.number] = job
+        job.expires = None if job.seconds is None else time.monotonic() + job.seconds
+        for rank in job.ranks:
+            command, given = job.make(rank)
+            self._devices.send(rank, self._places[rank], job.number, command, given)
+            self._places[rank] += 1
+
+    # -- hearing
+
+    def _hear(self) -> None:
+        while not self._closed:
+            try:
+                for rank, found in self._devices.receive():
+                    if isinstance(found, Lost):
+                        self._break(self._death(rank, found))
+                    else:
+                        for report in found:
+                            self._take(rank, report)
+                self._expire()
+            except BaseException as error:  # nobody else would hear of it, and everybody would wait
+                if not self._closed:
+                    self._break(RunError(f"hearing the devices failed ({type(error).__name__}: {error})"))
+                return
+
+    def _take(self, rank: int, report: Report) -> None:
+        with self._lock:
+            job = self._jobs.get(report.number)
+            if job is None:  # failed on another rank before
+                return
+            match report.kind:
+                case "started":
+                    if not job.began:
+                        job.began = True
+                        job.started()
+                case "announced":
+                    job.announced(rank, report.value)
+                case "finished":
+                    job.ends[rank] = report
+                    if not job.waits_for:
+                        del self._jobs[job.number]
+                        job.done(job.ends)
+                        self._issue()
+                case "failed":
+                    self._fail(job, report.value)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        del self._jobs[job.number]
+        job.failed(error)
+        for other in [held for held in self._held if job in held.after]:
+            self._held.remove(other)
+            other.failed(error)
+        self._issue()
+
+    def _death(self, rank: int, lost: Lost) -> RunError:
+        with self._lock:
+            at = next((f" in {job.name}" for job in self._jobs.values() if rank in job.waits_for), "")
+        return RunError(f"{self._devices.where[rank]} died{at}: {lost.reason}")
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = next((job for job in self._jobs.values() if job.expires is not None and job.expires < now), None)
+        if late is not None:
+            who = ", ".join(str(self._devices.where[rank]) for rank in late.waits_for)
+            self._break(RunError(f"{late.name} did not end within {late.seconds:g} s; it waits for {who}"))
+
+    def _break(self, error: RunError) -> None:
+        """End every wait, now and from now on."""
+        with self._lock:
+            if self._broken is None:
+                self._broken = error
+            jobs, self._jobs = list(self._jobs.values()), {}
+            for job in jobs:
+                job.failed(self._broken)
+            self._issue()

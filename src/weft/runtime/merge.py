@@ -1,0 +1,37 @@
+"""How the results of a call's ranks become one: outputs joined, metrics merged, times spanned. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weft.interfaces.base import MFCResult
+from weft.runtime.group import SECONDS, STARTED
+from weft.runtime.split import join
+
+
+def merged(results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]) -> MFCResult:
+    """`results` of the data-parallel parts of the batch `ids`, of so many ids each."""
+    outputs = join([result.outputs for result in results], ids)
+    return MFCResult(outputs, merged_metrics([result.metrics for result in results], counts))
+
+
+def merged_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
+    """What is equal everywhere stays. `*_max` and `*_min` are the largest and smallest, all else is a mean over ids. A call
+    lasts from its first rank's start to its last rank's end. A metric that some parts lack is merged over those that have it.
+    """
+    whole: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = [(part[name], count) for part, count in zip(parts, counts, strict=True) if name in part]
+        values = [value for value, _ in having]
+        weight = sum(count for _, count in having)
+        if name == STARTED or name.endswith("_min"):
+            whole[name] = min(values)
+        elif name.endswith("_max"):
+            whole[name] = max(values)
+        elif weight == 0 or all(value == values[0] for value in values):
+            whole[name] = values[0]
+        else:
+            whole[name] = sum(value * count for value, count in having) / weight
+    if STARTED in whole:
+        whole[SECONDS] = max(part[STARTED] + part[SECONDS] for part in parts) - whole[STARTED]
+    return whole

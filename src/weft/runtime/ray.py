@@ -1,0 +1,329 @@
+"""The one file that knows Ray: devices are its actors, messages its calls. It starts a Ray of its own or joins one.
+
+It imports no torch, so that a device's process gets its environment before anything reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from weft.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from weft.runtime.device_process import Command, Report, Want, Where
+    from weft.runtime.dispatch import Given, Lost
+
+START_SECONDS = 300.0  # for the devices' processes to be there, with all that they import
+ANSWER_SECONDS = 20.0  # for a cluster to be listening
+PLACE_SECONDS = 600.0  # for a cluster to have the devices free
+POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
+SILENT_SECONDS = 300.0  # one that does not even say that counts as dead
+EXPORT_SECONDS = 600.0
+# A device's threads: commands come in one by one; others fetch tensors, and the driver hears reports, whatever it computes.
+THREADS = {"control": 1, "io": 4, "poll": 1}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster."""
+
+    id: str
+    host: str
+    address: str
+    cpus: int
+    gpus: int
+
+
+class _Peers:
+    """Implements `weft.runtime.device_process.Peers` with the other actors."""
+
+    def __init__(self) -> None:
+        self.actors: Sequence[Any] = ()
+
+    def ask(self, want: Want) -> Any:
+        return self.actors[want.rank].export.remote(want.ids, want.keys)
+
+    def ask_parcel(self, rank: int, name: str) -> Any:
+        return self.actors[rank].parcel.remote(name)
+
+    def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]:
+        return _take(promises, seconds)
+
+
+def _take(promises: Sequence[Any], seconds: float) -> list[bytes]:
+    try:
+        found: list[bytes] = ray.get(list(promises), timeout=seconds)
+        return found
+    except GetTimeoutError:
+        raise RunError(f"tensors that another device holds did not come within {seconds:g} s") from None
+    except RayTaskError as error:
+        raise RunError(f"tensors that another device should hold: {error.cause}") from error
+    except RayError as error:
+        raise RunError(f"tensors that another device holds are lost ({_first_line(error)})") from error
+
+
+class _Device:
+    """The actor of a device. `weft.runtime.device_process` is imported by `prepare`, once the environment is there."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @ray.method(concurrency_group="control")
+    def prepare(self, environment: Mapping[str, str], folder: str, paths: Sequence[str]) -> Where:
+        """Become a process of the run: its environment, working directory and import paths; returns where it is."""
+        os.environ.update(environment)
+        if not os.path.isdir(folder):
+            raise ConfigError(
+                f"there is no directory {folder} on {ray.util.get_node_ip_address()}; all machines of a run see one file system"
+            )
+        os.chdir(folder)
+        sys.path[:0] = [path for path in paths if path not in sys.path]
+        from weft.runtime.device_process import DeviceProcess
+
+        self._peers = _Peers()
+        self._process = DeviceProcess(self._rank, self._peers)
+        return self._process.where(ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="control")
+    def open_store(self, address: str, world: int) -> int:
+        return self._process.open_store(address, world)
+
+    @ray.method(concurrency_group="control")
+    def join(self, actors: Sequence[Any], address: str, port: int, device: str) -> None:
+        self._peers.actors = actors
+        self._process.join(address, port, len(actors), device)
+
+    @ray.method(concurrency_group="control")
+    def receive(self, place: int, number: int, command: Command, wants: Sequence[Want], shared: Sequence[Any]) -> None:
+        self._process.receive(place, number, command, wants, shared)
+
+    @ray.method(concurrency_group="poll")
+    def next_reports(self, seconds: float) -> list[Report]:
+        return self._process.next_reports(seconds)
+
+    @ray.method(concurrency_group="io")
+    def export(self, ids: Sequence[str], keys: Sequence[str]) -> bytes:
+        return self._process.export(ids, keys)
+
+    @ray.method(concurrency_group="io")
+    def parcel(self, name: str) -> bytes:
+        return self._process.parcel(name)
+
+    @ray.method(concurrency_group="io")
+    def peak_memory_gb(self) -> float:
+        return self._process.peak_memory_gb()
+
+
+class RayDevices:
+    """Implements `weft.runtime.dispatch.Devices`. `close` ends the actors, and the Ray that was started for them."""
+
+    def __init__(self, actors: Sequence[Any], where: Sequence[Where], cluster: Cluster, group: Any) -> None:
+        self._actors, self.where = list(actors), list(where)
+        self._cluster, self._group = cluster, group
+        self._polls: dict[Any, tuple[int, float]] = {}  # what is asked for -> its rank, and since when
+        for rank in range(len(actors)):
+            self._poll(rank)
+
+    def send(self, rank: int, place: int, number: int, command: Command, given: Given) -> None:
+        self._actors[rank].receive.remote(place, number, command, list(given.wants), list(given.shared))
+
+    def receive(self) -> list[tuple[int, Sequence[Report] | Lost]]:
+        from weft.runtime.dispatch import Lost
+
+        if not self._polls:
+            time.sleep(POLL_SECONDS)
+            return []
+        ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=POLL_SECONDS)
+        found: list[tuple[int, Sequence[Report] | Lost]] = []
+        for each in ready:
+            rank, _ = self._polls.pop(each)
+            try:
+                found.append((rank, ray.get(each)))
+                self._poll(rank)
+            except RayError as error:
+                found.append((rank, Lost(_first_line(error))))
+        for each, (rank, since) in list(self._polls.items()):
+            if time.monotonic() - since > SILENT_SECONDS:
+                del self._polls[each]
+                found.append((rank, Lost(f"it has said nothing for {SILENT_SECONDS:g} s")))
+        return found
+
+    def share(self, raw: bytes) -> Any:
+        return ray.put(raw)
+
+    def export(self, wants: Sequence[Want]) -> list[bytes]:
+        return _take([self._actors[want.rank].export.remote(want.ids, want.keys) for want in wants], EXPORT_SECONDS)
+
+    def peak_memory_gb(self) -> float:
+        return max(_ask([actor.peak_memory_gb.remote() for actor in self._actors], "its peak memory", EXPORT_SECONDS))
+
+    def close(self, deadline_s: float) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)
+        self._cluster.close()
+
+    def _poll(self, rank: int) -> None:
+        self._polls[self._actors[rank].next_reports.remote(POLL_SECONDS)] = (rank, time.monotonic())
+
+
+class Cluster:
+    """A Ray that this process is joined to. `own` is the folder of one that it started itself."""
+
+    def __init__(self, own: Path | None = None) -> None:
+        self._own = own
+
+    @classmethod
+    def start(cls, cpus: int, gpus: int) -> Cluster:
+        """A Ray of this process alone, on this machine, which ends with it. Called from the main thread: the end of a thread
+        would be the end of what it started."""
+        own = Path(tempfile.mkdtemp(prefix="weft-"))
+        # Its token is in this environment alone, which the processes that it starts inherit.
+        _set_unless_set(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        with _quiet():
+            ray.init(
+                address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1",
+                _temp_dir=str(own), log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
+            )  # fmt: skip
+        return cls(own)
+
+    @classmethod
+    def join(cls, address: str) -> Cluster:
+        """Raises `ConfigError` where no cluster answers at the address."""
+        try:
+            _check_answers(address)
+            with _quiet():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        except (OSError, RayError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"ray_address={address!r}: no Ray cluster answers there ({_first_line(error)}); start one with "
+                "`ray start --head` and give its address, or write mode=local"
+            ) from error
+        return cls()
+
+    def nodes(self) -> list[Node]:
+        """The machines that are up."""
+        return [
+            Node(
+                id=node["NodeID"],
+                host=node["NodeManagerHostname"],
+                address=node["NodeManagerAddress"],
+                cpus=int(node["Resources"].get("CPU", 0)),
+                gpus=int(node["Resources"].get("GPU", 0)),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def launch(self, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]) -> RayDevices:
+        """Start a process for each of `count` devices, neighbours on one node where that can be.
+
+        Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. Raises `RunError` where they do not
+        start in time.
+        """
+        bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+        group = placement_group([bundle] * count, strategy="PACK")
+        ready, _ = ray.wait([group.ready()], timeout=PLACE_SECONDS)
+        if not ready:
+            remove_placement_group(group)
+            raise RunError(f"the cluster had no {count} devices free within {PLACE_SECONDS:g} s; others use it")
+        on = placement_group_table(group)["bundles_to_node_id"]
+        order = [node.id for node in chosen]
+        bundles = sorted(range(count), key=lambda index: (order.index(on[index]), index))
+        actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(_Device)
+        actors = [
+            actor_class.options(
+                num_cpus=1,
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            ).remote(rank)
+            for rank, index in enumerate(bundles)
+        ]
+        shares = {node.id: max(1, node.cpus // max(1, list(on.values()).count(node.id))) for node in chosen}
+        asked = []
+        for actor, index in zip(actors, bundles, strict=True):
+            threads = os.environ.get("OMP_NUM_THREADS", str(shares[on[index]]))
+            told = {**environment, "OMP_NUM_THREADS": threads}
+            asked.append(actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path]))
+        where = _ask(asked, "its process", START_SECONDS)
+        address = where[0].address
+        (port,) = _ask([actors[0].open_store.remote(address, count)], "its process", START_SECONDS)
+        _ask([actor.join.remote(actors, address, port, device) for actor in actors], "the other ranks", START_SECONDS)
+        return RayDevices(actors, where, self, group)
+
+    def close(self) -> None:
+        """Leave; a Ray of our own ends with all its processes and files."""
+        with _quiet():
+            ray.shutdown()
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+
+def _ask(promises: Sequence[Any], what: str, seconds: float) -> list[Any]:
+    """One answer a rank. Raises `RunError` naming the ranks that gave none, or what the device raised."""
+    _, late = ray.wait(list(promises), num_returns=len(promises), timeout=seconds)
+    if late:
+        ranks = ", ".join(str(rank) for rank, each in enumerate(promises) if each in late)
+        raise RunError(f"device {ranks} waited for {what} longer than {seconds:g} s")
+    found = []
+    for rank, each in enumerate(promises):
+        try:
+            found.append(ray.get(each))
+        except RayTaskError as error:
+            if isinstance(error.cause, ConfigError):
+                raise ConfigError(f"device {rank}: {error.cause}") from error
+            raise RunError(f"device {rank} failed: {type(error.cause).__name__}: {error.cause}") from error
+        except RayActorError as error:
+            raise RunError(f"device {rank} died: {_first_line(error)}") from error
+    return found
+
+
+def _check_answers(address: str) -> None:
+    """Raises `OSError` at once where nobody listens at HOST:PORT; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "/" not in address:
+        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _set_unless_set(**values: str) -> None:
+    """Variables that a Ray begins with, and that this process reads once; what the user has set wins."""
+    os.environ.update({name: value for name, value in values.items() if name not in os.environ})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray prints and sets signal handlers as it comes and goes; neither is the user's."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

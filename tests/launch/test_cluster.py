@@ -1,0 +1,175 @@
+"""Where a run's devices come from: what is refused before any starts, and a real cluster of two nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch.cases import dpo, prepare
+from tests.runtime.placed import Command, timeless
+from weft.errors import ConfigError
+from weft.experiment import Control
+from weft.launch import cluster, dry_run, run
+from weft.launch.cluster import check_enough, device_kind, environment, local_resources, start_devices
+
+ray = pytest.importorskip("ray")
+from weft.runtime.ray import Node  # noqa: E402  # with ray alone
+
+CONTROL = Control("e", "t")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cluster")
+    prepare(folder)
+    return folder
+
+
+def placed(root: Path, folder: str):
+    config = dpo(root, folder)
+    config.max_steps, config.actor.lora.r, config.ref.device_mesh = 3, 0, "1"
+    return config
+
+
+def node(host: str, cpus: int, gpus: int = 0) -> Node:
+    return Node(host, host, "10.0.0.1", cpus, gpus)
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
+    check_enough(6, "cpu", [node("a", 4), node("b", 2)])
+    with pytest.raises(ConfigError, match=r"takes 8 devices .* has 6 CPUs \(a: 4, b: 2\): 2 are missing"):
+        check_enough(8, "cpu", [node("a", 4), node("b", 2)])
+    with pytest.raises(ConfigError, match=r"has 2 GPUs \(a: 2, b: 0\): 1 are missing"):
+        check_enough(3, "cuda", [node("a", 8, 2), node("b", 8)])
+    with pytest.raises(ConfigError, match="no machine is up"):
+        check_enough(1, "cpu", [])
+
+
+def test_cpus_of_this_machine_do_not_limit_devices_and_gpus_do(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    assert local_resources(cores + 6, "cpu", replace(CONTROL, n_gpus_per_node=1)) == (cores + 6, 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert local_resources(4, "cuda", CONTROL)[1] == 4
+    with pytest.raises(ConfigError, match="takes 4 devices and may use 2 GPUs of the 4 of this machine"):
+        local_resources(4, "cuda", replace(CONTROL, n_gpus_per_node=2))
+
+
+def test_a_name_of_one_device_is_refused(root):
+    experiment = placed(root, "named").build()
+    assert device_kind(replace(experiment, control=replace(experiment.control, device="cpu"))) == "cpu"
+    with pytest.raises(ConfigError, match="device=cuda:1: names one device, and the run takes 2"):
+        device_kind(replace(experiment, control=replace(experiment.control, device="cuda:1")))
+
+
+def test_without_ray_the_error_says_how_to_get_it(root, monkeypatch):
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"takes 2 devices.*pip install 'weft\[ray\]'"):
+        start_devices(placed(root, "none").build(), "local")
+
+
+def test_secrets_go_with_the_environment_and_others_stay(monkeypatch):
+    for name in ("HF_TOKEN", "WEFT_X", "WANDB_API_KEY", "OPENAI_API_KEY", "UNRELATED"):
+        monkeypatch.setenv(name, "1")
+    passed = environment()
+    assert {"HF_TOKEN", "WEFT_X", "WANDB_API_KEY", "OPENAI_API_KEY"} <= passed.keys() and "UNRELATED" not in passed
+
+
+def test_a_dry_run_says_where_roles_are_and_writes_nothing(root):
+    lines = dry_run(placed(root, "dry"))
+    assert "actor: layout d1f1t1p1c1e1 on device 0" in lines and "ref: layout d1f1t1p1c1e1 on device 1" in lines
+    assert [line.split(":")[0] for line in lines if line.startswith("memory of device")] == [
+        "memory of device 0", "memory of device 1",
+    ]  # fmt: skip
+    assert lines[-1].startswith("2 devices cpu, ") and not (root / "dry").exists()
+
+
+@pytest.mark.slow
+def test_more_machines_than_this_one_are_refused_where_the_run_is_local(root):
+    config = placed(root, "machines")
+    config.n_nodes = 2
+    with pytest.raises(ConfigError, match="n_nodes=2: mode=local is this machine"):
+        run(config)
+
+
+class TwoNodes:
+    """A head and a second node, with one CPU each, under addresses of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        self.environment = {"RAY_AUTH_TOKEN": "weft" * 8, "RAY_AUTH_MODE": "token"}
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self._folder = folder
+        head = f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--include-dashboard=false"
+        self._start("--head", *head)
+        self._start(f"--address={self.address}", "--node-ip-address=127.0.0.2")
+
+    def _start(self, *words: str) -> None:
+        line = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"]
+        line += ["--num-cpus=1", "--num-gpus=0", "--disable-usage-stats"]
+        with (self._folder / f"node{len(self.nodes)}.log").open("wb") as log:
+            environment = {**os.environ, **self.environment}
+            self.nodes.append(subprocess.Popen(line, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        end = time.monotonic() + 90.0
+        while b"Ray runtime started" not in (self._folder / f"node{len(self.nodes) - 1}.log").read_bytes():
+            assert time.monotonic() < end and self.nodes[-1].poll() is None, "a node does not start"
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        for process in reversed(self.nodes):
+            process.terminate()
+        for process in self.nodes:
+            process.wait(60)
+
+
+@pytest.fixture
+def two_nodes(monkeypatch):
+    folder = Path(tempfile.mkdtemp(prefix="two-"))  # the name of a socket is short
+    nodes = TwoNodes(folder)
+    for name, value in nodes.environment.items():
+        monkeypatch.setenv(name, value)
+    yield nodes
+    nodes.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def words(root: Path, folder: str, *more: str) -> list[str]:
+    return [
+        "dpo", "experiment_name=e", "trial_name=t", f"fileroot={root}/{folder}", f"actor.path={root}/model",
+        f"dataset.train_path={root}/pairs.jsonl", "dataset.train_bs_n_seqs=4", "max_steps=4", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_cluster_of_two_nodes_gives_the_numbers_of_one_process(root, tmp_path, two_nodes):
+    ray_words = ["mode=ray", f"ray_address={two_nodes.address}"]
+    three = Command(*words(root, "three", "ref.device_mesh=2", *ray_words), cwd=tmp_path)
+    code, out = three.end()
+    assert code == 2 and "takes 3 devices and the Ray cluster has 2 CPUs" in out and "1 are missing" in out, out
+    two = Command(*words(root, "two", "ref.device_mesh=1", *ray_words), cwd=tmp_path)
+    code, out = two.end()
+    assert code == 0 and two.none_left(), out
+    alone = Command(*words(root, "alone"), cwd=tmp_path)
+    assert alone.end()[0] == 0
+    assert timeless(root / "two" / "e" / "t") == timeless(root / "alone" / "e" / "t")
+    assert all(process.poll() is None for process in two_nodes.nodes), "the cluster is not ours to stop"
+
+
+@pytest.mark.slow
+def test_where_no_cluster_answers_the_error_names_the_option(root, tmp_path):
+    command = Command(*words(root, "nobody", "mode=ray", "ray_address=127.0.0.1:1"), cwd=tmp_path)
+    code, out = command.end()
+    assert code == 2 and "ray_address='127.0.0.1:1': no Ray cluster answers there" in out, out
+    assert len([line for line in out.splitlines() if "error" in line.lower()]) == 1, out

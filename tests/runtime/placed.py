@@ -1,0 +1,106 @@
+"""Runs on several devices, for tests: hooks that sleep or die in a device's process, and commands whose processes are counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+HOOKS = '''
+import os
+import signal
+import time
+
+from weft import register_function
+
+
+@register_function("nap")
+def nap(model, seconds=0.3):
+    time.sleep(seconds)
+
+
+@register_function("die")
+def die(model, step, flag):
+    """Once: the file `flag` says that it was done."""
+    if model.step == step and not os.path.exists(flag):
+        open(flag, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register_function("fail")
+def fail(model, step):
+    if model.step == step:
+        raise ValueError("out of luck")
+'''
+CLOCKS = ("step_seconds", "peak_memory_gb", "tokens_per_second", "mfu", "cached_fraction", "num_bytes_moved")
+
+
+def write_hooks(folder: Path) -> Path:
+    path = folder / "placed_hooks.py"
+    path.write_text(HOOKS)
+    return path
+
+
+def timeless(path: Path) -> list[dict[str, Any]]:
+    """Metrics without times, memory, and what was moved between devices."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if not k.startswith("time/") and k.rsplit("/", 1)[-1] not in CLOCKS}
+        for line in lines
+    ]
+
+
+class Command:
+    """`weft quickstart WORDS` in a process of its own; everything that it starts carries a mark in its environment."""
+
+    def __init__(self, *words: str, cwd: Path) -> None:
+        self.mark = f"weft-{uuid.uuid4().hex}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WEFT_TEST_MARK": self.mark}
+        line = [sys.executable, "-m", "weft.cli.main", "quickstart", *words]
+        self.process = subprocess.Popen(
+            line, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def end(self, seconds: float = 240.0) -> tuple[int, str]:
+        """(exit code, all that it printed)."""
+        try:
+            out, _ = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        return self.process.returncode, out
+
+    def after(self, path: Path, seconds: float = 120.0) -> None:
+        """Wait until there is something in a file."""
+        end = time.monotonic() + seconds
+        while not (path.is_file() and path.stat().st_size):
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < end, f"{path} did not come"
+            time.sleep(0.05)
+
+    def left(self) -> list[str]:
+        """Processes that carry the mark."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+        return found
+
+    def none_left(self, seconds: float = 20.0) -> bool:
+        """Whether all of them are gone, soon at least."""
+        end = time.monotonic() + seconds
+        while self.left() and time.monotonic() < end:
+            time.sleep(0.2)
+        return not self.left()
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)

@@ -1,0 +1,180 @@
+"""Roles on devices of their own under a real Ray: the numbers of one process, calls that overlap, tensors that move once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.cases import options, ppo, prepare
+from tests.runtime.placed import Command, timeless, write_hooks
+from weft.errors import RunError
+from weft.experiments import PPOConfig
+from weft.launch import run
+from weft.observe.timeline import read_spans
+from weft.runtime import disk
+
+pytest.importorskip("ray")
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("placed")
+    prepare(folder)
+    write_hooks(folder)
+    return folder
+
+
+def config(root: Path, folder: str) -> PPOConfig:
+    """PPO with every state that there is: adaptive KL, value norm, a reference that follows the actor."""
+    made = ppo(root, folder)
+    made.max_steps, made.imports = STEPS, [str(root / "placed_hooks.py")]
+    return made
+
+
+def placed(root: Path, folder: str) -> PPOConfig:
+    """The critic and the reference on device 1, the reward model on device 2."""
+    made = config(root, folder)
+    made.critic.device_mesh = made.ref.device_mesh = "1"
+    made.rew.device_mesh = "2"
+    return made
+
+
+@pytest.fixture(scope="module")
+def one(root) -> Path:
+    return run(config(root, "one")).directory
+
+
+@pytest.fixture(scope="module")
+def three(root) -> Path:
+    """The same run on three devices, in which reading rewards and reference takes a while."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    made = placed(root, "three")
+    made.ref_inf.pre_hooks = made.rew_inf.pre_hooks = [{"function": "nap"}]
+    return run(made).directory
+
+
+def test_the_numbers_are_those_of_one_process(one, three):
+    assert timeless(three) == timeless(one)
+    assert (three / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
+    assert disk.checksums(three / "checkpoints") == disk.checksums(one / "checkpoints")
+
+
+def test_calls_on_different_devices_overlap(three):
+    spans = {(span.name, span.step): span for span in read_spans(three / "timeline.json")}
+    for step in range(1, STEPS + 1):
+        ref, rew = spans["ref_inf", step], spans["rew_inf", step]
+        assert max(ref.start, rew.start) < min(ref.start + ref.seconds, rew.start + rew.seconds)
+
+
+def test_a_tensor_moves_to_a_device_once_and_only_where_it_is_read(three):
+    for line in map(json.loads, (three / "metrics.jsonl").read_text().splitlines()):
+        moved = {name.split("/")[0]: value for name, value in line.items() if name.endswith("/num_bytes_moved")}
+        # The critic is on the reference's device, which got prompts and completions for the reference's call.
+        assert moved["critic_inf"] == 0 or moved["ref_inf"] == 0
+        assert all(moved[name] > 0 for name in ("actor_gen", "rew_inf", "actor_train", "critic_train"))
+
+
+def test_what_devices_print_is_in_a_log_each(three):
+    assert sorted(path.name for path in (three / "logs").iterdir()) == [f"worker-{rank}.log" for rank in range(3)]
+
+
+def words(root: Path, folder: str, *more: str) -> list[str]:
+    """DPO with the reference on a device of its own, as a command line."""
+    fixed = options(root, folder)
+    return [
+        "dpo", *(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in fixed.items()),
+        f"actor.path={root}/model", "actor.optimizer.lr=1e-3", f"dataset.train_path={root}/pairs.jsonl",
+        "dataset.train_bs_n_seqs=4", "max_steps=6", "ref.device_mesh=1", f"imports=[{root}/placed_hooks.py]", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_device_that_dies_ends_the_run_with_one_message_and_the_run_goes_on_after(root, tmp_path):
+    whole = Command(*words(root, "whole"), cwd=tmp_path)
+    assert whole.end()[0] == 0
+    hook = f"ref_inf.pre_hooks=[{{function: die, args: {{step: 3, flag: {root}/died}}}}]"
+    first = Command(*words(root, "killed", hook), cwd=tmp_path)
+    code, out = first.end()
+    told = [line for line in out.splitlines() if line.startswith("error")]
+    assert code == 1 and len(told) == 1, out
+    assert "device 1" in told[0] and "call 'ref_inf' of role 'ref'" in told[0] and "died" in told[0]
+    assert "Traceback" not in out and first.none_left()
+    second = Command(*words(root, "killed", hook), cwd=tmp_path)
+    assert second.end()[0] == 0
+    assert timeless(root / "killed" / "e" / "t") == timeless(root / "whole" / "e" / "t")
+    assert second.none_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, tmp_path, number):
+    folder = f"stopped{number.value}"
+    slow = "ref_inf.pre_hooks=[{function: nap}]"
+    first = Command(*words(root, folder, slow), cwd=tmp_path)
+    first.after(root / folder / "e" / "t" / "metrics.jsonl")
+    first.signal(number)
+    code, out = first.end()
+    assert code == 128 + number and "give the same command again to go on" in out, out
+    assert first.none_left()
+    second = Command(*words(root, folder, slow), cwd=tmp_path)
+    code, out = second.end()
+    assert code == 0 and "going on after step" in out, out
+    plain = Command(*words(root, folder + "whole", slow), cwd=tmp_path)
+    assert plain.end()[0] == 0
+    assert timeless(root / folder / "e" / "t") == timeless(root / f"{folder}whole" / "e" / "t")
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_takes_everything_with_it(root, tmp_path):
+    command = Command(*words(root, "shot", "ref_inf.pre_hooks=[{function: nap}]"), cwd=tmp_path)
+    command.after(root / "shot" / "e" / "t" / "metrics.jsonl")
+    assert len(command.left()) > 3, "a driver, two devices, and Ray"
+    command.signal(signal.SIGKILL)
+    command.end()
+    assert command.none_left(), command.left()
+
+
+@pytest.mark.slow
+def test_an_error_in_a_device_is_told_once_with_where_it_was(root, tmp_path):
+    command = Command(*words(root, "failed", "ref_inf.pre_hooks=[{function: fail, args: {step: 1}}]"), cwd=tmp_path)
+    code, out = command.end()
+    told = [line for line in out.splitlines() if line.startswith("error")]
+    assert code == 1 and len(told) == 1 and "Traceback" not in out, out
+    assert "device 1 (" in told[0] and "ValueError: out of luck" in told[0]
+    assert "out of luck" in (root / "failed" / "e" / "t" / "logs" / "worker-1.log").read_text()
+    assert command.none_left()
+
+
+@pytest.mark.slow
+def test_a_point_of_three_devices_is_taken_up_by_one_and_by_two(root, three, one):
+    for folder, meshes in (("on-one", {}), ("on-two", {"critic": "1", "ref": "1"})):
+        made = config(root, folder)
+        made.max_steps, made.resume_from = STEPS + 2, str(three)
+        for role, mesh in meshes.items():
+            getattr(made, role).device_mesh = mesh
+        assert [line["step"] for line in run(made).metrics][-1] == STEPS + 2
+    assert timeless(root / "on-one" / "e" / "t") == timeless(root / "on-two" / "e" / "t")
+
+
+@pytest.mark.slow
+def test_roles_whose_parameters_differ_are_refused_before_the_first_step(root):
+    made = placed(root, "refused")
+    made.ref.path = str(root / "other")
+    from tests.tiny import make_llama
+
+    make_llama(root / "other", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="actor -> ref: parameters differ"):
+        run(made)
+    assert not (root / "refused" / "e").exists()
+
+
+def test_a_run_error_names_the_device() -> None:
+    from weft.runtime.device_process import Where, portable
+
+    where = Where(1, "host", 7, "127.0.0.1")
+    assert str(portable(RunError("bad"), where)) == "device 1 (host, process 7): bad"
