@@ -130,9 +130,15 @@ def test_a_second_run_into_the_directory_is_refused_and_nothing_is_touched(root,
     assert tree(finished.directory) == before
 
 
-@pytest.mark.parametrize("mode", ["ray", "slurm", "locl"])
-def test_modes_that_do_not_exist_are_refused(root, mode):
-    with pytest.raises(ConfigError, match=r"one device|did you mean local"):
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("slurm", "mode=slurm: what a job runs is a command line"),
+        ("locl", r"unknown mode 'locl'; did you mean local\?"),
+    ],
+)
+def test_modes_that_no_call_has_are_refused(root, mode, message):
+    with pytest.raises(ConfigError, match=message):
         run(small(root, "mode"), mode=mode)
     assert not (root / "mode").exists()
 
@@ -257,7 +263,7 @@ def test_registered_experiments_are_functions_or_classes(root):
     assert len(start("run-function", "first").metrics) == 2
     assert registered("run-class", "second").control.trial_name == "second"
     assert (root / "registered" / "run-function" / "first" / "config.yaml").is_file()
-    with pytest.raises(ConfigError, match="asks for 4 machines, and mode=local is this one"):
+    with pytest.raises(ConfigError, match="asks for 4 x 8 devices, and mode=local is one machine"):
         start("run-large", "a")
     with pytest.raises(ConfigError, match="gives a NoneType"):
         start("run-nothing", "a")

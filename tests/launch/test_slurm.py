@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm_cluster import SlurmCluster, missing
+from tests.tiny import make_llama, pair_rows, write_jsonl
 from weft.errors import ConfigError, RunError
 from weft.experiments._machines import SlurmSpec
 from weft.launch import slurm
@@ -173,3 +175,35 @@ def test_nodes_that_do_not_join_in_time_end_the_job(on_cluster: SlurmCluster, tm
     log = (asked.folder / f"{job}.log").read_text()
     assert "of 2 nodes have joined Ray after 1 s" in log and f"job {job} ends with exit code 1" in log
     assert not (tmp_path / "out.json").exists() and left(job) == []
+
+
+@pytest.mark.slow
+def test_a_run_on_two_nodes_has_the_numbers_of_one_process(on_cluster: SlurmCluster, tmp_path: Path) -> None:
+    """DPO whose reference is on the second node's device, submitted by the command line, against the same here."""
+    make_llama(tmp_path / "m")
+    write_jsonl(tmp_path / "pairs.jsonl", pair_rows())
+    words = ["quickstart", "dpo", "experiment_name=e", "actor.path=m", "dataset.train_path=pairs.jsonl", "max_steps=2"]
+    words += ["device=cpu", "dataset.train_bs_n_seqs=2", "ref.path=m"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+    def weft(*more: str) -> str:
+        command = [sys.executable, "-m", "weft.cli.main", *more]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environ)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    told = weft(*words, "trial_name=job", "mode=slurm", "n_nodes=2", "ref.device_mesh=1", "launch.env.GREETING=hello")
+    run = tmp_path / "runs" / "e" / "job"
+    job = told.split()[2]
+    until(lambda: slurm.running_job(run) is None, 300, run / "slurm")
+    log = (run / "slurm" / f"{job}.log").read_text()
+    assert f"job {job} ends with exit code 0" in log, log
+    assert json.loads((run / "status.json").read_text())["status"] == "finished"
+    weft(*words, "trial_name=here")
+
+    def losses(trial: str) -> list[float]:
+        lines = (tmp_path / "runs" / "e" / trial / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["actor_train/loss"] for line in lines]
+
+    assert losses("job") == losses("here") and len(losses("job")) == 2
+    assert left(job) == []

@@ -74,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
-    if config.mode == "slurm" and not words.dry_run:
+    if words.dry_run and config.mode == "slurm":
+        raise ConfigError("--dry-run: a job is planned where it runs; take mode=slurm out, or look at --print-script")
+    if config.mode == "slurm":
         from weft.launch import slurm
 
         command = ["quickstart", *(word for word in argv if word != "--print-script"), "mode=ray"]
@@ -114,10 +116,10 @@ def sort(argv: Sequence[str]) -> Words:
             words.help = rest.pop(0) if plain else ""
         elif word == "--debug":
             continue  # read by weft.cli.main
-        elif word == "--print-script":
-            words.print_script = True
         elif word == "--dry-run":
             words.dry_run = True
+        elif word == "--print-script":
+            words.print_script = True
         elif flag == "--resume_from_checkpoint":
             has_path = not attached and rest and "=" not in rest[0] and not rest[0].startswith("-")
             words.assignments.append(f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}")

@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
     parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
+    parser.add_argument("--dry-run", action="store_true", help="stop after the plan")
     parser.add_argument(
         "--print-script", action="store_true", help="with --mode slurm: print the job's script and stop"
     )
-    parser.add_argument("--dry-run", action="store_true", help="stop after the plan")
     given = parser.parse_args(argv)
     registry.import_user_folder()
     registry.import_user_code(given.imports)
@@ -45,13 +45,15 @@ def main(argv: Sequence[str]) -> int:
     from weft.launch import check_machines, dry_run, registered, run, scheduling, slurm
 
     experiment = _as_told(registered(given.experiment, given.trial), given)
-    if given.mode == "slurm" and not given.dry_run:
+    if given.print_script and given.mode != "slurm":
+        raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
+    if given.dry_run and given.mode == "slurm":
+        raise ConfigError("--dry-run: a job is planned where it runs; take --mode slurm out, or look at --print-script")
+    if given.mode == "slurm":
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
         asked = scheduling(given.experiment)
         print(slurm.start(experiment, command, asked, print_only=given.print_script))
         return 0
-    if given.print_script:
-        raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
     for note in check_machines(given.experiment, given.mode):
         print(f"note: {note}", file=sys.stderr)
     if given.dry_run:

@@ -142,7 +142,8 @@ class RunConfig(ABC):
     fileroot: str = option("./runs", "folder of all runs; this one's is fileroot/experiment_name/trial_name")
     mode: str = option(
         "local",
-        "where the run is: local (this machine; a process a device), ray (a Ray cluster that is there), slurm (a job)",
+        "where the run is: local (this machine; a process a device), ray (a Ray cluster that is there), slurm (a job of a "
+        "cluster)",
         check=checks.mode_problem,
     )
     seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
@@ -153,10 +154,13 @@ class RunConfig(ABC):
         None,
         "Ray cluster of mode=ray, such as auto or 10.0.0.1:6379; RAY_ADDRESS, else the one on this machine, when absent",
     )
-    n_nodes: int = option(1, "machines; mode=local is one, mode=ray has those of its cluster", at_least=1)
+    n_nodes: int = option(
+        1, "machines of a job (mode=slurm); mode=local is one, mode=ray has those of its cluster", at_least=1
+    )
     n_gpus_per_node: int | None = option(
         None,
-        "GPUs that mode=local may use of this machine; all there are when absent. CPUs are not limited",
+        "GPUs of each machine: with mode=slurm those asked for (what the layouts take when absent), with mode=local those "
+        "that may be used (all there are when absent). CPUs are not limited",
         at_least=1,
     )
     allocation_mode: str = option(

@@ -41,7 +41,7 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
                 "the cluster has GPUs and this machine has none; write device=cuda, or device=cpu to leave them"
             )
         check_enough(count, kind, nodes)
-        return cluster.launch(count, kind, environment(), nodes)
+        return cluster.launch(count, kind, {**environment(), **control.env}, nodes)
     except BaseException:
         cluster.close()
         raise

@@ -41,6 +41,7 @@ class Request:
     command: Sequence[str]
     n_nodes: int = 1
     gpus_per_node: int = 0
+    devices_per_node: int = 1  # processes, each of which Ray wants a processor for
     spec: SlurmSpec = field(default_factory=SlurmSpec)
     env: Mapping[str, str] = field(default_factory=dict)
     module: str = MODULE  # what `python -m` runs with the command's words
@@ -81,7 +82,8 @@ def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked:
     control, config = experiment.control, experiment.config
     spec = read(SlurmSpec(), config.get("slurm", {}), "slurm.")
     validate(spec, "slurm.")
-    nodes, gpus = int(config.get("n_nodes", 1)), int(config.get("n_gpus_per_node", 0))
+    nodes, per_node = int(config.get("n_nodes", 1)), config.get("n_gpus_per_node")
+    gpus = math.ceil(experiment.num_devices / nodes) if per_node is None else int(per_node)
     if asked is not None:
         nodes, gpus = asked.n_nodes, asked.gpus_per_node
         memory = asked.memory_per_node_gb
@@ -97,12 +99,16 @@ def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked:
             f"the layouts take {experiment.num_devices} devices, and n_nodes={nodes} x n_gpus_per_node={gpus} are {devices}; "
             "raise one of them, or lower the layouts"
         )
+    own, on_cpus = math.ceil(experiment.num_devices / nodes), control.device == "cpu" or gpus == 0
+    if on_cpus and spec.cpus_per_node is None:
+        spec = replace(spec, cpus_per_node=own)
     return Request(
         name=f"weft-{control.experiment_name}-{control.trial_name}",
         run=run,
         command=command,
         n_nodes=nodes,
-        gpus_per_node=0 if control.device == "cpu" else gpus,
+        gpus_per_node=0 if on_cpus else gpus,
+        devices_per_node=own,
         spec=spec,
         env=control.env,
     )
@@ -132,6 +138,7 @@ def script(request: Request) -> str:
         apptainer=apptainer,
         on_head=f"{on_first} {pyxis}" if wrapped == "pyxis" else apptainer,
         gpus=request.gpus_per_node,
+        devices=request.devices_per_node,
         join_timeout=f"{spec.join_timeout_s:g}",
         command=shlex.join([python, "-m", request.module, *request.command]),
     )

@@ -15,7 +15,7 @@ from weft.options import validate
 from weft.registry import experiments
 
 
-def registered(name: str, trial_name: str, mode: str = "local") -> Experiment:
+def registered(name: str, trial_name: str) -> Experiment:
     """The experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
 
     It is a function returning an `Experiment` (or a configuration that builds one), or a class with

@@ -42,7 +42,6 @@ FREE = (
     "logger",
     "fileroot",
     "imports",
-    "mode",
     "ray_address",
     "n_nodes",
     "n_gpus_per_node",
