@@ -93,7 +93,7 @@ def engine(path: Path, layout: str, case: Case) -> tuple[TorchEngine, int]:
     """This rank's engine, and its data-parallel index."""
     lora = LoRASpec(r=3, alpha=6.0, dropout=case.dropout) if case.lora else LoRASpec()
     spec = replace(spec_of(path, optimizer=ADAMW, lora=lora), **case.options)
-    parsed = Layout.parse(layout, trained=spec.trained)
+    parsed = replace(spec, layout=layout).resolve_layout()
     if parsed.num_devices == 1:
         return backends.get("torch")(spec, parsed), 0
     mesh = RankMesh(Mesh.first(parsed), dist.get_rank(), ProcessGroups())
@@ -198,3 +198,13 @@ def broken(path: Path, layout: str) -> str:
         with pytest.raises(RunError, match="samples: id4") as caught:
             made.train([part], Broken(bad="id4"), max_tokens=14)
     return str(caught.value)
+
+
+def half(path: Path, layout: str, case: Case) -> list[float]:
+    """Losses of three steps and the tokens that can be generated, of a role that computes in bfloat16."""
+    made, index = engine(path, layout, case)
+    ranks = Layout.parse(layout).data
+    parts = [over_ranks(batch(seed), ranks, "sequence")[index] for seed in range(3)]
+    steps = made.train(parts, Nll(), max_tokens=MOST)
+    assert all(generated(made, ranks, index).values())
+    return [step.metrics["loss"] for step in steps]

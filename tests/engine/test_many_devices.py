@@ -65,6 +65,12 @@ def test_four_processes_are_as_one(name: str, layout: str, four_ranks: Ranks, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_stages(stage: int, ranks: Ranks, tmp_path: Path) -> None:
+    compare(Case(options={"zero_stage": stage}), "d2", ranks, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_four_stages(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
     deep = Case(changes={"num_hidden_layers": 5}, options={"pipeline_schedule": schedule})
@@ -107,3 +113,13 @@ def test_ranks_without_an_id_work_on(layout: str, ranks: Ranks, tmp_path: Path) 
 def test_a_broken_loss_of_one_rank_stops_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     path = layouts.write_model(Case(), tmp_path / "hf")
     assert len(set(ranks.run(layouts.broken, path, "d2"))) == 1
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("layout", ["d2", "t2", "p2"])
+def test_bfloat16_on_two_processes(layout: str, lora: bool, ranks: Ranks, tmp_path: Path) -> None:
+    case = Case(lora=lora, options={"dtype": "bfloat16"})
+    path = layouts.write_model(case, tmp_path / "hf")
+    wanted = layouts.half(path, "d1", case)
+    for found in ranks.run(layouts.half, path, layout, case):
+        assert found == pytest.approx(wanted, rel=5e-3)

@@ -9,6 +9,8 @@ gloo joins ranks on CPUs, NCCL ranks on GPUs; which of them is chosen once, wher
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -30,14 +32,17 @@ class ProcessGroups:
     """The process groups that this process belongs to, by their ranks. Ranks of a group ask for it in the same order as for
     others that they share."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float | None = None) -> None:
+        """`seconds` that a rank waits for the others of a collective; torch's own where none are given."""
+        self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self._groups: dict[tuple[tuple[int, ...], bool], ProcessGroup] = {}
 
     def of(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
         """Made at the first call, which returns once all of `ranks` have made it. A group of its own for tensors of the `host`
         moves them by gloo, in an order of their own."""
         if (ranks, host) not in self._groups:
-            group = dist.new_group(list(ranks), backend="gloo" if host else None, use_local_synchronization=True)
+            backend = "gloo" if host else None
+            group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=True)
             assert isinstance(group, ProcessGroup), f"this process is none of the ranks {ranks}"
             self._groups[ranks, host] = group
         return self._groups[ranks, host]

@@ -19,17 +19,19 @@ from weft.parallel.mesh import RankMesh
 
 
 def shard(
-    network: nn.Module, blocks: Iterable[nn.Module], mesh: RankMesh, device: torch.device, dtype: torch.dtype
-) -> None:
+    network: nn.Module, blocks: Iterable[nn.Module], mesh: RankMesh, device: torch.device, dtype: torch.dtype,
+    *, reshard: bool = True,
+) -> None:  # fmt: skip
     """Give each rank its rows of every parameter: of each of the `blocks` and of what is left. Gradients are sums over the
-    ranks, in float32 at least; `dtype` is what is computed in."""
+    ranks, in float32 at least; `dtype` is what is computed in. Without `reshard` whole parameters stay from the forward to the
+    backward pass: more memory, half the traffic."""
     half = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if half else None, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
     shards = mesh.shards(device)
     for part in (*blocks, network):
-        wrapped = fully_shard(part, mesh=shards, mp_policy=policy)
+        wrapped = fully_shard(part, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
 

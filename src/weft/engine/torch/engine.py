@@ -111,7 +111,7 @@ class TorchEngine:
         part = built.part
         self._masters = MasterWeights(
             self._network,
-            DTYPES[dtype_of(spec)] if part is None or part.shards is None else dtype,
+            DTYPES[dtype_of(spec)] if part is None or part.shards is None else torch.float32,  # FSDP2 casts
             self._home,
             None if part is None else part.places,
             None if part is None else part.shards,

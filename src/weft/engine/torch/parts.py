@@ -40,7 +40,7 @@ def spread(source: Source, network: Transformer, whole: Transformer, mesh: RankM
         if dtype in HALF:  # what is frozen stays in it
             for adapter in lora.adapters(network).values():
                 adapter.float()
-        shard.shard(network, network.blocks, mesh, device, dtype)
+        shard.shard(network, network.blocks, mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2))
     network.to_empty(device=device)
     if mesh.layout.fsdp > 1:
         shards = Shards(network)
