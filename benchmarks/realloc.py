@@ -69,7 +69,7 @@ class Parameters:
 def main(words: Sequence[str] | None = None) -> None:
     parser = results.parser("realloc", str(__doc__), repeats=7)
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="40M", help="the model (default: %(default)s)")
-    parser.add_argument("--bucket", type=int, default=16, metavar="MIB", help="a bucket's size (default: %(default)s)")
+    parser.add_argument("--bucket", type=int, default=32, metavar="MIB", help="a bucket's size (default: %(default)s)")
     arguments = parser.parse_args(words)
     results.start(arguments)
     shape = "tiny" if arguments.quick else arguments.shape
