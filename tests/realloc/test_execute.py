@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch import Tensor
 from tests.ranks import Ranks
 from tests.realloc.common import Sizes, on, shapes
 from weft.errors import RunError
-from weft.realloc.execute import Moved, move
+from weft.realloc import link
+from weft.realloc.execute import Moved, Reallocation, move
 from weft.realloc.plan import Holdings, Transfer, plan
 from weft.realloc.traffic import least, traffic
 from weft.topology import Layout, Slice
@@ -38,6 +40,7 @@ class Case:
     eta: float = 1.0
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float64, torch.float64)
     bucket_bytes: int = 4096
+    shelves: bool = True  # messages lie in memory that both see; else they are sent
 
     @property
     def ends(self) -> tuple[Holdings, Holdings]:
@@ -92,8 +95,25 @@ def expected(case: Case, name: str, part: Slice) -> Tensor:
     return (cast if case.eta == 1.0 else taken.lerp(cast, case.eta))[part]
 
 
+@contextmanager
+def ways(case: Case) -> Iterator[None]:
+    """Ranks of one host always see each other's memory: without shelves they are kept from it."""
+    laid_out = link.laid_out
+    if not case.shelves:
+        link.laid_out = lambda size: None
+    try:
+        yield
+    finally:
+        link.laid_out = laid_out
+
+
 def run(case: Case) -> Moved:
     """On one rank: move, and look at what is there then."""
+    with ways(case):
+        return run_so(case)
+
+
+def run_so(case: Case) -> Moved:
     rank = dist.get_rank()
     source, target = engines(case, rank)
     before = {name: values.clone() for name, values in source.values.items()} if source else {}
@@ -127,8 +147,10 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("shelves", [True, False], ids=["shelves", "sent"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.source}-{case.target}+{case.start}-{case.form}")
-def test_targets_hold_what_they_should(case: Case, ranks: Ranks) -> None:
+def test_targets_hold_what_they_should(case: Case, shelves: bool, ranks: Ranks) -> None:
+    case = replace(case, shelves=shelves)
     moved = ranks.run(run, case)
     source, target = case.ends
     itemsize = dict.fromkeys(shapes(SIZES, tied=case.tied, form=case.form), 8)
@@ -144,12 +166,37 @@ def test_a_moving_average(eta: float, ranks: Ranks) -> None:
     ranks.run(run, Case("d2f2t2", "t2p2", eta=eta))
 
 
-def test_two_buckets_each_way_and_no_more(ranks: Ranks) -> None:
-    small, large = (Case("d4f4", "t4", bucket_bytes=size) for size in (2048, 2**20))
+@pytest.mark.parametrize("shelves", [True, False])
+def test_two_buckets_each_way_and_no_more(shelves: bool, ranks: Ranks) -> None:
+    small, large = (Case("d4f4", "t4", bucket_bytes=size, shelves=shelves) for size in (2048, 2**20))
     for case in (small, large):
         moved = ranks.run(run, case)
         assert all(0 < each.buffer_bytes <= 4 * case.bucket_bytes for each in moved)
         assert sum(each.received for each in moved) > 12 * small.bucket_bytes
+
+
+def again(case: Case, count: int) -> list[bool]:
+    """On one rank: what is worked out once serves for every move; the source changes from one to the next."""
+    rank = dist.get_rank()
+    source, target = engines(case, rank)
+    reallocation = Reallocation(case.transfers, rank=rank, group=dist.group.WORLD, bucket_bytes=case.bucket_bytes)
+    good = []
+    for step in range(count):
+        wholes = case.wholes(10 + step, case.dtypes[0])
+        if source is not None:
+            source.version = step
+            for name, part in source.parts.items():
+                source.values[name].copy_(wholes[name][part])
+        reallocation.move(source, target)
+        if target is not None:
+            good += [torch.equal(target.values[name], wholes[name][part]) for name, part in target.parts.items()]
+            good.append(target.version == step)
+    return good
+
+
+def test_one_reallocation_moves_many_times(ranks: Ranks) -> None:
+    results = ranks.run(again, Case("d4f4", "t2p2", bucket_bytes=2048), 5)
+    assert all(all(each) and len(each) > 50 for each in results)
 
 
 HALF = (torch.float32, torch.bfloat16)
@@ -177,7 +224,7 @@ def told(change: Callable[[int, Engine | None, Case], Case | None], case: Case, 
     """On one rank: what it says after `change` has spoilt something; a group of its own, since messages may be left in it."""
     rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=timeout))
     source, target = engines(case, rank)
-    batch = dist.batch_isend_irecv
+    batch, laid_out = dist.batch_isend_irecv, link.laid_out
     changed = change(rank, source, case)
     try:
         if changed is not None:
@@ -185,7 +232,7 @@ def told(change: Callable[[int, Engine | None, Case], Case | None], case: Case, 
     except RunError as error:
         return str(error)
     finally:
-        dist.batch_isend_irecv = batch
+        dist.batch_isend_irecv, link.laid_out = batch, laid_out
         dist.barrier()  # nobody leaves while another still waits for it
     return ""
 
@@ -195,15 +242,23 @@ def same(rank: int, source: Engine | None, case: Case) -> Case:
 
 
 def damage(rank: int, source: Engine | None, case: Case) -> Case:
-    """Rank 0 sends one bit that is not the one it packed."""
-    post = dist.batch_isend_irecv
+    """Rank 0 gives one bit that is not the one it packed."""
+    post, lay = dist.batch_isend_irecv, link.laid_out
+    laid = []
+
+    def kept(size: int) -> Any:
+        laid.append(lay(size) if case.shelves else None)
+        return laid[0]
 
     def flip(ops: list[Any]) -> Any:
         for op in ops:
             if op.op is dist.isend and op.tensor.dtype is torch.uint8:
                 op.tensor[5] ^= 16
+            elif op.op is dist.isend and op.tensor.numel() == 1 and op.tag == 0:
+                laid[0].memory[int(op.tensor) + 5] ^= 16
         return post(ops)
 
+    link.laid_out = kept
     if rank == 0:
         dist.batch_isend_irecv = flip
     return case
@@ -255,8 +310,9 @@ def test_nothing_is_said_where_nothing_is_wrong(ranks: Ranks) -> None:
     assert ranks.run(told, same, APART) == [""] * 4
 
 
-def test_damaged_data(ranks: Ranks) -> None:
-    said = ranks.run(told, damage, APART)
+@pytest.mark.parametrize("shelves", [True, False])
+def test_damaged_data(shelves: bool, ranks: Ranks) -> None:
+    said = ranks.run(told, damage, replace(APART, shelves=shelves))
     text = r"blocks\.0\..* from rank 0 to rank [23]: the checksum of this message is not the sender's"
     assert any(re.search(text, each) for each in said[2:]), said
 
@@ -300,7 +356,7 @@ def dying(rank: int, folder: str, pipe: Any) -> None:
     def end(ops: Sequence[Any]) -> Any:
         nonlocal count
         count += 1
-        if count == 4:  # two of what ranks tell each other come first
+        if count == 7:  # four times ranks tell each other something; the first bucket, thanks for it, the second
             os._exit(1)
         return post(ops)
 

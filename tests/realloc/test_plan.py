@@ -102,8 +102,8 @@ def test_every_pair_of_four_ranks_in_all_forms(form: str, tied: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "tied"), KINDS)
 def test_every_pair_of_layouts_with_all_pipelines(form: str, tied: bool) -> None:
-    """Eight layers, so that a pipeline has up to 8 stages; same ranks, overlapping, apart."""
-    go_through(DEEP, 8, [(form, tied)], lambda a: sorted({0, a.num_devices // 2, a.num_devices}))
+    """Eight layers, so that a pipeline has up to 8 stages; the target begins at the source's middle rank."""
+    go_through(DEEP, 8, [(form, tied)], lambda a: [a.num_devices // 2])
 
 
 def test_the_check_can_fail() -> None:

@@ -24,7 +24,7 @@ from weft.realloc.messages import Exchange, Source, Step, Values
 from weft.realloc.plan import Transfer
 from weft.topology import Slice
 
-BUCKET_BYTES = 16 * 2**20
+BUCKET_BYTES = 32 * 2**20
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Dtypes = dict[str, torch.dtype]
 
@@ -63,7 +63,7 @@ class Reallocation:
     """A plan as one rank carries it out, as often as it is asked to: what it works out is kept.
 
     Every rank of `group`, which spans both layouts, has the same plan and the same buckets. Without a group nothing leaves the
-    process.
+    process. Where ranks share a host's memory, two buckets of it stay taken as long as this lives.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Reallocation:
         into = {name: values.dtype for name, _, values in _read(target, self._taking)}
         version, dtypes = self._agree(source, {name: values.dtype for name, (_, values) in held.items()}, into, eta)
         steps, stays = self._own(dtypes), [] if source is target else self._stays
+        self._link.share(2 * self._bucket_bytes)
         run = Exchange(self._link, Source(source, held), dtypes, version, steps)
         arrivals = run.arrivals(stays)
         if target is not None:

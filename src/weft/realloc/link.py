@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from weft.errors import RunError
+from weft.realloc.shelf import laid_out, look
 
 Mail = Sequence[tuple[int, Tensor]]  # (the other rank, what it sends or is sent)
 
@@ -39,6 +40,9 @@ class Link:
         self.rank, self._group = rank, group
         cuda = group is not None and dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.out: Tensor | None = None  # this rank's shelf
+        self.shelves: dict[int, Tensor] = {}  # those of others that it sees
+        self.seen_by: frozenset[int] = frozenset()  # who sees this rank's
 
     def tell_everyone(self, facts: Sequence[int]) -> dict[int, list[int]]:
         """Rank -> what it tells, this rank's own among them; all tell equally much. It is the group's first contact, in which
@@ -53,14 +57,34 @@ class Link:
             pending.wait()
         return told | {rank: values.tolist() for rank, values in theirs}
 
-    def post(self, receives: Mail, sends: Mail) -> list[Pending]:
+    def share(self, size: int) -> None:
+        """Lay out memory for the ranks of this host, once; nothing on GPUs, where NCCL has ways of its own."""
+        if self._group is None or self.device.type != "cpu" or self.out is not None:
+            return
+        shelf = laid_out(size)
+        told = self.tell_everyone(shelf.address if shelf is not None else (0, 0, 0, 0))
+        others = sorted(set(told) - {self.rank})
+        for rank in others:
+            memory = look(told[rank]) if told[rank][2] else None
+            if memory is not None:
+                self.shelves[rank] = memory
+        seen = self.tell_everyone([rank in self.shelves for rank in sorted(told)])
+        own = sorted(told).index(self.rank)
+        self.seen_by = frozenset(rank for rank in others if seen[rank][own])
+        if shelf is not None:
+            shelf.shown()
+            self.out = shelf.memory
+
+    def post(self, receives: Mail, sends: Mail, tag: int = 0) -> list[Pending]:
         """Start these messages; both ways in one call, or NCCL would wait for the one before it begins the other."""
         pairs = [*((dist.irecv, *each) for each in receives), *((dist.isend, *each) for each in sends)]
         if not pairs:
             return []
         others = [("from" if way is dist.irecv else "to") + f" rank {rank}" for way, rank, _ in pairs]
         try:
-            works = dist.batch_isend_irecv([P2POp(way, x, peer=rank, group=self._group) for way, rank, x in pairs])
+            works = dist.batch_isend_irecv(
+                [P2POp(way, x, peer=rank, group=self._group, tag=tag) for way, rank, x in pairs]
+            )
         except RuntimeError as error:
             raise _lost(self.rank, ", ".join(others), error) from error
         if len(works) != len(pairs):  # NCCL has one for all

@@ -1,7 +1,8 @@
 """One rank's messages of one reallocation: packed, sent, received, verified.
 
-While the messages of one round travel, those of the next are packed; a rank has two buckets each way and no more. Every message
-ends with a seal: the version that the weights had when they were packed, the round, and a checksum.
+While the messages of one round travel, those of the next are packed; a rank has two buckets each way and no more. A rank that
+sees the sender's shelf is only told where on it the message lies, and thanks for it when it has taken it. Every message ends
+with a seal: the version that the weights had when they were packed, the round, and a checksum.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weft.realloc.plan import Transfer
 from weft.topology import Slice
 
 Values = tuple[str, Slice, Tensor]
+THANKS = 1  # the tag of what tells a sender that its shelf is free again
 
 
 class Versioned(Protocol):
@@ -54,11 +56,14 @@ class Source:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step under way; what arrives lies in `mail` once all of `pending` is there."""
+    """A step under way. What arrives lies in `mail` once all of `pending` is there, or where `notes` say: in which place of
+    its sender's shelf. `thanks` come from those who have taken what this rank has laid on its own."""
 
     step: Step
     mail: Sequence[tuple[Message, Tensor]]
+    notes: Sequence[tuple[Message, Tensor]]
     pending: Sequence[Pending]
+    thanks: Sequence[Pending]
 
 
 class Exchange:
@@ -68,8 +73,9 @@ class Exchange:
         self, link: Link, source: Source, dtypes: Mapping[str, torch.dtype], version: int, steps: Sequence[Step]
     ) -> None:
         self._link, self._source, self._dtypes, self._version, self._steps = link, source, dtypes, version, steps
-        self._out = _buffers([step.sends for step in steps], link.device)
-        self._in = _buffers([step.receives for step in steps], link.device)
+        self._out = _buffers([step.sends for step in steps], link.device, link.out)
+        self._in = _buffers([self._far(step.receives) for step in steps], link.device)
+        self._flights: list[_Flight] = []
 
     @property
     def buffer_bytes(self) -> int:
@@ -77,31 +83,51 @@ class Exchange:
 
     def arrivals(self, stays: Iterable[Transfer]) -> Iterator[Values]:
         """What this rank is to write: what it has itself, then what comes. Values hold until the next ones are asked for."""
-        flight = self._begin(0) if self._steps else None
+        if self._steps:
+            self._begin(0)
         for each in stays:
             yield each.name, each.piece, self._source.piece(each.name, each.piece)
-        for at in range(1, len(self._steps) + 1):
-            assert flight is not None
-            following = self._begin(at) if at < len(self._steps) else None
-            yield from self._finish(flight)
-            flight = following
+        for at in range(len(self._steps)):
+            if at + 1 < len(self._steps):
+                self._begin(at + 1)
+            yield from self._finish(self._flights[at])
+        for flight in self._flights[-2:]:
+            _wait(flight.thanks)
 
-    def _begin(self, at: int) -> _Flight:
-        """Steps use buffers in turn, since the one before is still under way."""
+    def _far(self, receives: Sequence[Message]) -> list[Message]:
+        return [message for message in receives if message.source not in self._link.shelves]
+
+    def _begin(self, at: int) -> None:
+        """Steps use buffers in turn, since the one before is still under way; those of the one before that must be free."""
         step, slot = self._steps[at], at % 2
-        receives, sends = _in_places(step.receives, self._in[slot]), _in_places(step.sends, self._out[slot])
+        if at > 1:
+            _wait(self._flights[at - 2].thanks)
+        mail, sends = _in_places(self._far(step.receives), self._in[slot]), _in_places(step.sends, self._out[slot])
+        near = [message for message in step.receives if message.source in self._link.shelves]
+        notes = [(message, torch.empty(1, dtype=torch.int64)) for message in near]
+        posts, seen = [], []
         for message, buffer in sends:
             self._pack(message, buffer, step.index)
-        pending = self._link.post([(m.source, buffer) for m, buffer in receives], [(m.target, x) for m, x in sends])
-        return _Flight(step, receives, pending)
+            if message.target in self._link.seen_by:
+                posts.append((message.target, torch.tensor([buffer.storage_offset()])))
+                seen.append((message.target, torch.empty(1, dtype=torch.int64)))
+            else:
+                posts.append((message.target, buffer))
+        pending = self._link.post([(message.source, x) for message, x in (*mail, *notes)], posts)
+        self._flights.append(_Flight(step, mail, notes, pending, self._link.post(seen, [], THANKS)))
 
     def _finish(self, flight: _Flight) -> Iterator[Values]:
-        for pending in flight.pending:
-            pending.wait()
-        for message, buffer in flight.mail:
+        _wait(flight.pending)
+        places = [
+            (message, self._link.shelves[message.source][int(note) : int(note) + message.num_bytes])
+            for message, note in flight.notes
+        ]
+        for message, buffer in (*flight.mail, *places):
             self._verify(message, buffer, flight.step.index)
             for part in message.parts:
                 yield part.name, part.piece, self._seen(part, buffer)
+        done = torch.zeros(1, dtype=torch.int64)
+        _wait(self._link.post([], [(message.source, done) for message, _ in flight.notes], THANKS))
 
     def _pack(self, message: Message, buffer: Tensor, index: int) -> None:
         for part in message.parts:
@@ -134,10 +160,18 @@ class Exchange:
         return flat.view([each.stop - each.start for each in part.piece])
 
 
-def _buffers(messages: Sequence[Sequence[Message]], device: torch.device) -> list[Tensor]:
-    """Two, each as large as the largest of the steps that use it in turn."""
+def _wait(pending: Iterable[Pending]) -> None:
+    for each in pending:
+        each.wait()
+
+
+def _buffers(messages: Sequence[Sequence[Message]], device: torch.device, within: Tensor | None = None) -> list[Tensor]:
+    """Two, each as large as the largest of the steps that use it in turn, in the memory `within` where there is some."""
     sizes = [sum(message.num_bytes for message in each) for each in messages]
-    return [torch.empty(max(sizes[slot::2], default=0), dtype=torch.uint8, device=device) for slot in (0, 1)]
+    most = [max(sizes[slot::2], default=0) for slot in (0, 1)]
+    if within is None:
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in most]
+    return [within[: most[0]], within[most[0] : sum(most)]]
 
 
 def _in_places(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
@@ -153,5 +187,5 @@ def _seal(message: Message, buffer: Tensor) -> Tensor:
 
 
 def _checksum(message: Message, buffer: Tensor) -> Tensor:
-    """The sum of the pieces' words of 8 bytes, modulo 2 ** 64."""
-    return buffer[: message.seal].view(torch.int64).sum()
+    """The sum of the pieces' words of 8 bytes, modulo 2 ** 64, and 1, so that empty memory is no message."""
+    return buffer[: message.seal].view(torch.int64).sum() + 1
