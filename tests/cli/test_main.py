@@ -98,7 +98,7 @@ def test_help_and_configuration_load_no_framework(words: list[str], tmp_path: Pa
 def test_a_wrong_setting_fails_before_torch_is_loaded(folder: Path) -> None:
     code = (
         "import sys\nfrom weft.cli.main import main\n"
-        f"code = main({sft('mode=ray')!r})\n"
+        f"code = main({sft('mode=locl')!r})\n"
         "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], code, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -106,7 +106,7 @@ def test_a_registered_experiment_runs_under_the_names_of_the_command_line(folder
         (["-e", "test-dpo-s1"], "-f TRIAL is missing"),
         (["-f", "a"], "-e EXPERIMENT is missing"),
         (["-e", "test-dpo-s1", "-f", "a_b"], "write trial_name=a-b"),
-        (["-e", "test-dpo-s1", "-f", "a", "--mode", "ray"], "ray does not exist yet"),
+        (["-e", "test-dpo-s1", "-f", "a", "--mode", "rai"], "must be local or ray (did you mean ray?)"),
         (["-e", "test-dpo-s1", "-f", "a", "--mod"], "weft start:"),
         (["-e", "test-dpo-s1", "-f", "a", "--import", "none.py"], "there is no such file"),
     ],
