@@ -130,9 +130,9 @@ def test_a_second_run_into_the_directory_is_refused_and_nothing_is_touched(root,
     assert tree(finished.directory) == before
 
 
-@pytest.mark.parametrize("mode", ["ray", "slurm", "locl"])
+@pytest.mark.parametrize("mode", ["slurm", "locl"])
 def test_modes_that_do_not_exist_are_refused(root, mode):
-    with pytest.raises(ConfigError, match=r"one device|did you mean local"):
+    with pytest.raises(ConfigError, match=r"does not submit jobs|did you mean local"):
         run(small(root, "mode"), mode=mode)
     assert not (root / "mode").exists()
 
