@@ -1,4 +1,4 @@
-"""Runs on several devices, for tests: hooks that sleep or die in a device's process, commands whose processes are counted."""
+"""Runs on several devices, for tests: hooks that sleep or die in a device, and commands whose processes are counted."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class DeviceProcess:
         limit = timedelta(seconds=COLLECTIVE_SECONDS)
         backend = backend_of(torch.device(device))
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=world, timeout=limit)
-        self.groups = ProcessGroups()
+        self.groups = ProcessGroups(COLLECTIVE_SECONDS)
 
     # -- commands, in order
 

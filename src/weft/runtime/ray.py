@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -178,9 +178,10 @@ class RayDevices:
         return max(_ask([actor.peak_memory_gb.remote() for actor in self._actors], "its peak memory", EXPORT_SECONDS))
 
     def close(self, deadline_s: float) -> None:
-        for actor in self._actors:
-            ray.kill(actor)
-        remove_placement_group(self._group)
+        with suppress(RayError):  # where Ray itself is gone, its processes are too
+            for actor in self._actors:
+                ray.kill(actor)
+            remove_placement_group(self._group)
         self._cluster.close()
 
     def _poll(self, rank: int) -> None:

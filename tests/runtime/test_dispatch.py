@@ -1,0 +1,185 @@
+"""Jobs on devices that a test plays: the order they are issued in, and how every wait ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from weft.errors import ConfigError, RunError
+from weft.runtime.device_process import DeviceProcess, Report, Where, portable
+from weft.runtime.dispatch import Dispatch, Given, Job, Lost
+
+
+@dataclass(frozen=True)
+class Say:
+    """A command that returns its word, or raises it."""
+
+    word: str
+
+    def run(self, process: DeviceProcess, number: int) -> str:
+        if self.word == "bad":
+            raise ValueError("out of luck")
+        return self.word
+
+
+@dataclass
+class Played:
+    """Devices of a test: it sees what they are sent and says what they report."""
+
+    world: int
+    sent: list[tuple[int, int, int, str]] = field(default_factory=list)  # rank, place, number, word
+    said: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+
+    @property
+    def where(self):
+        return [Where(rank, "host", 100 + rank, "127.0.0.1") for rank in range(self.world)]
+
+    def send(self, rank, place, number, command, given) -> None:
+        self.sent.append((rank, place, number, command.word))
+
+    def receive(self):
+        try:
+            return [self.said.get(timeout=0.01)]
+        except queue.Empty:
+            return []
+
+    def end(self, rank: int, number: int, value: Any = None) -> None:
+        self.said.put((rank, [Report(number, "started"), Report(number, "finished", value)]))
+
+    @property
+    def words(self):
+        return [(rank, word) for rank, _, _, word in self.sent]
+
+
+def job(word: str, ranks, roles=(), after=(), **more: Any) -> tuple[Job, Future]:
+    over: Future[Any] = Future()
+    made = Job(
+        f"job {word}", ranks, lambda rank: (Say(word), Given()),
+        done=lambda ends: over.set_result({rank: report.value for rank, report in ends.items()}),
+        failed=over.set_exception, roles=frozenset(roles), after=after, **more,
+    )  # fmt: skip
+    return made, over
+
+
+def test_a_job_ends_when_all_its_ranks_have_ended():
+    devices, one = Played(2), job("x", [0, 1])
+    jobs = Dispatch(devices)
+    jobs.submit(one[0])
+    devices.end(0, one[0].number, "a")
+    with pytest.raises(TimeoutError):
+        one[1].result(0.1)
+    devices.end(1, one[0].number, "b")
+    assert one[1].result(5) == {0: "a", 1: "b"}
+    jobs.close()
+
+
+def test_a_job_that_waits_holds_back_what_shares_a_role_with_it_and_nothing_else():
+    devices = Played(3)
+    jobs = Dispatch(devices)
+    give, _ = job("give", [0], ["actor"])
+    take, _ = job("take", [1], ["ref"], after=[give])
+    read, _ = job("read", [1], ["ref"])
+    other, _ = job("other", [1, 2], ["critic"])
+    train, _ = job("train", [0], ["actor"])
+    jobs.submit(give, take)
+    for each in (read, other, train):
+        jobs.submit(each)
+    assert devices.words == [(0, "give"), (1, "other"), (2, "other"), (0, "train")]
+    devices.end(0, give.number)
+    while len(devices.sent) < 6:
+        pass
+    assert devices.words[4:] == [(1, "take"), (1, "read")]
+    for rank in range(3):
+        assert [place for to, place, _, _ in devices.sent if to == rank] == list(
+            range(sum(r == rank for r, *_ in devices.sent))
+        )
+    jobs.close()
+
+
+def test_a_failure_on_one_rank_is_told_once_and_takes_along_what_waits_for_it():
+    devices = Played(2)
+    jobs = Dispatch(devices)
+    first, over = job("first", [0, 1])
+    second, after = job("second", [0], after=[first])
+    free, unharmed = job("free", [0])
+    jobs.submit(first, second)
+    jobs.submit(free)
+    for rank in (0, 1):
+        devices.said.put((rank, [Report(first.number, "failed", RunError(f"bad on {rank}"))]))
+    for waiting in (over, after):
+        with pytest.raises(RunError, match="bad on 0"):
+            waiting.result(5)
+    devices.end(0, free.number, 1)
+    assert unharmed.result(5) == {0: 1}
+    jobs.close()
+
+
+def test_a_device_that_dies_ends_every_wait_and_names_the_job_it_was_in():
+    devices = Played(2)
+    jobs = Dispatch(devices)
+    one, first = job("x", [0])
+    two, second = job("y", [1])
+    held, third = job("z", [0], after=[two])
+    jobs.submit(one)
+    jobs.submit(two, held)
+    devices.said.put((1, Lost("killed")))
+    for waiting in (first, second, third):
+        with pytest.raises(RunError, match=r"device 1 \(host, process 101\) died in job y: killed"):
+            waiting.result(5)
+    late, over = job("late", [0])
+    jobs.submit(late)
+    with pytest.raises(RunError, match="died in job y"):
+        over.result(0)
+    jobs.close()
+
+
+def test_a_wait_that_takes_too_long_says_who_waits_for_whom():
+    devices = Played(2)
+    jobs = Dispatch(devices)
+    one, over = job("x", [0, 1], seconds=0.05)
+    jobs.submit(one)
+    devices.end(0, one.number)
+    with pytest.raises(RunError, match=r"job x did not end within 0.05 s; it waits for device 1 \(host, process 101\)"):
+        over.result(5)
+    jobs.close()
+
+
+def test_trouble_in_hearing_ends_every_wait(monkeypatch):
+    devices = Played(1)
+    jobs = Dispatch(devices)
+    one, over = job("x", [0])
+    jobs.submit(one)
+    monkeypatch.setattr(devices, "said", None)
+    with pytest.raises(RunError, match="hearing the devices failed"):
+        over.result(5)
+
+
+def test_commands_run_in_the_order_of_their_places_whatever_order_they_come_in():
+    process = DeviceProcess(3, peers=None)  # type: ignore[arg-type]
+    for place in (2, 0, 1):
+        process.receive(place, 10 + place, Say("bad" if place == 1 else str(place)), (), ())
+    reports: list[Report] = []
+    while len(reports) < 6:
+        reports += process.next_reports(5.0)
+    ends = [report for report in reports if report.kind != "started"]
+    assert [(report.number, report.kind) for report in ends] == [(10, "finished"), (11, "failed"), (12, "finished")]
+    assert [ends[0].value, ends[2].value] == ["0", "2"]
+    assert str(ends[1].value).startswith("device 3 (") and "ValueError: out of luck" in str(ends[1].value)
+    assert process.next_reports(0.0) == []
+
+
+def test_an_error_that_is_the_users_stays_so():
+    error = ConfigError("x=1: wrong")
+    assert portable(error, Where(0, "host", 1, "")) is error
+
+
+def test_the_thread_that_hears_is_no_reason_to_go_on_living():
+    jobs = Dispatch(Played(1))
+    hearing = [thread for thread in threading.enumerate() if thread.name == "weft-devices"]
+    assert hearing and all(thread.daemon for thread in hearing)
+    jobs.close()
