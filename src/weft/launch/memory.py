@@ -20,7 +20,7 @@ from weft.engine.rows import PackLayout
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.adapters_off import shares_base
 from weft.engine.torch.engine import dtype_of
-from weft.engine.torch.step import sharing, sharing_in_training
+from weft.engine.torch.prepare import sharing, sharing_in_training
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.models.network.token_outputs import chunk_rows

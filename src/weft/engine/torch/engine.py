@@ -25,7 +25,8 @@ from weft.engine.spread import OneDevice, Spread
 from weft.engine.torch.adapters_off import AdaptersOff
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, decayed
-from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Pass, Scoring, Step, Veto, plain
+from weft.engine.torch.prepare import Pass, Scoring
+from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Step, Veto, plain
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import TopIds
 from weft.models.network.parameters import StoredParameter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from weft.models.network.config import TransformerConfig
 USUAL = 0.001  # router_aux_loss_coef where a config.json that asks for the loss does not say it
 
 
-@dataclass
 class MoEAuxLoss:
     """Filled by the layers of one pass, each with one value a sequence:
 
@@ -25,9 +23,14 @@ class MoEAuxLoss:
     takes f and P over a whole batch, padding left out, and over all layers together; of one sequence and one layer it is this.
     """
 
-    lengths: Tensor  # int64 [S]: tokens of each sequence of the pack
-    num_layers: int | None = None  # of the whole network that have experts, where a pass goes through a part of them
-    layers: list[Tensor] = field(default_factory=list)
+    def __init__(self, lengths: Tensor, num_layers: int | None = None) -> None:
+        """`lengths` int64 [S]: tokens of each sequence of the pack. `num_layers` of the whole network have experts, where a pass
+        goes through a part of them.
+
+        No dataclass: FSDP2 copies those that hold tensors with gradients on their way into a block, and layers would fill copies.
+        """
+        self.lengths, self.num_layers = lengths, num_layers
+        self.layers: list[Tensor] = []
 
     def add(self, probabilities: Tensor, chosen: Tensor) -> None:
         """A layer's router: float probabilities [T, E] and int64 chosen experts [T, top_k] of every token."""
