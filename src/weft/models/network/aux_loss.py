@@ -24,10 +24,11 @@ class MoEAuxLoss:
     """
 
     def __init__(self, lengths: Tensor, num_layers: int | None = None) -> None:
-        """`lengths` int64 [S]: tokens of each sequence of the pack. `num_layers` of the whole network have experts, where a pass
-        goes through a part of them.
+        """`lengths` int64 [S]: tokens of each sequence of the pack. `num_layers` of the whole network have experts, where a
+        pass goes through a part of them.
 
-        No dataclass: FSDP2 copies those that hold tensors with gradients on their way into a block, and layers would fill copies.
+        No dataclass: FSDP2 copies those that hold tensors with gradients on their way into a block, and layers would then
+        fill copies.
         """
         self.lengths, self.num_layers = lengths, num_layers
         self.layers: list[Tensor] = []
