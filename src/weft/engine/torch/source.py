@@ -47,7 +47,9 @@ class Source:
             layout, at = mesh.layout, mesh.at
             config = config if layout.tensor == 1 else config.narrowed(layout.tensor, at.tensor)
             layers = (
-                None if layout.pipeline == 1 else topology.stage_of(config.num_layers, layout.pipeline, at.pipeline)
+                None
+                if layout.pipeline == 1
+                else topology.stage_of(config.num_layers, layout.pipeline, at.pipeline, self.config.head_layers)
             )
         spec = self.spec
         with torch.device("meta"):
