@@ -35,9 +35,10 @@ Slices = Mapping[str, Slice]
 @dataclass(frozen=True)
 class Built:
     """What a device made: of every role whose own mesh it is of, facts and the parameters that train steps change (None where
-    its engine does not tell); of every engine that parameters go to or come from, what it holds of each."""
+    its engine does not tell); of copies, facts; of every engine that parameters go to or come from, what it holds of each."""
 
     facts: Mapping[str, Mapping[str, Any]]
+    copies: Mapping[Place, Mapping[str, Any]]
     trained: Mapping[str, frozenset[str] | None]
     slices: Mapping[Place, Slices]
 
@@ -64,7 +65,7 @@ class Build:
         facts, moved = roles.describe(), _moved(self.experiment)
         engines = {place: roles.at(place) for place in roles.places if place[0] in moved}
         slices = {place: dict(engine.slices()) for place, engine in engines.items() if engine is not None}
-        return Built(facts, {role: roles.trained_names(role) for role in facts}, slices)
+        return Built(facts, roles.describe_copies(), {role: roles.trained_names(role) for role in facts}, slices)
 
 
 def _moved(experiment: Experiment) -> set[str]:

@@ -208,7 +208,13 @@ class DeviceGroup:
     # -- facts
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        return {role: self._built[mesh.ranks[0]].facts[role] for role, mesh in self._meshes.items()}
+        """Beside what engines say of themselves: a role's `copies` by mesh, and the `moves` of its parameters, for people."""
+        found: dict[str, dict[str, Any]] = {}
+        for role, mesh in self._meshes.items():
+            copies = {m: self._built[m.ranks[0]].copies[r, m] for r, m in self._experiment.copies() if r == role}
+            moves = [f"{what}: {way}" for what, way in self._parameters.ways(role)]
+            found[role] = {**self._built[mesh.ranks[0]].facts[role], "copies": copies, "moves": moves}
+        return found
 
     def numerics(self) -> Mapping[str, Any]:
         found = self._ask("asking for its numerics", [0], lambda rank: commands.Numerics()).result()

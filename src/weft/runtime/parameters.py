@@ -33,6 +33,10 @@ class Way:
     moved: int
     across: int
 
+    def __str__(self) -> str:
+        across = f", {self.across:,} of them between machines" if self.across else ""
+        return f"{self.moved:,} bytes between devices each time{across}"
+
 
 class Parameters:
     """`built` says what each rank holds, `hosts` on which machine it is. Used by one thread."""

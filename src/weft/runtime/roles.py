@@ -170,6 +170,9 @@ class Roles:
     def describe(self) -> dict[str, Mapping[str, Any]]:
         return {role: self._engine(role).description for role in self._meshes}
 
+    def describe_copies(self) -> dict[Place, Mapping[str, Any]]:
+        return {place: engine.description for place, engine in self._engines.items() if place in self._weights}
+
     def trained_names(self, role: str) -> frozenset[str] | None:
         """Parameters of the role's own engine that train steps change; None where it does not tell."""
         engine = self._engine(role)
