@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from weft.errors import ConfigError
@@ -94,6 +94,14 @@ class Mesh:
     def first(cls, layout: Layout) -> Mesh:
         """On the first devices of the run."""
         return cls(layout, tuple(range(layout.num_devices)))
+
+    def __str__(self) -> str:
+        devices = "device" if len(self.ranks) == 1 else "devices"
+        return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
+
+    def parts_as(self, other: Mesh) -> bool:
+        """Whether every rank has the same part of a batch and of the network in both, sharded or not."""
+        return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(other.layout, fsdp=1)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Raises `ValueError` for a rank that is not of this mesh."""

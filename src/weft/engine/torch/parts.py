@@ -39,7 +39,7 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
     shards = None
     if mesh.layout.fsdp > 1:
         dtype = DTYPES[dtype_of(source.spec)]
-        if dtype in HALF:  # what is frozen stays in it
+        if dtype in HALF and source.spec.trained:  # what is frozen stays in it
             for adapter in lora.adapters(network).values():
                 adapter.float()
         shard.shard(network, network.blocks, mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2))

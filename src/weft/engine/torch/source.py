@@ -62,6 +62,8 @@ class Source:
         if spec.has_adapters:
             own = spec.lora
             lora.add(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets)
+            if spec.mirrors:
+                network.requires_grad_(False)
         if mesh is not None and mesh.size("tensor") > 1:
             tensor.join(network, self.config, mesh.group("tensor"))
         return network.eval()
