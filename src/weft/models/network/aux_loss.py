@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ class MoEAuxLoss:
     lengths: Tensor  # int64 [S]: tokens of each sequence of the pack
     num_layers: int | None = None  # of the whole network that have experts, where a pass goes through a part of them
     layers: list[Tensor] = field(default_factory=list)
+    whole: Tensor | None = None  # int64 [S]: tokens of each sequence, where `lengths` counts those that are here
+    reduce: Callable[[Tensor], Tensor] | None = None  # sums what the ranks have that share the sequences
 
     def add(self, probabilities: Tensor, chosen: Tensor) -> None:
         """A layer's router: float probabilities [T, E] and int64 chosen experts [T, top_k] of every token."""
@@ -41,7 +44,9 @@ class MoEAuxLoss:
 
     def _mean(self, values: Tensor) -> Tensor:
         """[T, E] -> [S, E]: over the tokens of each sequence."""
-        return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True) / self.lengths[:, None]
+        sums = torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
+        sums = sums if self.reduce is None else self.reduce(sums)
+        return sums / (self.lengths if self.whole is None else self.whole)[:, None]
 
 
 def aux_loss_weight(config: TransformerConfig, asked: float | None) -> float:
