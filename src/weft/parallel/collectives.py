@@ -77,7 +77,7 @@ class _Gather(torch.autograd.Function):
         padded[: len(x)] = x
         every = x.new_empty(rows.group.size() * rows.most, *x.shape[1:])
         if rows.most:
-            dist.all_gather_into_tensor(every, padded, group=rows.group)
+            dist.all_gather(list(every.split(rows.most)), padded, group=rows.group)
         return every.index_select(0, rows.places)
 
     @staticmethod
@@ -88,7 +88,7 @@ class _Gather(torch.autograd.Function):
         own = grad.new_zeros(rows.most, *grad.shape[1:])
         if rows.most:
             every = grad.new_zeros(rows.group.size() * rows.most, *grad.shape[1:]).index_copy(0, rows.places, grad)
-            dist.reduce_scatter_tensor(own, every, group=rows.group)
+            dist.reduce_scatter(own, list(every.split(rows.most)), group=rows.group)
         return own[: len(rows.own)], None, None
 
 

@@ -105,8 +105,8 @@ def _portion(x: Packed, tokens: RowParts, last: Tensor) -> Packed:
     aux_loss = x.aux_loss
     if aux_loss is not None:
         aux_loss = MoEAuxLoss(
-            attention.dense.lengths, aux_loss.num_layers, aux_loss.layers, aux_loss.lengths,
-            partial(summed_forward, group=group),
+            attention.dense.lengths, aux_loss.num_layers, aux_loss.layers, whole=aux_loss.lengths,
+            reduce=partial(summed_forward, group=group),
         )  # fmt: skip
     return replace(
         x, tokens=x.tokens[tokens.own], positions=x.positions[tokens.own], attention=attention, aux_loss=aux_loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from weft.models.network.config import TransformerConfig
 USUAL = 0.001  # router_aux_loss_coef where a config.json that asks for the loss does not say it
 
 
-@dataclass
 class MoEAuxLoss:
     """Filled by the layers of one pass, each with one value a sequence:
 
@@ -24,13 +22,19 @@ class MoEAuxLoss:
     as in Switch Transformers (Fedus et al. 2021, eq. 4-6), over one sequence in place of a batch (DeepSeek-V3 2024, eq. 17), so
     that it does not depend on what a sequence is computed with. It is top_k where all experts are used alike. `transformers`
     takes f and P over a whole batch, padding left out, and over all layers together; of one sequence and one layer it is this.
+
+    No dataclass: FSDP2 hands a module copies of those among its arguments, and the layers would each fill their own.
     """
 
-    lengths: Tensor  # int64 [S]: tokens of each sequence of the pack
-    num_layers: int | None = None  # of the whole network that have experts, where a pass goes through a part of them
-    layers: list[Tensor] = field(default_factory=list)
-    whole: Tensor | None = None  # int64 [S]: tokens of each sequence, where `lengths` counts those that are here
-    reduce: Callable[[Tensor], Tensor] | None = None  # sums what the ranks have that share the sequences
+    def __init__(
+        self, lengths: Tensor, num_layers: int | None = None, layers: list[Tensor] | None = None,
+        *, whole: Tensor | None = None, reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`lengths` int64 [S]: tokens of each sequence of the pack; `num_layers` of the whole network that have experts, where
+        a pass goes through a part of them. Where ranks share the sequences `lengths` counts the tokens that are here and
+        `whole` all of them, and `reduce` sums what the ranks have."""
+        self.lengths, self.num_layers, self.layers = lengths, num_layers, [] if layers is None else layers
+        self.whole, self.reduce = whole, reduce
 
     def add(self, probabilities: Tensor, chosen: Tensor) -> None:
         """A layer's router: float probabilities [T, E] and int64 chosen experts [T, top_k] of every token."""
