@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.topology import Coordinates, Layout, Mesh
 
 AXES = (
-    ("tensor",), ("data",), ("context",), ("pipeline",), ("tensor", "pipeline"), ("data", "pipeline"), ("data", "context"),
+    ("tensor",), ("data",), ("context",), ("pipeline",),
+    ("tensor", "context", "pipeline"), ("data", "pipeline"), ("data", "context"),
 )  # fmt: skip
 
 
@@ -84,10 +85,11 @@ class RankMesh:
         self._make(mesh.ranks)
         line = mesh.along(rank, "pipeline")
         self._ends = (line[0], line[-1])
-        if len(line) > 1:
-            groups.of(line, host=True)
-            if rank in self._ends:
-                self._make(self._ends)
+        for other in (line, mesh.along(rank, "context")):
+            if len(other) > 1:
+                groups.of(other, host=True)
+        if rank in self._ends:
+            self._make(tuple(dict.fromkeys(self._ends)))
         if self.layout.fsdp > 1:
             self._make(self._shard_ranks())
             self._make(self._replica_ranks())
@@ -113,10 +115,9 @@ class RankMesh:
         """The first and the last stage of this rank's pipeline, where it is one of them."""
         return self._groups.of(self._ends) if self.rank in self._ends and len(set(self._ends)) == 2 else None
 
-    @property
-    def host_line(self) -> ProcessGroup:
-        """The stages of this rank's pipeline, for tensors of the host."""
-        return self._groups.of(self.mesh.along(self.rank, "pipeline"), host=True)
+    def host_group(self, axis: str) -> ProcessGroup:
+        """The ranks along `pipeline` or `context`, for tensors of the host."""
+        return self._groups.of(self.mesh.along(self.rank, axis), host=True)
 
     @property
     def everyone(self) -> ProcessGroup:
