@@ -24,7 +24,8 @@ from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import pack
 from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
-from weft.parallel.pipeline import Microbatch, Outputs, Pipeline, sum_tied_gradients, tied_copies
+from weft.parallel.microbatch import Microbatch
+from weft.parallel.pipeline import Outputs, Pipeline, sum_tied_gradients, tied_copies
 from weft.parallel.pipeline import _accumulate as accumulate
 from weft.parallel.schedule import Kind, placement_of
 from weft.topology import stage_of, stages_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.algorithms.base import Output
 from weft.data.sample import SequenceSample
 from weft.engine.rows import PackLayout
-from weft.parallel.pipeline import Microbatch
+from weft.parallel.microbatch import Microbatch
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")

@@ -21,13 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining._backward import stage_backward_input
 
 from weft.algorithms.base import Output
 from weft.errors import ConfigError, RunError
-from weft.models.network.packed import Packed
-from weft.models.network.token_outputs import Support
 from weft.models.network.transformer import Transformer
+from weft.parallel.microbatch import Microbatch
 from weft.parallel.schedule import Action, Compute, Kind, Message, placement_of, plan
 
 T = TypeVar("T")
@@ -38,20 +36,6 @@ Outputs = dict[Output, Tensor]
 Loss = Callable[[int, Outputs], Tensor]  # of a micro-batch's number and its outputs: a scalar
 StageLoss = Callable[[int, int], Tensor | None]  # of a stage and a micro-batch, after its forward pass
 Ends = tuple[int, int, int]  # the stage that makes a tensor, the one that goes on with it, the micro-batch
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """What `Transformer.forward` is called with, beside the states."""
-
-    x: Packed
-    want: frozenset[Output]
-    temperature: float = 1.0
-    support: Support | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.x.tokens)
 
 
 class Pipeline:
@@ -208,6 +192,8 @@ class _Run:
         roots = [root.clone() if root.dim() == 0 else root for root in roots]
         weights = [parameter for parameter in network.parameters() if parameter.requires_grad]
         if roots:
+            from torch.distributed.pipelining._backward import stage_backward_input  # slow to import
+
             starts = cast(list[Tensor], gradients)  # None of a scalar is 1
             _, passed.groups = stage_backward_input(roots, starts, [passed.states], iter(weights))
         passed.made, passed.losses = None, []

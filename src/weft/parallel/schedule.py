@@ -20,19 +20,17 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal, cast, get_args
 
-from torch.distributed.pipelining import schedules
-
 from weft.errors import ConfigError
 
 Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 Half = Literal["F", "B", "I", "W"]
 # Stages that a rank holds, where a kind leaves no choice.
 STAGES_A_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}
-TABLES: dict[Kind, Any] = {
-    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
-    "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-}
+TABLES: dict[Kind, str] = {
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}  # of `torch.distributed.pipelining`, which is slow to import
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,9 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
         )
         for stage in placement.stages_of(0)
     ]  # fmt: skip
-    table = TABLES[kind](stages, rounded, loss_fn=_unused).pipeline_order
+    from torch.distributed.pipelining import schedules
+
+    table = getattr(schedules, TABLES[kind])(stages, rounded, loss_fn=_unused).pipeline_order
     return [
         [
             Compute(cast(Half, action.computation_type.value), action.stage_index, action.microbatch_index)

@@ -60,7 +60,7 @@ class Shards:
     def relink(self) -> None:
         """After the network has moved: its parameters are elsewhere."""
         for sharded, own in self._pairs.values():
-            own.data = _local(sharded.detach())
+            torch.utils.swap_tensors(own, nn.Parameter(_local(sharded.detach()), requires_grad=own.requires_grad))
 
     def _own(self, sharded: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
         if id(sharded) not in self._pairs:

@@ -22,8 +22,7 @@ from weft.engine.hf import lora as hf_lora
 from weft.engine.hf.network import DIGITS, HFNetwork
 from weft.engine.hf.trial import Trial, try_out
 from weft.engine.spec import ModelSpec
-from weft.engine.torch import parts
-from weft.engine.torch.engine import BuiltNetwork, TorchEngine
+from weft.engine.torch.engine import BuiltNetwork, Part, TorchEngine
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.models.network.head import Pooling
@@ -92,9 +91,15 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
         dropout=any(rates.values()) or (spec.has_adapters and spec.lora.dropout > 0.0),
         adapters_off=(lambda: hf_lora.adapters_off(module)) if spec.has_adapters else None,
         notes=(*_notes(module, trial, caches), *saving.notes(tokenizer, spec, network.pooling)),
-        part=None if mesh is None else parts.copy(network, mesh, device),
+        part=None if mesh is None else _copy(network, mesh, device),
     )
     return TorchEngine(built, spec, layout, device)
+
+
+def _copy(network: HFNetwork, mesh: RankMesh, device: torch.device) -> Part:
+    from weft.engine.torch import parts  # FSDP2 takes a second to import
+
+    return parts.copy(network, mesh, device)
 
 
 def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:

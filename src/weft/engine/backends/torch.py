@@ -17,7 +17,6 @@ from weft.engine.backends import common
 from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
 from weft.engine.spec import ModelSpec
-from weft.engine.torch import parts
 from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, dtype_of
 from weft.engine.torch.source import Source, check_layout
 from weft.engine.torch.step import AuxLoss
@@ -55,6 +54,8 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
         network.to_empty(device=device)
         source.fill(canonical(network), {})
     else:
+        from weft.engine.torch import parts  # FSDP2 takes a second to import
+
         part = parts.spread(source, network, whole, mesh, device)
     experts = sum(config.has_experts(layer) for layer in range(config.num_layers))
     aux_loss = AuxLoss(aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor, experts)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,10 @@ from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Step, Veto
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import TopIds
 from weft.models.network.parameters import StoredParameter
-from weft.parallel.shard import Shards
 from weft.topology import Layout, Slice
+
+if TYPE_CHECKING:
+    from weft.parallel.shard import Shards
 
 What = Literal["weights", "optimizer"]
 HOST = torch.device("cpu")

@@ -8,14 +8,17 @@ in host memory (`home`): gradients go there as they are made, and with them the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.parameters import StoredParameter, canonical
-from weft.parallel.shard import Shards
 from weft.topology import Slice, whole
+
+if TYPE_CHECKING:
+    from weft.parallel.shard import Shards
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -21,7 +21,7 @@ from weft.kernels import LEAST_SPARED_KEYS, put
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import RowGradient, TopIds, among_zeros
-from weft.parallel.pipeline import Microbatch
+from weft.parallel.microbatch import Microbatch
 
 Want = frozenset[Output]
 SCORED = ("logprobs", "ref_logprobs", "values")
