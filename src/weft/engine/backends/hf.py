@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
