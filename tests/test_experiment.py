@@ -1,11 +1,18 @@
-"""What an experiment asks of the machines."""
+"""What an experiment asks of the machines, and where its roles and calls are."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
-from weft.experiment import Scheduling, Workers
+from weft.experiment import Control, Evaluation, Experiment, Scheduling, Workers
+from weft.graph.graph import DataflowGraph
+from weft.graph.mfc import MFCDef
+from weft.topology import Layout, Mesh
 
 
 def test_without_groups_the_nodes_say_it() -> None:
@@ -42,3 +49,78 @@ def test_groups_that_differ_where_a_job_has_one_answer_are_refused() -> None:
 def test_sizes_have_a_least(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"Workers: {field}={value}: must be at least"):
         Workers(**{field: value})  # type: ignore[arg-type]
+
+
+def ppo(**options: str) -> Experiment:
+    """Of a graph in which the actor samples and is trained and the reference scores."""
+    calls = {
+        "gen": MFCDef("gen", "actor", "generate", "generate", 4, ["prompt"], ["completion"]),
+        "ref_inf": MFCDef("ref_inf", "ref", "infer", "inference", 4, ["completion"], ["logprobs"]),
+        "train": MFCDef("train", "actor", "train", "train_step", 4, ["logprobs"]),
+    }
+    roles = {"actor": ModelSpec(trained=True), "ref": ModelSpec()}
+    for name, value in options.items():
+        group, field = name.split("__")
+        if group in roles:
+            roles[group] = replace(roles[group], **{field: value})
+        else:
+            calls[group] = replace(calls[group], **{field: value})
+    evaluation = replace(calls["train"], method="evaluate")
+    return Experiment(
+        control=Control("e", "t"), roles=roles, graph=DataflowGraph(list(calls.values()), ["prompt"]), dataset=DatasetSpec(),
+        dataset_type="prompt", data_role="actor", steps_follow="train",
+        evaluation=Evaluation(DataflowGraph([evaluation], ["logprobs"]), 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "places", "devices"),
+    [
+        ({}, {"actor": "d1 0", "gen": "d1 0", "train": "d1 0", "ref_inf": "d1 0"}, 1),
+        ({"actor__layout": "d2"}, {"actor": "d2f2 0,1", "gen": "d2f2 0,1", "train": "d2f2 0,1"}, 2),
+        ({"train__layout": "d2"}, {"actor": "d2f2 0,1", "gen": "d2f2 0,1", "eval": "d2f2 0,1"}, 2),
+        ({"train__layout": "t2", "gen__layout": "d2"}, {"actor": "t2 0,1", "gen": "d2 0,1", "ref": "d1 0"}, 2),
+        ({"actor__layout": "d2", "gen__layout": "d1"}, {"actor": "d2f2 0,1", "gen": "d1 0"}, 2),
+        ({"train__layout": "t2", "gen__layout": "d4"}, {"actor": "t2 0,1", "gen": "d4 0,1,2,3"}, 4),
+        (
+            {"train__layout": "t2", "train__device_mesh": "2-3", "gen__layout": "d2"},
+            {"actor": "t2 2,3", "gen": "d2 2,3"},
+            4,
+        ),
+        ({"gen__device_mesh": "5"}, {"actor": "d1 0", "gen": "d1 5"}, 6),
+        ({"ref_inf__layout": "d2", "ref_inf__device_mesh": "1,3"}, {"ref": "d2 1,3", "ref_inf": "d2 1,3"}, 4),
+    ],
+)
+def test_where_roles_and_calls_are(options: dict[str, str], places: dict[str, str], devices: int) -> None:
+    made = ppo(**options)
+    made.check()
+    calls = {call.name: made.mesh_of(call) for call in made.graph.model_calls()}
+    found = {**made.meshes(), **calls, "eval": made.mesh_of(made.evaluation.graph.model_calls()[0])}
+    for name, place in places.items():
+        layout, _, ranks = place.partition(" ")
+        assert found[name] == Mesh(Layout.parse(layout), tuple(map(int, ranks.split(",")))), name
+    assert made.num_devices == devices
+
+
+def test_copies_are_wherever_a_role_works_beside_its_own_mesh() -> None:
+    assert ppo().copies() == []
+    assert ppo(ref_inf__device_mesh="1").copies() == [], "nothing else uses the reference"
+    assert ppo(train__layout="t2", gen__layout="d2").copies() == [("actor", Mesh(Layout(data=2), (0, 1)))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gen__layout": "d2x"}, "gen: layout 'd2x' cannot be read"),
+        ({"gen__device_mesh": "0-1"}, r"gen: device mesh \[0, 1\]: layout d1f1t1p1c1e1 needs 1 different devices"),
+        (
+            {"gen__layout": "t2", "gen__device_mesh": "1,0"},
+            "gen: device_mesh='1,0': device numbers must rise; write 0,1",
+        ),
+        ({"actor__device_mesh": "2", "gen__layout": "d4"}, "gen: layout .* needs 4 .*; say which by gen.device_mesh"),
+        ({"actor__layout": "t2", "actor__device_mesh": "3"}, "actor: device mesh"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ppo(**options).check()

@@ -138,6 +138,8 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
         if found is None:
             raise ConfigError(f"device_mesh={text!r} cannot be read; write device numbers such as 4-7 or 0,2")
         ranks += range(int(found[1]), int(found[2] or found[1]) + 1)
+    if ranks != sorted(ranks):  # process groups number their ranks in this order
+        raise ConfigError(f"device_mesh={text!r}: device numbers must rise; write {','.join(map(str, sorted(ranks)))}")
     return Mesh(layout, tuple(ranks))
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.launch.cases import dpo, prepare
+from tests.launch.cases import dpo, ppo, prepare
 from weft.engine.torch.adapters_off import AdaptersOff
+from weft.errors import ConfigError
 from weft.launch import run
-from weft.launch.assemble import with_dtypes
+from weft.launch.assemble import check_layouts, with_dtypes
 from weft.runtime import roles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -70,3 +71,32 @@ def test_dpo_in_bfloat16_starts_at_log_2(rank: int, root: Path, monkeypatch: pyt
     metrics = run(config).metrics
     assert metrics[0]["actor_train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert isinstance(built[0]._engine("ref"), AdaptersOff) is bool(rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"actor_gen.layout": "t3"},
+            r"actor_gen\.layout=d1f1t3p1c1e1: t=3 does not divide the model's 4 attention heads",
+        ),
+        ({"actor.layout": "p9"}, r"actor\.layout=d1f1t1p9c1e1: p=9 stages of a model with 2 layers"),
+        (
+            {"actor_train.layout": "c2"},
+            r"actor_train\.layout=d1f1t1p1c2e1: backend=torch has no context parallelism yet",
+        ),
+        (
+            {"rew.layout": "d2", "rew.backend": "hf"},
+            r"rew\.layout=d2f1t1p1c1e1: backend=hf runs on one device; write d1",
+        ),
+    ],
+)
+def test_layouts_that_a_network_cannot_have_are_refused_by_name(
+    root: Path, options: dict[str, str], message: str
+) -> None:
+    config = ppo(root, "layouts")
+    for name, value in options.items():
+        group, field = name.split(".")
+        setattr(getattr(config, group), field, value)
+    with pytest.raises(ConfigError, match=message):
+        check_layouts(config.build())

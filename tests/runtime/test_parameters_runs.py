@@ -76,7 +76,7 @@ def test_the_run_says_beforehand_where_calls_are_and_what_goes_there(two):
 def test_a_point_is_taken_up_and_copies_get_its_weights(root, one, two):
     made = config(root, "resumed", STEPS + 2)
     made.resume_from = str(two)
-    made.actor_train.layout, made.actor_gen.layout, made.actor_gen.device_mesh = "d2f1", "t2", "1,0"
+    made.actor_train.layout, made.actor_gen.layout, made.actor_gen.device_mesh = "d2f1", "t2", "1-2"
     assert_equal(run(made).directory, one, range(STEPS + 1, STEPS + 3))
 
 
@@ -95,7 +95,7 @@ def set_options(made: PPOConfig, options: dict[str, str]) -> None:
         {"actor_train.layout": "d2", "actor_gen.layout": "t2", "ref.device_mesh": "1"},
         {"actor_train.layout": "p2", "actor_gen.layout": "d2", "critic.layout": "d2"},
         {"actor_train.layout": "t2", "actor_gen.layout": "p2", "critic_train.layout": "p2", "critic_inf.layout": "d1"},
-        {"actor_train.layout": "d2t2", "actor_gen.layout": "d2", "actor_gen.device_mesh": "3,1"},
+        {"actor_train.layout": "d2t2", "actor_gen.layout": "d2", "actor_gen.device_mesh": "1,3"},
     ],
 )
 def test_any_two_layouts(root, one, options):

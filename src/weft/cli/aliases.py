@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.cli.overrides import Override, flatten
 from weft.errors import ConfigError
+from weft.experiments._allocation import HEURISTIC
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.options import leaves, plain
 from weft.topology import Layout
@@ -193,6 +194,8 @@ def _data_ranks(done: Translation, given: dict[str, Any]) -> Any:
         layout = given.get(name)
         if isinstance(layout, str) and LAYOUT.fullmatch(layout):
             return Layout.parse(layout).data
+        if layout == HEURISTIC:
+            return given.get("n_nodes", 1) * given.get("n_gpus_per_node", 1)
     return given.get(f"{role}.parallel.data_parallel_size", 1)
 
 

@@ -63,8 +63,8 @@ class Roles:
             if base is not None:
                 shared[role] = base
             self._engines[role, self._meshes[role]] = base or self._build(spec, self._meshes[role])
-        # Which of its role's weights a copy has, as the driver counts them; none while they are on their way.
-        self._weights: dict[Place, int] = {}
+        # Which of its role's weights a copy has, as the driver counts them; None while they are on their way.
+        self._weights: dict[Place, int | None] = {}
         for role, mesh in experiment.copies():
             if rank in mesh.ranks:
                 self._engines[role, mesh] = self._build(specs[role].mirror(), mesh)
@@ -115,7 +115,7 @@ class Roles:
         Raises `RunError` where a copy has not the `weights` that it is to have.
         """
         place = self._place(role, mesh)
-        if place in self._weights and self._weights[place] != weights:
+        if place in self._weights and (weights is None or self._weights[place] != weights):
             raise RunError(f"role {role!r} on {place[1]}: its weights are not the role's newest ones")
         self.onload(role, "weights", mesh)
         return self._engines[place]
@@ -140,10 +140,12 @@ class Roles:
 
     @contextmanager
     def refreshing(self, place: Place, weights: int | None) -> Iterator[Engine | None]:
-        """Of a copy that gets other weights: until they are all there it has none that can be used."""
-        self._weights.pop(place, None)
+        """The engine that gets other weights, as `at`; where it is a copy it cannot be used until they are all there."""
+        copy = place in self._weights
+        if copy:
+            self._weights[place] = None
         yield self.at(place)
-        if weights is not None and place in self._engines:
+        if copy:
             self._weights[place] = weights
 
     def sync(self, sync: ParamSync) -> int:

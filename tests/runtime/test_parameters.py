@@ -1,0 +1,144 @@
+"""When copies of a role get its weights, and which parameters go; no process takes part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from tests.runtime.toy import Toy
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.graph.mfc import ParamSync
+from weft.runtime.commands import Built, Move, Prepare, SyncHere
+from weft.runtime.dispatch import Job
+from weft.runtime.parameters import Parameters
+from weft.topology import whole
+
+NAMES = {"base": (4, 6), "lora_a": (2, 6)}
+
+
+@dataclass
+class Recorder:
+    """In the place of `Dispatch`: what is submitted, in order."""
+
+    jobs: list[Job] = field(default_factory=list)
+
+    def submit(self, *jobs: Job) -> None:
+        self.jobs += jobs
+
+    def commands(self) -> list[Any]:
+        """What each job has its ranks do, since the last time."""
+        made = [job.make(job.ranks[0])[0] for job in self.jobs]
+        self.jobs.clear()
+        return made
+
+
+def experiment(root, **changes: Any) -> Experiment:
+    """The actor is trained on device 0 and samples on device 1, where the reference is."""
+    made = Toy(root).experiment().with_mfc("gen", device_mesh="1")
+    return replace(made, roles={**made.roles, "ref": replace(made.roles["ref"], device_mesh="1")}, **changes)
+
+
+def parameters(
+    made: Experiment, trained: Any = frozenset({"lora_a"}), shapes: Any = NAMES
+) -> tuple[Parameters, Recorder]:
+    places = [*made.meshes().items(), *made.copies()]
+    held = {name: whole(shape) for name, shape in shapes.items()}
+    built = {
+        rank: Built({}, {}, {"actor": trained}, {place: held for place in places if rank in place[1].ranks})
+        for rank in range(made.num_devices)
+    }
+    recorder = Recorder()
+    return Parameters(recorder, made, built, ["a", "b"]), recorder
+
+
+def moved(commands: list[Any], known: dict[str, Prepare]) -> list[list[str]]:
+    """The parameters that each move takes along."""
+    known |= {command.key: command for command in commands if isinstance(command, Prepare)}
+    return [[each.name for each in known[c.key].transfers] for c in commands if isinstance(c, Move)]
+
+
+def fails(error: BaseException) -> None:
+    raise error
+
+
+def train(parameters: Parameters) -> Job:
+    job = Job("train", [0], fails, fails, fails)
+    parameters.changed("actor", job)
+    return job
+
+
+def test_a_copy_gets_weights_once_after_each_change_and_only_what_training_changes(tmp_path) -> None:
+    there, recorder = parameters(experiment(tmp_path))
+    known: dict[str, Prepare] = {}
+    (place,) = experiment(tmp_path).copies()
+    there.begin()
+    assert moved(recorder.commands(), known) == [], "it begins with the same weights"
+    assert there.refresh(place, fails) == 0
+    assert moved(recorder.commands(), known) == []
+    trained = train(there)
+    assert there.refresh(place, fails) == 1
+    assert recorder.jobs[0].after == [trained] and list(recorder.jobs[0].ranks) == [0, 1]
+    assert recorder.jobs[0].roles == {"actor"}, "what the role is asked for next waits for it"
+    assert moved(recorder.commands(), known) == [["lora_a"]]
+    assert there.refresh(place, fails) == 1
+    assert moved(recorder.commands(), known) == []
+    there.restored()
+    assert there.refresh(place, fails) == 2
+    assert moved(recorder.commands(), known) == [["base", "lora_a"]]
+    train(there)
+    assert there.refresh(place, fails) == 3
+    assert moved(recorder.commands(), known) == [["lora_a"]]
+
+
+def test_a_roles_own_engine_needs_nothing(tmp_path) -> None:
+    made = experiment(tmp_path)
+    there, recorder = parameters(made)
+    train(there)
+    assert there.refresh(("actor", made.meshes()["actor"]), fails) is None
+    assert recorder.jobs == []
+
+
+def test_where_an_engine_does_not_tell_what_it_trains_all_goes(tmp_path) -> None:
+    there, recorder = parameters(experiment(tmp_path), trained=None)
+    (place,) = experiment(tmp_path).copies()
+    train(there)
+    there.refresh(place, fails)
+    assert moved(recorder.commands(), {}) == [["base", "lora_a"]]
+
+
+def test_a_role_that_is_written_to_gives_all_of_it_to_its_copies(tmp_path) -> None:
+    made = experiment(tmp_path)
+    made = replace(made, graph=replace(made.graph, syncs=[ParamSync("ref", "actor", after="train")]))
+    there, recorder = parameters(made)
+    (place,) = made.copies()
+    there.move(made.graph.syncs[0], print, fails, print)
+    there.refresh(place, fails)
+    assert moved(recorder.commands(), {}) == [["base", "lora_a"], ["base", "lora_a"]]
+
+
+def test_roles_that_lie_alike_copy_by_themselves(tmp_path) -> None:
+    made = Toy(tmp_path).experiment()
+    there, recorder = parameters(made)
+    there.move(made.graph.syncs[0], print, fails, print)
+    assert [type(command) for command in recorder.commands()] == [SyncHere]
+
+
+def test_what_goes_each_step_is_told(tmp_path) -> None:
+    there, _ = parameters(experiment(tmp_path))
+    told = {what: (way.moved, way.across) for what, way in there.ways("actor")}
+    assert told == {
+        "to ref after train": (4 * 36, 4 * 36),
+        "to its copy on d1f1t1p1c1e1 (device 1) for gen": (4 * 12, 4 * 12),
+    }
+
+
+def test_a_sync_between_different_networks_is_refused_at_the_start(tmp_path) -> None:
+    made = experiment(tmp_path)
+    there, _ = parameters(made)
+    other = next(place for place in made.meshes().items() if place[0] == "ref")
+    there._built[1].slices[other] = {"base": whole((4, 6))}
+    with pytest.raises(ConfigError, match=r"actor -> ref: parameters differ between the two roles \(lora_a\)"):
+        there.begin()
