@@ -26,6 +26,7 @@ from weft.models.network.aux_loss import aux_loss_weight
 from weft.models.network.block import MLP, Block
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear
+from weft.models.network.moe import ExpertStack
 from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
@@ -182,8 +183,13 @@ def _save(
 
 
 def _idle(module: nn.Module, config: TransformerConfig) -> int:
-    """Parameters of the experts that a token is not routed to."""
+    """Parameters of the experts that a token is not routed to. Where ranks hold some experts each, others' tokens come here as
+    this rank's go there: it is then those here less `top_k` of them."""
     if config.experts is None:
         return 0
-    held = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
-    return held - held * config.experts.top_k // config.experts.num
+    idle = 0
+    for stack in module.modules():
+        if isinstance(stack, ExpertStack):
+            held = sum(p.numel() for p in stack.parameters())
+            idle += held - held * config.experts.top_k // len(stack.weight)
+    return idle
