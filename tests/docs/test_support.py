@@ -17,6 +17,7 @@ from weft.algorithms.sampler import CORRECTIONS
 from weft.experiments import DistillConfig, GRPOConfig, PPOConfig
 from weft.experiments.common import RunConfig
 from weft.options import leaves
+from weft.topology import LETTERS
 
 PAGE = (ROOT / "docs" / "support.md").read_text()
 TABLE = re.compile(r"^\|(?P<head>[^\n]*)\|\n\|[-| ]+\|\n(?P<rows>(?:\|[^\n]*\|\n)+)", re.M)
@@ -58,6 +59,7 @@ EXPECTED: Mapping[str, Iterable[str]] = {
     "dataset form": registry.datasets.load_all(),
     "backend": registry.backends.load_all(),
     "family": registry.families.load_all(),
+    "layout letter": LETTERS,
 }  # fmt: skip
 
 

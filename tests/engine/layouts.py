@@ -95,9 +95,9 @@ def engine(path: Path, layout: str, case: Case) -> tuple[TorchEngine, int]:
     spec = replace(spec_of(path, optimizer=ADAMW, lora=lora), **case.options)
     parsed = replace(spec, layout=layout).resolve_layout()
     if parsed.num_devices == 1:
-        return backends.get("torch")(spec, parsed), 0
+        return backends.get(spec.backend)(spec, parsed), 0
     mesh = RankMesh(Mesh.first(parsed), dist.get_rank(), ProcessGroups())
-    return backends.get("torch")(spec, parsed, mesh), mesh.at.data
+    return backends.get(spec.backend)(spec, parsed, mesh), mesh.at.data
 
 
 def run(path: Path, layout: str, case: Case, folder: Path) -> Found | None:

@@ -98,6 +98,11 @@ def test_four_processes_are_as_one(name: str, layout: str, four_ranks: Ranks, tm
 
 
 @pytest.mark.slow
+def test_a_transformers_module_on_two_processes(ranks: Ranks, tmp_path: Path) -> None:
+    compare(Case(options={"backend": "hf"}), "d2f1", ranks, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_stages(stage: int, ranks: Ranks, tmp_path: Path) -> None:
     compare(Case(options={"zero_stage": stage}), "d2", ranks, tmp_path)

@@ -143,15 +143,6 @@ def test_modes_that_no_call_has_are_refused(root, mode, message):
     assert not (root / "mode").exists()
 
 
-def test_a_layout_of_more_than_one_device_is_refused(root):
-    config = small(root, "layout")
-    experiment = config.build()
-    roles = {"model": replace(experiment.roles["model"], layout="d2t2")}
-    with pytest.raises(ConfigError, match="needs 4 devices"):
-        run(replace(experiment, roles=roles))
-    assert not (root / "layout").exists()
-
-
 @register_interface("only_infers")
 class OnlyInfers:
     def inference(self, model, batch):

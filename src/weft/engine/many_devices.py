@@ -112,15 +112,15 @@ class ManyDevices:
             tensor.put_back(flat, bucket)
 
     def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        square = torch.zeros((), dtype=torch.float64)
-        dtype = torch.float32
-        for name, gradient in gradients.items():
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu()
-            square += norm.square() / self._holders(name)
-            dtype = torch.promote_types(dtype, gradient.dtype)
-        (total,) = self._sum([float(square)])
-        device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
-        return torch.tensor(total, dtype=torch.float64).sqrt().to(device, dtype)
+        own, dtype = 0.0, torch.float32
+        if gradients:
+            values = list(gradients.values())
+            norms = torch.stack(torch._foreach_norm(values, 2, torch.float64))
+            copies = torch.tensor([self._holders(name) for name in gradients], dtype=torch.float64)
+            own = float((norms.cpu().square() / copies).sum())
+            dtype = torch.promote_types(values[0].dtype, torch.float32)
+        (total,) = self._sum([own])
+        return torch.tensor(total, dtype=torch.float64, device=self._device).sqrt().to(dtype)
 
     def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
         axes = ("data", "pipeline") if stages else ("data",)

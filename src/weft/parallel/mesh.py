@@ -9,11 +9,14 @@ gloo joins ranks on CPUs, NCCL ranks on GPUs; which of them is chosen once, wher
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.topology import Coordinates, Layout, Mesh
@@ -43,10 +46,32 @@ class ProcessGroups:
         moves them by gloo, in an order of their own."""
         if (ranks, host) not in self._groups:
             backend = "gloo" if host else None
-            group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=True)
+            with _named_by_ranks(ranks, host=host):
+                group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=True)
             assert isinstance(group, ProcessGroup), f"this process is none of the ranks {ranks}"
             self._groups[ranks, host] = group
         return self._groups[ranks, host]
+
+
+@contextmanager
+def _named_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
+    """Within it a group that its own ranks make is called after them, and by how many of these ranks there were before.
+
+    torch hashes the ranks together with the number of all groups of the process. Ranks that belong to different numbers of
+    groups would wait for each other under different names.
+    """
+    taken = set(distributed_c10d._world.pg_names.values())
+    name = next(
+        each
+        for n in count()
+        if (each := f"weft/{'-'.join(map(str, ranks))}/{'host' if host else 'device'}/{n}") not in taken
+    )
+    before = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = before
 
 
 class RankMesh:

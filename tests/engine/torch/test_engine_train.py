@@ -352,9 +352,11 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(path: Path, tmp_path
         engine_of(small)
 
 
-def test_layouts_of_several_devices_are_refused(path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs 2 devices"):
-        backends.get("torch")(spec_of(path), Layout(tensor=2))
+def test_layouts_that_the_network_cannot_have_are_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="t=3 does not divide the model's 4 attention heads"):
+        backends.get("torch")(spec_of(path), Layout(tensor=3))
+    with pytest.raises(ConfigError, match="p=3 stages of a model with 2 layers"):
+        backends.get("torch")(spec_of(path), Layout(pipeline=3))
     with pytest.raises(ConfigError, match="path is not set"):
         backends.get("torch")(replace(spec_of(path), path=None), Layout())
 

@@ -55,7 +55,7 @@ def optimizer_of(spec: OptimizerSpec, start: list[float]) -> tuple[Optimizer, nn
 
 def step(optimizer: Optimizer, parameter: nn.Parameter, gradient: list[float]) -> float:
     parameter.grad = torch.tensor(gradient)
-    norm = torch.nn.utils.get_total_norm(optimizer.gradients())
+    norm = torch.nn.utils.get_total_norm(list(optimizer.gradients().values()))
     optimizer.step(norm)
     return float(norm)
 
@@ -157,7 +157,7 @@ def test_state_saved_with_a_tensor_a_parameter_goes_on_where_several_are_stored_
                     if part.parameter.grad is None:
                         part.parameter.grad = torch.zeros_like(part.parameter)
                     part.of(part.parameter.grad).copy_(gradients[name])
-                optimizer.step(torch.nn.utils.get_total_norm(optimizer.gradients()))
+                optimizer.step(torch.nn.utils.get_total_norm(list(optimizer.gradients().values())))
 
     old = Optimizer(spec, Schedule(10, 0), apart, decayed(network))
     train([(old, apart)], 3)

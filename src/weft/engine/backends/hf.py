@@ -22,11 +22,13 @@ from weft.engine.hf import lora as hf_lora
 from weft.engine.hf.network import DIGITS, HFNetwork
 from weft.engine.hf.trial import Trial, try_out
 from weft.engine.spec import ModelSpec
+from weft.engine.torch import parts
 from weft.engine.torch.engine import BuiltNetwork, TorchEngine
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.models.network.head import Pooling
 from weft.models.network.transformer import Head
+from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
 from weft.topology import Layout
 
@@ -34,15 +36,14 @@ PREFIX = "module."  # of the network's parameter names: HFNetwork holds the modu
 
 
 @register_backend("hf")
-def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
+def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
     """Read the model directory `spec.path` with `transformers`. Raises `UserError` for what cannot be read or run."""
-    if layout.tensor > 1 or layout.pipeline > 1:
-        raise ConfigError(
-            f"layout={layout}: backend=hf does not cut a network into tensor or pipeline parts; use t1p1, or backend=torch"
-        )
     path = common.check_spec(spec)
-    if layout.num_devices > 1:
-        raise ConfigError(f"layout={layout}: backend=hf runs on one device; write d1, or backend=torch")
+    if layout.num_devices != layout.data or layout.fsdp > 1:
+        raise ConfigError(
+            f"layout={layout}: backend=hf runs copies of the whole module, such as d{layout.num_devices}f1; write that, or "
+            "backend=torch"
+        )
     device = resolve_device(spec.device)
     spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
@@ -59,6 +60,8 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
     module.requires_grad_(spec.trained)
     if spec.has_adapters:
         hf_lora.attach(module, spec.lora, seed=spec.seed)
+        if spec.mirrors:
+            module.requires_grad_(False)
     if spec.recomputed_layers:
         _recompute(module, spec)
     caches = _fits_cache(trial)
@@ -89,6 +92,7 @@ def hf_backend(spec: ModelSpec, layout: Layout) -> TorchEngine:
         dropout=any(rates.values()) or (spec.has_adapters and spec.lora.dropout > 0.0),
         adapters_off=(lambda: hf_lora.adapters_off(module)) if spec.has_adapters else None,
         notes=(*_notes(module, trial, caches), *saving.notes(tokenizer, spec, network.pooling)),
+        part=None if mesh is None else parts.copy(network, mesh, device),
     )
     return TorchEngine(built, spec, layout, device)
 

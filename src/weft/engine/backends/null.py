@@ -13,6 +13,7 @@ from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.models.network.packed import TopIds
+from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
 from weft.topology import Layout, Slice
 
@@ -94,7 +95,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 @register_backend("null")
-def null(spec: ModelSpec, layout: Layout) -> NullEngine:
+def null(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> NullEngine:
     """Raises `ConfigError` for a trained role."""
     if spec.trained:
         _refuse("be trained")

@@ -25,7 +25,8 @@ from weft.engine.spread import OneDevice, Spread
 from weft.engine.torch.adapters_off import AdaptersOff
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, decayed
-from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Pass, Scoring, Step, Veto, plain
+from weft.engine.torch.prepare import Pass, Scoring
+from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Step, Veto, plain
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import TopIds
 from weft.models.network.parameters import StoredParameter
@@ -231,6 +232,11 @@ class TorchEngine:
         return self._spread.gather_values(own)
 
     # -- parameters
+
+    @property
+    def trained_names(self) -> frozenset[str]:
+        """Parameters of this rank that train steps change."""
+        return frozenset(self._masters.trained) if self._spec.trained else frozenset()
 
     def slices(self) -> Mapping[str, Slice]:
         return self._masters.slices()

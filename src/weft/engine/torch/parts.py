@@ -10,8 +10,10 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from weft.engine.base import Generator
+from weft.engine.generation.decoder import Decoder
 from weft.engine.generation.generate import default_budget, open_generator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.generation.settings import Settle, drawn_here
@@ -31,15 +33,15 @@ from weft.parallel.pipeline import Pipeline
 from weft.parallel.pipeline_decoder import StagedDecoder
 from weft.parallel.schedule import Kind
 from weft.parallel.shard import Shards
-from weft.topology import holdings
+from weft.topology import holdings, whole
 
 
-def spread(source: Source, network: Transformer, whole: Transformer, mesh: RankMesh, device: torch.device) -> Part:
-    """Give `network`, this rank's part of `whole`, its memory and its values. Every rank of the mesh calls it."""
+def spread(source: Source, network: Transformer, every: Transformer, mesh: RankMesh, device: torch.device) -> Part:
+    """Give `network`, this rank's part of `every`, its memory and its values. Every rank of the mesh calls it."""
     shards = None
     if mesh.layout.fsdp > 1:
         dtype = DTYPES[dtype_of(source.spec)]
-        if dtype in HALF:  # what is frozen stays in it
+        if dtype in HALF and source.spec.trained:  # what is frozen stays in it
             for adapter in lora.adapters(network).values():
                 adapter.float()
         shard.shard(network, network.blocks, mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2))
@@ -66,11 +68,28 @@ def spread(source: Source, network: Transformer, whole: Transformer, mesh: RankM
 
     return Part(
         shapes=source.shapes,
-        trained=frozenset(name for name, part in canonical(whole).items() if part.requires_grad),
+        trained=frozenset(name for name, part in canonical(every).items() if part.requires_grad),
         places=held[mesh.rank],
         spread=ranks,
         shards=shards,
         generating=lambda spec, version: _generating(source, network, mesh, device, spec, version),
+    )
+
+
+def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
+    """A whole network on each of several data-parallel ranks, of any kind of modules."""
+    stored = canonical(network)
+    shapes = {name: tuple(part.data.shape) for name, part in stored.items()}
+    places = {name: whole(shape) for name, shape in shapes.items()}
+    return Part(
+        shapes=shapes,
+        trained=frozenset(name for name, part in stored.items() if part.requires_grad),
+        places=places,
+        spread=lambda now: ManyDevices(mesh, network, dict.fromkeys(mesh.mesh.ranks, places), shapes, now),
+        shards=None,
+        generating=lambda spec, version: open_generator(
+            cast(Decoder, network), spec, device=device, version=version, eos_ids=()
+        ),
     )
 
 

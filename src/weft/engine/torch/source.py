@@ -48,7 +48,9 @@ class Source:
             layout, at = mesh.layout, mesh.at
             config = config if layout.tensor == 1 else config.narrowed(layout.tensor, at.tensor)
             layers = (
-                None if layout.pipeline == 1 else topology.stage_of(config.num_layers, layout.pipeline, at.pipeline)
+                None
+                if layout.pipeline == 1
+                else topology.stage_of(config.num_layers, layout.pipeline, at.pipeline, self.config.head_layers)
             )
         spec = self.spec
         with torch.device("meta"):
@@ -63,6 +65,8 @@ class Source:
         if spec.has_adapters:
             own = spec.lora
             lora.add(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets)
+            if spec.mirrors:
+                network.requires_grad_(False)
         if mesh is not None and mesh.size("tensor") > 1:
             tensor.join(network, self.config, mesh.group("tensor"))
         if mesh is not None and mesh.size("context") > 1:

@@ -4,160 +4,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from weft.algorithms.base import Loss, Output, Stat, Sum, host_array, reduce_stats, trained_rows
+from weft.algorithms.base import Loss, Stat, Sum, reduce_stats, trained_rows
 from weft.data.sample import SequenceSample
 from weft.engine import microbatches
 from weft.engine.base import StepStats
 from weft.engine.device import synchronise
 from weft.engine.flops import Cost, ProductRate
-from weft.engine.generation.prefixes import STRIDE
-from weft.engine.rows import PackLayout, SampleRows, as_sample, given_ids_of, pack, support_of
+from weft.engine.rows import PackLayout, SampleRows
 from weft.engine.spread import Outputs, Prepared, Spread
 from weft.engine.torch import by_row
 from weft.engine.torch.optimizer import Optimizer
+from weft.engine.torch.prepare import Pass, counting_rows, filler, prepare
 from weft.errors import RunError
-from weft.kernels import LEAST_SPARED_KEYS, put
+from weft.kernels import put
 from weft.models.network.aux_loss import MoEAuxLoss
-from weft.models.network.dropout import DropoutKeys
-from weft.models.network.packed import RowGradient, TopIds, among_zeros
-from weft.parallel.pipeline import Microbatch
 
 Veto = Callable[[Mapping[str, float]], str | None]
-Want = frozenset[Output]
 SHOWN = 8  # sample ids that an error names
-SCORED = ("logprobs", "ref_logprobs", "values")
-# Of all tokens, those that sharing whatever the ids must spare in all: to join parts takes a second pass of attention, on an
-# accelerator by a slower kernel.
-LEAST_SHARE = {"cpu": 0.02}
-DEFAULT_LEAST_SHARE = 0.25
 # Beside the loss's own denominators: what the experts' auxiliary loss is divided by, and whether there is anything to train.
 SEQUENCES, TRAINED = "sequences of the minibatch", "trained rows of the minibatch"
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
-
-
-@dataclass(frozen=True)
-class Pass:
-    """How one micro-batch goes through a network. `extra` rows follow each completion's last token; without `dropout` keys
-    (of a sequence's seed and step) nothing is dropped; `trained_only` leaves out rows that the loss mask leaves out."""
-
-    want: Want
-    temperature: float = 1.0
-    extra: int = 0
-    dropout: tuple[int, int] | None = None  # (seed, step)
-    aux_loss: MoEAuxLoss | None = None  # filled on the way
-    trained_only: bool = False
-    gradient: RowGradient | None = None  # of the outputs, where each row's depends on its own alone
-    top: TopIds | None = None  # which ids the outputs `top_ids` and `top_logprobs` are of
-
-
-class Shares(Protocol):
-    """What a network says of prefixes that several sequences go on from."""
-
-    def shares_prefixes(self, longest: int) -> bool:
-        """Whether it computes them once, where no sequence has more than `longest` tokens."""
-        ...
-
-
-def sharing(layout: PackLayout, keys: Container[str]) -> PackLayout:
-    """The same sequences, with prompts shared that are worth it, of a batch with these keys.
-
-    What was sampled is joined where the generator joined it: its log-probs then come out with the same rounding.
-    """
-    return layout.by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS) if "logprobs" in keys else layout.by_id()
-
-
-def sharing_in_training(
-    layout: PackLayout, keys: Container[str], sample: SequenceSample, device: torch.device
-) -> PackLayout:
-    """As `sharing`, of a `sample` that is trained: ids may share a prefix too (of one template or system prompt, say).
-
-    Not where another pass has scored the same tokens: it shares by id, and rounding is then the same.
-    """
-    if not any(key in keys for key in SCORED):
-        across = layout.by_prefix(sample)
-        if across.spared >= LEAST_SHARE.get(device.type, DEFAULT_LEAST_SHARE) * across.lengths.sum():
-            return across
-    return sharing(layout, keys)
-
-
-def counting_rows(part: SequenceSample, layout: PackLayout, how: Pass) -> npt.NDArray[np.bool_]:
-    """[N]: rows whose output is read: those that exist, and of a trained pass those that the loss mask has."""
-    counts = layout.rows(how.extra)[1]
-    if how.trained_only and "loss_mask" in part.data:
-        counts = counts & np.not_equal(host_array(part.data["loss_mask"]), 0.0)
-    return counts
-
-
-def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.device) -> Prepared:
-    """A micro-batch, ready for the network. Rows that do not exist will give 0, and so will those with loss mask 0 where
-    `how.trained_only`.
-
-    Dropout differs between the completions of a prompt, so a pass with dropout shares none.
-    """
-    layout = PackLayout.of(part)
-    if (
-        how.dropout is None
-        and how.aux_loss is None
-        and cast(Shares, network).shares_prefixes(int(layout.lengths.max()))
-    ):
-        keys = part.data
-        layout = sharing_in_training(layout, keys, part, device) if how.trained_only else sharing(layout, keys)
-    ids = given_ids_of(part, device) if "given_logprobs" in how.want else how.top
-    packed = replace(
-        pack(part, layout, device, extra=how.extra), aux_loss=how.aux_loss, row_gradient=how.gradient, ids=ids
-    )
-    if how.dropout is not None:
-        packed = replace(packed, dropout=DropoutKeys.of(*how.dropout, microbatches.sequence_keys(part), device))
-    support, counts = support_of(part, device), counting_rows(part, layout, how)
-    if counts.all() or "scores" in how.want:
-        return Prepared(part, layout, Microbatch(packed, how.want, how.temperature, support), lambda out: out)
-    rows = put(np.flatnonzero(counts), device)
-    given = Microbatch(packed.at(rows), how.want, how.temperature, None if support is None else support.select(rows))
-    return Prepared(part, layout, given, lambda out: among_zeros(out, rows, len(counts)))
-
-
-def filler(network: nn.Module, want: Want, device: torch.device) -> Prepared:
-    """A pass of one token."""
-    outputs: Want = next(
-        (frozenset[Output]({each}) for each in ("values", "scores") if each in want), frozenset({"logprobs"})
-    )
-    token = np.zeros(1, np.int64)
-    one = SequenceSample.from_groups(
-        ["fill"], {"prompt": [[1]], "completion": [[1]]}, {"prompt": token, "completion": token}
-    )
-    return replace(prepare(network, one, Pass(outputs), device), part=None)
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """Implements `Work`: the outputs of every micro-batch as keys of its ids."""
-
-    network: nn.Module
-    how: Pass
-    device: torch.device
-
-    def prepare(self, part: SequenceSample) -> Prepared:
-        return prepare(self.network, part, self.how, self.device)
-
-    def filler(self) -> Prepared:
-        return filler(self.network, self.how.want, self.device)
-
-    def finish(self, prepared: Prepared, out: Outputs) -> SequenceSample | None:
-        return (
-            None if prepared.part is None else as_sample(prepared.part, prepared.layout, cast(dict[str, Tensor], out))
-        )
-
-    def stage_loss(self, prepared: Prepared) -> Tensor | None:
-        return None
 
 
 @dataclass

@@ -17,9 +17,16 @@ from weft.algorithms.sft import SFTLoss
 from weft.engine import rows
 from weft.engine.flops import Cost
 from weft.engine.rows import PackLayout
-from weft.engine.torch import step
+from weft.engine.torch import prepare
 
 CPU = torch.device("cpu")
+
+
+def computed(network: Any, batch: Any, how: prepare.Pass, device: torch.device) -> tuple[PackLayout, Any]:
+    """(the layout of the pack, the outputs of all its rows)."""
+    made = prepare.prepare(network, batch, how, device)
+    given = made.given
+    return made.layout, made.spread(network(given.x, given.want, given.temperature, given.support))
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +37,9 @@ def _join_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("key", ["logprobs", "ref_logprobs", "values"])
 def test_what_another_pass_scored_is_shared_by_id_alone(key: str) -> None:
     batch = templated([(40, [5]), (40, [5])], [0, 0])
-    assert step.sharing_in_training(PackLayout.of(batch), batch.data, batch, CPU).spared == 20
+    assert prepare.sharing_in_training(PackLayout.of(batch), batch.data, batch, CPU).spared == 20
     scored = batch.update(batch_of([(40, [5]), (40, [5])], **{key: [0.0] * 10}).select(keys=[key]))
-    assert step.sharing_in_training(PackLayout.of(scored), scored.data, scored, CPU).spared == 0
+    assert prepare.sharing_in_training(PackLayout.of(scored), scored.data, scored, CPU).spared == 0
 
 
 @pytest.mark.parametrize(
@@ -41,23 +48,23 @@ def test_what_another_pass_scored_is_shared_by_id_alone(key: str) -> None:
 def test_what_ids_share_must_spare_some_of_all_tokens(device: str, rest: int, spared: int) -> None:
     """Of two ids that begin with 20 tokens a fiftieth, on an accelerator a quarter."""
     batch = templated([(21, [5]), (21, [5 + rest])], [0, 0])
-    assert step.sharing_in_training(PackLayout.of(batch), batch.data, batch, torch.device(device)).spared == spared
+    assert prepare.sharing_in_training(PackLayout.of(batch), batch.data, batch, torch.device(device)).spared == spared
 
 
 def test_a_training_pass_computes_once_what_ids_begin_with() -> None:
     network, batch = network_of(CONFIG), templated([(40, [5]), (30, [2, 4]), (40, [6])], [0, 1, 0])
     want: frozenset[Output] = frozenset({"logprobs"})
-    apart, scored = step.compute(network, batch, step.Pass(want), CPU)
-    once, trained = step.compute(network, batch, step.Pass(want, trained_only=True), CPU)
+    apart, scored = computed(network, batch, prepare.Pass(want), CPU)
+    once, trained = computed(network, batch, prepare.Pass(want, trained_only=True), CPU)
     assert apart.spared == 29 and once.spared == 20 + 29
     torch.testing.assert_close(trained["logprobs"], scored["logprobs"])
 
 
 def test_sequences_that_drop_something_share_nothing() -> None:
     network, batch = network_of(CONFIG), templated([(40, [5]), (40, [6, 6])], [0, 0])
-    how = step.Pass(frozenset({"logprobs"}), trained_only=True)
-    assert step.compute(network, batch, how, CPU)[0].spared
-    assert not step.compute(network, batch, replace(how, dropout=(0, 0)), CPU)[0].spared
+    how = prepare.Pass(frozenset({"logprobs"}), trained_only=True)
+    assert computed(network, batch, how, CPU)[0].spared
+    assert not computed(network, batch, replace(how, dropout=(0, 0)), CPU)[0].spared
 
 
 def test_operations_are_counted_as_they_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
