@@ -11,7 +11,7 @@ from weft.checkpoints.hf_io import parameter_shapes
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.registry import families
-from weft.topology import kv_heads_of, stage_of, tensor_slice, vocabulary_of
+from weft.topology import Coordinates, Layout, holdings, kv_heads_of, stage_of, tensor_slice, vocabulary_of
 
 
 def config_of(family: str) -> TransformerConfig:
@@ -111,3 +111,23 @@ def test_ids_are_held_once(size: int, t: int) -> None:
 def test_queries_read_the_heads_that_their_rank_holds() -> None:
     config = config_of("llama")
     assert [kv_heads_of(config, 4, rank) for rank in range(4)] == [slice(0, 1)] * 2 + [slice(1, 2)] * 2
+
+
+def test_experts_are_held_whole_by_some_of_the_data_ranks() -> None:
+    layout = Layout.parse("d4t2e2", trained=True)
+    assert (layout.fsdp, layout.num_devices) == (1, 8)
+    shapes = dict.fromkeys(("blocks.1.mlp.experts.gate.weight", "blocks.1.mlp.experts.up.lora_a"), (6, 8, 4))
+    shapes["blocks.1.mlp.router.weight"] = (6, 4)
+    config = config_of("mixtral")
+    for data in range(4):
+        held = holdings(shapes, config, layout, Coordinates(data=data, tensor=1))
+        own = slice(3 * (data % 2), 3 * (data % 2) + 3)
+        assert held["blocks.1.mlp.experts.gate.weight"] == (own, slice(4, 8), slice(0, 4))
+        assert held["blocks.1.mlp.experts.up.lora_a"] == (own, slice(0, 8), slice(0, 4))
+        assert held["blocks.1.mlp.router.weight"] == (slice(0, 6), slice(0, 4))
+
+
+@pytest.mark.parametrize(("text", "words"), [("d2e4", "e=4 does not divide d=2"), ("e2", "does not divide d=1")])
+def test_experts_that_do_not_fit(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Layout.parse(text)

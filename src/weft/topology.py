@@ -24,7 +24,8 @@ LETTERS = {"d": "data", "f": "fsdp", "t": "tensor", "p": "pipeline", "c": "conte
 class Layout:
     """Degrees of parallelism of one role on one set of devices; written `d2f2t2p1c1e1`, letters left out are 1.
 
-    `fsdp` counts the ranks that share one sharded copy (it divides `data`). Devices used: data x tensor x pipeline x context.
+    `fsdp` counts the ranks that share one sharded copy, `expert` those that share the experts; both are some of `data`, which
+    they divide. Devices used: data x tensor x pipeline x context.
     """
 
     data: int = 1
@@ -44,9 +45,15 @@ class Layout:
                 f"layout: f={self.fsdp} does not divide d={self.data}; f ranks of d share one sharded copy"
             )
 
+        if self.data % self.expert:
+            raise ConfigError(
+                f"layout: e={self.expert} does not divide d={self.data}; e ranks of d share the experts, whole ones each"
+            )
+
     @classmethod
     def parse(cls, text: str, *, trained: bool = False) -> Layout:
-        """Read `d2t2p1`; `f` left out is `d` for trained roles and 1 otherwise. Raises `ConfigError` on unknown letters."""
+        """Read `d2t2p1`; `f` left out is `d` for trained roles without `e`, 1 otherwise. Raises `ConfigError` on unknown
+        letters."""
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
         if not text or not re.fullmatch(r"([a-z]\d+)+", text):
@@ -55,7 +62,8 @@ class Layout:
             if letter not in LETTERS or LETTERS[letter] in degrees:
                 raise ConfigError(f"layout {text!r}: {letter!r} is unknown or given twice; it holds {rule}")
             degrees[LETTERS[letter]] = int(degree)
-        degrees.setdefault("fsdp", degrees.get("data", 1) if trained else 1)
+        shards = trained and degrees.get("expert", 1) == 1
+        degrees.setdefault("fsdp", degrees.get("data", 1) if shards else 1)
         return cls(**degrees)
 
     @property
@@ -68,7 +76,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in its layout. Of `data`, `data % fsdp` is the shard that it holds."""
+    """Where a rank stands in its layout. Of `data`, `data % fsdp` is the shard that it holds, and `data % expert` the part of
+    the experts."""
 
     data: int = 0
     tensor: int = 0
@@ -234,6 +243,22 @@ def vocabulary_of(size: int, t: int, rank: int) -> slice:
     return slice(rank * size // t, (rank + 1) * size // t)
 
 
+def of_experts(name: str) -> bool:
+    """Whether a parameter, by its canonical name, is a stack of experts, or an adapter's of one."""
+    return re.fullmatch(r"blocks\.\d+\.mlp\.experts\..+", name) is not None
+
+
+def expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
+    """What rank `rank` of `e` expert ranks holds of the part `whole` of a parameter. Raises `ConfigError` where experts do not
+    split evenly."""
+    if e == 1 or not of_experts(name):
+        return whole
+    num = _size(whole[0])
+    if num % e:
+        raise ConfigError(f"layout: e={e} does not divide the model's {num} experts")
+    return (slice(rank * num // e, (rank + 1) * num // e), *whole[1:])
+
+
 def stage_of(num_layers: int, stages: int, stage: int, head: float = 0.0) -> range:
     """The blocks of a pipeline stage: consecutive, and as even as can be where the last stage computes the output matrix too,
     which costs as much as `head` blocks. Raises `ConfigError` where a stage would have none."""
@@ -287,7 +312,9 @@ def holdings(
     (`torch.chunk`), after tensor parallelism has taken its part.
     """
     found = {
-        name: tensor_slice(name, shape, sizes, layout.tensor, at.tensor)
+        name: expert_slice(
+            name, tensor_slice(name, shape, sizes, layout.tensor, at.tensor), layout.expert, at.data % layout.expert
+        )
         for name, shape in shapes.items()
         if at.pipeline in stages_of(name, sizes, layout.pipeline, tied=tied)
     }

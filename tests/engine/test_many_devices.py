@@ -10,6 +10,11 @@ import pytest
 from tests.engine import layouts
 from tests.engine.layouts import Case
 from tests.ranks import Ranks
+from weft.engine.spec import ModelSpec
+from weft.engine.torch.source import check_layout
+from weft.errors import ConfigError
+from weft.registry import families
+from weft.topology import Layout
 
 TWO = ("d2", "d2f1", "t2", "p2", "c2")
 FOUR = ("d2t2", "d2f1t2", "d4f2", "d4", "t4", "d2p2", "d2f1p2", "t2p2", "d2c2", "d2f1c2", "t2c2")
@@ -49,6 +54,33 @@ def compare(case: Case, layout: str, ranks: Ranks, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "lora", "mixtral"])
 def test_two_processes_are_as_one(name: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
     compare(CASES[name], layout, ranks, tmp_path)
+
+
+EXPERTS = {
+    "mixtral": Case("mixtral"),
+    "qwen3_moe": Case("qwen3_moe", changes={"num_experts": 8}),
+    "balanced": Case("mixtral", options={"router_aux_loss_coef": 0.1}),
+    "lora": Case("mixtral", lora=True, dropout=0.2),
+    "recomputed": Case("mixtral", options={"gradient_checkpointing": True}),
+}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_of_two_processes(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    compare(EXPERTS[name], "d2e2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["balanced", "lora", "recomputed"])
+def test_experts_of_two_processes_more(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    compare(EXPERTS[name], "d2e2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d4e2", "d4e4", "d2t2e2", "d2c2e2"])
+@pytest.mark.parametrize("name", list(EXPERTS))
+def test_experts_of_four_processes(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    compare(EXPERTS[name], layout, four_ranks, tmp_path)
 
 
 @pytest.mark.slow
@@ -104,9 +136,9 @@ def test_a_run_goes_on_in_another_layout(saved: str, resumed: str, ranks: Ranks,
         assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["d2", "d2f1"])
-def test_ranks_without_an_id_work_on(layout: str, ranks: Ranks, tmp_path: Path) -> None:
-    path = layouts.write_model(Case(), tmp_path / "hf")
+@pytest.mark.parametrize(("layout", "family"), [("d2", "llama"), ("d2f1", "llama"), ("d2e2", "mixtral")])
+def test_ranks_without_an_id_work_on(layout: str, family: str, ranks: Ranks, tmp_path: Path) -> None:
+    path = layouts.write_model(Case(family), tmp_path / "hf")
     steps, scored, ids = layouts.few(path, "d1")
     assert ids == ["id1"]
     (first, own, known), (second, none, others) = ranks.run(layouts.few, path, layout)
@@ -131,3 +163,19 @@ def test_bfloat16_on_two_processes(layout: str, lora: bool, ranks: Ranks, tmp_pa
     wanted = layouts.half(path, "d1", case)
     for found in ranks.run(layouts.half, path, layout, case):
         assert found == pytest.approx(wanted, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "words"),
+    [
+        ("c2p2", "llama", "write p1"),
+        ("d2e2", "llama", "has no experts"),
+        ("d3e3", "mixtral", "does not divide the model's 4 experts"),
+        ("d2f2e2", "mixtral", "write f1"),
+        ("d2p2e2", "mixtral", "write p1"),
+    ],
+)
+def test_layouts_that_cannot_be(layout: str, family: str, words: str) -> None:
+    config = families.get(family).config(families.get(family).tiny)
+    with pytest.raises(ConfigError, match=words):
+        check_layout(ModelSpec(), Layout.parse(layout), config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,12 @@ class Cost:
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum()) + across
         products = self.products * tokens - self.late * (0.0 if rows is None else tokens - rows)
         return (1 + self.backward) * (2.0 * products + 4.0 * self.attention * pairs)
+
+    def shared(self, ranks: int) -> Cost:
+        """What one of `ranks` does that share the tokens of every pack."""
+        return replace(
+            self, products=self.products // ranks, attention=self.attention // ranks, late=self.late // ranks
+        )
 
     @property
     def per_token(self) -> float:

@@ -18,7 +18,7 @@ from weft.parallel import shard, tensor
 from weft.parallel.mesh import RankMesh
 from weft.parallel.pipeline import Pipeline, sum_tied_gradients
 from weft.parallel.shard import Shards
-from weft.topology import Slice
+from weft.topology import Slice, of_experts
 
 T = TypeVar("T")
 BUCKET = 2**23  # elements of gradients that are summed at once
@@ -48,7 +48,8 @@ class ManyDevices:
         return dict(zip(names, total, strict=True))
 
     def run(self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool) -> list[T]:
-        count = len(parts) if self.shards is None else self._most(len(parts))
+        in_step = self.shards is not None or self.mesh.layout.expert > 1
+        count = self._most(len(parts)) if in_step else len(parts)
         prepared = (work.prepare(parts[n]) if n < len(parts) else work.filler() for n in range(count))
         if self.pipeline is not None:
             return self._staged(self.pipeline, list(prepared), work, trains=trains)
@@ -84,7 +85,11 @@ class ManyDevices:
         if self.shards is not None:
             self.shards.take_gradients()
             axes = ("context",)
-        self._sum_gradients(parameters, *axes)
+        if self.mesh.size(*axes) > 1:
+            apart = self._experts_apart()
+            self._sum_gradients([p for p in parameters if id(p) not in apart], self.mesh.group(*axes))
+            if apart and (same := self.mesh.expert_copies) is not None:
+                self._sum_gradients([p for p in parameters if id(p) in apart], same)
         if self.pipeline is not None and self.tied and self.mesh.ends is not None:
             copies = (
                 [self.stored()["embed.weight"].parameter] if "embed.weight" in self.holdings[self.mesh.rank] else []
@@ -93,10 +98,13 @@ class ManyDevices:
         if self.mesh.size("tensor") > 1:
             tensor.sum_gradients(self.stored(), self.config, self.mesh.group("tensor"))
 
-    def _sum_gradients(self, parameters: Sequence[nn.Parameter], *axes: str) -> None:
-        if self.mesh.size(*axes) == 1:
-            return
-        group = self.mesh.group(*axes)
+    def _experts_apart(self) -> set[int]:
+        """The parameters of experts, by identity, where ranks hold some each."""
+        if self.mesh.layout.expert == 1:
+            return set()
+        return {id(part.parameter) for name, part in self.stored().items() if of_experts(name)}
+
+    def _sum_gradients(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         self._agree(parameters, group)
         for bucket in _buckets([cast(Tensor, p.grad) for p in parameters if p.grad is not None]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])

@@ -90,6 +90,9 @@ class RankMesh:
                 groups.of(other, host=True)
         if rank in self._ends:
             self._make(tuple(dict.fromkeys(self._ends)))
+        if self.layout.expert > 1:
+            self._make(self._expert_ranks())
+            self._make(self._expert_copies())
         if self.layout.fsdp > 1:
             self._make(self._shard_ranks())
             self._make(self._replica_ranks())
@@ -120,6 +123,17 @@ class RankMesh:
         return self._groups.of(self.mesh.along(self.rank, axis), host=True)
 
     @property
+    def experts(self) -> ProcessGroup:
+        """The ranks that share the experts with this one; of a layout with e."""
+        return self._groups.of(self._expert_ranks())
+
+    @property
+    def expert_copies(self) -> ProcessGroup | None:
+        """Those that hold the same experts, and see other tokens; None where there are no others."""
+        ranks = self._expert_copies()
+        return self._groups.of(ranks) if len(ranks) > 1 else None
+
+    @property
     def everyone(self) -> ProcessGroup:
         return self._groups.of(self.mesh.ranks)
 
@@ -131,6 +145,15 @@ class RankMesh:
             return DeviceMesh.from_group(self._groups.of(inner), device.type, mesh=ranks[0], mesh_dim_names=("f",))
         both = [self._groups.of(outer), self._groups.of(inner)]
         return DeviceMesh.from_group(both, device.type, mesh=ranks, mesh_dim_names=("r", "f"))
+
+    def _expert_ranks(self) -> tuple[int, ...]:
+        line, e = self.mesh.along(self.rank, "data"), self.layout.expert
+        start = self.at.data // e * e
+        return line[start : start + e]
+
+    def _expert_copies(self) -> tuple[int, ...]:
+        e, ranks = self.layout.expert, self.mesh.along(self.rank, "data", "context")
+        return tuple(rank for rank in ranks if self.mesh.coordinates(rank).data % e == self.at.data % e)
 
     def _shard_ranks(self) -> tuple[int, ...]:
         """Those that share one sharded copy with this rank."""

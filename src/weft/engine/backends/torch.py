@@ -25,6 +25,7 @@ from weft.models.network.aux_loss import aux_loss_weight
 from weft.models.network.block import MLP, Block
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear
+from weft.models.network.moe import ExpertStack
 from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
@@ -48,7 +49,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     network = whole if mesh is None else source.network(mesh)
     for each in {whole, network}:
         each.padding = saving.skipped_padding(tokenizer, spec)
-    cost, sizes = _cost(network, frozen=spec.has_adapters), _sizes(network)
+    cost, sizes = _cost(network, frozen=spec.has_adapters).shared(layout.context), _sizes(network)
     part = None
     if mesh is None:
         network.to_empty(device=device)
@@ -183,8 +184,13 @@ def _save(
 
 
 def _idle(module: nn.Module, config: TransformerConfig) -> int:
-    """Parameters of the experts that a token is not routed to."""
+    """Parameters of the experts that a token is not routed to. Where ranks hold some experts each, others' tokens come here as
+    this rank's go there: it is then those here less `top_k` of them."""
     if config.experts is None:
         return 0
-    held = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
-    return held - held * config.experts.top_k // config.experts.num
+    idle = 0
+    for stack in module.modules():
+        if isinstance(stack, ExpertStack):
+            held = sum(p.numel() for p in stack.parameters())
+            idle += held - held * config.experts.top_k // len(stack.weight)
+    return idle

@@ -27,7 +27,7 @@ from weft.engine.torch.source import Source
 from weft.models.network import lora
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Transformer
-from weft.parallel import context, shard
+from weft.parallel import context, experts, shard
 from weft.parallel.mesh import RankMesh
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.pipeline_decoder import StagedDecoder
@@ -72,9 +72,7 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
         places=held[mesh.rank],
         spread=ranks,
         shards=shards,
-        generating=lambda spec, version: _generating(
-            source, network, mesh, device, spec, version, sharded=shards is not None
-        ),
+        generating=lambda spec, version: _generating(source, network, mesh, device, spec, version),
     )
 
 
@@ -97,11 +95,11 @@ def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
 
 @contextmanager
 def _generating(
-    source: Source, network: Transformer, mesh: RankMesh, device: torch.device, spec: GenerationSpec, version: int,
-    *, sharded: bool,
+    source: Source, network: Transformer, mesh: RankMesh, device: torch.device, spec: GenerationSpec, version: int
 ) -> Iterator[Generator]:  # fmt: skip
     """Ranks of one data-parallel part generate in step, those of different parts each for themselves."""
-    whole = _gathered(source, network, mesh, device) if sharded else network
+    apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
+    whole = _gathered(source, network, mesh, device) if apart else network
     dtype = next(whole.parameters()).dtype
     layers = replace(whole.config, num_layers=len(whole.blocks))
     budget = _agreed(default_budget(layers, device, dtype), mesh)
@@ -136,13 +134,16 @@ def _agreed(own: Budget, mesh: RankMesh) -> Budget:
 
 
 def _gathered(source: Source, network: Transformer, mesh: RankMesh, device: torch.device) -> Transformer:
-    """The network with whole parameters, in the dtype it computes in: where it generates no rank then waits for another at
-    every layer of every token."""
-    whole = source.network(mesh)
+    """The network with whole parameters and all experts, in the dtype it computes in: where it generates no rank then waits for
+    another at every layer of every token."""
+    whole = source.network(mesh, experts_apart=False)
     if (dtype := DTYPES[dtype_of(source.spec)]) in HALF:
         whole.to(dtype)
     whole.to_empty(device=device)
-    shard.gather(network, whole)
+    if mesh.layout.expert > 1:
+        experts.gather(network, whole, mesh.experts)
+    else:
+        shard.gather(network, whole)
     for name, adapter in lora.adapters(whole).items():
         adapter.active = lora.adapters(network)[name].active
     return whole

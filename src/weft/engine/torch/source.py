@@ -20,7 +20,7 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.head import Pooling
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Head, Transformer
-from weft.parallel import context, tensor
+from weft.parallel import context, experts, tensor
 from weft.parallel.mesh import RankMesh
 from weft.topology import Layout, Slice
 
@@ -40,8 +40,9 @@ class Source:
         """Whether the embedding is the output matrix too."""
         return self.config.tied and self.head == "lm"
 
-    def network(self, mesh: RankMesh | None) -> Transformer:
-        """The whole network, or one rank's part of it joined to the others', on the meta device; its adapters are there."""
+    def network(self, mesh: RankMesh | None, *, experts_apart: bool = True) -> Transformer:
+        """The whole network, or one rank's part of it joined to the others', on the meta device; its adapters are there.
+        Without `experts_apart` every rank has all experts, whatever the layout."""
         config, layers = self.config, None
         if mesh is not None:
             layout, at = mesh.layout, mesh.at
@@ -54,6 +55,8 @@ class Source:
         spec = self.spec
         with torch.device("meta"):
             network = Transformer(config, self.head, self.pooling, layers=layers)
+        if mesh is not None and mesh.layout.expert > 1 and experts_apart:
+            experts.join(network, mesh.experts)
         network.to(common.reading_dtype(spec))
         if spec.dropout is not None:
             _set_dropout(network, spec.dropout)
@@ -90,13 +93,11 @@ class Source:
 def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
     """Raises `ConfigError` for a layout that this network, or this version, cannot have."""
     if layout.expert > 1:
-        raise ConfigError(
-            f"layout={layout}: backend={spec.backend} has no expert parallelism yet; write e1, and more d or t"
-        )
+        _check_experts(layout, config)
     if layout.context > 1 and layout.pipeline > 1:
         raise ConfigError(
             f"layout={layout}: ranks that share the tokens of a pack (c) hold the whole network, not a stage of it (p); "
-            f"write p1, and more t"
+            "write p1, and more t"
         )
     config.narrowed(layout.tensor, 0)
     topology.stage_of(config.num_layers, layout.pipeline, 0)
@@ -105,6 +106,20 @@ def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> 
             f"layout={layout}: pipeline_schedule=zero_bubble halves backward passes, which sharded parameters (f above 1) do "
             "not; write f1, or pipeline_schedule=1f1b"
         )
+
+
+def _check_experts(layout: Layout, config: TransformerConfig) -> None:
+    if config.experts is None:
+        raise ConfigError(f"layout={layout}: a {config.family} model has no experts to share; write e1")
+    if config.experts.num % layout.expert:
+        raise ConfigError(
+            f"layout={layout}: e={layout.expert} does not divide the model's {config.experts.num} experts; write an e that does"
+        )
+    for letter, degree in (("f", layout.fsdp), ("p", layout.pipeline)):
+        if degree > 1:
+            raise ConfigError(
+                f"layout={layout}: experts on ranks of their own (e) do not go with {letter} above 1; write {letter}1, or e1"
+            )
 
 
 def _set_dropout(network: Transformer, rate: float) -> None:

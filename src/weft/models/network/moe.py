@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,17 @@ from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.linear import Adapter, Linear, adapted
+
+Compute = Callable[[Tensor, list[int], TokenDropout | None], Tensor]
+
+
+class Exchange(Protocol):
+    """Has experts compute that several ranks hold."""
+
+    def __call__(self, x: Tensor, sizes: list[int], dropout: TokenDropout | None, compute: Compute) -> Tensor:
+        """x [sum of sizes, hidden], sorted by expert, of all experts -> the same rows of their outputs; `compute` does it for
+        the experts that are here. Every rank calls it."""
+        ...
 
 
 class ExpertStack(nn.Module):
@@ -40,7 +52,7 @@ class ExpertStack(nn.Module):
 class MoE(nn.Module):
     """[T, hidden] -> [T, hidden]. The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
 
-    `reduce` joins what ranks have that hold columns of every expert each.
+    `reduce` joins what ranks have that hold columns of every expert each, `exchange` ranks that hold some experts each.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -57,6 +69,7 @@ class MoE(nn.Module):
             }
         )
         self.reduce: Callable[[Tensor], Tensor] | None = None
+        self.exchange: Exchange | None = None
 
     def forward(self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None) -> Tensor:
         logits = self.router(x)
@@ -71,8 +84,16 @@ class MoE(nn.Module):
         sizes = chosen.flatten().bincount(minlength=logits.shape[1]).tolist()
         inputs = x.index_select(0, token)
         keys = None if dropout is None else dropout.select(token)
-        gate, up = self.experts["gate"](inputs, sizes, keys), self.experts["up"](inputs, sizes, keys)
-        outputs = self.experts["down"](kernels.activate(gate, self.activation) * up, sizes, keys)
+        if self.exchange is None:
+            outputs = self._computed(inputs, sizes, keys)
+        else:
+            outputs = self.exchange(inputs, sizes, keys, self._computed)
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
         y = torch.zeros_like(x).index_add(0, token, weighted)
         return y if self.reduce is None else self.reduce(y)
+
+    def _computed(self, x: Tensor, sizes: list[int], keys: TokenDropout | None) -> Tensor:
+        """[rows, hidden], sorted by expert, through the experts that are here."""
+        gate, up = self.experts["gate"](x, sizes, keys), self.experts["up"](x, sizes, keys)
+        y: Tensor = self.experts["down"](kernels.activate(gate, self.activation) * up, sizes, keys)
+        return y

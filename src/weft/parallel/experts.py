@@ -1,0 +1,96 @@
+"""Expert parallelism: each of e ranks holds whole experts, E / e of them, and tokens go to where theirs are.
+
+    join(network, group)             # before memory is given: leaves this rank's experts of the whole network
+    network(packed, want)            # each rank with its own pack; all of them as often, forward and backward
+
+A token goes to its experts by all-to-all, as many as there are for each rank, and comes back (Lepikhin et al. 2020, "GShard",
+arXiv:2006.16668, without capacities: none is dropped). Routers are on every rank. The gradient of an expert is of the tokens of
+all ranks of the group, and is summed over those of other groups that hold the same experts; all else as without experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from weft.models.network.dropout import TokenDropout
+from weft.models.network.moe import Compute, ExpertStack, MoE
+
+
+def join(network: nn.Module, group: ProcessGroup) -> None:
+    """Leave of the experts those of this rank, whose memory is given later, and join them with the others'."""
+    for module in network.modules():
+        if isinstance(module, MoE):
+            for name, stack in module.experts.items():
+                assert isinstance(stack, ExpertStack) and stack.adapter is None, "adapters are added afterwards"
+                num, outputs, inputs = stack.weight.shape
+                with stack.weight.device:
+                    module.experts[name] = ExpertStack(num // group.size(), inputs, outputs).to(stack.weight.dtype)
+            module.exchange = Exchange(group)
+
+
+def gather(network: nn.Module, into: nn.Module, group: ProcessGroup) -> None:
+    """Copy a joined network's parameters into one that has all experts. Every rank calls it."""
+    with torch.no_grad():
+        for (name, own), (other, whole) in zip(network.named_parameters(), into.named_parameters(), strict=True):
+            assert name == other, f"networks of different forms: {name} and {other}"
+            if own.shape == whole.shape:
+                whole.copy_(own)
+            else:
+                every = [torch.empty_like(own) for _ in range(group.size())]
+                dist.all_gather(every, own.contiguous(), group=group)
+                whole.copy_(torch.cat(every))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Implements `weft.models.network.moe.Exchange` over a process group."""
+
+    group: ProcessGroup
+
+    def __call__(self, x: Tensor, sizes: list[int], dropout: TokenDropout | None, compute: Compute) -> Tensor:
+        counts = torch.tensor(sizes, device=x.device).view(self.group.size(), -1)  # by rank and expert
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        sent, taken, here = counts.sum(1).tolist(), arriving.sum(1).tolist(), arriving.sum(0).tolist()
+        # Rows arrive by rank, and of each rank by expert.
+        expert = torch.arange(len(here), device=x.device).repeat(self.group.size())
+        order = expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        rows = _exchanged(x, sent, taken, self.group).index_select(0, order)
+        keys = None if dropout is None else self._dropout(dropout, sent, taken).select(order)
+        made = compute(rows, here, keys).index_select(0, order.argsort())
+        return _exchanged(made, taken, sent, self.group)
+
+    def _dropout(self, own: TokenDropout, sent: list[int], taken: list[int]) -> TokenDropout:
+        """Of the tokens that arrive."""
+        words = _moved(torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group)
+        return TokenDropout(words[:, :2], words[:, 2], own.first_head)
+
+
+def _exchanged(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+    """`sent` consecutive rows of x to each rank, and `taken` from each; gradients go the other way."""
+    y: Tensor = _AllToAll.apply(x, sent, taken, group)
+    return y
+
+
+def _moved(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+    y = x.new_empty(sum(taken), *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), taken, sent, group=group)
+    return y
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+        ctx.given = sent, taken, group
+        return _moved(x, sent, taken, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, taken, group = ctx.given
+        return _moved(gradients[0], taken, sent, group), None, None, None
