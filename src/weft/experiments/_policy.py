@@ -102,7 +102,7 @@ class Policy:
     @property
     def corrected(self) -> tuple[str, ...]:
         """Keys that a policy loss reads where the sampler's log-probs are made up for."""
-        return ("old_logprobs", "sampler_weights") if _asks_for(self.options, "sampler_correction") else ()
+        return ("old_logprobs", "sampler_weights") if _asks_for(self.options, "correction") else ()
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ class Policy:
         trains = [node for node in nodes if isinstance(node, MFCDef) and node.trains]
         plan = Plan(
             roles=roles,
-            nodes=nodes,
+            nodes=[_lagging(node, _staleness(self.options)) for node in nodes],
             dataset=self.dataset,
             dataset_type=type_of(self.dataset, "prompt"),
             data_role="actor",
@@ -158,7 +158,7 @@ class Policy:
             syncs=self._syncs() if "ref" in roles else [],
             init_from=init_from,
             updates_per_firing={node.name: self.updates for node in trains},
-            notes=[*_step_notes(self, [node.role for node in trains]), *notes],
+            notes=[*_step_notes(self, [node.role for node in trains]), *_lag_notes(self.options), *notes],
         )
         return assemble(self.config, plan)
 
@@ -219,7 +219,7 @@ class Policy:
             input_keys=("prompt", "completion", "logprobs", "old_logprobs"), optional_keys=("loss_mask",),
             output_keys=("sampler_weights",),
             args={
-                "correction": options.sampler_correction, "high": options.sampler_correction_high,
+                "correction": options.correction, "high": options.sampler_correction_high,
                 "low": options.sampler_correction_low,
             },
         )  # fmt: skip
@@ -251,7 +251,8 @@ class Policy:
         }  # fmt: skip
         if samples:
             args["temperature"] = self.temperature
-        optional = ("loss_mask", *(("ref_logprobs",) if samples else ()))
+        lag = ("versions",) if _staleness(self.options) else ()
+        optional = ("loss_mask", *(("ref_logprobs", *lag) if samples else ()))
         read = (*keys, *((*self.rescored, *self.corrected, *self.chosen) if samples else ()))
         return MFCDef(
             name=node, role=role, interface="train", method="train_step", batch_size=self.batch,
@@ -325,6 +326,26 @@ def _step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
 def _asks_for(options: SamplingOptions, name: str) -> bool:
     """Whether the method is a policy gradient whose option `name` is not none."""
     return isinstance(options, PolicyOptions) and getattr(options, name) != "none"
+
+
+def _staleness(options: SamplingOptions) -> int:
+    return options.max_staleness if isinstance(options, PolicyOptions) else 0
+
+
+def _lagging(node: Node, max_staleness: int) -> Node:
+    """A call that samples may do so with older weights; no other may."""
+    if isinstance(node, MFCDef) and node.method == "generate":
+        return replace(node, max_staleness=max_staleness)
+    return node
+
+
+def _lag_notes(options: SamplingOptions) -> list[str]:
+    if not isinstance(options, PolicyOptions) or not options.max_staleness:
+        return []
+    return [
+        f"sampling: up to {options.max_staleness} steps ahead of training, which makes up for older weights by "
+        f"{options.correction} with weights of at most {options.sampler_correction_high:g}"
+    ]
 
 
 def has_model(config: SamplingConfig) -> bool:

@@ -1,0 +1,36 @@
+"""Sampling ahead of training, where version edges let calls use older weights: what is decided on before training is. Pure.
+
+With `max_staleness=k` the order is: batches 0 to k are sampled, batch 0 trains, batch k + 1 is sampled, batch 1 trains, ... So
+the samples of a batch come of weights that are k steps old, and which weights these are never depends on what is over first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weft.graph.graph import DataflowGraph
+from weft.graph.ready import Buffer, Firing, wants_rows
+
+
+def runs_ahead(graph: DataflowGraph) -> bool:
+    """Whether any call may use weights that are older than the newest."""
+    return any(edge.max_staleness for edge in graph.version_edges)
+
+
+def before_training(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
+    """Those that do not train: a call that is decided on after a training step waits for its weights."""
+    return [firing for firing in firings if not graph.node(firing.node).trains]
+
+
+def may_load(
+    graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], follow: str, steps_left: int | None
+) -> bool:
+    """Whether another batch of rows would let a call run further ahead. None beyond those that the node `follow` takes in
+    the steps that are left."""
+    size = graph.node(follow).batch_size
+    waiting = [entry for entry in buffer.entries.values() if follow not in entry.started]
+    firings = len(waiting) // size if size else len({entry.batch for entry in waiting})
+    if steps_left is not None and firings >= steps_left:
+        return False
+    lagging = {edge.consumer for edge in graph.version_edges if edge.max_staleness}
+    return wants_rows(graph, buffer, versions, lagging)

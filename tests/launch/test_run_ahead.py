@@ -1,0 +1,129 @@
+"""PPO and GRPO whose sampling runs ahead of training: in one process, and on two devices, where both go on at the same time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.cases import grpo, ppo, prepare
+from tests.runtime.placed import timeless, write_hooks
+from weft.experiment import Experiment
+from weft.experiments.common import RunConfig
+from weft.graph.mfc import Call, MFCDef, ParamSync
+from weft.launch import run
+from weft.observe.timeline import read_spans
+from weft.runtime import disk
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead")
+    prepare(folder)
+    write_hooks(folder)
+    return folder
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def lagging(case: Any, root: Path, folder: str, staleness: int) -> RunConfig:
+    config = case(root, folder)
+    config.dataset.train_bs_n_seqs, config.max_steps = 2, STEPS
+    options = config.ppo if case is ppo else config.grpo
+    options.max_staleness = staleness
+    return config
+
+
+def test_without_lag_the_experiment_is_the_synchronous_one(root: Path) -> None:
+    for case in (ppo, grpo):
+        config = case(root, "same")
+        plain = config.build()
+        assert not any(edge.max_staleness for edge in plain.graph.version_edges)
+        assert "actor_inf" not in plain.graph.order
+        train = plain.node("actor_train")
+        assert "versions" not in train.optional_keys
+
+
+@pytest.mark.parametrize("case", [ppo, grpo])
+def test_only_sampling_lags_and_the_loss_is_decoupled(root: Path, case: Any) -> None:
+    graph = lagging(case, root, "graph", 2).build().graph
+    assert {edge.consumer: edge.max_staleness for edge in graph.version_edges if edge.producer == "actor_train"} == {
+        "actor_gen": 2, "actor_inf": 0, **({"ref_inf": 0} if case is ppo else {}),
+    }  # fmt: skip
+    assert {"old_logprobs", "sampler_weights"} <= set(graph.node("actor_train").inputs)
+    correction = graph.node("sampler_correction")
+    assert correction.args["correction"] == "token_truncate" and correction.args["high"] == 2.0
+
+
+def test_tokens_carry_their_versions_and_the_loss_makes_up_for_them(root: Path) -> None:
+    path = run(lagging(ppo, root, "ppo", 1)).directory
+    done = lines(path)
+    assert [line["actor_train/staleness"] for line in done] == [0.0, 1.0, 1.0, 1.0]
+    assert [line["actor_train/staleness_max"] for line in done] == [0.0, 1.0, 1.0, 1.0]
+    assert done[0]["sampler_correction/weight"] == pytest.approx(1.0, abs=1e-5), (
+        "pi_prox is pi_behave in the first step"
+    )
+    assert all(line["sampler_correction/weight_max"] > 1.001 for line in done[1:])
+    assert all(0.0 <= line["sampler_correction/bounded_fraction"] < 1.0 for line in done)
+
+
+def test_a_run_goes_on_with_what_was_sampled_ahead(root: Path) -> None:
+    whole = run(lagging(grpo, root, "whole", 1)).directory
+    config = lagging(grpo, root, "parts", 1)
+    config.max_steps = None
+    point = root / "parts" / "e" / "t" / "recover"
+    config.actor_train.post_hooks = [{"function": "fail", "args": {"step": 2}}]
+    config.imports = [str(root / "placed_hooks.py")]
+    with pytest.raises(ValueError, match="out of luck"):
+        run(config)
+    assert [p.name for p in sorted(point.iterdir())][-1] == "step2"
+    again = lagging(grpo, root, "again", 1)
+    again.resume_from = str(root / "parts" / "e" / "t")
+    found = timeless(run(again).directory)
+    assert found == timeless(whole)[2:]
+
+
+def sampled_elsewhere(experiment: Experiment, nap: float) -> Experiment:
+    """Completions are sampled on device 1 by a copy of the actor, which follows it; reading and training take a while."""
+    sampler = replace(experiment.roles["actor"], trained=False, device_mesh="1")
+    graph = experiment.graph
+    slow = Call("nap", {"seconds": nap})
+    changed = {"actor_gen": {"role": "sampler"}, "actor_train": {}}
+    nodes = [
+        replace(node, **changed[node.name], pre_hooks=(slow,))
+        if isinstance(node, MFCDef) and node.name in changed
+        else node
+        for node in graph.nodes
+    ]
+    syncs = [*graph.syncs, ParamSync("actor", "sampler", 1.0, after="actor_train")]
+    return replace(
+        experiment,
+        roles={**experiment.roles, "sampler": sampler},
+        graph=replace(graph, nodes=nodes, syncs=syncs),
+        init_from={**experiment.init_from, "sampler": "actor"},
+        placement={**experiment.placement, "actor_gen": sampler.resolve_layout()},
+    )
+
+
+@pytest.mark.slow
+def test_on_two_devices_a_batch_is_sampled_while_the_one_before_it_is_trained(root: Path) -> None:
+    pytest.importorskip("ray")
+    config = lagging(grpo, root, "two", 1)
+    config.imports = [str(root / "placed_hooks.py")]
+    path = run(sampled_elsewhere(config.build(), 0.5)).directory
+    spans = read_spans(path / "timeline.json")
+    samples, trains = ([span for span in spans if span.name == name] for name in ("actor_gen", "actor_train"))
+    assert len(samples) == len(trains) == STEPS
+    for train, sample in zip(trains[1:-1], samples[2:], strict=True):
+        assert max(train.start, sample.start) < min(train.start + train.seconds, sample.start + sample.seconds)
+    one = run(lagging(grpo, root, "one", 1)).directory
+    assert timeless(path) == timeless(one), "which weights sample does not depend on devices"
+    assert (path / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
+    assert disk.checksums(path / "checkpoints") == disk.checksums(one / "checkpoints")
