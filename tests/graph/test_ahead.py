@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.graph.test_ready import ppo
-from weft.graph.ahead import before_training, may_load, runs_ahead
+from weft.graph.ahead import before_training, may_load, oldest, runs_ahead
 from weft.graph.ready import Buffer, Firing, ready
 
 
@@ -52,3 +52,14 @@ def test_rows_in_batches_of_the_loader_count_as_batches() -> None:
     assert may_load(graph, buffer, {}, "actor_train", 3)
     assert not may_load(graph, buffer, {}, "actor_train", 2)
     assert not may_load(graph, sampled(3, 4, size=0), {}, "actor_train", 9)
+
+
+def test_what_is_closed_first_is_of_the_oldest_ids() -> None:
+    buffer = Buffer()
+    buffer.add(["a", "b", "c", "d"], ["prompt"])
+    ahead, first, second = (
+        Firing("filter", ("c", "d"), 1),
+        Firing("advantages", ("a", "b"), 0),
+        Firing("more", ("a",), 0),
+    )
+    assert oldest(buffer, [ahead, first, second]) is first

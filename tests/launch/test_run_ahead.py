@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch.cases import grpo, ppo, prepare
 from tests.runtime.placed import timeless, write_hooks
+from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments.common import RunConfig
 from weft.graph.mfc import Call, MFCDef, ParamSync
@@ -38,6 +39,8 @@ def lagging(case: Any, root: Path, folder: str, staleness: int) -> RunConfig:
     config.dataset.train_bs_n_seqs, config.max_steps = 2, STEPS
     options = config.ppo if case is ppo else config.grpo
     options.max_staleness = staleness
+    if case is grpo:
+        config.reward = "tests.launch.cases:coin"
     return config
 
 
@@ -74,16 +77,25 @@ def test_tokens_carry_their_versions_and_the_loss_makes_up_for_them(root: Path) 
     assert all(0.0 <= line["sampler_correction/bounded_fraction"] < 1.0 for line in done)
 
 
+def test_completions_take_up_new_weights_in_their_middle(root: Path) -> None:
+    config = lagging(ppo, root, "interrupted", 1)
+    config.ppo.gen.max_new_tokens, config.ppo.interrupt_generation = 150, True
+    done = lines(run(config).directory)
+    assert sum(line["actor_gen/interruptions_max"] for line in done) > 0
+    assert any(0.0 < line["actor_train/staleness"] < line["actor_train/staleness_max"] == 1.0 for line in done)
+    config.ppo.max_staleness = 0
+    with pytest.raises(ConfigError, match=r"ppo\.interrupt_generation=true: with max_staleness=0"):
+        config.build()
+
+
 def test_a_run_goes_on_with_what_was_sampled_ahead(root: Path) -> None:
     whole = run(lagging(grpo, root, "whole", 1)).directory
     config = lagging(grpo, root, "parts", 1)
     config.max_steps = None
-    point = root / "parts" / "e" / "t" / "recover"
     config.actor_train.post_hooks = [{"function": "fail", "args": {"step": 2}}]
     config.imports = [str(root / "placed_hooks.py")]
     with pytest.raises(ValueError, match="out of luck"):
         run(config)
-    assert [p.name for p in sorted(point.iterdir())][-1] == "step2"
     again = lagging(grpo, root, "again", 1)
     again.resume_from = str(root / "parts" / "e" / "t")
     found = timeless(run(again).directory)

@@ -118,3 +118,24 @@ def test_evaluation_has_the_group_for_itself(tmp_path):
     assert timeless([{k: v for k, v in line.items() if not k.startswith("eval/")} for line in often]) == timeless(
         [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in never]
     )
+
+
+def test_a_call_that_samples_has_training_done_in_its_middle(tmp_path, monkeypatch):
+    """In one process: what its batch's predecessor still lacks, then the training of that, and no other sampling."""
+    generate, seen = ToyGenerate.generate, list[tuple[int, int]]()
+
+    def wait(self, model, batch):
+        version, end = model.engine.version, time.monotonic() + 20.0
+        while model.step % BATCHES in (1, 2, 3) and model.engine.version == version:
+            assert time.monotonic() < end, "nobody trains"
+            if model.updates.are_waiting():
+                model.updates.take()
+        seen.append((version, model.engine.version))
+        return generate(self, model, batch)
+
+    monkeypatch.setattr(ToyGenerate, "generate", wait)
+    toy = Toy(tmp_path, staleness=1)
+    toy.run()
+    epoch = [(0, 0), (0, 1), (1, 2), (2, 3), (4, 4)]
+    assert seen == epoch + [(BATCHES + before, BATCHES + after) for before, after in epoch]
+    assert len(lines(toy.path)) == 2 * BATCHES and all("gen/response_length" in line for line in lines(toy.path))

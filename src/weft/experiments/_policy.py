@@ -40,6 +40,7 @@ class Policy:
         check(config)
         dataset = batches(config.dataset)
         _check_rewards(config)
+        _check_lag(options, name)
         if dataset.train_tokens_per_batch is not None:
             raise ConfigError(
                 f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} counts prompts, since completions "
@@ -148,7 +149,7 @@ class Policy:
         trains = [node for node in nodes if isinstance(node, MFCDef) and node.trains]
         plan = Plan(
             roles=roles,
-            nodes=[_lagging(node, _staleness(self.options)) for node in nodes],
+            nodes=[_lagging(node, self.options) for node in nodes],
             dataset=self.dataset,
             dataset_type=type_of(self.dataset, "prompt"),
             data_role="actor",
@@ -251,8 +252,7 @@ class Policy:
         }  # fmt: skip
         if samples:
             args["temperature"] = self.temperature
-        lag = ("versions",) if _staleness(self.options) else ()
-        optional = ("loss_mask", *(("ref_logprobs", *lag) if samples else ()))
+        optional = ("loss_mask", *(("ref_logprobs", *_age_keys(self.options)) if samples else ()))
         read = (*keys, *((*self.rescored, *self.corrected, *self.chosen) if samples else ()))
         return MFCDef(
             name=node, role=role, interface="train", method="train_step", batch_size=self.batch,
@@ -328,15 +328,25 @@ def _asks_for(options: SamplingOptions, name: str) -> bool:
     return isinstance(options, PolicyOptions) and getattr(options, name) != "none"
 
 
-def _staleness(options: SamplingOptions) -> int:
-    return options.max_staleness if isinstance(options, PolicyOptions) else 0
+def _age_keys(options: SamplingOptions) -> tuple[str, ...]:
+    """What tells how old the weights were that sampled, where they may be."""
+    return ("versions",) if isinstance(options, PolicyOptions) and options.max_staleness else ()
 
 
-def _lagging(node: Node, max_staleness: int) -> Node:
+def _lagging(node: Node, options: SamplingOptions) -> Node:
     """A call that samples may do so with older weights; no other may."""
-    if isinstance(node, MFCDef) and node.method == "generate":
-        return replace(node, max_staleness=max_staleness)
-    return node
+    if not isinstance(options, PolicyOptions) or not isinstance(node, MFCDef) or node.method != "generate":
+        return node
+    interrupt = {"interrupt": True} if options.interrupt_generation else {}
+    return replace(node, max_staleness=options.max_staleness, args={**node.args, **interrupt})
+
+
+def _check_lag(options: SamplingOptions, name: str) -> None:
+    if isinstance(options, PolicyOptions) and options.interrupt_generation and not options.max_staleness:
+        raise ConfigError(
+            f"{name}.interrupt_generation=true: with max_staleness=0 no weights change while completions are sampled; "
+            f"set {name}.max_staleness=1 or more, or leave it out"
+        )
 
 
 def _lag_notes(options: SamplingOptions) -> list[str]:

@@ -81,6 +81,11 @@ class PolicyOptions(SamplingOptions):
         "(sampler_correction, token_truncate where it is none); 0 samples every batch with the newest weights",
         at_least=0,
     )
+    interrupt_generation: bool = option(
+        False,
+        "with max_staleness above 0: new weights are taken up in the middle of completions, so that tokens of one completion "
+        "come of several versions; which ones depends on timing",
+    )
     covariance: str = option(
         "none",
         "keep entropy up by the few tokens whose log-prob and advantage vary together most: no loss on some (clip, Clip-Cov), "

@@ -34,3 +34,9 @@ def may_load(
         return False
     lagging = {edge.consumer for edge in graph.version_edges if edge.max_staleness}
     return wants_rows(graph, buffer, versions, lagging)
+
+
+def oldest(buffer: Buffer, firings: Sequence[Firing]) -> Firing:
+    """The firing on the ids that came first, so that what is sampled ahead holds nothing up; else the one decided on first."""
+    position = {id: number for number, id in enumerate(buffer.entries)}
+    return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))

@@ -17,7 +17,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import GraphError, RunError
 from weft.experiment import Experiment
 from weft.graph.agenda import Agenda
-from weft.graph.ahead import before_training, may_load, runs_ahead
+from weft.graph.ahead import before_training, may_load, oldest, runs_ahead
 from weft.graph.mfc import HostFunction
 from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus
 from weft.runtime.books import Books
@@ -155,7 +155,7 @@ class Master:
 
     def _close_first(self) -> None:
         """Wait for the host function that was decided on first, and take into account what it kept."""
-        firing = self._open[0]
+        firing = oldest(self._buffer, self._open) if self._runs_ahead else self._open[0]
         while firing not in self._kept:
             self._go_on()
         self._open.remove(firing)

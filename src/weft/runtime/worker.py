@@ -13,7 +13,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import Hook, MFCDef, Offload
-from weft.interfaces.base import MFCResult, Model
+from weft.interfaces.base import MFCResult, Model, Updates
 from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, fingerprint
@@ -50,9 +50,16 @@ class Worker:
         self._caches: dict[str, OutputCache] = {}
         self.roles = Roles(experiment, specs, rank, groups)
 
-    def call(self, name: str, step: int, minibatches: Sequence[SampleMeta], early: Outbox | None = None) -> MFCResult:
+    def call(
+        self,
+        name: str,
+        step: int,
+        minibatches: Sequence[SampleMeta],
+        early: Outbox | None = None,
+        updates: Updates | None = None,
+    ) -> MFCResult:
         """Run the call `name` on these minibatches. The result's outputs are descriptions; `early` is told of those that are
-        made before the end.
+        made before the end, `updates` are what the call may take up in its middle.
 
         An error of the run is told with node, role and ids; any other gets them as a note.
         """
@@ -63,7 +70,8 @@ class Worker:
         )
         started, clock = time.time(), time.perf_counter()
         try:
-            made, metrics = self._call(node, name, step, minibatches, early)
+            model = replace(self.model(node.role, step), announce=self._announce(node, name, early), updates=updates)
+            made, metrics = self._call(node, name, model, minibatches)
         except RunError as error:
             raise RunError(f"{where}: {error}") from error
         except Exception as error:
@@ -73,12 +81,12 @@ class Worker:
         return MFCResult(self.store.put(made) if made else None, {**metrics, **times})
 
     def _call(
-        self, node: MFCDef, name: str, step: int, minibatches: Sequence[SampleMeta], early: Outbox | None
+        self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta]
     ) -> tuple[SequenceSample | None, Mapping[str, float]]:
         ids = owners(minibatches)
         batch = read_inputs(self.store, node, ids) if ids else no_values(minibatches[0])
         limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
-        model = replace(self.model(node.role, step), announce=self._announce(node, name, early), max_tokens=limit)
+        model = replace(model, max_tokens=limit)
         self._hooks(node.pre_hooks, model, before=True)
         if node.cache:
             result = self._cached(node, name, model, batch)
