@@ -88,6 +88,20 @@ def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
     assert max(map(len, held)) - min(map(len, held)) <= 1
 
 
+@given(st.integers(1, 40), st.integers(1, 8), st.floats(0.0, 12.0))
+def test_the_last_stage_has_fewer_blocks_for_the_output_matrix(layers: int, stages: int, head: float) -> None:
+    if stages > layers:
+        return
+    held = [stage_of(layers, stages, stage, head) for stage in range(stages)]
+    assert [block for stage in held for block in stage] == list(range(layers)) and all(held)
+    even = [(stage + 1) * layers // stages - stage * layers // stages for stage in range(stages)]
+    costs = [
+        [count + head * (stage == stages - 1) for stage, count in enumerate(counts)]
+        for counts in (map(len, held), even)
+    ]
+    assert max(costs[0]) <= max(costs[1]) + 0.5
+
+
 @given(st.integers(1, 300), st.integers(1, 9))
 def test_ids_are_held_once(size: int, t: int) -> None:
     parts = [vocabulary_of(size, t, rank) for rank in range(t)]

@@ -13,7 +13,7 @@ from weft.errors import ConfigError, GraphError, unknown_name
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload
 from weft.registry import interfaces
-from weft.topology import Layout, Mesh
+from weft.topology import Layout, Mesh, parse_mesh
 
 
 @dataclass(frozen=True)
@@ -113,22 +113,77 @@ class Experiment:
         """What can be refused without torch. Raises `UserError` with the field, its value, the rule and the fix."""
         _check_control(self.control)
         _check_roles(self)
-        self.meshes()
+        for call in self.calls():
+            self.mesh_of(call)
+
+    def calls(self) -> list[MFCDef]:
+        """Every model function call, those of the evaluation last."""
+        evaluated = self.evaluation.graph.model_calls() if self.evaluation else ()
+        return [*self.graph.model_calls(), *evaluated]
 
     def meshes(self) -> dict[str, Mesh]:
-        """Every role's layout on its devices. Raises `ConfigError` for a device mesh that does not fit."""
+        """Where each role's own weights are: on the mesh of the call that trains it; else on the one that the role names; and
+        where each of its calls names one of its own, on the first call's. Raises `ConfigError` for a mesh that does not fit."""
         found = {}
         for role, spec in self.roles.items():
             try:
-                found[role] = spec.resolve_mesh()
+                named = spec.resolve_mesh()
             except ConfigError as error:
                 raise ConfigError(f"{role}: {error}") from None
+            calls = [call for call in self.graph.model_calls() if call.role == role]
+            own = {call.name: self._own_mesh(call, named) for call in calls}
+            trained = {call.name: own[call.name] or named for call in calls if call.trains}
+            if len(set(trained.values())) > 1:
+                shown = ", ".join(f"{name} on {mesh}" for name, mesh in trained.items())
+                raise ConfigError(
+                    f"{role}: its weights are trained in one place, and {shown}; give these calls one layout"
+                )
+            first = next(iter(own.values()), None) if all(own.values()) else None
+            found[role] = next(iter(trained.values()), first or named)
         return found
+
+    def mesh_of(self, call: MFCDef) -> Mesh:
+        """Where a call is made: on a mesh of its own or its role's. Raises `ConfigError` for what does not fit."""
+        primary = self.meshes()[call.role]
+        return self._own_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
+
+    def copies(self) -> list[tuple[str, Mesh]]:
+        """(role, mesh) wherever calls use a role's weights beside its own mesh, in the order of calls."""
+        own = self.meshes()
+        used = dict.fromkeys((call.role, self.mesh_of(call)) for call in self.calls())
+        return [(role, mesh) for role, mesh in used if mesh != own[role]]
+
+    def _own_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
+        """The mesh that a call asks for; None where it asks for none. Without `device_mesh` it has the first of the role's
+        devices, or the run's first ones where the role has too few of these."""
+        if call.layout is None and call.device_mesh is None:
+            return None
+        sharded = self.roles[call.role].zero_stage != 0 and self._trains(call)
+        try:
+            layout = role[0].layout if call.layout is None else Layout.parse(call.layout, trained=sharded)
+            if call.device_mesh is not None:
+                return parse_mesh(call.device_mesh, layout)
+            enough = next((mesh.ranks for mesh in role if layout.num_devices <= len(mesh.ranks)), None)
+            if enough is not None:
+                return Mesh(layout, enough[: layout.num_devices])
+            if role[0].ranks != tuple(range(len(role[0].ranks))):
+                raise ConfigError(
+                    f"layout {layout} needs {layout.num_devices} devices and {call.role} has {len(role[0].ranks)}; say which "
+                    f"by {call.name}.device_mesh"
+                )
+            return Mesh.first(layout)
+        except ConfigError as error:
+            raise ConfigError(f"{call.name}: {error}") from None
+
+    def _trains(self, call: MFCDef) -> bool:
+        """Whether it is a training call, or what the evaluation makes of one."""
+        return call.trains or any(node.trains and node.name == call.name for node in self.graph.nodes)
 
     @property
     def num_devices(self) -> int:
         """How many devices the run takes, one process each."""
-        return 1 + max(rank for mesh in self.meshes().values() for rank in mesh.ranks)
+        meshes = [*self.meshes().values(), *(self.mesh_of(call) for call in self.calls())]
+        return 1 + max(rank for mesh in meshes for rank in mesh.ranks)
 
 
 def _changed(graph: DataflowGraph, name: str, changes: Mapping[str, Any]) -> DataflowGraph:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from weft.errors import ConfigError
@@ -94,6 +94,14 @@ class Mesh:
     def first(cls, layout: Layout) -> Mesh:
         """On the first devices of the run."""
         return cls(layout, tuple(range(layout.num_devices)))
+
+    def __str__(self) -> str:
+        devices = "device" if len(self.ranks) == 1 else "devices"
+        return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
+
+    def parts_as(self, other: Mesh) -> bool:
+        """Whether every rank has the same part of a batch and of the network in both, sharded or not."""
+        return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(other.layout, fsdp=1)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Raises `ValueError` for a rank that is not of this mesh."""
@@ -224,13 +232,19 @@ def vocabulary_of(size: int, t: int, rank: int) -> slice:
     return slice(rank * size // t, (rank + 1) * size // t)
 
 
-def stage_of(num_layers: int, stages: int, stage: int) -> range:
-    """The blocks of a pipeline stage: consecutive, as even as can be. Raises `ConfigError` where a stage would have none."""
+def stage_of(num_layers: int, stages: int, stage: int, head: float = 0.0) -> range:
+    """The blocks of a pipeline stage: consecutive, and as even as can be where the last stage computes the output matrix too,
+    which costs as much as `head` blocks. Raises `ConfigError` where a stage would have none."""
     if stages > num_layers:
         raise ConfigError(
             f"layout: p={stages} stages of a model with {num_layers} layers; every stage needs one at least"
         )
-    return range(stage * num_layers // stages, (stage + 1) * num_layers // stages)
+    even = math.ceil((num_layers + head) / stages - head - 0.5)
+    last = num_layers if stages == 1 else min(max(even, 1), num_layers - stages + 1)
+    if stage == stages - 1:
+        return range(num_layers - last, num_layers)
+    others, parts = num_layers - last, stages - 1
+    return range(others - (stages - 1 - stage) * others // parts, others - (stages - 2 - stage) * others // parts)
 
 
 class StagedSizes(NetworkSizes, Protocol):
@@ -238,6 +252,10 @@ class StagedSizes(NetworkSizes, Protocol):
 
     @property
     def num_layers(self) -> int: ...
+    @property
+    def head_layers(self) -> float:
+        """What the output matrix costs, in layers."""
+        ...
 
 
 FIRST_STAGE = r"(embed|positions|embed_in)\..*"
@@ -245,11 +263,13 @@ FIRST_STAGE = r"(embed|positions|embed_in)\..*"
 FUSED = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
 
 
-def stages_of(name: str, num_layers: int, stages: int, *, tied: bool) -> tuple[int, ...]:
+def stages_of(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tuple[int, ...]:
     """The pipeline stages that hold a parameter: one, but a tied embedding's first and last."""
     block = re.match(r"blocks\.(\d+)\.", name)
     if block:
-        return tuple(s for s in range(stages) if int(block[1]) in stage_of(num_layers, stages, s))
+        return tuple(
+            s for s in range(stages) if int(block[1]) in stage_of(sizes.num_layers, stages, s, sizes.head_layers)
+        )
     if not re.fullmatch(FIRST_STAGE, name):
         return (stages - 1,)
     return tuple(sorted({0, stages - 1})) if tied and name == "embed.weight" else (0,)
@@ -267,7 +287,7 @@ def holdings(
     found = {
         name: tensor_slice(name, shape, sizes, layout.tensor, at.tensor)
         for name, shape in shapes.items()
-        if at.pipeline in stages_of(name, sizes.num_layers, layout.pipeline, tied=tied)
+        if at.pipeline in stages_of(name, sizes, layout.pipeline, tied=tied)
     }
     if layout.fsdp == 1:
         return found

@@ -147,7 +147,7 @@ def check(found: Sequence[Found | None], alone: Found, folder: Path, expected: P
     for each in used:
         for step, wanted in zip(each.steps, alone.steps, strict=True):
             for name in ("loss", "nll", "worst", "grad_norm", "num_tokens", "learning_rate"):
-                assert step[name] == pytest.approx(wanted[name], rel=1e-10), name
+                assert step[name] == pytest.approx(wanted[name], rel=1e-10), (name, step, wanted)
         assert each.evaluated == pytest.approx(alone.evaluated, rel=1e-6)
         for name, (where, value) in each.parameters.items():
             whole = alone.parameters[name][1]

@@ -11,14 +11,15 @@ from tests.engine import layouts
 from tests.engine.layouts import Case
 from tests.ranks import Ranks
 
-TWO = ("d2", "d2f1", "t2", "p2")
-FOUR = ("d2t2", "d2f1t2", "d4f2", "d4", "t4", "d2p2", "d2f1p2", "t2p2")
+TWO = ("d2", "d2f1", "t2", "p2", "c2")
+FOUR = ("d2t2", "d2f1t2", "d4f2", "d4", "t4", "d2p2", "d2f1p2", "t2p2", "d2c2", "d2f1c2", "t2c2")
 CASES = {
     "llama": Case(),
     "tied": Case(changes={"tie_word_embeddings": True}),
     "lora": Case(lora=True),
     "dropout": Case("gpt2", lora=True, dropout=0.2),
     "gpt2": Case("gpt2"),
+    "gemma2": Case("gemma2"),
     "mixtral": Case("mixtral"),
     "balanced": Case("mixtral", options={"router_aux_loss_coef": 0.1}),
     "recomputed": Case(options={"gradient_checkpointing": True}),
@@ -52,7 +53,7 @@ def test_two_processes_are_as_one(name: str, layout: str, ranks: Ranks, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TWO)
-@pytest.mark.parametrize("name", ["tied", "gpt2", "recomputed", "balanced"])
+@pytest.mark.parametrize("name", ["tied", "gpt2", "gemma2", "dropout", "recomputed", "balanced"])
 def test_two_processes_are_as_one_more(name: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
     compare(CASES[name], layout, ranks, tmp_path)
 
@@ -82,7 +83,9 @@ def test_four_stages(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
     compare(deep, "p4", four_ranks, tmp_path)
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("d2", "t2"), ("t2", "p2"), ("p2", "d1"), ("d1", "d2"), ("d2f1", "d2")])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("d2", "t2"), ("t2", "p2"), ("p2", "c2"), ("c2", "d1"), ("d1", "d2"), ("d2f1", "d2")]
+)
 def test_a_run_goes_on_in_another_layout(saved: str, resumed: str, ranks: Ranks, tmp_path: Path) -> None:
     case = CASES["llama"]
     path = layouts.write_model(case, tmp_path / "hf")
@@ -121,7 +124,7 @@ def test_a_broken_loss_of_one_rank_stops_every_rank(ranks: Ranks, tmp_path: Path
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("layout", ["d2", "t2", "p2"])
+@pytest.mark.parametrize("layout", ["d2", "t2", "p2", "c2"])
 def test_bfloat16_on_two_processes(layout: str, lora: bool, ranks: Ranks, tmp_path: Path) -> None:
     case = Case(lora=lora, options={"dtype": "bfloat16"})
     path = layouts.write_model(case, tmp_path / "hf")

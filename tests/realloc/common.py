@@ -16,6 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 @dataclass(frozen=True)
 class Sizes:
     num_layers: int = 2
+    head_layers: float = 0.0
     num_heads: int = 8
     num_kv_heads: int = 4
     head_dim: int = 2

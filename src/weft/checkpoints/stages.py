@@ -49,7 +49,7 @@ def _members(reader: Reader, num_stages: int) -> list[list[str]]:
     known: dict[str, int] = {}
     for head in ("score", "lm"):
         for hf, keys in family.keymap(config, head).hf_names().items():
-            stages = stages_of(keys[0].name, config.num_layers, num_stages, tied=config.tied)
+            stages = stages_of(keys[0].name, config, num_stages, tied=config.tied)
             known[reader.stored_name(hf)] = stages[0]
     members: list[list[str]] = [[] for _ in range(num_stages)]
     for name in reader.files.names:

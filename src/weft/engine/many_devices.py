@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from weft.data.sample import SequenceSample
 from weft.engine.spread import Outputs, Prepared, Work, passed
@@ -79,14 +80,11 @@ class ManyDevices:
         return [work.finish(each, each.spread(out)) for each, out in zip(prepared, outputs, strict=True)]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        axes: tuple[str, ...] = ("data", "context")
         if self.shards is not None:
             self.shards.take_gradients()
-        elif self.mesh.size("data") > 1:
-            self._agree(parameters)
-            for bucket in _buckets([cast(Tensor, p.grad) for p in parameters if p.grad is not None]):
-                flat = torch.cat([gradient.flatten() for gradient in bucket])
-                dist.all_reduce(flat, group=self.mesh.group("data"))
-                tensor.put_back(flat, bucket)
+            axes = ("context",)
+        self._sum_gradients(parameters, *axes)
         if self.pipeline is not None and self.tied and self.mesh.ends is not None:
             copies = (
                 [self.stored()["embed.weight"].parameter] if "embed.weight" in self.holdings[self.mesh.rank] else []
@@ -95,16 +93,26 @@ class ManyDevices:
         if self.mesh.size("tensor") > 1:
             tensor.sum_gradients(self.stored(), self.config, self.mesh.group("tensor"))
 
+    def _sum_gradients(self, parameters: Sequence[nn.Parameter], *axes: str) -> None:
+        if self.mesh.size(*axes) == 1:
+            return
+        group = self.mesh.group(*axes)
+        self._agree(parameters, group)
+        for bucket in _buckets([cast(Tensor, p.grad) for p in parameters if p.grad is not None]):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat, group=group)
+            tensor.put_back(flat, bucket)
+
     def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        square = torch.zeros((), dtype=torch.float64)
-        dtype = torch.float32
-        for name, gradient in gradients.items():
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu()
-            square += norm.square() / self._holders(name)
-            dtype = torch.promote_types(dtype, gradient.dtype)
-        (total,) = self._sum([float(square)])
-        device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
-        return torch.tensor(total, dtype=torch.float64).sqrt().to(device, dtype)
+        own, dtype = 0.0, torch.float32
+        if gradients:
+            values = list(gradients.values())
+            norms = torch.stack(torch._foreach_norm(values, 2, torch.float64))
+            copies = torch.tensor([self._holders(name) for name in gradients], dtype=torch.float64)
+            own = float((norms.cpu().square() / copies).sum())
+            dtype = torch.promote_types(values[0].dtype, torch.float32)
+        (total,) = self._sum([own])
+        return torch.tensor(total, dtype=torch.float64, device=self._device).sqrt().to(dtype)
 
     def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
         axes = ("data", "pipeline") if stages else ("data",)
@@ -177,10 +185,10 @@ class ManyDevices:
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.mesh.group("data"))
         return int(number)
 
-    def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         """Give a parameter that has a gradient on another rank one of zeros here."""
         flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.group("data"))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         for parameter, some in zip(parameters, flags.tolist(), strict=True):
             if some and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

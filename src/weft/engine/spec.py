@@ -180,6 +180,7 @@ class ModelSpec:
     tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer; the one in path when its path is absent")
     head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
     trained: bool = option(False, "", hidden=True)
+    mirrors: bool = option(False, "", hidden=True)  # a frozen copy, on a layout of its own, of a role that is trained
     schedule: Any = option(None, "", hidden=True)
     # What the runtime fills in from the run's options, so that a backend is a function of (spec, layout) alone.
     device: str | None = option(None, "", hidden=True)
@@ -226,8 +227,12 @@ class ModelSpec:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the role trains low-rank adapters beside frozen weights."""
-        return self.trained and self.lora.r > 0
+        """Whether the role has low-rank adapters, trained or a copy of trained ones, beside frozen weights."""
+        return (self.trained or self.mirrors) and self.lora.r > 0
+
+    def mirror(self) -> ModelSpec:
+        """Of a copy of the role on another layout: weights that come from the role's own, and no optimizer."""
+        return replace(self, trained=False, mirrors=self.trained, schedule=None)
 
     def with_head(self, head: Head, *, trained: bool) -> ModelSpec:
         return replace(self, head=head, trained=trained)

@@ -11,6 +11,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, unknown_name
 from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import _checks as checks
+from weft.experiments._allocation import HEURISTIC, allocated
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
@@ -55,7 +56,8 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     """The experiment, checked as far as no torch is needed. Raises `UserError` with the option, its value and the rule."""
     _check_sizes(config, plan)
     trained = {node.role for node in plan.nodes if isinstance(node, MFCDef) and node.trains}
-    roles = {name: replace(_at_home(spec), trained=name in trained) for name, spec in plan.roles.items()}
+    specs = allocated(plan.roles, config.allocation_mode, config.n_nodes * (config.n_gpus_per_node or 1))
+    roles = {name: replace(_at_home(spec), trained=name in trained) for name, spec in specs.items()}
     for name, spec in roles.items():
         checks.check_model(name, spec)
     keys = ROW_KEYS.get(plan.dataset_type, COMPARED)
@@ -72,13 +74,18 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
         config=_settled(config, plan),
         steps_follow=plan.steps_follow,
         updates_per_firing=plan.updates_per_firing,
-        plan_notes=tuple(plan.notes),
+        plan_notes=(*plan.notes, *_allocation_notes(config)),
     )
     experiment = _with_options(experiment, config)
-    layouts = {name: spec.resolve_layout() for name, spec in roles.items()}
-    placement = {n.name: layouts[n.role] for n in experiment.graph.model_calls()}
+    placement = {node.name: experiment.mesh_of(node).layout for node in experiment.graph.model_calls()}
     _check_calls(experiment)
     return replace(experiment, placement=placement)
+
+
+def _allocation_notes(config: RunConfig) -> list[str]:
+    if config.allocation_mode == HEURISTIC and config.n_gpus_per_node is None:
+        return ["allocation_mode=heuristic: n_gpus_per_node is not set, so one device of each machine is used"]
+    return []
 
 
 def check(config: RunConfig) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, nearest
+from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
@@ -36,15 +37,19 @@ def device_problem(device: str) -> str | None:
 
 
 def allocation_problem(mode: str) -> str | None:
-    if mode in ("manual", "heuristic", "search"):
+    if mode in MODES_OF_ALLOCATION:
         return None
     if not re.fullmatch(r"([a-z]\d+)+", mode):
-        close = nearest(mode, ("manual", "heuristic", "search"), 1)
+        close = nearest(mode, MODES_OF_ALLOCATION, 1)
         return (
             f"must be manual, heuristic, search or a layout such as d1{f'; did you mean {close[0]}?' if close else ''}"
         )
+    return layout_problem(mode)
+
+
+def layout_problem(layout: str) -> str | None:
     try:
-        Layout.parse(mode)
+        Layout.parse(layout)
     except ConfigError as error:
         return str(error)
     return None

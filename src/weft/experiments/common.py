@@ -85,11 +85,19 @@ class MFCOptions:
         None, f"hooks after the call, in place of the experiment's ([] for none): {HOOKS}", check=_check_hooks
     )
     deadline_s: float | None = option(None, "seconds after which the call is given up and the run stops", at_least=0.0)
+    layout: str | None = option(
+        None,
+        "parallel layout of this call, such as d4; its role's when absent; where the call trains it is the role's too",
+        check=checks.layout_problem,
+    )
+    device_mesh: str | None = option(
+        None, "devices of this call, such as 4-7 or 0,2; absent: the first of its role's, as many as its layout takes"
+    )
 
     def changes(self, node: MFCDef) -> dict[str, Any]:
         """The fields of `node` that the user sets."""
         changes: dict[str, Any] = {}
-        for name in ("interface", "max_tokens_per_microbatch", "deadline_s"):
+        for name in ("interface", "max_tokens_per_microbatch", "deadline_s", "layout", "device_mesh"):
             if getattr(self, name) is not None:
                 changes[name] = getattr(self, name)
         if self.args:
@@ -120,9 +128,6 @@ def _parse_hook(hook: Any) -> Hook:
     if isinstance(hook, Mapping) and "function" in hook and set(hook) <= {"function", "args"}:
         return Call(str(hook["function"]), dict(hook.get("args") or {}))
     raise ConfigError(f"hook {hook!r} cannot be read; it is {HOOKS}")
-
-
-ALLOCATION = "manual, heuristic or search, or a layout such as d1; one device has one placement whichever is chosen"
 
 
 @dataclass
@@ -165,7 +170,8 @@ class RunConfig(ABC):
     )
     allocation_mode: str = option(
         "manual",
-        "manual, heuristic or search, or a layout such as d1; on one device they come to the same",
+        "for roles without a layout: manual (the first device), heuristic (data-parallel over n_nodes x n_gpus_per_node "
+        "devices), or a layout such as d4t2; search has nothing to search for but one device yet",
         check=checks.allocation_problem,
     )
     total_train_epochs: int = option(1, "passes over the training data", at_least=1)

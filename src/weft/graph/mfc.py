@@ -78,7 +78,8 @@ class MFCDef(OnEdges):
     (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read where some node or the dataset makes them.
     `batch_size` 0 takes the loader's batches as they come (batches laid out by a token budget). `cache` keeps the outputs
     of a frozen role's inference on disk, so that an id is computed once a run (or once for all runs that share
-    `dataset.cache_dir`).
+    `dataset.cache_dir`). `layout` and `device_mesh` are as those of a role, for this call alone; where a call trains they are
+    the role's (`Experiment.mesh_of`).
     """
 
     name: str
@@ -98,6 +99,8 @@ class MFCDef(OnEdges):
     post_hooks: Sequence[Hook] = ()
     deadline_s: float | None = None
     cache: bool = False
+    layout: str | None = None
+    device_mesh: str | None = None
 
     @property
     def trains(self) -> bool:

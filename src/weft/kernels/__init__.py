@@ -8,8 +8,8 @@ alone are called where `serves` or its kin say so.
 from weft.kernels.activations import activate
 from weft.kernels.cpu.attention import MOST_DIM as MOST_HEAD_DIM
 from weft.kernels.cpu.attention import attend as attend_segments
+from weft.kernels.cpu.attention import attend_rows, merge_rows
 from weft.kernels.cpu.attention import attend_to as attend_cache
-from weft.kernels.cpu.attention import merge_rows
 from weft.kernels.cpu.attention import serves as serves_attention
 from weft.kernels.cpu.cached_forward import (
     BlockWeights,
@@ -37,7 +37,7 @@ __all__ = [
     "HOLES", "LEAST_QUERIES", "LEAST_ROWS", "LEAST_SPARED_KEYS", "MOST_HEAD_DIM", "Activation", "AttentionSpec",
     "AttentionState", "BlockWeights", "CachedForward", "CachedPass", "Drawing", "LinearWeights", "NetworkWeights",
     "PrefixRows", "Statistics", "VarlenLengths", "VarlenSegments", "activate", "activated", "activated_linear",
-    "add_product", "attend_cache", "attend_segments", "cpu_library", "draw", "flash", "flex", "in_vectors",
+    "add_product", "attend_cache", "attend_rows", "attend_segments", "cpu_library", "draw", "flash", "flex", "in_vectors",
     "kernel_bytes", "linear", "merge_rows", "product", "put", "rms_norm", "rotate", "serves", "serves_attention",
     "serves_network", "statistics", "store_keys", "to_gradients",
 ]  # fmt: skip

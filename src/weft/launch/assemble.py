@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import torch
 
+from weft.checkpoints.hf_io import read_config
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
-from weft.engine.backends.common import with_dtype
+from weft.engine.backends.common import check_spec, with_dtype
 from weft.engine.device import resolve_device, set_deterministic
+from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.launch.cluster import device_kind, start_devices
 from weft.launch.hub import check_there
 from weft.launch.memory import forecast, held_memory
 from weft.launch.plan import plan_lines
+from weft.registry import backends
 from weft.runtime.check import check_calls, check_tokens
 from weft.runtime.commands import Build
 from weft.runtime.device_group import DeviceGroup
@@ -45,6 +49,7 @@ def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local
     tokenizers = load_tokenizers(experiment)
     check_tokens(experiment, tokenizers)
     experiment = with_dtypes(experiment, device)
+    check_layouts(experiment)
     data = load_data(experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed)
     check_longest(experiment, data.longest)
     horizon = Horizon.of(experiment, data.train)
@@ -86,6 +91,25 @@ def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
     dtype = own.dtype or "float32"
     roles = {name: replace(spec, dtype=spec.dtype or dtype) for name, spec in experiment.roles.items()}
     return replace(experiment, roles=roles)
+
+
+def check_layouts(experiment: Experiment) -> None:
+    """That every network can have the layouts that its role and calls ask for. Raises `ConfigError` naming the option."""
+    wanted = dict(experiment.meshes())
+    wanted |= {call.name: experiment.mesh_of(call) for call in experiment.calls() if call.layout is not None}
+    roles = {role: role for role in experiment.roles} | {call.name: call.role for call in experiment.calls()}
+    for name, mesh in reversed(
+        wanted.items()
+    ):  # a call's own option before its role's, which is the same where it trains
+        spec = experiment.roles[roles[name]]
+        try:
+            if spec.backend == "torch":
+                check_layout(spec, mesh.layout, read_config(check_spec(spec), spec.type)[1])
+            elif mesh.layout.num_devices > 1 and len(signature(backends.get(spec.backend)).parameters) < 3:
+                raise ConfigError(f"backend={spec.backend} runs on one device; write d1, or backend=torch")
+        except ConfigError as error:
+            rule = str(error).removeprefix("layout: ").removeprefix(f"layout={mesh.layout}: ")
+            raise ConfigError(f"{name}.layout={mesh.layout}: {rule}") from None
 
 
 def check_longest(experiment: Experiment, rows: int) -> None:

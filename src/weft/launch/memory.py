@@ -25,6 +25,7 @@ from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.models.network.token_outputs import chunk_rows
 from weft.runtime.split import minibatches
+from weft.topology import Mesh
 
 GIB, MIB = 2.0**30, 2.0**20
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
@@ -96,33 +97,46 @@ def forecast(
     device: torch.device,
     baseline: float,
 ) -> Forecast:
-    """`facts` are the engines' descriptions by role."""
+    """`facts` are the engines' descriptions by role, with those of its copies."""
     batches = [_completed(experiment, batch) for batch in data.train.large_batches()]
+    meshes = experiment.meshes()
     roles, incomplete = {}, []
     for role, spec in experiment.roles.items():
         if not facts[role].get("num_parameters"):
             continue  # a tokenizer alone
-        works = [
-            w
-            for call in experiment.graph.model_calls()
-            if call.role == role
-            for batch in batches
-            for w in _works(experiment, call, batch, device, facts[role].get("shared_prompts", {}))
-        ]
-        sizes = facts[role].get("sizes")
-        if sizes is None:
-            incomplete.append(role)
-            works, sizes = (
-                [],
-                dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {"vocab": 1},
-            )
-        held = facts[role].get("held_parameters", facts[role]["num_parameters"])
-        shape = NetworkShape(held, facts[role].get("held_trainable", facts[role]["num_trainable"]), **sizes)
-        found = memory.estimate(shape, _settings(spec, device, shape.vocab), works)
-        if any(shares_base(spec, other) for other in experiment.roles.values()):
-            found = replace(found, parameters=0, masters=0, optimizer=0, gradients=0)
-        roles[role] = found
+        for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
+            calls = [c for c in experiment.graph.model_calls() if c.role == role and experiment.mesh_of(c) == mesh]
+            works = [
+                w
+                for call in calls
+                for batch in batches
+                for w in _works(experiment, call, batch, device, own.get("shared_prompts", {}))
+            ]
+            name = place_name(experiment, role, mesh)
+            if own.get("sizes") is None:
+                incomplete.append(name)
+            roles[name] = _estimate(spec if mesh == meshes[role] else spec.mirror(), own, works, device)
+        if any(shares_base(spec, s) and meshes[role].parts_as(meshes[r]) for r, s in experiment.roles.items()):
+            roles[role] = replace(roles[role], parameters=0, masters=0, optimizer=0, gradients=0)
     return Forecast(roles, device, tuple(incomplete), baseline)
+
+
+def place_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
+    """A role, or a copy of it, for people: `actor`, `actor (actor_gen)`."""
+    if mesh == experiment.meshes()[role]:
+        return role
+    calls = [call.name for call in experiment.calls() if call.role == role and experiment.mesh_of(call) == mesh]
+    return f"{role} ({', '.join(dict.fromkeys(calls))})"
+
+
+def _estimate(spec: ModelSpec, facts: Mapping[str, Any], works: Sequence[Work], device: torch.device) -> RoleMemory:
+    sizes = facts.get("sizes")
+    if sizes is None:
+        works = []
+        sizes = dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {"vocab": 1}
+    held = facts.get("held_parameters", facts["num_parameters"])
+    shape = NetworkShape(held, facts.get("held_trainable", facts["num_trainable"]), **sizes)
+    return memory.estimate(shape, _settings(spec, device, shape.vocab), works)
 
 
 def _settings(spec: ModelSpec, device: torch.device, vocab_size: int) -> Settings:

@@ -8,7 +8,7 @@ from typing import Any
 from weft.data.loader import LoadedData
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
-from weft.launch.memory import Forecast
+from weft.launch.memory import Forecast, place_name
 from weft.runtime.schedule import Horizon
 
 
@@ -27,11 +27,13 @@ def plan_lines(
     for role, spec in experiment.roles.items():
         lines.append(f"{role}: {_describe(spec, facts[role])}")
         lines += [f"{role}: {note}" for note in facts[role].get("notes", ())]
-    meshes = experiment.meshes()
-    on = {rank: [role for role in meshes if rank in meshes[role].ranks] for rank in range(experiment.num_devices)}
+    places = [*experiment.meshes().items(), *experiment.copies()]
+    named = {place_name(experiment, role, mesh): mesh for role, mesh in places}
+    on = {rank: [name for name in named if rank in named[name].ranks] for rank in range(experiment.num_devices)}
     lines += expected.lines(on)
     if len(on) > 1:
-        lines += [f"{role}: layout {mesh.layout} on {_devices(mesh.ranks)}" for role, mesh in meshes.items()]
+        lines += [f"{name}: layout {mesh.layout} on {_devices(mesh.ranks)}" for name, mesh in named.items()]
+    lines += [f"parameters of {role} {move}" for role in experiment.roles for move in facts[role].get("moves", ())]
     what = f"{len(on)} devices" if len(on) > 1 else "device"
     each = " each" if len(on) > 1 else ""
     lines.append(

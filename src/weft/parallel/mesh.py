@@ -9,17 +9,21 @@ gloo joins ranks on CPUs, NCCL ranks on GPUs; which of them is chosen once, wher
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.topology import Coordinates, Layout, Mesh
 
 AXES = (
-    ("tensor",), ("data",), ("context",), ("pipeline",), ("tensor", "pipeline"), ("data", "pipeline"), ("data", "context"),
+    ("tensor",), ("data",), ("context",), ("pipeline",),
+    ("tensor", "context", "pipeline"), ("data", "pipeline"), ("data", "context"),
 )  # fmt: skip
 
 
@@ -42,10 +46,32 @@ class ProcessGroups:
         moves them by gloo, in an order of their own."""
         if (ranks, host) not in self._groups:
             backend = "gloo" if host else None
-            group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=True)
+            with _named_by_ranks(ranks, host=host):
+                group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=True)
             assert isinstance(group, ProcessGroup), f"this process is none of the ranks {ranks}"
             self._groups[ranks, host] = group
         return self._groups[ranks, host]
+
+
+@contextmanager
+def _named_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
+    """Within it a group that its own ranks make is called after them, and by how many of these ranks there were before.
+
+    torch hashes the ranks together with the number of all groups of the process. Ranks that belong to different numbers of
+    groups would wait for each other under different names.
+    """
+    taken = set(distributed_c10d._world.pg_names.values())
+    name = next(
+        each
+        for n in count()
+        if (each := f"weft/{'-'.join(map(str, ranks))}/{'host' if host else 'device'}/{n}") not in taken
+    )
+    before = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = before
 
 
 class RankMesh:
@@ -59,10 +85,11 @@ class RankMesh:
         self._make(mesh.ranks)
         line = mesh.along(rank, "pipeline")
         self._ends = (line[0], line[-1])
-        if len(line) > 1:
-            groups.of(line, host=True)
-            if rank in self._ends:
-                self._make(self._ends)
+        for other in (line, mesh.along(rank, "context")):
+            if len(other) > 1:
+                groups.of(other, host=True)
+        if rank in self._ends:
+            self._make(tuple(dict.fromkeys(self._ends)))
         if self.layout.fsdp > 1:
             self._make(self._shard_ranks())
             self._make(self._replica_ranks())
@@ -88,10 +115,9 @@ class RankMesh:
         """The first and the last stage of this rank's pipeline, where it is one of them."""
         return self._groups.of(self._ends) if self.rank in self._ends and len(set(self._ends)) == 2 else None
 
-    @property
-    def host_line(self) -> ProcessGroup:
-        """The stages of this rank's pipeline, for tensors of the host."""
-        return self._groups.of(self.mesh.along(self.rank, "pipeline"), host=True)
+    def host_group(self, axis: str) -> ProcessGroup:
+        """The ranks along `pipeline` or `context`, for tensors of the host."""
+        return self._groups.of(self.mesh.along(self.rank, axis), host=True)
 
     @property
     def everyone(self) -> ProcessGroup:

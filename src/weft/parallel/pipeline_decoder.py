@@ -107,7 +107,7 @@ class StagedDecoder:
             sent = self._num_sent
             return lambda: self._drawn(rows, sent)
         drawn = draw()
-        first, ids = _packed(drawn)
+        first, ids = packed_tokens(drawn)
         for peer in range(self._size - 1):
             self._send(first, peer, self._host)
             if len(ids):
@@ -126,15 +126,10 @@ class StagedDecoder:
         first = torch.empty(3, rows, dtype=torch.float64)
         self._receive(first, last, "tokens", self._host)
         self._received(sent)
-        tokens, logprobs, counts = first.numpy()
-        ids = np.zeros(int(counts.clip(0).sum()), np.int64)
+        ids = torch.empty(num_ids(first), dtype=torch.int64)
         if len(ids):
-            self._receive(torch.from_numpy(ids), last, "ids that a limit keeps", self._host)
-        supports = None
-        if rows and counts[0] >= 0:
-            ends = counts.cumsum().astype(np.int64)
-            supports = [tuple(part.tolist()) for part in np.split(ids, ends[:-1])]
-        return tokens.astype(np.int64), logprobs, supports
+            self._receive(ids, last, "ids that a limit keeps", self._host)
+        return unpacked_tokens(first, ids)
 
     # -- sending
 
@@ -171,10 +166,25 @@ class StagedDecoder:
         )
 
 
-def _packed(drawn: Drawn) -> tuple[Tensor, Tensor]:
+def packed_tokens(drawn: Drawn) -> tuple[Tensor, Tensor]:
     """(float64 [3, rows]: token, log-prob, how many ids a limit keeps or -1 where these are not recorded; int64: those ids)."""
     tokens, logprobs, supports = drawn
     counts = np.full(len(tokens), -1) if supports is None else np.array([len(ids) for ids in supports])
     ids = [id for support in supports or () for id in support]
     first = np.stack([tokens.astype(np.float64), logprobs, counts.astype(np.float64)])
     return torch.from_numpy(first), torch.tensor(ids, dtype=torch.int64)
+
+
+def num_ids(first: Tensor) -> int:
+    """How many ids the second of what `packed_tokens` makes holds, from the first."""
+    return int(first[2].clip(0).sum())
+
+
+def unpacked_tokens(first: Tensor, ids: Tensor) -> Drawn:
+    """What `packed_tokens` was given."""
+    tokens, logprobs, counts = first.numpy()
+    supports = None
+    if len(tokens) and counts[0] >= 0:
+        ends = counts.cumsum().astype(np.int64)
+        supports = [tuple(part.tolist()) for part in np.split(ids.numpy(), ends[:-1])]
+    return tokens.astype(np.int64), logprobs, supports

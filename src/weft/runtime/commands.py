@@ -10,9 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from weft.data import codec
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.device import numerics, reset_peak_memory, resolve_device, set_deterministic, set_threads
@@ -20,10 +17,13 @@ from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
+from weft.realloc.execute import Reallocation
+from weft.realloc.plan import Transfer
 from weft.registry import import_user_code
-from weft.runtime.device_process import TRANSFER_SECONDS, DeviceProcess, Report
+from weft.runtime.device_process import DeviceProcess, Report
 from weft.runtime.events import Event
 from weft.runtime.group import SampleMeta
+from weft.runtime.roles import Place
 from weft.runtime.saved import NUMERICS, rank_folder, rank_folders
 from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker
@@ -34,10 +34,13 @@ Slices = Mapping[str, Slice]
 
 @dataclass(frozen=True)
 class Built:
-    """What a device made: of every role that it has, facts and what it holds of each parameter."""
+    """What a device made: of every role whose own mesh it is of, facts and the parameters that train steps change (None where
+    its engine does not tell); of copies, facts; of every engine that parameters go to or come from, what it holds of each."""
 
     facts: Mapping[str, Mapping[str, Any]]
-    slices: Mapping[str, Slices]
+    copies: Mapping[Place, Mapping[str, Any]]
+    trained: Mapping[str, frozenset[str] | None]
+    slices: Mapping[Place, Slices]
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,18 @@ class Build:
         specs = {role: replace(spec, device=str(device)) for role, spec in self.specs.items()}
         worker = Worker(self.experiment, specs, self.tokenizers, str(device), self.cache, process.rank, process.groups)
         process.worker = worker
-        facts = worker.roles.describe()
-        moved = {role: worker.roles.engine(role).slices() for role in facts if role in _moved(self.experiment)}
-        return Built(facts, {role: dict(slices) for role, slices in moved.items()})
+        roles = worker.roles
+        facts, moved = roles.describe(), _moved(self.experiment)
+        engines = {place: roles.at(place) for place in roles.places if place[0] in moved}
+        slices = {place: dict(engine.slices()) for place, engine in engines.items() if engine is not None}
+        return Built(facts, roles.describe_copies(), {role: roles.trained_names(role) for role in facts}, slices)
 
 
 def _moved(experiment: Experiment) -> set[str]:
-    """Roles whose parameters go to others, or come from there."""
-    return {role for s in experiment.graph.syncs for role in (s.source, s.target)} | {
-        role for pair in experiment.init_from.items() for role in pair
-    }
+    """Roles whose parameters go to others or to copies, or come from there."""
+    synced = {role for s in experiment.graph.syncs for role in (s.source, s.target)}
+    begun = {role for pair in experiment.init_from.items() for role in pair}
+    return synced | begun | {role for role, _ in experiment.copies()}
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,12 @@ class Call:
     minibatches: Sequence[SampleMeta]
     described: SampleMeta
     announces: bool
+    weights: int | None = None  # that the role's copy on these devices must have
 
     def run(self, process: DeviceProcess, number: int) -> MFCResult:
         process.worker.store.put(self.described)
         early = _Announcements(process, number) if self.announces else None
-        return process.worker.call(self.mfc, self.step, self.minibatches, early)
+        return process.worker.call(self.mfc, self.step, self.minibatches, early, self.weights)
 
 
 class _Announcements:
@@ -107,49 +113,34 @@ class SyncHere:
 
 
 @dataclass(frozen=True)
-class Give:
-    """Lay a role's parameters ready for other devices, as they are now; the role's version."""
+class Prepare:
+    """Get ready to move parameters as `transfers` say; all of `ranks` do."""
 
-    role: str
-    names: Sequence[str]
-    parcel: str
-
-    def run(self, process: DeviceProcess, number: int) -> int:
-        engine = process.worker.roles.engine(self.role)
-        tensors, places = {}, {}
-        for name, where, values in engine.read(self.names):
-            tensors[name] = torch.as_tensor(values)
-            places[name] = [[part.start, part.stop] for part in where]
-        process.put_parcel(self.parcel, codec.encode(tensors, {"places": places, "version": engine.version}))
-        return engine.version
-
-
-@dataclass(frozen=True)
-class Take:
-    """Write the parameters that the device `giver` has laid ready: eta * given + (1 - eta) * own. The role's new version."""
-
-    role: str
-    giver: int
-    parcel: str
-    eta: float
-
-    def run(self, process: DeviceProcess, number: int) -> int:
-        promise = process.peers.ask_parcel(self.giver, self.parcel)
-        (raw,) = process.peers.take([promise], TRANSFER_SECONDS)
-        tensors, about = codec.decode(raw)
-        places = {name: tuple(slice(*ends) for ends in cut) for name, cut in about["places"].items()}
-        engine = process.worker.roles.engine(self.role)
-        parts = ((name, places[name], values) for name, values in tensors.items())
-        engine.write(parts, version=about["version"], eta=self.eta)
-        return engine.version
-
-
-@dataclass(frozen=True)
-class DropParcels:
-    names: Sequence[str]
+    key: str
+    ranks: tuple[int, ...]
+    transfers: Sequence[Transfer]
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        process.drop_parcels(self.names)
+        assert process.groups is not None, "ranks have met before"
+        group = process.groups.of(self.ranks)
+        process.reallocations[self.key] = Reallocation(self.transfers, rank=process.rank, group=group)
+
+
+@dataclass(frozen=True)
+class Move:
+    """target = eta * source + (1 - eta) * target as `Prepare` said, by every rank of both; the source's version, which is the
+    target's then. A copy of a role has the `weights` of this number from then on."""
+
+    key: str
+    source: Place
+    target: Place
+    eta: float = 1.0
+    weights: int | None = None
+
+    def run(self, process: DeviceProcess, number: int) -> int:
+        roles = process.worker.roles
+        with roles.refreshing(self.target, self.weights) as taker:
+            return process.reallocations[self.key].move(roles.at(self.source), taker, eta=self.eta).version
 
 
 @dataclass(frozen=True)

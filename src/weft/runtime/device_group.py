@@ -45,6 +45,7 @@ class DeviceGroup:
         self.events: Events = queue.SimpleQueue()
         self._devices, self._experiment = devices, experiment
         self._meshes, self._calls = experiment.meshes(), calls_of(experiment)
+        self._mesh_of = {name: experiment.mesh_of(node) for name, node in self._calls.items()}
         self._all = range(len(devices.where))
         self._announcing: set[str] = set()
         self._lock = threading.RLock()  # of what lies where; of the store by it
@@ -53,8 +54,9 @@ class DeviceGroup:
         self._dispatch = Dispatch(devices)
         try:
             self._built: Mapping[int, Built] = self._ask("building the engines", self._all, lambda rank: build).result()
-            self._parameters = Parameters(self._dispatch, self._meshes, self._built)
-            self._parameters.begin(experiment)
+            hosts = [where.host for where in devices.where]
+            self._parameters = Parameters(self._dispatch, experiment, self._built, hosts)
+            self._parameters.begin()
         except BaseException:
             self.close(0.0)
             raise
@@ -66,7 +68,8 @@ class DeviceGroup:
             command, self._logs = commands.LogTo(self._logs), None
             self._ask("opening its log", self._all, lambda rank: command)
         node = self._calls[mfc]
-        mesh, task = self._meshes[node.role], (mfc, step)
+        mesh, task = self._mesh_of[mfc], (mfc, step)
+        weights = self._parameters.refresh((node.role, mesh), self._fails(task))
         ids = owners([part for minibatch in parts for part in minibatch])
         of_rank = {rank: [minibatch[mesh.coordinates(rank).data] for minibatch in parts] for rank in mesh.ranks}
         own = {rank: owners(minibatches) for rank, minibatches in of_rank.items()}
@@ -76,7 +79,7 @@ class DeviceGroup:
 
         def make(rank: int) -> tuple[Command, Given]:
             described = commands.described(of_rank[rank], own[rank], OWNER)
-            command = Call(mfc, step, of_rank[rank], described, mfc in self._announcing)
+            command = Call(mfc, step, of_rank[rank], described, mfc in self._announcing, weights)
             wanted[rank] = self._lacking(rank, own[rank], (*node.inputs, *node.optional_inputs))
             return command, self._given(wanted[rank], shared)
 
@@ -100,6 +103,8 @@ class DeviceGroup:
             announced, frozenset({node.role}), seconds=None,
         )  # fmt: skip
         self._dispatch.submit(job)
+        if node.trains:
+            self._parameters.changed(node.role, job)
 
     def _lacking(self, rank: int, ids: Sequence[str], keys: Iterable[str]) -> list[Want]:
         with self._lock:
@@ -167,7 +172,7 @@ class DeviceGroup:
     def sync(self, s: ParamSync, step: int) -> None:
         task = (s.name, step)
         told = lambda version: self.events.put(Finished(task, version))  # noqa: E731
-        self._parameters.move(s, step, told, self._fails(task), self._starts(task))
+        self._parameters.move(s, told, self._fails(task), self._starts(task))
 
     # -- state
 
@@ -181,6 +186,7 @@ class DeviceGroup:
             raise CheckpointError(f"{d}: holds no state of workers")
         command = commands.Restore(d, len(self._all))
         found = self._ask("taking up the recovery point", self._all, lambda rank: command).result()
+        self._parameters.restored()
         for rank in sorted(found):
             for held in found[rank]:
                 self._made(rank, held, again=True)
@@ -202,7 +208,13 @@ class DeviceGroup:
     # -- facts
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        return {role: self._built[mesh.ranks[0]].facts[role] for role, mesh in self._meshes.items()}
+        """Beside what engines say of themselves: a role's `copies` by mesh, and the `moves` of its parameters, for people."""
+        found: dict[str, dict[str, Any]] = {}
+        for role, mesh in self._meshes.items():
+            copies = {m: self._built[m.ranks[0]].copies[r, m] for r, m in self._experiment.copies() if r == role}
+            moves = [f"{what}: {way}" for what, way in self._parameters.ways(role)]
+            found[role] = {**self._built[mesh.ranks[0]].facts[role], "copies": copies, "moves": moves}
+        return found
 
     def numerics(self) -> Mapping[str, Any]:
         found = self._ask("asking for its numerics", [0], lambda rank: commands.Numerics()).result()

@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -24,6 +24,7 @@ from weft.engine.device import peak_memory_gb
 from weft.errors import RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, backend_of
+from weft.realloc.execute import Reallocation
 from weft.runtime.worker import Worker
 
 COLLECTIVE_SECONDS = 1800.0  # a rank that waits longer for the others of a collective gives up
@@ -66,7 +67,6 @@ class Peers(Protocol):
     """How a device gets what others hold. An ask returns at once, `take` waits for what was promised."""
 
     def ask(self, want: Want) -> Any: ...
-    def ask_parcel(self, rank: int, name: str) -> Any: ...
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]: ...
 
 
@@ -93,7 +93,7 @@ class DeviceProcess:
         self.device = torch.device("cpu")  # until a command says which
         self.groups: ProcessGroups | None = None
         self._worker: Worker | None = None
-        self._parcels: dict[str, bytes] = {}
+        self.reallocations: dict[str, Reallocation] = {}
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()
         self._early: dict[int, Queued] = {}
@@ -177,17 +177,6 @@ class DeviceProcess:
         """Tensors of the store, without what is no tensor: descriptions carry that."""
         found = self.worker.store.fetch(ids, keys)
         return SequenceSample(found.ids, found.lengths, found.offsets, found.data).to_bytes()
-
-    def put_parcel(self, name: str, raw: bytes) -> None:
-        """Have parameters lie ready for another device."""
-        self._parcels[name] = raw
-
-    def parcel(self, name: str) -> bytes:
-        return self._parcels[name]
-
-    def drop_parcels(self, names: Mapping[str, Any] | Sequence[str]) -> None:
-        for name in names:
-            self._parcels.pop(name, None)
 
     def peak_memory_gb(self) -> float:
         return peak_memory_gb(self.device)

@@ -57,7 +57,7 @@ class LocalGroup:
         early = self.events if mfc in self._announcing else None
         self._run(
             lambda: events.run(
-                (mfc, step), lambda: self._worker.call(mfc, step, minibatches, early, self), self.events
+                (mfc, step), lambda: self._worker.call(mfc, step, minibatches, early, updates=self), self.events
             ),
             samples=self._worker.calls[mfc].method == "generate",
         )

@@ -48,7 +48,7 @@ class NodeRunner:
     ) -> None:
         self._graph, self._group, self._prefix, self._seed = graph, group, prefix, experiment.control.seed
         self.functions = HostFunctions(graph, group, tokenizers, experiment.data_role, self._seed, prefix)
-        self._ranks = {role: spec.resolve_layout().data for role, spec in experiment.roles.items()}
+        self._ranks = {node.name: experiment.mesh_of(node).layout.data for node in graph.model_calls()}
         self._minibatches = {node.name: wanted_minibatches(node) for node in graph.model_calls()}
         self._under_way: dict[Task, _UnderWay] = {}  # by every task that is not over
 
@@ -57,7 +57,7 @@ class NodeRunner:
         node = self._graph.node(firing.node)
         if isinstance(node, MFCDef):
             run = self._register(firing, node, self._prefix + node.name)
-            batch, ranks = read_inputs(metas, node, firing.ids), self._ranks[node.role]
+            batch, ranks = read_inputs(metas, node, firing.ids), self._ranks[node.name]
             wanted = self._minibatches[node.name]
             parts = split(batch, wanted, ranks, seed=self._seed, role=node.role, step=firing.step)
             self._group.submit(*run.own, parts)

@@ -63,9 +63,6 @@ class _Peers:
     def ask(self, want: Want) -> Any:
         return self.actors[want.rank].export.remote(want.ids, want.keys)
 
-    def ask_parcel(self, rank: int, name: str) -> Any:
-        return self.actors[rank].parcel.remote(name)
-
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]:
         return _take(promises, seconds)
 
@@ -124,10 +121,6 @@ class _Device:
     @ray.method(concurrency_group="io")
     def export(self, ids: Sequence[str], keys: Sequence[str]) -> bytes:
         return self._process.export(ids, keys)
-
-    @ray.method(concurrency_group="io")
-    def parcel(self, name: str) -> bytes:
-        return self._process.parcel(name)
 
     @ray.method(concurrency_group="io")
     def peak_memory_gb(self) -> float:

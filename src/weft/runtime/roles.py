@@ -1,25 +1,27 @@
-"""The engines of a worker, one a (role, layout): built, copied into each other, moved away and back, saved and restored.
+"""The engines of a worker, one a (role, mesh): built, copied into each other, moved away and back, saved and restored.
 
-A worker has the roles whose meshes its rank is of. What two roles on different devices have in common is not its business.
+A worker has the roles whose meshes its rank is of, and the copies of roles that calls use on meshes of their own. What lies on
+different devices is not its business (`weft.runtime.parameters`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from weft.engine.base import Engine
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.adapters_off import shares_base
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import CheckpointError, ConfigError, RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.parallel.mesh import ProcessGroups, RankMesh
 from weft.registry import backends
-from weft.topology import Layout, Slice
+from weft.topology import Mesh
 
-Place = tuple[str, Layout]
+Place = tuple[str, Mesh]  # a role, and where an engine of it is
 What = Literal["weights", "optimizer"]
 
 
@@ -30,8 +32,16 @@ class WithAdapters(Protocol):
     def without_adapters(self) -> Engine | None: ...
 
 
+@runtime_checkable
+class Trains(Protocol):
+    """An engine that can tell which parameters its train steps change."""
+
+    @property
+    def trained_names(self) -> frozenset[str]: ...
+
+
 class Roles:
-    """The roles of an experiment that this rank has, each on its layout. `specs` have the schedules of the real run filled in;
+    """The roles of an experiment that this rank has, each on its mesh. `specs` have the schedules of the real run filled in;
     `groups` are needed for layouts of several devices."""
 
     def __init__(
@@ -42,10 +52,9 @@ class Roles:
         groups: ProcessGroups | None = None,
     ) -> None:
         self._meshes = {role: mesh for role, mesh in experiment.meshes().items() if rank in mesh.ranks}
-        self._layouts = {role: mesh.layout for role, mesh in self._meshes.items()}
         self._rank, self._groups = rank, groups
         self._engines: dict[Place, Engine] = {}
-        self._away: set[tuple[str, What]] = set()  # what hooks have moved to host memory
+        self._away: set[tuple[Place, What]] = set()  # what hooks have moved to host memory
         written = {sync.target for sync in experiment.graph.syncs}
         shared: dict[str, Engine] = {}
         here = {role: spec for role, spec in specs.items() if role in self._meshes}
@@ -53,7 +62,13 @@ class Roles:
             base = None if role in written else self._base(role, here)
             if base is not None:
                 shared[role] = base
-            self._engines[role, self._layouts[role]] = base or self._build(role, spec)
+            self._engines[role, self._meshes[role]] = base or self._build(spec, self._meshes[role])
+        # Which of its role's weights a copy has, as the driver counts them; none while they are on their way.
+        self._weights: dict[Place, int] = {}
+        for role, mesh in experiment.copies():
+            if rank in mesh.ranks:
+                self._engines[role, mesh] = self._build(specs[role].mirror(), mesh)
+                self._weights[role, mesh] = 0
         for target, source in experiment.init_from.items():
             if target not in shared and self._alike(source, target):
                 self._copy(source, target, eta=1.0, partly=True)
@@ -61,11 +76,13 @@ class Roles:
             if self._alike(sync.source, sync.target):
                 self._common(sync.source, sync.target, partly=False)  # refused now rather than after the first step
 
-    def __contains__(self, role: str) -> bool:
-        return role in self._meshes
+    @property
+    def places(self) -> list[Place]:
+        """All that is here."""
+        return list(self._engines)
 
-    def _build(self, role: str, spec: ModelSpec) -> Engine:
-        mesh, backend = self._meshes[role], backends.get(spec.backend)
+    def _build(self, spec: ModelSpec, mesh: Mesh) -> Engine:
+        backend = backends.get(spec.backend)
         engine: Engine
         if mesh.layout.num_devices == 1:
             engine = backend(spec, mesh.layout)
@@ -83,42 +100,66 @@ class Roles:
         """The engine of a trained role with its adapters off, where that is what `role` asks for, on the same devices, and the
         engine offers it."""
         for trained, spec in specs.items():
-            engine = self._engines.get((trained, self._layouts[trained]))
-            if shares_base(specs[role], spec) and self._alike(trained, role) and isinstance(engine, WithAdapters):
+            engine, near = self._engines.get((trained, self._meshes[trained])), self._meshes[trained]
+            if (
+                shares_base(specs[role], spec)
+                and near.parts_as(self._meshes[role])
+                and isinstance(engine, WithAdapters)
+            ):
                 return engine.without_adapters()
         return None
 
-    def engine(self, role: str) -> Engine:
-        """The role's engine, with its weights where they can be used."""
-        self.onload(role, "weights")
-        return self._engine(role)
+    def engine(self, role: str, mesh: Mesh | None = None, weights: int | None = None) -> Engine:
+        """The role's engine, on its own mesh unless said, with its weights where they can be used.
 
-    def offload(self, role: str, what: What) -> None:
+        Raises `RunError` where a copy has not the `weights` that it is to have.
+        """
+        place = self._place(role, mesh)
+        if place in self._weights and self._weights[place] != weights:
+            raise RunError(f"role {role!r} on {place[1]}: its weights are not the role's newest ones")
+        self.onload(role, "weights", mesh)
+        return self._engines[place]
+
+    def offload(self, role: str, what: What, mesh: Mesh | None = None) -> None:
         """Move weights or optimizer state to host memory; nothing happens where they are there already."""
-        if (role, what) not in self._away:
-            self._engine(role).offload(what)
-            self._away.add((role, what))
+        place = self._place(role, mesh)
+        if (place, what) not in self._away:
+            self._engines[place].offload(what)
+            self._away.add((place, what))
 
-    def onload(self, role: str, what: What) -> None:
+    def onload(self, role: str, what: What, mesh: Mesh | None = None) -> None:
         """The way back."""
-        if (role, what) in self._away:
-            self._engine(role).onload(what)
-            self._away.discard((role, what))
+        place = self._place(role, mesh)
+        if (place, what) in self._away:
+            self._engines[place].onload(what)
+            self._away.discard((place, what))
+
+    def at(self, place: Place) -> Engine | None:
+        """The engine as it lies, in host memory too; None where it is not here."""
+        return self._engines.get(place)
+
+    @contextmanager
+    def refreshing(self, place: Place, weights: int | None) -> Iterator[Engine | None]:
+        """Of a copy that gets other weights: until they are all there it has none that can be used."""
+        self._weights.pop(place, None)
+        yield self.at(place)
+        if weights is not None and place in self._engines:
+            self._weights[place] = weights
 
     def sync(self, sync: ParamSync) -> int:
         """target = eta * source + (1 - eta) * target; the target's new version, which is the source's."""
         return self._copy(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
-        """Every role; engines leave out frozen weights that nobody wrote to."""
-        for role in self._layouts:
+        """Every role's own weights; engines leave out frozen weights that nobody wrote to."""
+        for role in self._meshes:
             directory = folder / role
             directory.mkdir(parents=True, exist_ok=True)  # all ranks of a role share it
             self._engine(role).save_state(directory)
 
     def load_state(self, folder: Path) -> None:
         """Raises `CheckpointError` where a role's state is not there."""
-        for role in self._layouts:
+        for role in self._meshes:
             if not (folder / role).is_dir():
                 there = ", ".join(sorted(p.name for p in folder.iterdir())) if folder.is_dir() else "none"
                 raise CheckpointError(
@@ -127,10 +168,21 @@ class Roles:
             self.engine(role).load_state(folder / role)
 
     def describe(self) -> dict[str, Mapping[str, Any]]:
-        return {role: self._engine(role).description for role in self._layouts}
+        return {role: self._engine(role).description for role in self._meshes}
+
+    def describe_copies(self) -> dict[Place, Mapping[str, Any]]:
+        return {place: engine.description for place, engine in self._engines.items() if place in self._weights}
+
+    def trained_names(self, role: str) -> frozenset[str] | None:
+        """Parameters of the role's own engine that train steps change; None where it does not tell."""
+        engine = self._engine(role)
+        return engine.trained_names if isinstance(engine, Trains) else None
 
     def _engine(self, role: str) -> Engine:
-        return self._engines[role, self._layouts[role]]
+        return self._engines[role, self._meshes[role]]
+
+    def _place(self, role: str, mesh: Mesh | None) -> Place:
+        return role, mesh or self._meshes[role]
 
     def _copy(self, source: str, target: str, eta: float, *, partly: bool) -> int:
         """Move parameters by name."""
@@ -144,12 +196,11 @@ class Roles:
         return common(source, have, target, want, partly=partly)
 
 
-def common(
-    source: str, have: Mapping[str, Slice], target: str, want: Mapping[str, Slice], *, partly: bool
-) -> list[str]:
+def common(source: str, have: Mapping[str, Any], target: str, want: Mapping[str, Any], *, partly: bool) -> list[str]:
     """Parameters that two roles both have; all of them unless `partly` (a new head keeps what it was initialised to).
 
-    Raises `ConfigError` naming the parameters that differ.
+    `have` and `want` are whole shapes by name, or rectangles where both lie alike. Raises `ConfigError` naming the parameters
+    that differ.
     """
     names = [name for name in want if name in have and have[name] == want[name]]
     if not names or (not partly and len(names) < max(len(want), len(have))):

@@ -26,6 +26,7 @@ from weft.runtime.saved import ENGINES, INTERFACES, read_interfaces, read_sample
 from weft.runtime.split import owners, take
 from weft.runtime.state import write_state
 from weft.runtime.store import TensorStore
+from weft.topology import Mesh
 
 
 class Worker:
@@ -49,6 +50,8 @@ class Worker:
         self._interfaces = {name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()}
         self._caches: dict[str, OutputCache] = {}
         self.roles = Roles(experiment, specs, rank, groups)
+        self._meshes = {name: experiment.mesh_of(node) for name, node in self.calls.items()}
+        self._rank = rank
 
     def call(
         self,
@@ -56,10 +59,12 @@ class Worker:
         step: int,
         minibatches: Sequence[SampleMeta],
         early: Outbox | None = None,
+        weights: int | None = None,
         updates: Updates | None = None,
     ) -> MFCResult:
         """Run the call `name` on these minibatches. The result's outputs are descriptions; `early` is told of those that are
-        made before the end, `updates` are what the call may take up in its middle.
+        made before the end. `weights` are those that a copy of the role has to have, `updates` what the call may take up in
+        its middle.
 
         An error of the run is told with node, role and ids; any other gets them as a note.
         """
@@ -70,7 +75,8 @@ class Worker:
         )
         started, clock = time.time(), time.perf_counter()
         try:
-            model = replace(self.model(node.role, step), announce=self._announce(node, name, early), updates=updates)
+            model = self.model(node.role, step, self._meshes[name], weights)
+            model = replace(model, announce=self._announce(node, name, early), updates=updates)
             made, metrics = self._call(node, name, model, minibatches)
         except RunError as error:
             raise RunError(f"{where}: {error}") from error
@@ -87,13 +93,13 @@ class Worker:
         batch = read_inputs(self.store, node, ids) if ids else no_values(minibatches[0])
         limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
         model = replace(model, max_tokens=limit)
-        self._hooks(node.pre_hooks, model, before=True)
+        self._hooks(node.pre_hooks, model, self._meshes[name], before=True)
         if node.cache:
             result = self._cached(node, name, model, batch)
         else:
             given = take(batch, minibatches) if node.trains else batch
             result = getattr(self._interfaces[name], node.method)(model, given)
-        self._hooks(node.post_hooks, model, before=False)
+        self._hooks(node.post_hooks, model, self._meshes[name], before=False)
         return on_edges(node, result.outputs, ids), result.metrics
 
     def _announce(self, node: MFCDef, name: str, early: Outbox | None) -> Callable[[SequenceSample], None] | None:
@@ -107,12 +113,12 @@ class Worker:
 
         return announce
 
-    def model(self, role: str, step: int) -> Model:
-        """The handle that an interface gets."""
+    def model(self, role: str, step: int, mesh: Mesh | None = None, weights: int | None = None) -> Model:
+        """The handle that an interface gets, of the role's own engine unless said."""
         control, tokenizers = self._experiment.control, self._tokenizers
         return Model(
             role=role,
-            engine=self.roles.engine(role),
+            engine=self.roles.engine(role, mesh, weights),
             tokenizer=tokenizers[role],
             data_tokenizer=tokenizers[self._experiment.data_role],
             device=self._device,
@@ -138,7 +144,7 @@ class Worker:
         stateful = {
             n: self._interfaces[n].state_dict()
             for n, node in self.calls.items()
-            if node.role in self.roles and implements(node.interface, "state_dict")
+            if self._rank in self._meshes[n].ranks and implements(node.interface, "state_dict")
         }
         write_state(own / INTERFACES, stateful)
         write_samples(own, self.store)
@@ -147,19 +153,19 @@ class Worker:
         """Take up a recovery point that any number of devices wrote, with the tensors that are in the folders `held`."""
         self.roles.load_state(point / ENGINES)
         for name, state in read_interfaces(point).items():
-            if self.calls[name].role in self.roles:
+            if self._rank in self._meshes[name].ranks:
                 self._interfaces[name].load_state_dict(state)
         for sample in read_samples(held):
             self.store.put(sample)
 
-    def _hooks(self, hooks: Iterable[Hook], model: Model, *, before: bool) -> None:
+    def _hooks(self, hooks: Iterable[Hook], model: Model, mesh: Mesh, *, before: bool) -> None:
         for hook in hooks:
             if not isinstance(hook, Offload):
                 functions.get(hook.function)(model, **hook.args)
             elif before:
-                self.roles.onload(model.role, hook.what)
+                self.roles.onload(model.role, hook.what, mesh)
             else:
-                self.roles.offload(model.role, hook.what)
+                self.roles.offload(model.role, hook.what, mesh)
 
     def _cached(self, node: MFCDef, name: str, model: Model, batch: SequenceSample) -> MFCResult:
         """Outputs from the cache on disk; the interface is called on ids that are not there, and its metrics are theirs."""

@@ -60,6 +60,8 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     module.requires_grad_(spec.trained)
     if spec.has_adapters:
         hf_lora.attach(module, spec.lora, seed=spec.seed)
+        if spec.mirrors:
+            module.requires_grad_(False)
     if spec.recomputed_layers:
         _recompute(module, spec)
     caches = _fits_cache(trial)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -110,7 +109,8 @@ class AdaptersOff:
 
 
 def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
-    """Whether a frozen role is what `trained` computes with its adapters off, so that it needs no engine of its own."""
+    """Whether a frozen role is what `trained` computes with its adapters off, so that on the same devices it needs no engine
+    of its own."""
     same = (
         "path",
         "type",
@@ -124,14 +124,7 @@ def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
         "device",
     )
     alike = all(getattr(reference, name) == getattr(trained, name) for name in same)
-    return trained.has_adapters and not reference.trained and alike and _same_ranks(reference, trained)
-
-
-def _same_ranks(one: ModelSpec, other: ModelSpec) -> bool:
-    """Whether every rank of one has the same part of a batch and of the network as in the other; whether that is sharded does
-    not matter."""
-    layouts = [replace(spec.resolve_layout(), fsdp=1) for spec in (one, other)]
-    return layouts[0] == layouts[1] and one.resolve_mesh().ranks == other.resolve_mesh().ranks
+    return trained.has_adapters and not reference.trained and alike
 
 
 def _refuse(what: str) -> NoReturn:

@@ -233,6 +233,11 @@ class TorchEngine:
 
     # -- parameters
 
+    @property
+    def trained_names(self) -> frozenset[str]:
+        """Parameters of this rank that train steps change."""
+        return frozenset(self._masters.trained) if self._spec.trained else frozenset()
+
     def slices(self) -> Mapping[str, Slice]:
         return self._masters.slices()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from weft.engine.base import Generator
 from weft.engine.generation.decoder import Decoder
 from weft.engine.generation.generate import default_budget, open_generator
 from weft.engine.generation.scheduler import Budget
+from weft.engine.generation.settings import Settle, drawn_here
 from weft.engine.generation.turns import open_turns
 from weft.engine.many_devices import ManyDevices
 from weft.engine.spec import GenerationSpec
@@ -25,7 +27,7 @@ from weft.engine.torch.source import Source
 from weft.models.network import lora
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Transformer
-from weft.parallel import shard
+from weft.parallel import context, shard
 from weft.parallel.mesh import RankMesh
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.pipeline_decoder import StagedDecoder
@@ -39,7 +41,7 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
     shards = None
     if mesh.layout.fsdp > 1:
         dtype = DTYPES[dtype_of(source.spec)]
-        if dtype in HALF:  # what is frozen stays in it
+        if dtype in HALF and source.spec.trained:  # what is frozen stays in it
             for adapter in lora.adapters(network).values():
                 adapter.float()
         shard.shard(network, network.blocks, mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2))
@@ -104,12 +106,17 @@ def _generating(
     layers = replace(whole.config, num_layers=len(whole.blocks))
     budget = _agreed(default_budget(layers, device, dtype), mesh)
     if mesh.size("pipeline") == 1:
-        with open_generator(whole, spec, device=device, version=version, eos_ids=(), budget=budget) as generator:
+        settle: Settle = drawn_here
+        if mesh.size("context") > 1:
+            settle = partial(context.drawn_by_first, group=mesh.host_group("context"))
+        with open_generator(
+            whole, spec, device=device, version=version, eos_ids=(), budget=budget, settle=settle
+        ) as generator:
             yield generator
         return
     count = mesh.size("pipeline")
     with (
-        StagedDecoder(whole, mesh.group("pipeline"), mesh.host_line) as decoder,
+        StagedDecoder(whole, mesh.group("pipeline"), mesh.host_group("pipeline")) as decoder,
         open_turns(
             decoder, spec, count, device=device, version=version, eos_ids=(), budget=budget, settle=decoder.settle
         ) as turns,
@@ -119,10 +126,11 @@ def _generating(
 
 def _agreed(own: Budget, mesh: RankMesh) -> Budget:
     """The least that a rank of those that generate together has."""
-    if mesh.size("tensor", "pipeline") == 1:
+    axes = ("tensor", "context", "pipeline")
+    if mesh.size(*axes) == 1:
         return own
-    every: list[Budget | None] = [None] * mesh.size("tensor", "pipeline")
-    dist.all_gather_object(every, own, group=mesh.group("tensor", "pipeline"))
+    every: list[Budget | None] = [None] * mesh.size(*axes)
+    dist.all_gather_object(every, own, group=mesh.group(*axes))
     budgets = [each for each in every if each is not None]
     return replace(own, max_tokens=min(budget.max_tokens for budget in budgets))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from weft.engine.spread import Outputs, Prepared
 from weft.kernels import LEAST_SPARED_KEYS, put
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
-from weft.models.network.packed import RowGradient, TopIds
+from weft.models.network.packed import RowGradient, TopIds, among_zeros
 from weft.parallel.pipeline import Microbatch
 
 Want = frozenset[Output]
@@ -108,11 +108,8 @@ def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.d
     if counts.all() or "scores" in how.want:
         return Prepared(part, layout, Microbatch(packed, how.want, how.temperature, support), lambda out: out)
     rows = put(np.flatnonzero(counts), device)
-    gradient = None if how.gradient is None else _at_rows(how.gradient, rows, len(counts))
-    ids = ids[rows] if isinstance(ids, Tensor) else ids
-    packed = replace(packed, rows=packed.rows[rows], labels=packed.labels[rows], row_gradient=gradient, ids=ids)
-    given = Microbatch(packed, how.want, how.temperature, None if support is None else support.select(rows))
-    return Prepared(part, layout, given, lambda out: _spread(out, rows, len(counts)))
+    given = Microbatch(packed.at(rows), how.want, how.temperature, None if support is None else support.select(rows))
+    return Prepared(part, layout, given, lambda out: among_zeros(out, rows, len(counts)))
 
 
 def filler(network: nn.Module, want: Want, device: torch.device) -> Prepared:
@@ -148,17 +145,3 @@ class Scoring:
 
     def stage_loss(self, prepared: Prepared) -> Tensor | None:
         return None
-
-
-def _spread(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
-    """Outputs of some rows among zeros."""
-    return {key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value) for key, value in out.items()}
-
-
-def _at_rows(gradient: RowGradient, rows: Tensor, total: int) -> RowGradient:
-    """The same for the outputs of some of the `total` rows."""
-
-    def of_some(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
-        return {key: value[rows] for key, value in gradient(_spread(out, rows, total)).items()}
-
-    return of_some

@@ -20,7 +20,7 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.head import Pooling
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Head, Transformer
-from weft.parallel import tensor
+from weft.parallel import context, tensor
 from weft.parallel.mesh import RankMesh
 from weft.topology import Layout, Slice
 
@@ -47,7 +47,9 @@ class Source:
             layout, at = mesh.layout, mesh.at
             config = config if layout.tensor == 1 else config.narrowed(layout.tensor, at.tensor)
             layers = (
-                None if layout.pipeline == 1 else topology.stage_of(config.num_layers, layout.pipeline, at.pipeline)
+                None
+                if layout.pipeline == 1
+                else topology.stage_of(config.num_layers, layout.pipeline, at.pipeline, self.config.head_layers)
             )
         spec = self.spec
         with torch.device("meta"):
@@ -60,8 +62,12 @@ class Source:
         if spec.has_adapters:
             own = spec.lora
             lora.add(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets)
+            if spec.mirrors:
+                network.requires_grad_(False)
         if mesh is not None and mesh.size("tensor") > 1:
             tensor.join(network, self.config, mesh.group("tensor"))
+        if mesh is not None and mesh.size("context") > 1:
+            context.join(network, mesh.group("context"))
         return network.eval()
 
     def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
@@ -83,11 +89,15 @@ class Source:
 
 def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
     """Raises `ConfigError` for a layout that this network, or this version, cannot have."""
-    for name, letter in (("context", "c"), ("expert", "e")):
-        if getattr(layout, name) > 1:
-            raise ConfigError(
-                f"layout={layout}: backend={spec.backend} has no {name} parallelism yet; write {letter}1, and more d or t"
-            )
+    if layout.expert > 1:
+        raise ConfigError(
+            f"layout={layout}: backend={spec.backend} has no expert parallelism yet; write e1, and more d or t"
+        )
+    if layout.context > 1 and layout.pipeline > 1:
+        raise ConfigError(
+            f"layout={layout}: ranks that share the tokens of a pack (c) hold the whole network, not a stage of it (p); "
+            f"write p1, and more t"
+        )
     config.narrowed(layout.tensor, 0)
     topology.stage_of(config.num_layers, layout.pipeline, 0)
     if layout.pipeline > 1 and layout.fsdp > 1 and spec.pipeline_schedule == "zero_bubble":

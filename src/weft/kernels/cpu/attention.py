@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,15 @@ def attend(
     keys rotated by `rotation` first -> [T, queries, dim]. Differentiable once.
     """
     out: Tensor = _Attend.apply(heads, kv, rotation, segments, scale)
+    return out
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float) -> Tensor:
+    """As `attend`, of queries q [R, heads, dim] that stand apart from keys and values [T, kv_heads, dim], rotated by now.
+
+    Each row is in one segment of one of the `parts`, which have no keys `across`; different parts may see the same keys.
+    """
+    out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out
 
 
@@ -86,6 +96,30 @@ class _Attend(torch.autograd.Function):
             cos, sin = rotation
             rows.rotate_back(grad_heads, cos, sin, heads.shape[1] - ctx.kv)
         return grad_heads, None, None, None, None
+
+
+class _AttendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float) -> Tensor:
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
+        for part in parts:
+            given = _arguments(part.own, scale, True, part.window, lse, q=q, k=k, v=v, out=out)
+            library.call("weft_attend", given)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.parts, ctx.scale = parts, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        tensors = {"q": q, "k": k, "v": v, "out": out, "grad_out": gradients[0].contiguous()}
+        made = [x.new_zeros(x.shape) for x in (q, k, v)]
+        tensors |= dict(zip(("grad_q", "grad_k", "grad_v"), made, strict=True))
+        for part in ctx.parts:
+            library.call("weft_attend_backward", _arguments(part.own, ctx.scale, True, part.window, lse, **tensors))
+        return made[0], made[1], made[2], None, None
 
 
 def _parts(heads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:

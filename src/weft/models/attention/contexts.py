@@ -1,7 +1,8 @@
 """Which tokens of a pack see which: whole sequences (`Dense`), or sequences of which some share a prefix (`Prefixed`).
 
 New tokens of cached sequences have contexts of their own, beside the caches: `weft.models.kv.slots.Cached`,
-`weft.models.kv.pages.Paged`. All have what `AttentionContext` names.
+`weft.models.kv.pages.Paged`; so have the tokens of a pack that several ranks share: `weft.models.attention.portions.Portion`.
+All have what `AttentionContext` names.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from weft import kernels
 from weft.kernels import AttentionSpec, VarlenSegments
-from weft.models.attention import accelerator, cached, cascade, rectangles
+from weft.models.attention import accelerator, cached, cascade, portions, rectangles
 from weft.models.attention.contexts import AttentionContext, Dense, Prefixed
 from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.portions import Portion
 from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network.dropout import TokenDropout
@@ -104,6 +105,9 @@ BACKENDS: Mapping[tuple[type, Device], Backend] = {
     (Prefixed, "kernels"): _by_segments,
     (Prefixed, "cpu"): _merged,
     (Prefixed, "accelerator"): accelerator.prefixed,
+    (Portion, "kernels"): portions.by_kernels,
+    (Portion, "cpu"): portions.by_torch,
+    (Portion, "accelerator"): portions.on_accelerator,
     (Cached, "kernels"): _stored(cached.by_kernels),
     (Cached, "cpu"): _stored(cached.by_torch),
     (Cached, "accelerator"): _stored(_cached_on_accelerator),

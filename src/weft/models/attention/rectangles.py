@@ -53,7 +53,9 @@ def causal(
     return out[:, :, :length]
 
 
-def tail(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+def tail(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, drop: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """The last tokens of one sequence over all of it: q [1, heads, n, dim], k and v [1, kv_heads, L, dim]; as q."""
     count, length = q.shape[2], k.shape[2]
     padding = kernels.in_vectors(length, q.device) - length
@@ -61,7 +63,7 @@ def tail(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     more = max(0, kernels.LEAST_QUERIES - count) if q.device.type == "cpu" else 0
     seen = visible(places[length - count : length, None], places, spec)
     q, seen = F.pad(q, (0, 0, 0, more)), F.pad(seen, (0, 0, 0, more), value=True)
-    return masked(q, F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding)), seen, spec)[:, :, :count]
+    return masked(q, F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding)), seen, spec, drop)[:, :, :count]
 
 
 def visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,17 +22,19 @@ class MoEAuxLoss:
     as in Switch Transformers (Fedus et al. 2021, eq. 4-6), over one sequence in place of a batch (DeepSeek-V3 2024, eq. 17), so
     that it does not depend on what a sequence is computed with. It is top_k where all experts are used alike. `transformers`
     takes f and P over a whole batch, padding left out, and over all layers together; of one sequence and one layer it is this.
+
+    No dataclass: FSDP2 hands a module copies of those among its arguments, and the layers would each fill their own.
     """
 
-    def __init__(self, lengths: Tensor, num_layers: int | None = None) -> None:
-        """`lengths` int64 [S]: tokens of each sequence of the pack. `num_layers` of the whole network have experts, where a
-        pass goes through a part of them.
-
-        No dataclass: FSDP2 copies those that hold tensors with gradients on their way into a block, and layers would then
-        fill copies.
-        """
-        self.lengths, self.num_layers = lengths, num_layers
-        self.layers: list[Tensor] = []
+    def __init__(
+        self, lengths: Tensor, num_layers: int | None = None, layers: list[Tensor] | None = None,
+        *, whole: Tensor | None = None, reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`lengths` int64 [S]: tokens of each sequence of the pack; `num_layers` of the whole network that have experts, where
+        a pass goes through a part of them. Where ranks share the sequences `lengths` counts the tokens that are here and
+        `whole` all of them, and `reduce` sums what the ranks have."""
+        self.lengths, self.num_layers, self.layers = lengths, num_layers, [] if layers is None else layers
+        self.whole, self.reduce = whole, reduce
 
     def add(self, probabilities: Tensor, chosen: Tensor) -> None:
         """A layer's router: float probabilities [T, E] and int64 chosen experts [T, top_k] of every token."""
@@ -45,7 +48,9 @@ class MoEAuxLoss:
 
     def _mean(self, values: Tensor) -> Tensor:
         """[T, E] -> [S, E]: over the tokens of each sequence."""
-        return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True) / self.lengths[:, None]
+        sums = torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
+        sums = sums if self.reduce is None else self.reduce(sums)
+        return sums / (self.lengths if self.whole is None else self.whole)[:, None]
 
 
 def aux_loss_weight(config: TransformerConfig, asked: float | None) -> float:

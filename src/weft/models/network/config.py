@@ -98,6 +98,16 @@ class TransformerConfig:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and (not self.experts.layers or self.experts.layers[layer])
 
+    @property
+    def head_layers(self) -> float:
+        """What the output matrix costs a token, in layers: a pipeline's last stage has so many fewer."""
+        inner, active = self.intermediate_size, 1
+        if self.experts is not None:
+            inner, active = self.experts.intermediate_size, self.experts.top_k
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        mlp = active * inner * (3 if self.gated else 2)
+        return self.vocab_size * (self.embed_dim or self.hidden_size) / (self.hidden_size * (attention + mlp))
+
     def narrowed(self, t: int, rank: int) -> TransformerConfig:
         """The decoder that a rank of `t` tensor ranks holds: a part of the heads, of the MLP's width and of the vocabulary.
 

@@ -73,14 +73,15 @@ class TokenDropout:
         words = torch.stack([first, second], dim=-1).flatten(1)[:, channel % 2 :][:, : x.shape[1]]
         return torch.where(_kept(words, rate), x / (1.0 - rate), 0.0)
 
-    def drop_weights(self, weights: Tensor, rate: float, tokens: Tensor) -> Tensor:
-        """Attention weights [n, heads, L, L] of the cells `tokens` int64 [n, L], with dropout as in `drop`."""
-        heads, length = weights.shape[1], weights.shape[-1]
+    def drop_weights(self, weights: Tensor, rate: float, tokens: Tensor, position: int = 0) -> Tensor:
+        """Attention weights [n, heads, rows, L], with dropout as in `drop`. Sequence i of the n is that of the
+        token `tokens[i, 0]` (int64), and its rows begin at `position`."""
+        heads, rows, length = weights.shape[1:]
         place = torch.arange(heads, device=weights.device, dtype=torch.int32) + self.first_head
         key = self.keys[tokens[:, 0]]
         key0, key1 = threefry(key[:, :1], key[:, 1:], torch.full_like(place, -1), place)  # counters no position has
         pairs = torch.arange(-(-length // 2), device=weights.device, dtype=torch.int32)
-        query = torch.arange(length, device=weights.device, dtype=torch.int32)[:, None]
+        query = torch.arange(rows, device=weights.device, dtype=torch.int32)[:, None] + position
         first, second = threefry(key0[..., None, None], key1[..., None, None], query, pairs)
         words = torch.stack([first, second], dim=-1).flatten(-2)[..., :length]
         return torch.where(_kept(words, rate), weights / (1.0 - rate), 0.0)

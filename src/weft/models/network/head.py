@@ -86,4 +86,4 @@ def mean_scores(per_token: Tensor, context: AttentionContext) -> Tensor:
     mean)."""
     lengths = context.dense.lengths
     sequence = torch.arange(len(lengths), device=per_token.device).repeat_interleave(lengths)
-    return per_token.new_zeros(len(lengths)).index_add(0, sequence, per_token) / lengths
+    return per_token.new_zeros(len(lengths)).index_add(0, sequence, per_token / context.token_lengths)

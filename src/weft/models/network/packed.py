@@ -7,7 +7,8 @@ token it is asked about; a row may repeat.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,27 @@ class Packed:
     aux_loss: MoEAuxLoss | None = None
     row_gradient: RowGradient | None = None  # of the outputs, where each row's depends on its own alone
     ids: Tensor | TopIds | None = None  # int [N, K]: more ids whose log-probs are wanted at each row; or the likeliest
+
+    def at(self, rows: Tensor) -> Packed:
+        """The same with the outputs of some of its rows alone, int64 [n]."""
+        total, gradient = len(self.rows), self.row_gradient
+
+        def of_some(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
+            assert gradient is not None
+            return {key: value[rows] for key, value in gradient(among_zeros(out, rows, total)).items()}
+
+        return replace(
+            self,
+            rows=self.rows[rows],
+            labels=self.labels[rows],
+            row_gradient=None if gradient is None else of_some,
+            ids=self.ids[rows] if isinstance(self.ids, Tensor) else self.ids,
+        )
+
+
+def among_zeros(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
+    """Outputs of `rows` in their places among `total`, whose others are 0."""
+    return {key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value) for key, value in out.items()}
 
 
 def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:

@@ -78,6 +78,7 @@ class Transformer(nn.Module):
         held = range(config.num_layers) if layers is None else layers
         self.first_layer = held.start
         self.recompute_every = 0  # every n-th block is computed again in the backward pass; 0 none
+        self.repeats_prefixes = False  # also where they could be computed once: ranks share the tokens of a pack
         self.padding: int | None = None  # padding token; a sequence's score is read at the last token before it
         width, hidden = config.embed_dim or config.hidden_size, config.hidden_size
         self.begins, self.ends = held.start == 0, held.stop == config.num_layers
@@ -168,7 +169,7 @@ class Transformer(nn.Module):
             attends = config.attention_softcap is None
         else:
             attends = kernels.flex.serves(device, config.head_dim)
-        return whole and attends and not by_length and not mean
+        return whole and attends and not by_length and not mean and not self.repeats_prefixes
 
     @property
     def reads_pages(self) -> bool:

@@ -1,0 +1,138 @@
+"""Attention where only some tokens of a pack are here: their queries over the keys and values of all, which other ranks hand
+over.
+
+A rank's tokens are runs of the pack; within a run each sequence's tokens see those before them and themselves, so that its keys
+are consecutive and end with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from weft import kernels
+from weft.kernels import VarlenLengths, VarlenSegments, flash
+from weft.models.attention import accelerator, rectangles
+from weft.models.attention.contexts import Dense
+from weft.models.attention.inputs import AttentionInputs
+
+Piece = tuple[int, int, int, int]  # first row here, rows; first key in the pack, keys: the last row sees all of them
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The tokens of `runs`, each (first, one past the last) in the pack, in order and none empty. `gather` makes keys or values
+    of the whole pack [T, ...] of those here [n, ...]; every rank calls it."""
+
+    whole: Dense
+    runs: tuple[tuple[int, int], ...]
+    gather: Callable[[Tensor], Tensor]
+    last: Tensor  # int64: the tokens here, numbered here, that a sequence's score is read at
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Of each run what it has of each sequence."""
+        found, row = [], 0
+        for start, stop in self.runs:
+            pieces = []
+            for first, end in pairwise(self.whole.starts):
+                low, high = max(first, start), min(end, stop)
+                if low < high:
+                    pieces.append((row + low - start, high - low, first, high - first))
+            found.append(tuple(pieces))
+            row += stop - start
+        return tuple(found)
+
+    @cached_property
+    def dense(self) -> Dense:
+        """What is here of each sequence, which may be nothing."""
+        counts = [
+            sum(max(0, min(end, stop) - max(first, start)) for start, stop in self.runs)
+            for first, end in pairwise(self.whole.starts)
+        ]
+        ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        return Dense(ends.to(self.whole.cu_seqlens.device), max(counts))
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """int64 [n]: where in the pack each token here stands."""
+        device = self.whole.cu_seqlens.device
+        runs = [torch.arange(*run, device=device) for run in self.runs]
+        return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device=device)
+
+    @cached_property
+    def token_lengths(self) -> Tensor:
+        """int64 [n]: the length of the whole sequence that a token belongs to."""
+        return self.whole.token_lengths[self.tokens]
+
+    @cached_property
+    def segments(self) -> tuple[Tensor, ...]:
+        """The pieces of each run as int64 [pieces, 4], on the host."""
+        return tuple(torch.tensor(pieces) for pieces in self.pieces)
+
+    @cached_property
+    def lengths(self) -> tuple[VarlenLengths, ...]:
+        """The pieces of each run as a flash kernel is told them."""
+        return tuple(_lengths(pieces, self.whole.cu_seqlens.device) for pieces in self.pieces)
+
+
+def _lengths(pieces: tuple[Piece, ...], device: torch.device) -> VarlenLengths:
+    rows, keys = [rows for _, rows, _, _ in pieces], [keys for *_, keys in pieces]
+    queries, seen = (torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32) for counts in (rows, keys))
+    return VarlenLengths(queries, seen, max(rows), max(keys))
+
+
+def by_kernels(given: AttentionInputs, context: Portion) -> Tensor:
+    """[n, heads, dim], by weft's own kernels."""
+    k, v = _gathered(given, context)
+    segments = [VarlenSegments(own, None, given.spec.window) for own in context.segments]
+    return kernels.attend_rows(given.q, k, v, segments, given.spec.scale)
+
+
+def by_torch(given: AttentionInputs, context: Portion) -> Tensor:
+    """[n, heads, dim], written out piece by piece: [heads, rows, keys] scores at a time."""
+    k, v = _gathered(given, context)
+    outputs = []
+    for row, rows, key, keys in (piece for pieces in context.pieces for piece in pieces):
+        q, k_seen, v_seen = (
+            x.transpose(0, 1)[None] for x in (given.q[row : row + rows], k[key : key + keys], v[key : key + keys])
+        )
+        drop = partial(_drop, given, row, keys - rows) if given.drops else None
+        outputs.append(rectangles.tail(q, k_seen, v_seen, given.spec, drop)[0].transpose(0, 1))
+    return torch.cat(outputs) if outputs else _nothing(given, k, v)
+
+
+def on_accelerator(given: AttentionInputs, context: Portion) -> Tensor:
+    """[n, heads, dim]: by flash attention where it serves, else written out."""
+    if given.drops or not accelerator.flashes(given.q, given.spec):
+        return by_torch(given, context)
+    k, v = _gathered(given, context)
+    outputs = []
+    for pieces, lengths in zip(context.pieces, context.lengths, strict=True):
+        rows = slice(pieces[0][0], pieces[-1][0] + pieces[-1][1])
+        keys = slice(pieces[0][2], pieces[-1][2] + pieces[-1][3])
+        outputs.append(flash.packed(given.q[rows], k[keys], v[keys], lengths, given.spec))
+    return torch.cat(outputs) if outputs else _nothing(given, k, v)
+
+
+def _gathered(given: AttentionInputs, context: Portion) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole pack."""
+    k, v = context.gather(torch.cat([given.k, given.v], dim=1)).split(given.k.shape[1], dim=1)
+    return k, v
+
+
+def _nothing(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
+    """Of no tokens, and yet a result of all that is given: every rank takes part in the backward pass of the others' keys."""
+    return given.q + (k.sum() + v.sum()) * 0.0
+
+
+def _drop(given: AttentionInputs, row: int, position: int, weights: Tensor) -> Tensor:
+    """For rows whose first is the token `row` here and has this `position` in its sequence."""
+    assert given.dropout is not None
+    token = torch.tensor([[row]], device=weights.device)
+    return given.dropout.drop_weights(weights, given.spec.dropout, token, position)

@@ -1,0 +1,118 @@
+"""Calls on layouts of their own under a real Ray: the numbers of one process, whatever weights have to go where for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.launch.cases import ppo, prepare
+from tests.runtime.placed import timeless
+from weft.experiments import PPOConfig
+from weft.launch import run
+
+pytest.importorskip("ray")
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    folder = tmp_path_factory.mktemp("layouts")
+    prepare(folder)
+    return folder
+
+
+def config(root: Path, folder: str, steps: int = STEPS) -> PPOConfig:
+    """PPO with a reference that follows the actor; every weight moves every step."""
+    made = ppo(root, folder)
+    made.max_steps = steps
+    return made
+
+
+def lines(directory: Path) -> list[dict[str, float]]:
+    return [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in timeless(directory)]
+
+
+def assert_equal(found: Path, expected: Path, steps: range = range(1, STEPS + 1)) -> None:
+    """Metrics of float32 runs whose sums were made in another order."""
+    ours, theirs = ({line["step"]: line for line in lines(path)} for path in (found, expected))
+    for step in steps:
+        assert ours[step] == pytest.approx(theirs[step], rel=1e-5, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def one(root) -> Path:
+    return run(config(root, "one", STEPS + 2)).directory
+
+
+@pytest.fixture(scope="module")
+def two(root) -> Path:
+    """The actor is trained tensor-parallel, samples data-parallel and goes to host memory after each call; its reference
+    and the critic are on the second of the two devices."""
+    made = config(root, "two")
+    made.actor.offload = True
+    made.actor_train.layout, made.actor_gen.layout = "t2", "d2"
+    made.critic.device_mesh = made.ref.device_mesh = "1"
+    return run(made).directory
+
+
+def test_generation_and_training_on_their_own_layouts_give_the_numbers_of_one_process(one, two):
+    assert_equal(two, one)
+
+
+def test_the_run_says_beforehand_where_calls_are_and_what_goes_there(two):
+    log = (two / "log.txt").read_text()
+    assert "actor: layout d1f1t2p1c1e1 on devices 0, 1" in log
+    assert "actor (actor_gen): layout d2f1t1p1c1e1 on devices 0, 1" in log
+    assert "memory of actor (actor_gen): parameters" in log
+    told = [line for line in log.splitlines() if "parameters of actor to" in line]
+    assert len(told) == 2 and "to ref after actor_train: " in told[0] and "to its copy on d2f1" in told[1]
+    sent = [int(line.split(": ")[-1].split(" bytes")[0].replace(",", "")) for line in told]
+    assert 0 < sent[0] < sent[1], "one device lacks a half, two lack a half each"
+
+
+def test_a_point_is_taken_up_and_copies_get_its_weights(root, one, two):
+    made = config(root, "resumed", STEPS + 2)
+    made.resume_from = str(two)
+    made.actor_train.layout, made.actor_gen.layout, made.actor_gen.device_mesh = "d2f1", "t2", "1,0"
+    assert_equal(run(made).directory, one, range(STEPS + 1, STEPS + 3))
+
+
+def set_options(made: PPOConfig, options: dict[str, str]) -> None:
+    for name, value in options.items():
+        group, field = name.split(".")
+        setattr(getattr(made, group), field, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"actor_gen.layout": "d2f2"},
+        {"actor_gen.device_mesh": "1"},
+        {"actor_train.layout": "d2", "actor_gen.layout": "t2", "ref.device_mesh": "1"},
+        {"actor_train.layout": "p2", "actor_gen.layout": "d2", "critic.layout": "d2"},
+        {"actor_train.layout": "t2", "actor_gen.layout": "p2", "critic_train.layout": "p2", "critic_inf.layout": "d1"},
+        {"actor_train.layout": "d2t2", "actor_gen.layout": "d2", "actor_gen.device_mesh": "3,1"},
+    ],
+)
+def test_any_two_layouts(root, one, options):
+    made = config(root, "-".join(value.replace(",", "") for value in options.values()))
+    set_options(made, options)
+    assert_equal(run(made).directory, one)
+
+
+@pytest.mark.slow
+def test_adapters_go_to_copies_alone(root):
+    runs = []
+    for folder, options in (("adapted", {}), ("moved", {"actor_train.layout": "t2", "actor_gen.layout": "d2"})):
+        made = config(root, folder)
+        made.ppo.ref_ema_eta = None
+        made.actor.lora.r = 4
+        set_options(made, options)
+        runs.append(run(made).directory)
+    assert_equal(runs[1], runs[0])
+    (told,) = [line for line in (runs[1] / "log.txt").read_text().splitlines() if "parameters of actor to" in line]
+    assert int(told.split(": ")[-1].split(" bytes")[0].replace(",", "")) < 40_000, "the whole network has more"
