@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from tests.graph.test_ready import ppo
-from weft.graph.ahead import before_training, may_load, oldest, runs_ahead
+from weft.graph.ahead import first, may_load, oldest, runs_ahead
 from weft.graph.ready import Buffer, Firing, ready
 
 
-def test_training_waits_for_calls_that_may_run_ahead() -> None:
+def test_calls_that_may_run_ahead_come_first_and_training_last() -> None:
     graph = ppo(2, staleness=1)
     firings = [
         Firing("actor_train", ("0", "1"), 0),
         Firing("gen", ("2", "3"), 1),
         Firing("critic_train", ("0", "1"), 0),
     ]
-    assert before_training(graph, firings) == firings[1:2]
+    reward = Firing("reward", ("0", "1"), 0)
+    assert first(graph, [reward, *firings]) == firings[1:2]
+    assert first(graph, [reward, firings[0]]) == [reward]
+    assert first(graph, [firings[0], firings[2]]) == [firings[0], firings[2]]
     assert runs_ahead(graph) and not runs_ahead(ppo(2))
 
 

@@ -248,8 +248,8 @@ def interrupted(after: list[int], change: float, *, interrupt: bool = True, **mo
     told: list[SequenceSample] = []
     handle = model(announce=told.append)
     updates = Newer(cast(Any, handle.engine), after, change)
-    generate = Generate(samples_per_prompt=3, max_new_tokens=20, stop=["q", "e"], interrupt=interrupt, **more)
-    result = generate.generate(replace(handle, updates=updates), batch())
+    generate = Generate(samples_per_prompt=3, max_new_tokens=20, stop=["q", "e"], **more)
+    result = generate.generate(replace(handle, updates=updates if interrupt else None), batch())
     return result.outputs, result.metrics, told
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from tests.launch.cases import grpo, ppo, prepare
 from tests.runtime.placed import timeless, write_hooks
 from weft.errors import ConfigError
-from weft.experiment import Experiment
 from weft.experiments.common import RunConfig
-from weft.graph.mfc import Call, MFCDef, ParamSync
 from weft.launch import run
 from weft.observe.timeline import read_spans
 from weft.runtime import disk
@@ -102,34 +99,18 @@ def test_a_run_goes_on_with_what_was_sampled_ahead(root: Path) -> None:
     assert found == timeless(whole)[2:]
 
 
-def sampled_elsewhere(experiment: Experiment, nap: float) -> Experiment:
-    """Completions are sampled on device 1 by a copy of the actor, which follows it; reading and training take a while."""
-    sampler = replace(experiment.roles["actor"], trained=False, device_mesh="1")
-    graph = experiment.graph
-    slow = Call("nap", {"seconds": nap})
-    changed = {"actor_gen": {"role": "sampler"}, "actor_train": {}}
-    nodes = [
-        replace(node, **changed[node.name], pre_hooks=(slow,))
-        if isinstance(node, MFCDef) and node.name in changed
-        else node
-        for node in graph.nodes
-    ]
-    syncs = [*graph.syncs, ParamSync("actor", "sampler", 1.0, after="actor_train")]
-    return replace(
-        experiment,
-        roles={**experiment.roles, "sampler": sampler},
-        graph=replace(graph, nodes=nodes, syncs=syncs),
-        init_from={**experiment.init_from, "sampler": "actor"},
-        placement={**experiment.placement, "actor_gen": sampler.resolve_layout()},
-    )
+def elsewhere(case: Any, root: Path, folder: str, nap: float) -> RunConfig:
+    """Completions are sampled on device 1, by a copy of the actor; sampling and training take a while."""
+    config = lagging(case, root, folder, 1)
+    config.actor_gen.device_mesh, config.imports = "1", [str(root / "placed_hooks.py")]
+    config.actor_gen.pre_hooks = config.actor_train.pre_hooks = [{"function": "nap", "args": {"seconds": nap}}]
+    return config
 
 
 @pytest.mark.slow
 def test_on_two_devices_a_batch_is_sampled_while_the_one_before_it_is_trained(root: Path) -> None:
     pytest.importorskip("ray")
-    config = lagging(grpo, root, "two", 1)
-    config.imports = [str(root / "placed_hooks.py")]
-    path = run(sampled_elsewhere(config.build(), 0.5)).directory
+    path = run(elsewhere(grpo, root, "two", 0.5)).directory
     spans = read_spans(path / "timeline.json")
     samples, trains = ([span for span in spans if span.name == name] for name in ("actor_gen", "actor_train"))
     assert len(samples) == len(trains) == STEPS
@@ -139,3 +120,15 @@ def test_on_two_devices_a_batch_is_sampled_while_the_one_before_it_is_trained(ro
     assert timeless(path) == timeless(one), "which weights sample does not depend on devices"
     assert (path / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
     assert disk.checksums(path / "checkpoints") == disk.checksums(one / "checkpoints")
+
+
+@pytest.mark.slow
+def test_on_two_devices_completions_take_up_new_weights_in_their_middle(root: Path) -> None:
+    """Each sampling but the first begins with a training step beside it, and is long enough to see its end."""
+    pytest.importorskip("ray")
+    config = elsewhere(grpo, root, "updated", 0.0)
+    config.grpo.gen.max_new_tokens, config.grpo.interrupt_generation = 400, True
+    done = lines(run(config).directory)
+    assert len(done) == STEPS
+    assert sum(line["actor_gen/interruptions_max"] for line in done) > 0
+    assert any(0.0 < line["actor_train/staleness"] < line["actor_train/staleness_max"] == 1.0 for line in done)

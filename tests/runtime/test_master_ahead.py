@@ -134,7 +134,7 @@ def test_a_call_that_samples_has_training_done_in_its_middle(tmp_path, monkeypat
         return generate(self, model, batch)
 
     monkeypatch.setattr(ToyGenerate, "generate", wait)
-    toy = Toy(tmp_path, staleness=1)
+    toy = Toy(tmp_path, staleness=1, interruptible=True)
     toy.run()
     epoch = [(0, 0), (0, 1), (1, 2), (2, 3), (4, 4)]
     assert seen == epoch + [(BATCHES + before, BATCHES + after) for before, after in epoch]

@@ -337,8 +337,7 @@ def _lagging(node: Node, options: SamplingOptions) -> Node:
     """A call that samples may do so with older weights; no other may."""
     if not isinstance(options, PolicyOptions) or not isinstance(node, MFCDef) or node.method != "generate":
         return node
-    interrupt = {"interrupt": True} if options.interrupt_generation else {}
-    return replace(node, max_staleness=options.max_staleness, args={**node.args, **interrupt})
+    return replace(node, max_staleness=options.max_staleness, interruptible=options.interrupt_generation)
 
 
 def _check_lag(options: SamplingOptions, name: str) -> None:

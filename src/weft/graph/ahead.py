@@ -17,9 +17,12 @@ def runs_ahead(graph: DataflowGraph) -> bool:
     return any(edge.max_staleness for edge in graph.version_edges)
 
 
-def before_training(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
-    """Those that do not train: a call that is decided on after a training step waits for its weights."""
-    return [firing for firing in firings if not graph.node(firing.node).trains]
+def first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
+    """Those to decide on first: calls that may lag, since others of their role would hold them up; then those that do not
+    train, since a call that is decided on after a training step waits for its weights; then training."""
+    lagging = _lagging(graph)
+    sampling = [firing for firing in firings if firing.node in lagging]
+    return sampling or [f for f in firings if not graph.node(f.node).trains] or list(firings)
 
 
 def may_load(
@@ -32,11 +35,14 @@ def may_load(
     firings = len(waiting) // size if size else len({entry.batch for entry in waiting})
     if steps_left is not None and firings >= steps_left:
         return False
-    lagging = {edge.consumer for edge in graph.version_edges if edge.max_staleness}
-    return wants_rows(graph, buffer, versions, lagging)
+    return wants_rows(graph, buffer, versions, _lagging(graph))
 
 
 def oldest(buffer: Buffer, firings: Sequence[Firing]) -> Firing:
     """The firing on the ids that came first, so that what is sampled ahead holds nothing up; else the one decided on first."""
     position = {id: number for number, id in enumerate(buffer.entries)}
     return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))
+
+
+def _lagging(graph: DataflowGraph) -> set[str]:
+    return {edge.consumer for edge in graph.version_edges if edge.max_staleness}

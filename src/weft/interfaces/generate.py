@@ -32,18 +32,12 @@ class Generate:
     """`samples_per_prompt` completions of every prompt; the other arguments are those of `GenerationSpec` (`gen.*`).
 
     With a `share` below 1 only so many ids, chosen by chance, are sampled; the others keep the completions of their rows.
-    With `interrupt` new weights are taken up between two tokens: completions go on where they were, and `versions` says which
-    token came of which. Draws depend on the run's seed, the firing's index, the id and the completion's index alone.
+    Where the call is interruptible, new weights are taken up between two tokens: completions go on where they were, and
+    `versions` says which token came of which. Draws depend on the run's seed, the firing's index, the id and the completion's index alone.
     """
 
     def __init__(
-        self,
-        *,
-        samples_per_prompt: int = 1,
-        record_support: bool = False,
-        share: float = 1.0,
-        interrupt: bool = False,
-        **gen: Any,
+        self, *, samples_per_prompt: int = 1, record_support: bool = False, share: float = 1.0, **gen: Any
     ) -> None:
         if samples_per_prompt < 1:
             raise ConfigError(f"samples_per_prompt={samples_per_prompt}: must be at least 1")
@@ -51,7 +45,7 @@ class Generate:
             raise ConfigError(f"share={share}: must be above 0 and at most 1; without sampling leave out the call")
         if share < 1.0 and record_support:
             raise ConfigError(f"share={share} with record_support: what nobody sampled was not limited to any ids")
-        self.samples_per_prompt, self.share, self.interrupt = samples_per_prompt, share, interrupt
+        self.samples_per_prompt, self.share = samples_per_prompt, share
         spec = read(GenerationSpec(), gen, "gen.")
         validate(spec, "gen.")
         self.spec = replace(spec, record_support=record_support)
@@ -122,7 +116,9 @@ class Generate:
         seconds = time.perf_counter() - started
         completions = list(progress.rows.values())
         cut = sum(row[-1].finish == "length" for row in completions)
-        sampled = Sampled([len(row) for row in completions], cut, seconds, interruptions if self.interrupt else None)
+        sampled = Sampled(
+            [len(row) for row in completions], cut, seconds, interruptions if model.updates is not None else None
+        )
         return self._outputs(batch.ids, completions), sampled
 
     def _run(self, model: Model, generator: Generator, progress: _Progress) -> list[Partial]:
@@ -138,7 +134,7 @@ class Generate:
             if complete and model.announce is not None:
                 made = [progress.rows[id, k] for id in complete for k in range(self.samples_per_prompt)]
                 model.announce(self._outputs(complete, made))
-            if self.interrupt and model.updates is not None and not generator.idle and model.updates.are_waiting():
+            if model.updates is not None and not generator.idle and model.updates.are_waiting():
                 return generator.abort(progress.ended)
         return []
 

@@ -54,12 +54,13 @@ class LocalGroup:
 
     def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
         minibatches = [batch for (batch,) in parts]  # one device is one rank
-        early = self.events if mfc in self._announcing else None
+        early, node = self.events if mfc in self._announcing else None, self._worker.calls[mfc]
+        updates = self if node.interruptible else None
         self._run(
             lambda: events.run(
-                (mfc, step), lambda: self._worker.call(mfc, step, minibatches, early, updates=self), self.events
+                (mfc, step), lambda: self._worker.call(mfc, step, minibatches, early, updates=updates), self.events
             ),
-            samples=self._worker.calls[mfc].method == "generate",
+            samples=node.method == "generate",
         )
 
     # -- what a call may take up in its middle, in the thread

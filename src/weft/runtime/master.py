@@ -17,7 +17,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import GraphError, RunError
 from weft.experiment import Experiment
 from weft.graph.agenda import Agenda
-from weft.graph.ahead import before_training, may_load, oldest, runs_ahead
+from weft.graph.ahead import first, may_load, oldest, runs_ahead
 from weft.graph.mfc import HostFunction
 from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus
 from weft.runtime.books import Books
@@ -115,10 +115,9 @@ class Master:
             if old is not None:
                 firings = [firing for firing in firings if old.issuperset(firing.ids)]
             elif self._runs_ahead:
-                first = before_training(self._graph, firings)
-                if not first and self._load_ahead():
+                if self._load_ahead():
                     continue
-                firings = first or firings
+                firings = first(self._graph, firings)
             for firing in firings:
                 if firing.node == self._experiment.steps_follow:
                     stepped, order = firing.ids, list(self._buffer.entries)
