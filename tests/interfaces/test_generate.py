@@ -224,3 +224,60 @@ def test_another_tokenizer_than_the_datas_is_refused(tmp_path: Path) -> None:
 def test_wrong_arguments_are_told_when_it_is_built(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Generate(**args)
+
+
+class Newer:
+    """New weights after so many tokens each; `change` makes them."""
+
+    def __init__(self, engine: OnlyGenerates, after: list[int], change: float = 0.0) -> None:
+        self.engine, self.after, self.change, self.asked, self.open = engine, after, change, 0, 0
+
+    def are_waiting(self) -> bool:
+        self.asked += 1
+        return self.asked in self.after
+
+    def take(self) -> None:
+        self.engine.version += 1
+        with torch.no_grad():
+            for parameter in self.engine.network.parameters():
+                parameter.mul_(1.0 + self.change)
+
+
+def interrupted(after: list[int], change: float, *, interrupt: bool = True, **more: Any) -> tuple[Any, Any, list[Any]]:
+    """(outputs, metrics, announced) of three completions a prompt with updates after so many steps."""
+    told: list[SequenceSample] = []
+    handle = model(announce=told.append)
+    updates = Newer(cast(Any, handle.engine), after, change)
+    generate = Generate(samples_per_prompt=3, max_new_tokens=20, stop=["q", "e"], **more)
+    result = generate.generate(replace(handle, updates=updates if interrupt else None), batch())
+    return result.outputs, result.metrics, told
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_completions_go_on_exactly_where_they_were(top_k: int) -> None:
+    more = {"top_k": top_k, "record_support": bool(top_k)}
+    whole, metrics, told = interrupted([], 0.0, **more)
+    parts, counted, again = interrupted([2, 3, 9], 0.0, **more)
+    assert (metrics["interruptions_max"], counted["interruptions_max"]) == (0.0, 3.0)
+    for key in set(whole.keys) - {"versions"}:
+        assert torch.equal(torch.as_tensor(parts.data[key]), torch.as_tensor(whole.data[key])), key
+    assert parts.lengths["completion"].tolist() == whole.lengths["completion"].tolist()
+    assert sorted(id for each in again for id in each.ids) == sorted(id for each in told for id in each.ids)
+    for versions in parts.sequences("versions"):
+        expected = [3, 3, 4] + [5] * 6 + [6] * 20
+        assert versions.tolist() == expected[: len(versions)], "the weights that made each token"
+
+
+def test_tokens_after_new_weights_are_theirs_and_those_before_are_not() -> None:
+    whole, _, _ = interrupted([], 0.0)
+    parts, _, _ = interrupted([4], 0.2)
+    apart = 0
+    for old, new in zip(whole.sequences("logprobs"), parts.sequences("logprobs"), strict=True):
+        assert torch.equal(torch.as_tensor(old[:4]), torch.as_tensor(new[:4]))
+        apart += len(old) > 4 and not torch.equal(torch.as_tensor(old[4:]), torch.as_tensor(new[4:]))
+    assert apart > 3
+
+
+def test_a_call_that_may_not_be_interrupted_is_not() -> None:
+    made, metrics, _ = interrupted([2, 3], 0.2, interrupt=False)
+    assert set(torch.as_tensor(made.data["versions"]).tolist()) == {3} and "interruptions_max" not in metrics

@@ -128,3 +128,22 @@ def test_evaluate_asks_the_engine_and_makes_no_step() -> None:
 def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"at least 1|sft"):
         Train(**{"loss": "sft", **wrong})
+
+
+class Ranks_(Engine_):
+    """The rank beside this one trains on two tokens that are 4 steps old, and on none of this rank's."""
+
+    def gather(self, own: Any) -> list[Any]:
+        return [own, (8.0, 2, 4.0)]
+
+
+def test_the_age_of_the_weights_that_sampled_is_told_over_trained_tokens() -> None:
+    batch = batch_of([[2], [3]], versions=[5, 6, 6, 7, 0], loss_mask=[1.0, 1.0, 1.0, 1.0, 0.0])
+    for engine, mean, most in ((Engine_(), 1.0, 2.0), (Ranks_(), 2.0, 4.0)):
+        engine.version = 7
+        metrics = train_step(Train("sft", num_minibatches=2), model_of(engine), batch).metrics
+        assert (metrics["staleness"], metrics["staleness_max"]) == (mean, most)
+    assert (
+        "staleness"
+        not in train_step(Train("sft"), model_of(Engine_()), batch.select(keys=["prompt", "completion"])).metrics
+    )

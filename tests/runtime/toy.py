@@ -249,6 +249,7 @@ class Toy:
     num_ids: int = 18
     drop: float = 0.0
     staleness: int = 0
+    interruptible: bool = False
     ema: float | None = 0.25
     cache: bool = False
     train_args: Any = None
@@ -259,7 +260,7 @@ class Toy:
         hooks = [Call("toy_hook", {"factor": 2.0}), Offload("weights")]
         nodes = [
             call("gen", "actor", "toy_generate", "generate", size, input_keys=["prompt"], output_keys=["completion"],
-                 max_staleness=self.staleness),
+                 max_staleness=self.staleness, interruptible=self.interruptible),
             call("rew", "reward", "toy_infer", "inference", size, input_keys=["completion"], output_keys=["scores"],
                  cache=self.cache, pre_hooks=[Offload("weights")], post_hooks=hooks),
             HostFunction("filter", "toy_filter", size, ["scores"], ["kept"], args={"drop": self.drop}),

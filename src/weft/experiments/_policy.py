@@ -40,6 +40,7 @@ class Policy:
         check(config)
         dataset = batches(config.dataset)
         _check_rewards(config)
+        _check_lag(options, name)
         if dataset.train_tokens_per_batch is not None:
             raise ConfigError(
                 f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} counts prompts, since completions "
@@ -102,7 +103,7 @@ class Policy:
     @property
     def corrected(self) -> tuple[str, ...]:
         """Keys that a policy loss reads where the sampler's log-probs are made up for."""
-        return ("old_logprobs", "sampler_weights") if _asks_for(self.options, "sampler_correction") else ()
+        return ("old_logprobs", "sampler_weights") if _asks_for(self.options, "correction") else ()
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -148,7 +149,7 @@ class Policy:
         trains = [node for node in nodes if isinstance(node, MFCDef) and node.trains]
         plan = Plan(
             roles=roles,
-            nodes=nodes,
+            nodes=[_lagging(node, self.options) for node in nodes],
             dataset=self.dataset,
             dataset_type=type_of(self.dataset, "prompt"),
             data_role="actor",
@@ -158,7 +159,7 @@ class Policy:
             syncs=self._syncs() if "ref" in roles else [],
             init_from=init_from,
             updates_per_firing={node.name: self.updates for node in trains},
-            notes=[*_step_notes(self, [node.role for node in trains]), *notes],
+            notes=[*_step_notes(self, [node.role for node in trains]), *_lag_notes(self.options), *notes],
         )
         return assemble(self.config, plan)
 
@@ -219,7 +220,7 @@ class Policy:
             input_keys=("prompt", "completion", "logprobs", "old_logprobs"), optional_keys=("loss_mask",),
             output_keys=("sampler_weights",),
             args={
-                "correction": options.sampler_correction, "high": options.sampler_correction_high,
+                "correction": options.correction, "high": options.sampler_correction_high,
                 "low": options.sampler_correction_low,
             },
         )  # fmt: skip
@@ -251,7 +252,7 @@ class Policy:
         }  # fmt: skip
         if samples:
             args["temperature"] = self.temperature
-        optional = ("loss_mask", *(("ref_logprobs",) if samples else ()))
+        optional = ("loss_mask", *(("ref_logprobs", *_age_keys(self.options)) if samples else ()))
         read = (*keys, *((*self.rescored, *self.corrected, *self.chosen) if samples else ()))
         return MFCDef(
             name=node, role=role, interface="train", method="train_step", batch_size=self.batch,
@@ -325,6 +326,35 @@ def _step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
 def _asks_for(options: SamplingOptions, name: str) -> bool:
     """Whether the method is a policy gradient whose option `name` is not none."""
     return isinstance(options, PolicyOptions) and getattr(options, name) != "none"
+
+
+def _age_keys(options: SamplingOptions) -> tuple[str, ...]:
+    """What tells how old the weights were that sampled, where they may be."""
+    return ("versions",) if isinstance(options, PolicyOptions) and options.max_staleness else ()
+
+
+def _lagging(node: Node, options: SamplingOptions) -> Node:
+    """A call that samples may do so with older weights; no other may."""
+    if not isinstance(options, PolicyOptions) or not isinstance(node, MFCDef) or node.method != "generate":
+        return node
+    return replace(node, max_staleness=options.max_staleness, interruptible=options.interrupt_generation)
+
+
+def _check_lag(options: SamplingOptions, name: str) -> None:
+    if isinstance(options, PolicyOptions) and options.interrupt_generation and not options.max_staleness:
+        raise ConfigError(
+            f"{name}.interrupt_generation=true: with max_staleness=0 no weights change while completions are sampled; "
+            f"set {name}.max_staleness=1 or more, or leave it out"
+        )
+
+
+def _lag_notes(options: SamplingOptions) -> list[str]:
+    if not isinstance(options, PolicyOptions) or not options.max_staleness:
+        return []
+    return [
+        f"sampling: up to {options.max_staleness} steps ahead of training, which makes up for older weights by "
+        f"{options.correction} with weights of at most {options.sampler_correction_high:g}"
+    ]
 
 
 def has_model(config: SamplingConfig) -> bool:

@@ -74,6 +74,18 @@ class PolicyOptions(SamplingOptions):
     sampler_correction_low: float | None = option(
         None, "weights below leave the token or sequence out (mask alone); null for no bound", at_least=0.0, at_most=1.0
     )
+    max_staleness: int = option(
+        0,
+        "train steps by which the weights that sample may be older than those that are trained: sampling then goes on while "
+        "the batches before it are trained, on devices that are not those of training, and the loss is the decoupled one "
+        "(sampler_correction, token_truncate where it is none); 0 samples every batch with the newest weights",
+        at_least=0,
+    )
+    interrupt_generation: bool = option(
+        False,
+        "with max_staleness above 0: new weights are taken up in the middle of completions, so that tokens of one completion "
+        "come of several versions; which ones depends on timing",
+    )
     covariance: str = option(
         "none",
         "keep entropy up by the few tokens whose log-prob and advantage vary together most: no loss on some (clip, Clip-Cov), "
@@ -84,6 +96,12 @@ class PolicyOptions(SamplingOptions):
     clip_cov_low: float = option(1.0, "smallest covariance that clip takes")
     clip_cov_high: float = option(5.0, "largest covariance that clip takes")
     kl_cov_coef: float = option(1.0, "weight of the penalty of kl", at_least=0.0)
+
+    @property
+    def correction(self) -> str:
+        """What makes up for a sampler that is not the trained network: older weights always need something."""
+        lags = self.max_staleness and self.sampler_correction == "none"
+        return "token_truncate" if lags else self.sampler_correction
 
     def clip_args(self) -> dict[str, Any]:
         """The arguments that the two policy losses share."""

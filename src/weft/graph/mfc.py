@@ -79,7 +79,8 @@ class MFCDef(OnEdges):
     `batch_size` 0 takes the loader's batches as they come (batches laid out by a token budget). `cache` keeps the outputs
     of a frozen role's inference on disk, so that an id is computed once a run (or once for all runs that share
     `dataset.cache_dir`). `layout` and `device_mesh` are as those of a role, for this call alone; where a call trains they are
-    the role's (`Experiment.mesh_of`).
+    the role's (`Experiment.mesh_of`). `max_staleness` is how many train steps its weights may be behind; an `interruptible`
+    call may be given newer ones in its middle.
     """
 
     name: str
@@ -95,6 +96,7 @@ class MFCDef(OnEdges):
     output_key_remap: Mapping[str, str] = field(default_factory=dict)
     max_tokens_per_microbatch: int | None = None
     max_staleness: int = 0
+    interruptible: bool = False
     pre_hooks: Sequence[Hook] = ()
     post_hooks: Sequence[Hook] = ()
     deadline_s: float | None = None

@@ -126,9 +126,12 @@ def ready(
     return [_firing(buffer, name, reach.ids) for name, reach in reaches.items() if reach.ids][:1]
 
 
-def wants_rows(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int]) -> bool:
-    """Whether another batch of the loader could help a node that reads rows alone to fire."""
-    return any(_reach(graph, buffer, versions, name).wants_rows for name in graph.order)
+def wants_rows(
+    graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], among: Collection[str] | None = None
+) -> bool:
+    """Whether another batch of the loader could help a node that reads rows alone to fire: any, or one of `among`."""
+    names = graph.order if among is None else among
+    return any(_reach(graph, buffer, versions, name).wants_rows for name in names)
 
 
 @dataclass(frozen=True)

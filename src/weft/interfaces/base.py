@@ -16,6 +16,16 @@ Unit = Literal["sequence", "group"]
 T = TypeVar("T")
 
 
+class Updates(Protocol):
+    """What is asked of a role's devices while one of its calls is under way: new weights above all. A call that can stop in the
+    middle asks between its steps; whatever it does not take happens after it."""
+
+    def are_waiting(self) -> bool: ...
+    def take(self) -> None:
+        """Have it done. The engine is used for it, so nothing of it may be open: no generator."""
+        ...
+
+
 @dataclass(frozen=True)
 class Model:
     """The handle of a role. `tokenizer` is the role's own; `data_tokenizer` is the one that made the batch's token ids
@@ -34,6 +44,7 @@ class Model:
     # returns them all the same. None where nobody can.
     announce: Callable[[SequenceSample], None] | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS  # of one forward pass; an interface hands it on to the engine
+    updates: Updates | None = None  # None where nothing can be taken in the middle of a call
 
     @property
     def version(self) -> int:

@@ -18,7 +18,7 @@ from weft import randomness
 from weft.algorithms.base import host_array
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.base import Request, TokenEvent
+from weft.engine.base import Generator, Partial, Request, TokenEvent
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.interfaces._own_form import same_tokens
@@ -32,7 +32,8 @@ class Generate:
     """`samples_per_prompt` completions of every prompt; the other arguments are those of `GenerationSpec` (`gen.*`).
 
     With a `share` below 1 only so many ids, chosen by chance, are sampled; the others keep the completions of their rows.
-    Draws depend on the run's seed, the firing's index, the id and the completion's index alone.
+    Where the call is interruptible, new weights are taken up between two tokens: completions go on where they were, and
+    `versions` says which token came of which. Draws depend on the run's seed, the firing's index, the id and the completion's index alone.
     """
 
     def __init__(
@@ -100,26 +101,42 @@ class Generate:
             for id, prompt in zip(batch.ids, batch.sequences("prompt"), strict=True)
             for k in range(self.samples_per_prompt)
         ]
-        rows: dict[tuple[str, int], list[TokenEvent]] = {(request.id, request.k): [] for request in requests}
-        missing = dict.fromkeys(batch.ids, self.samples_per_prompt)
-        started = time.perf_counter()
-        with model.engine.generating(spec) as generator:
-            generator.submit(requests)
-            while not generator.idle:
-                complete = []
-                for event in generator.step():
-                    rows[event.id, event.k].append(event)
-                    if event.finish is not None:
-                        missing[event.id] -= 1
-                        if not missing[event.id]:
-                            complete.append(event.id)
-                if complete and model.announce is not None:
-                    made = [rows[id, k] for id in complete for k in range(self.samples_per_prompt)]
-                    model.announce(self._outputs(complete, made))
+        progress = _Progress({(request.id, request.k): [] for request in requests}, dict.fromkeys(batch.ids, 0))
+        started, left, interruptions = time.perf_counter(), requests, 0
+        while left:
+            with model.engine.generating(spec) as generator:
+                generator.submit(left)
+                partials = self._run(model, generator, progress)
+            if partials:
+                assert model.updates is not None
+                model.updates.take()
+                interruptions += 1
+            parts = {(partial.id, partial.k): partial for partial in partials}
+            left = [replace(r, generated=parts[r.id, r.k]) for r in requests if (r.id, r.k) in parts]
         seconds = time.perf_counter() - started
-        completions = list(rows.values())
+        completions = list(progress.rows.values())
         cut = sum(row[-1].finish == "length" for row in completions)
-        return self._outputs(batch.ids, completions), Sampled([len(row) for row in completions], cut, seconds)
+        sampled = Sampled(
+            [len(row) for row in completions], cut, seconds, interruptions if model.updates is not None else None
+        )
+        return self._outputs(batch.ids, completions), sampled
+
+    def _run(self, model: Model, generator: Generator, progress: _Progress) -> list[Partial]:
+        """Sample until all completions have ended, or new weights wait: then what is left of them."""
+        while not generator.idle:
+            complete = []
+            for event in generator.step():
+                progress.rows[event.id, event.k].append(event)
+                if event.finish is not None:
+                    progress.ended[event.id] += 1
+                    if progress.ended[event.id] == self.samples_per_prompt:
+                        complete.append(event.id)
+            if complete and model.announce is not None:
+                made = [progress.rows[id, k] for id in complete for k in range(self.samples_per_prompt)]
+                model.announce(self._outputs(complete, made))
+            if model.updates is not None and not generator.idle and model.updates.are_waiting():
+                return generator.abort(progress.ended)
+        return []
 
     def _outputs(self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]) -> SequenceSample:
         """The completions, K by K in order of `ids`, as keys of a sample."""
@@ -160,21 +177,33 @@ def _marked(made: SequenceSample, sampled: float) -> SequenceSample:
 
 
 @dataclass(frozen=True)
+class _Progress:
+    """The tokens of each completion so far, and how many completions of each id have ended."""
+
+    rows: dict[tuple[str, int], list[TokenEvent]]
+    ended: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Sampled:
-    """What one rank sampled: tokens of each completion, how many were cut by length, and how long it took."""
+    """What one rank sampled: tokens of each completion, how many were cut by length, how long it took, and how often it was
+    interrupted, where it may be."""
 
     lengths: list[int]
     cut: int
     seconds: float
+    interruptions: int | None = None
 
 
 def _metrics(ranks: Sequence[Sampled]) -> dict[str, float]:
-    """`response_length` and `response_length_max` in tokens, `truncated_fraction` (cut by length), `tokens_per_second`; none
-    where nothing was sampled."""
+    """`response_length` and `response_length_max` in tokens, `truncated_fraction` (cut by length), `tokens_per_second`, and
+    `interruptions_max` of a rank where there may be any; none where nothing was sampled."""
     lengths = [length for rank in ranks for length in rank.lengths]
     if not lengths:
         return {}
+    interrupted = [rank.interruptions for rank in ranks if rank.interruptions is not None]
     return {
+        **({"interruptions_max": float(max(interrupted))} if interrupted else {}),
         "response_length": sum(lengths) / len(lengths),
         "response_length_max": float(max(lengths)),
         "truncated_fraction": sum(rank.cut for rank in ranks) / len(lengths),

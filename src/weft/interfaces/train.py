@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.algorithms.base import Loss
+import numpy as np
+import numpy.typing as npt
+
+from weft.algorithms.base import Loss, host_array
 from weft.data.sample import SequenceSample
 from weft.engine.base import StepStats
 from weft.errors import ConfigError
@@ -22,7 +25,9 @@ class Train:
     """`loss` is a registered loss, built with `loss_args`. A batch is cut into `num_minibatches`, or into minibatches of
     `mini_batch_size` completions, and gone through `epochs` times. `temperature` divides the logits, as in the sampler.
 
-    A role whose schedule has frozen steps sits out its first calls.
+    A role whose schedule has frozen steps sits out its first calls. Where a batch holds `versions` [L], those of the weights
+    that sampled its tokens, the metrics `staleness` (a mean over trained tokens) and `staleness_max` say by how many train
+    steps the trained weights are newer.
     """
 
     def __init__(
@@ -54,10 +59,11 @@ class Train:
         # The schedule counts whole batches, so a short one stands for as many steps; a warm-up that has ended stays ended.
         if model.version == 0 and model.step * self._asked(minibatches) < frozen:
             return MFCResult(metrics={"frozen": 1.0})
+        lag = staleness(model, minibatches)
         steps = model.engine.train(
             minibatches, self.loss, veto=self.loss.veto, temperature=self.temperature, max_tokens=model.max_tokens
         )
-        return MFCResult(metrics=merged(steps))
+        return MFCResult(metrics={**merged(steps), **lag})
 
     def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult:
         """The loss and its statistics on a batch, without a step."""
@@ -68,6 +74,29 @@ class Train:
         """Optimizer steps that a whole batch makes."""
         completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs if self._cut.size else 0
         return self._cut.asked(completions) * self._cut.epochs
+
+
+def staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, float]:
+    """By how many train steps the role's weights are newer than those that sampled the trained tokens: mean and largest."""
+    if not all("versions" in part.data for part in minibatches):
+        return {}
+    ages = [model.version - host_array(part.data["versions"])[_trained(part)] for part in minibatches]
+    own = np.concatenate(ages)
+    ranks = model.gather((float(own.sum()), len(own), float(own.max(initial=0))))
+    count = sum(number for _, number, _ in ranks)
+    if not count:
+        return {}
+    return {
+        "staleness": sum(total for total, _, _ in ranks) / count,
+        "staleness_max": max(most for _, _, most in ranks),
+    }
+
+
+def _trained(part: SequenceSample) -> npt.NDArray[np.bool_]:
+    """Which tokens are."""
+    if "loss_mask" not in part.data:
+        return np.ones(len(part.data["versions"]), bool)
+    return host_array(part.data["loss_mask"]) != 0
 
 
 def merged(steps: Sequence[StepStats]) -> dict[str, float]:

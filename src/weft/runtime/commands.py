@@ -20,7 +20,7 @@ from weft.interfaces.base import MFCResult
 from weft.realloc.execute import Reallocation
 from weft.realloc.plan import Transfer
 from weft.registry import import_user_code
-from weft.runtime.device_process import DeviceProcess, Report
+from weft.runtime.device_process import Command, DeviceProcess, Report
 from weft.runtime.events import Event
 from weft.runtime.group import SampleMeta
 from weft.runtime.roles import Place
@@ -89,7 +89,8 @@ class Call:
     def run(self, process: DeviceProcess, number: int) -> MFCResult:
         process.worker.store.put(self.described)
         early = _Announcements(process, number) if self.announces else None
-        return process.worker.call(self.mfc, self.step, self.minibatches, early, self.weights)
+        updates = _Meanwhile(process) if process.worker.may_pause(self.mfc) else None
+        return process.worker.call(self.mfc, self.step, self.minibatches, early, self.weights, updates)
 
 
 class _Announcements:
@@ -100,6 +101,27 @@ class _Announcements:
 
     def put(self, event: Event) -> None:
         self._process.report(Report(self._number, "announced", event))
+
+
+class _Meanwhile:
+    """What was asked for while a call runs, in the order of asking, up to the next call that generates: new weights above all.
+    Implements `Updates`."""
+
+    def __init__(self, process: DeviceProcess) -> None:
+        self._process = process
+
+    def are_waiting(self) -> bool:
+        while isinstance(self._process.head(), Discard):  # needs no engine
+            self._process.run_head()
+        return self._may_run(self._process.head())
+
+    def take(self) -> None:
+        while self._may_run(self._process.head()):
+            self._process.run_head()
+
+    def _may_run(self, command: Command | None) -> bool:
+        samples = isinstance(command, Call) and self._process.worker.calls[command.mfc].method == "generate"
+        return command is not None and not samples
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from weft.runtime.locations import DRIVER as ON_DRIVER
 from weft.runtime.locations import Locations
 from weft.runtime.merge import merged
 from weft.runtime.parameters import Parameters
+from weft.runtime.roles import Place
 from weft.runtime.saved import DRIVER, ENGINES, rank_folders, read_samples, write_samples
 from weft.runtime.split import OWNER, owners
 from weft.runtime.store import TensorStore
@@ -48,6 +49,7 @@ class DeviceGroup:
         self._mesh_of = {name: experiment.mesh_of(node) for name, node in self._calls.items()}
         self._all = range(len(devices.where))
         self._announcing: set[str] = set()
+        self._interruptible: dict[Task, Place] = {}  # calls under way that may be given new weights, and to what
         self._lock = threading.RLock()  # of what lies where; of the store by it
         self._store, self._locations = TensorStore(), Locations()
         self._closed, self._logs = False, logs
@@ -84,6 +86,7 @@ class DeviceGroup:
             return command, self._given(wanted[rank], shared)
 
         def done(ends: Mapping[int, Report]) -> None:
+            self._interruptible.pop(task, None)
             results = {rank: report.value for rank, report in ends.items()}
             for rank, result in results.items():
                 self._arrived(rank, wanted[rank])
@@ -102,9 +105,14 @@ class DeviceGroup:
             f"call {mfc!r} of role {node.role!r}", mesh.ranks, make, done, self._fails(task), self._starts(task),
             announced, frozenset({node.role}), seconds=None,
         )  # fmt: skip
+        if node.interruptible:
+            self._interruptible[task] = node.role, mesh
         self._dispatch.submit(job)
         if node.trains:
             self._parameters.changed(node.role, job)
+            for place in set(self._interruptible.values()):
+                if place[0] == node.role:
+                    self._parameters.refresh(place, self._fails(task))
 
     def _lacking(self, rank: int, ids: Sequence[str], keys: Iterable[str]) -> list[Want]:
         with self._lock:

@@ -96,6 +96,7 @@ class DeviceProcess:
         self.reallocations: dict[str, Reallocation] = {}
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()
+        self._head: Queued | None = None  # taken out of the queue and not yet run
         self._early: dict[int, Queued] = {}
         self._place = 0
         self._lock = threading.Lock()
@@ -153,16 +154,26 @@ class DeviceProcess:
             found.append(self._reports.get())
         return found
 
+    def head(self) -> Command | None:
+        """The command that is there to be run next. Asked by the one that runs, as is `run_head`."""
+        if self._head is None and not self._queue.empty():
+            self._head = self._queue.get()
+        return None if self._head is None else self._head.command
+
+    def run_head(self) -> None:
+        """Run it in the middle of the one that runs."""
+        queued, self._head = self._head or self._queue.get(), None
+        self.report(Report(queued.number, "started"))
+        try:
+            moved = self._take_in(queued.promises)
+            self.report(Report(queued.number, "finished", queued.command.run(self, queued.number), moved))
+        except BaseException as error:
+            traceback.print_exc()
+            self.report(Report(queued.number, "failed", portable(error, self.where(""))))
+
     def _work(self) -> None:
         while True:
-            queued = self._queue.get()
-            self.report(Report(queued.number, "started"))
-            try:
-                moved = self._take_in(queued.promises)
-                self.report(Report(queued.number, "finished", queued.command.run(self, queued.number), moved))
-            except BaseException as error:
-                traceback.print_exc()
-                self.report(Report(queued.number, "failed", portable(error, self.where(""))))
+            self.run_head()
 
     def _take_in(self, promises: Sequence[Any]) -> int:
         """Put what others send into the store; its bytes."""

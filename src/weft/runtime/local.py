@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,14 +26,26 @@ from weft.runtime.worker import Worker
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """`samples`: it generates, so it is not done in the middle of another call that does."""
+
+    do: Callable[[], None]
+    samples: bool = False
+
+
 class LocalGroup:
     """Calls run one after another in the order they were submitted, in a thread of their own: the Master can wait with a
-    deadline, keep its view alive and hear a signal. The thread is a daemon; a call that hangs cannot keep the process."""
+    deadline, keep its view alive and hear a signal. The thread is a daemon; a call that hangs cannot keep the process.
+
+    It is itself what a call may take up in its middle (`Updates`): work that was asked for meanwhile, but none that generates.
+    """
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:
         self.events: Events = queue.SimpleQueue()
         self._announcing: set[str] = set()  # calls whose early outputs somebody wants
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._next: deque[_Work | None] = deque()  # taken out of the queue and not yet done, by the thread
         self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
         self._thread.start()
         self._device, self._closed = device, False
@@ -40,10 +54,27 @@ class LocalGroup:
 
     def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
         minibatches = [batch for (batch,) in parts]  # one device is one rank
-        early = self.events if mfc in self._announcing else None
+        early, node = self.events if mfc in self._announcing else None, self._worker.calls[mfc]
+        updates = self if node.interruptible else None
         self._run(
-            lambda: events.run((mfc, step), lambda: self._worker.call(mfc, step, minibatches, early), self.events)
+            lambda: events.run(
+                (mfc, step), lambda: self._worker.call(mfc, step, minibatches, early, updates=updates), self.events
+            ),
+            samples=node.method == "generate",
         )
+
+    # -- what a call may take up in its middle, in the thread
+
+    def are_waiting(self) -> bool:
+        while not self._queue.empty():
+            self._next.append(self._queue.get())
+        return any(work is not None and not work.samples for work in self._next)
+
+    def take(self) -> None:
+        while self.are_waiting():
+            work = next(work for work in self._next if work is not None and not work.samples)
+            self._next.remove(work)
+            work.do()
 
     def sync(self, s: ParamSync, step: int) -> None:
         self._run(lambda: events.run((s.name, step), lambda: self._worker.roles.sync(s), self.events))
@@ -94,7 +125,7 @@ class LocalGroup:
     def peak_memory_gb(self) -> float:
         return peak_memory_gb(self._device)
 
-    def _run(self, task: Callable[[], T]) -> Future[T]:
+    def _run(self, task: Callable[[], T], *, samples: bool = False) -> Future[T]:
         assert not self._closed, "the worker group is closed"
         future: Future[T] = Future()
 
@@ -104,9 +135,9 @@ class LocalGroup:
             except BaseException as error:  # whoever waits for the future is told
                 future.set_exception(error)
 
-        self._queue.put(work)
+        self._queue.put(_Work(work, samples))
         return future
 
     def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
+        while (work := self._next.popleft() if self._next else self._queue.get()) is not None:
+            work.do()

@@ -17,14 +17,16 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import GraphError, RunError
 from weft.experiment import Experiment
 from weft.graph.agenda import Agenda
+from weft.graph.ahead import first, may_load, oldest, runs_ahead
 from weft.graph.mfc import HostFunction
 from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus
+from weft.runtime.books import Books
 from weft.runtime.group import WorkerGroup
 from weft.runtime.node_runner import NodeRunner
 from weft.runtime.outcome import Outcome
 from weft.runtime.prefetch import Prefetched
 from weft.runtime.state import read_state, write_state
-from weft.runtime.step_metrics import Measured, StepMetrics
+from weft.runtime.step_metrics import Measured
 from weft.runtime.store import TensorStore
 
 MASTER, WORKERS = "master.bin", "workers"
@@ -73,28 +75,37 @@ class Master:
         self._loader = Prefetched(loader, experiment.control.total_train_epochs)
         self.listener: Listener | None = None
         self._runner = NodeRunner(experiment, experiment.graph, group, tokenizers)
-        self._buffer, self._metrics, self._metas = Buffer(), StepMetrics(), TensorStore()
+        self._buffer, self._books, self._metas = Buffer(), Books(), TensorStore()
         self.position = Position()
         self._agenda = Agenda(self._graph, self.position.versions)
-        # of host functions that may drop ids: what they keep is not yet taken into account
-        self._open: list[Firing] = []
+        self._runs_ahead = runs_ahead(self._graph)
+        self._ahead: set[str] = set()  # ids of later steps, once a step is over
+        self._open: list[
+            Firing
+        ] = []  # of host functions that may drop ids: what they keep is not yet taken into account
         self._kept: dict[Firing, Sequence[str]] = {}  # what they kept, of those that are over
         self._gone: list[str] = []  # ids that nobody will need once all that was decided is done
 
     def step(self) -> StepResult | None:
         """Run until the node that steps follow has fired and all that its ids need is done; None where data are used up.
 
-        Raises `RunError` naming node, role and ids where a call fails or its deadline is over.
+        Calls of later steps that may use older weights may still be under way. Raises `RunError` naming node, role and ids
+        where a call fails or its deadline is over.
         """
         begun = time.perf_counter()
         if not self._until_stepped():
             return None
         self.position.step += 1
         self._turn_epoch()
-        now = self.position
+        now, measured = self.position, self._books.close(self._ahead)
         epoch = now.epochs_done + now.ids_done / max(1, self._loader.num_ids)
-        measured = self._metrics.close()
         return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
+
+    def settle(self) -> None:
+        """Wait until nothing is under way, so that others may use the group."""
+        while self._books.are_open():
+            self._go_on()
+        self._let_go()
 
     def _until_stepped(self) -> bool:
         old: set[str] | None = None  # once the step's node is to fire: the ids of this step and older ones
@@ -103,6 +114,10 @@ class Master:
             firings = ready(self._graph, self._buffer, self._buffer.finished, self._open)
             if old is not None:
                 firings = [firing for firing in firings if old.issuperset(firing.ids)]
+            elif self._runs_ahead:
+                if self._load_ahead():
+                    continue
+                firings = first(self._graph, firings)
             for firing in firings:
                 if firing.node == self._experiment.steps_follow:
                     stepped, order = firing.ids, list(self._buffer.entries)
@@ -112,6 +127,7 @@ class Master:
             elif self._open:
                 self._close_first()
             elif old is not None:
+                self._ahead = set(self._buffer.entries) - old if self._runs_ahead else set()
                 self._finish(stepped)
                 return True
             elif not self._load():
@@ -127,7 +143,7 @@ class Master:
             self._count_rounds(firing.node)
             self._buffer.start(firing)
             self._agenda.add(firing, self._buffer)
-            self._metrics.expect(firing.node)
+            self._books.decide(firing)
         for firing in firings:
             if self._may_drop(firing):
                 self._open.append(firing)
@@ -138,7 +154,7 @@ class Master:
 
     def _close_first(self) -> None:
         """Wait for the host function that was decided on first, and take into account what it kept."""
-        firing = self._open[0]
+        firing = oldest(self._buffer, self._open) if self._runs_ahead else self._open[0]
         while firing not in self._kept:
             self._go_on()
         self._open.remove(firing)
@@ -164,7 +180,7 @@ class Master:
             filter = self._graph.refills(edge) if edge.producer == node else None
             if filter is not None:
                 rounds = float(self._buffer.rounds(edge.consumer, node))
-                self._metrics.add(filter.name, Measured({f"rounds/{edge.consumer}": rounds}, 1, 0.0))
+                self._books.note(filter.name, Measured({f"rounds/{edge.consumer}": rounds}, 1, 0.0))
 
     def _drop_surplus(self, node: str) -> None:
         """Let go of what a refill brought beyond what the training node took."""
@@ -191,21 +207,26 @@ class Master:
         self.position.versions[firing.node] = self.position.versions.get(firing.node, 0) + 1
         if outcome.outputs is not None:
             self._metas.put(outcome.outputs)
-        self._metrics.add(firing.node, Measured(outcome.metrics, len(firing.ids), outcome.seconds))
+        self._books.end(firing, Measured(outcome.metrics, len(firing.ids), outcome.seconds))
         if self._may_drop(firing):
             self._kept[firing] = outcome.kept
         if self.listener is not None:
             self.listener.fired(outcome, self.position.step + 1)
 
     def _finish(self, stepped: Sequence[str] = ()) -> None:
-        """Run everything that was decided; then drop ids that nobody needs."""
-        while self._agenda or not self._runner.idle:
+        """Run everything that was decided, but for what is of later steps; then drop ids that nobody needs."""
+        while self._books.are_open(self._ahead):
             self._go_on()
         if stepped and self.listener is not None:
             self.listener.stepped(stepped, self.position.step + 1)
-        self._group.discard(self._gone)
-        self._metas.discard(self._gone)
-        self._gone = []
+        self._let_go()
+
+    def _let_go(self) -> None:
+        read = self._books.open_ids()  # by calls of later steps, of ids that a filter has dropped meanwhile
+        gone = [id for id in self._gone if id not in read]
+        self._group.discard(gone)
+        self._metas.discard(gone)
+        self._gone = [id for id in self._gone if id in read]
 
     # -- rows
 
@@ -213,17 +234,30 @@ class Master:
         """Take in the loader's next batch; False at the end of the last epoch."""
         if self._buffer.closed:
             if self._buffer.entries:
-                raise self._stuck()
+                raise _stuck(self._buffer)
+            self._ahead = set()
             self._finish()  # the next epoch has the same ids
             self._turn_epoch()
         if self.position.epochs_done >= self._experiment.control.total_train_epochs:
             return False
+        self._take_in_rows()
+        return True
+
+    def _load_ahead(self) -> bool:
+        """Take in the loader's next batch where a call may run ahead on it."""
+        most, follow = self._experiment.control.max_steps, self._experiment.steps_follow
+        left = None if most is None else most - self.position.step
+        may = may_load(self._graph, self._buffer, self._buffer.finished, follow, left)
+        if may:
+            self._take_in_rows()
+        return may
+
+    def _take_in_rows(self) -> None:
         batch = self._loader.next_batch()
         self._check_keys(batch)
         self._metas.put(self._group.put(batch))
         self._buffer.add(batch.ids, batch.keys)
         self._buffer.closed = self._loader.epoch_done
-        return True
 
     def _turn_epoch(self) -> None:
         """Where all ids of the epoch have gone through: the next one begins."""
@@ -240,18 +274,16 @@ class Master:
                     f"{', '.join(batch.keys)}; choose another dataset.type or another graph"
                 )
 
-    def _stuck(self) -> RunError:
-        rows = list(self._buffer.entries.values())[:4]
-        shown = "; ".join(f"{row.id}: through {', '.join(sorted(row.done)) or 'nothing'}" for row in rows)
-        return RunError(f"no node can run on the {len(self._buffer.entries)} ids that are left of this epoch ({shown})")
-
     # -- recovery points: between steps, with nothing in flight
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """Write everything that a restart needs into the empty `directory`; `extra` comes back from `load`."""
+        """Write everything that a restart needs, what was sampled ahead too, into the empty `directory`; `extra` comes back
+        from `load`."""
+        self.settle()
         state = {
             "position": vars(self.position),
             "buffer": self._buffer.state_dict(),
+            "books": self._books.state_dict(),
             "loader": self._loader.state_dict(),
             "functions": self._runner.functions.state_dict(),
             NUMERICS: dict(self._group.numerics()),
@@ -272,8 +304,15 @@ class Master:
         self.position = Position(**state["position"])
         self._agenda = Agenda(self._graph, self.position.versions)
         self._buffer.load_state_dict(state["buffer"])
+        self._books.load_state_dict(state["books"])
         self._loader.load_state_dict(state["loader"])
         self._runner.functions.load_state_dict(state["functions"])
         for path in sorted((directory / "descriptions").iterdir(), key=lambda p: int(p.stem)):
             self._metas.put(SequenceSample.from_bytes(path.read_bytes()))
         return {**state["extra"], NUMERICS: state[NUMERICS]}
+
+
+def _stuck(buffer: Buffer) -> RunError:
+    rows = list(buffer.entries.values())[:4]
+    shown = "; ".join(f"{row.id}: through {', '.join(sorted(row.done)) or 'nothing'}" for row in rows)
+    return RunError(f"no node can run on the {len(buffer.entries)} ids that are left of this epoch ({shown})")

@@ -233,6 +233,7 @@ class Session:
         if self._parts.evaluator is None or self._evaluated_step == self.step:
             return {}
         self._evaluated_step = self.step
+        self._master.settle()
         with self._span("evaluate"):
             return self._parts.evaluator.run(self.step)
 

@@ -17,13 +17,9 @@ class Measured:
 
 @dataclass
 class StepMetrics:
-    """Collects firings until the step is over. Most nodes fire once a step; behind a filter some fire more often."""
+    """The firings of a step, in the order of the line. Most nodes fire once a step; behind a filter some fire more often."""
 
     firings: dict[str, list[Measured]] = field(default_factory=dict)
-
-    def expect(self, node: str) -> None:
-        """A firing of `node` has been decided on: its metrics have their place in the line, whenever it ends."""
-        self.firings.setdefault(node, [])
 
     def add(self, node: str, measured: Measured) -> None:
         self.firings.setdefault(node, []).append(measured)

@@ -13,7 +13,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import Hook, MFCDef, Offload
-from weft.interfaces.base import MFCResult, Model
+from weft.interfaces.base import MFCResult, Model, Updates
 from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, fingerprint
@@ -60,9 +60,11 @@ class Worker:
         minibatches: Sequence[SampleMeta],
         early: Outbox | None = None,
         weights: int | None = None,
+        updates: Updates | None = None,
     ) -> MFCResult:
         """Run the call `name` on these minibatches. The result's outputs are descriptions; `early` is told of those that are
-        made before the end. `weights` are those that a copy of the role has to have.
+        made before the end. `weights` are those that a copy of the role has to have, `updates` what the call may take up in
+        its middle.
 
         An error of the run is told with node, role and ids; any other gets them as a note.
         """
@@ -74,7 +76,8 @@ class Worker:
         started, clock = time.time(), time.perf_counter()
         try:
             model = self.model(node.role, step, self._meshes[name], weights)
-            made, metrics = self._call(node, name, model, minibatches, early)
+            model = replace(model, announce=self._announce(node, name, early), updates=updates)
+            made, metrics = self._call(node, name, model, minibatches)
         except RunError as error:
             raise RunError(f"{where}: {error}") from error
         except Exception as error:
@@ -84,12 +87,12 @@ class Worker:
         return MFCResult(self.store.put(made) if made else None, {**metrics, **times})
 
     def _call(
-        self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta], early: Outbox | None
+        self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta]
     ) -> tuple[SequenceSample | None, Mapping[str, float]]:
         ids = owners(minibatches)
         batch = read_inputs(self.store, node, ids) if ids else no_values(minibatches[0])
         limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
-        model = replace(model, announce=self._announce(node, name, early), max_tokens=limit)
+        model = replace(model, max_tokens=limit)
         self._hooks(node.pre_hooks, model, self._meshes[name], before=True)
         if node.cache:
             result = self._cached(node, name, model, batch)
@@ -124,6 +127,13 @@ class Worker:
             seed=control.seed,
             schedule=self._specs[role].schedule,
         )
+
+    def may_pause(self, name: str) -> bool:
+        """Whether this device may do other things in the middle of the call `name`: it is one that can be interrupted, and the
+        devices of its layout do not compute together, so that each can stop where it is."""
+        layout = self._meshes[name].layout
+        alone = layout.fsdp == layout.tensor == layout.pipeline == layout.context == 1
+        return self.calls[name].interruptible and alone
 
     def save(self, role: str, directory: Path) -> None:
         """A Hugging Face directory: by the interface that trains the role where it implements `save`, else by the engine."""
