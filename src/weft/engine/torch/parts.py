@@ -42,7 +42,7 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
     shards = None
     if mesh.layout.fsdp > 1 and source.spec.optimizer.offload and device.type != "cpu":
         raise ConfigError(
-            f"layout={mesh.layout}: optimizer.offload keeps whole masters in host memory, and f={mesh.layout.fsdp} shards them; "
+            f"layout={mesh.layout}: optimizer.offload keeps whole masters in host memory, f={mesh.layout.fsdp} shards them; "
             "write f1, or optimizer.offload=false"
         )
     if mesh.layout.fsdp > 1:
