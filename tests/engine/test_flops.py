@@ -16,6 +16,11 @@ def test_cost_of_training_by_hand() -> None:
     assert Cost(10, 2, late=4).training(lengths, rows=1, across=5) == 3 * (2 * (10 * 4 - 4 * 3) + 4 * 2 * (6 + 1 + 5))
 
 
+def test_ranks_that_share_tokens_share_the_cost() -> None:
+    cost, lengths = Cost(products=40, attention=8, late=12), np.array([3, 5])
+    assert cost.shared(4).training(lengths, rows=2.0) == cost.training(lengths, rows=2.0) / 4
+
+
 def test_a_step_is_never_faster_than_the_best_rate() -> None:
     rate = ProductRate(lambda: 100.0)
     assert rate.share(50.0, 1.0) == 0.5
