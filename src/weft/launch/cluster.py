@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, RunError
 from weft.experiment import Control, Experiment
 
 if TYPE_CHECKING:
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
 # What processes on other machines get of this one's environment; nothing of it is ever printed.
 PASSED = ("WANDB_API_KEY", "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")
 PASSED_PREFIXES = ("WEFT_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
+
+
+RETURN_SECONDS, RETURN_POLL_SECONDS = 300.0, 5.0  # that a cluster has to give devices again in place of lost ones
+
+
+def start_devices_anew(experiment: Experiment, mode: str) -> RayDevices:
+    """As `start_devices`, in place of devices that were lost: a cluster may take its time to have enough of them again. Raises
+    `RunError` where it does not."""
+    end = time.monotonic() + RETURN_SECONDS
+    while True:
+        try:
+            return start_devices(experiment, mode)
+        except ConfigError as error:
+            if mode == "local" or time.monotonic() > end:
+                raise RunError(f"no devices in place of those: {error}") from error
+        time.sleep(RETURN_POLL_SECONDS)
 
 
 def start_devices(experiment: Experiment, mode: str) -> RayDevices:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from weft.errors import ConfigError, Interrupted, RunError, WeftError
+from weft.errors import ConfigError, DevicesLost, Interrupted, RunError, WeftError
 from weft.experiment import Control, Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
@@ -83,12 +83,13 @@ class Session:
 
     # -- begin and end
 
-    def open(self, *, goes_on: bool) -> None:
+    def open(self, *, goes_on: bool, instead_of: Session | None = None) -> None:
         """Begin to write: nothing in the directory is touched before. `goes_on`: the directory holds this run already.
+        `instead_of`: this process's session of the run that has lost its devices.
 
         Raises `UserError` where the recovery point that is asked for is not there, or a logger cannot start.
         """
-        point = self._find_point() if goes_on else None
+        point = self._find_point(own=instead_of is not None) if goes_on else None
         if point is None and self._control.resume_from is not None:
             point = named_point(Path(self._control.resume_from))
         if point is not None:
@@ -109,6 +110,9 @@ class Session:
         self._directory.write_config(config)
         self._directory.set_status("running", self.step)
         disk.write_text(self._directory.path / "graph.svg", to_svg(self._parts.experiment.graph))
+        if instead_of is not None:
+            self._notes = self._notes[len(self.plan) :]  # it has shown them
+            instead_of.retire()
         names = self._control.experiment_name, self._control.trial_name
         self._observe(RunInfo(self._directory.path, *names, config, self.step))
         self._tell(f"going on after step {self.step}" if point else f"writing to {self._directory.path}")
@@ -131,12 +135,27 @@ class Session:
         """The lines of metrics.jsonl."""
         return list(read_rows(self._directory.path / METRICS))
 
-    def _find_point(self) -> RecoveryPoint | None:
-        """The recovery point of this directory to go on from; what a killed process left half-written is removed first."""
+    def let_go(self, why: str) -> None:
+        """Of the devices, without waiting for them; the view stays until another session takes its place."""
+        self._tell(why)
+        self._group.close(0.0)
+
+    def retire(self) -> None:
+        """End the view of a session that another one takes the place of."""
+        assert self._observer is not None, "the session is open"
+        self._observer.close("interrupted")
+
+    def _find_point(self, *, own: bool) -> RecoveryPoint | None:
+        """The recovery point of this directory to go on from; what a killed process left half-written is removed first. `own`:
+        one that this process wrote, whatever the run began from."""
         self._points.mend()
         self._checkpoints.mend()
         named = self._control.resume_from
-        if named is not None and self._directory.path.resolve() in Path(named).expanduser().resolve().parents:
+        if (
+            not own
+            and named is not None
+            and self._directory.path.resolve() in Path(named).expanduser().resolve().parents
+        ):
             return None  # one of its own, asked for by name
         return self._points.newest(self._notes.append)
 
@@ -175,10 +194,15 @@ class Session:
         """To the end. Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` where the run cannot go on."""
         with self._hearing_signals():
             while not self._over():
-                result = self._master.step()
-                if result is None:
-                    break
-                self._between(result)
+                try:
+                    result = self._master.step()
+                    if result is None:
+                        break
+                    self._between(result)
+                except DevicesLost as lost:
+                    if self._signal is None:
+                        raise
+                    raise self._interrupted(self._signal, lost) from lost
             if self.step == 0:
                 raise RunError(
                     "no step was made: filters dropped every id before the node that steps follow had a batch"
@@ -284,10 +308,14 @@ class Session:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _interrupted(self, number: int) -> Interrupted:
+    def _interrupted(self, number: int, lost: DevicesLost | None = None) -> Interrupted:
         how = f"stopped by {signal.Signals(number).name} after step {self.step}"
-        if self._point_step == self.step:
+        if lost is not None:
+            how += f", in the next one {lost}"
+        if self._point_step and (self._point_step == self.step or lost is not None):
             return Interrupted(f"{how}; give the same command again to go on", number)
+        if self._control.recover_mode != "disabled":
+            return Interrupted(f"{how}; there is no recovery point yet, and the same command begins anew", number)
         return Interrupted(f"{how}; recover_mode=disabled wrote no recovery point to go on from", number)
 
 
