@@ -44,6 +44,7 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
             f"the run takes {experiment.num_devices} devices, and more than one, or mode=ray, needs the package ray; "
             "install it with: pip install 'weft[ray]'"
         )
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # its processes' messages stay in their logs
     from weft.runtime.ray import Cluster
 
     count, kind, control = experiment.num_devices, device_kind(experiment), experiment.control

@@ -143,10 +143,13 @@ class Dispatch:
     def _send(self, job: Job) -> None:
         self._jobs[job.number] = job
         job.expires = None if job.seconds is None else time.monotonic() + job.seconds
-        for rank in job.ranks:
-            command, given = job.make(rank)
-            self._devices.send(rank, self._places[rank], job.number, command, given)
-            self._places[rank] += 1
+        try:
+            for rank in job.ranks:
+                command, given = job.make(rank)
+                self._devices.send(rank, self._places[rank], job.number, command, given)
+                self._places[rank] += 1
+        except DevicesLost as error:
+            self._break(DevicesLost(f"{error}, in {job.name}"))
 
     # -- hearing
 
@@ -161,6 +164,9 @@ class Dispatch:
                             self._take(rank, report)
                 self._settle()
                 self._expire()
+            except DevicesLost as error:
+                self._break(DevicesLost(f"{error}{self._at(range(len(self._places)))}"))
+                return
             except BaseException as error:  # nobody else would hear of it, and everybody would wait
                 if not self._closed:
                     self._break(RunError(f"hearing the devices failed ({type(error).__name__}: {error})"))
@@ -208,9 +214,13 @@ class Dispatch:
         self._issue()
 
     def _death(self, rank: int, lost: Lost) -> RunError:
+        return DevicesLost(f"{self._devices.where[rank]} died{self._at([rank])}: {lost.reason}")
+
+    def _at(self, ranks: Sequence[int]) -> str:
+        """What these ranks were at, in the words of an error: what they have not said to be over."""
         with self._lock:
-            at = next((f" in {job.name}" for job in self._jobs.values() if rank in job.waits_for), "")
-        return DevicesLost(f"{self._devices.where[rank]} died{at}: {lost.reason}")
+            names = [job.name for job in self._jobs.values() if not set(ranks).isdisjoint(job.waits_for)]
+        return f" in {' or '.join(names[:3])}" if names else ""
 
     def _who(self, ranks: Sequence[int]) -> str:
         return ", ".join(str(self._devices.where[rank]) for rank in ranks)

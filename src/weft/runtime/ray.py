@@ -25,6 +25,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weft.errors import ConfigError, DevicesLost, RunError
+from weft.runtime.processes import Process, descendants, kill
 from weft.runtime.scratch import Scratch, remove_leftovers
 from weft.runtime.watch import Watch
 
@@ -38,6 +39,7 @@ PLACE_SECONDS = 600.0  # for a cluster to have the devices free
 POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
 SILENT_SECONDS = 300.0  # one that does not even say that counts as dead
 EXPORT_SECONDS = 600.0
+HERE = "Ray's raylet on this machine"
 # Ray's own processes count as gone when nobody listens for so long; after 60 s Ray would end this process.
 OWN_GONE_SECONDS, GONE_SECONDS = 2.0, 20.0
 # A device's threads: commands come in one by one; others fetch tensors, and the driver hears reports, whatever it computes.
@@ -156,9 +158,7 @@ class RayDevices:
         from weft.runtime.dispatch import Lost
 
         if self._cluster.gone is not None:
-            time.sleep(POLL_SECONDS)
-            ranks, self._polls = [rank for rank, _ in self._polls.values()], {}
-            return [(rank, Lost(self._cluster.gone)) for rank in ranks]
+            raise DevicesLost(self._cluster.gone)
         if not self._polls:
             time.sleep(POLL_SECONDS)
             return []
@@ -178,12 +178,14 @@ class RayDevices:
         return found
 
     def share(self, raw: bytes) -> Any:
+        self._cluster.check_here()
         return ray.put(raw)
 
     def export(self, wants: Sequence[Want]) -> list[bytes]:
         asked = [self._actors[want.rank].export.remote(want.ids, want.keys) for want in wants]
         if self._cluster.wait(asked, EXPORT_SECONDS):
             raise _late(EXPORT_SECONDS)
+        self._cluster.check_here()
         return _take(asked, EXPORT_SECONDS)
 
     def peak_memory_gb(self) -> float:
@@ -191,15 +193,11 @@ class RayDevices:
         return max(_ask(self._cluster, asked, "its peak memory", EXPORT_SECONDS))
 
     def close(self, deadline_s: float) -> None:
-        if self._cluster.gone is None:
+        if self._cluster.answers():
             with suppress(RayError):
                 for actor in self._actors:
                     ray.kill(actor)
                 remove_placement_group(self._group)
-        elif self._cluster.own:  # nobody is left to ask
-            for where in self.where:
-                with suppress(ProcessLookupError):
-                    os.kill(where.pid, signal.SIGKILL)
         self._cluster.close()
 
     def _poll(self, rank: int) -> None:
@@ -209,28 +207,40 @@ class RayDevices:
 class Cluster:
     """A Ray that this process is joined to. `scratch` is the folder of one that it started itself."""
 
-    def __init__(self, scratch: Scratch | None = None) -> None:
-        self._scratch, self.own = scratch, scratch is not None
+    def __init__(self, scratch: Scratch | None = None, before: frozenset[Process] = frozenset()) -> None:
+        self._scratch, self._before = scratch, before
+        self._processes: set[Process] = set()
         context = ray.get_runtime_context()
         here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         host, _, port = context.gcs_address.rpartition(":")
         places = {
             "Ray's head": (host, int(port)),
-            "Ray's process on this machine": (here["NodeManagerAddress"], here["NodeManagerPort"]),
+            HERE: (here["NodeManagerAddress"], here["NodeManagerPort"]),
         }
-        self._watch = Watch(places, OWN_GONE_SECONDS if self.own else GONE_SECONDS)
+        self._watch = Watch(places, OWN_GONE_SECONDS if scratch is not None else GONE_SECONDS)
 
     @property
     def gone(self) -> str | None:
         """What of Ray itself is gone."""
         return self._watch.gone
 
+    def answers(self) -> bool:
+        """Whether Ray is there, at this moment: who asks one that is not waits for a minute, and is ended by it then."""
+        self._watch.check()
+        return self.gone is None
+
+    def check_here(self) -> None:
+        """Raises `DevicesLost` where the raylet of this machine is gone: Ray ends a process that uses its store then."""
+        self._watch.check(HERE)
+        if self.gone is not None:
+            raise DevicesLost(self.gone)
+
     @classmethod
     def start(cls, cpus: int, gpus: int) -> Cluster:
         """A Ray of this process alone, on this machine, which ends with it. Called from the main thread: the end of a thread
         would be the end of what it started."""
         remove_leftovers()
-        scratch = Scratch()
+        scratch, before = Scratch(), frozenset(descendants())
         # Its token is in this environment alone, which the processes that it starts inherit.
         _set_unless_set(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_TOKEN=secrets.token_hex(32))
         with _quiet():
@@ -238,7 +248,7 @@ class Cluster:
                 address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1",
                 _temp_dir=str(scratch.path), log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
             )  # fmt: skip
-        return cls(scratch)
+        return cls(scratch, before)
 
     @classmethod
     def join(cls, address: str) -> Cluster:
@@ -302,6 +312,7 @@ class Cluster:
         (port,) = _ask(self, [actors[0].open_store.remote(address, count)], "its process", START_SECONDS)
         asked = [actor.join.remote(actors, address, port, device) for actor in actors]
         _ask(self, asked, "the other ranks", START_SECONDS)
+        self._processes = descendants() - self._before
         return RayDevices(actors, where, self, group)
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
@@ -319,6 +330,7 @@ class Cluster:
         with _quiet():
             ray.shutdown()
         if self._scratch is not None:
+            kill(self._processes)  # helpers outlive a Ray that has lost a part
             self._scratch.remove()
 
 
@@ -350,7 +362,7 @@ def _check_answers(address: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _set_unless_set(**values: str) -> None:

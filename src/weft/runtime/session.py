@@ -35,6 +35,7 @@ RECOVERY_SECONDS = (
 )
 REPORT_SECONDS = 60.0  # the report is built anew at a checkpoint, at most this often, and at the end
 CLOSE_SECONDS = 10.0
+LAST_BITS = "its numbers may differ in their last bits from those of a run that was never stopped"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -166,13 +167,9 @@ class Session:
             every.load_state_dict(state["due"][name])
         self._saved_step, self._evaluated_step = state["saved_step"], state["evaluated_step"]
         self._point_step = self.step
-        then, now = state[NUMERICS], self._group.numerics()
-        apart = [f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value]
+        apart = differences(state[NUMERICS], self._group.numerics())
         if apart:
-            self._notes.append(
-                f"warning: {'; '.join(apart)}: the run goes on, but its numbers may differ in their last bits from those of "
-                "a run that was never stopped"
-            )
+            self._notes.append(f"warning: {apart}: the run goes on, but {LAST_BITS}")
 
     def _observe(self, info: RunInfo) -> None:
         parts, control = self._parts, self._control
@@ -311,12 +308,15 @@ class Session:
     def _interrupted(self, number: int, lost: DevicesLost | None = None) -> Interrupted:
         how = f"stopped by {signal.Signals(number).name} after step {self.step}"
         if lost is not None:
-            how += f", in the next one {lost}"
-        if self._point_step and (self._point_step == self.step or lost is not None):
-            return Interrupted(f"{how}; give the same command again to go on", number)
-        if self._control.recover_mode != "disabled":
-            return Interrupted(f"{how}; there is no recovery point yet, and the same command begins anew", number)
-        return Interrupted(f"{how}; recover_mode=disabled wrote no recovery point to go on from", number)
+            how += f"; in the next one {lost}"
+        return Interrupted(f"{how}; {self._way_on(lost=lost is not None)}", number)
+
+    def _way_on(self, *, lost: bool) -> str:
+        if self._control.recover_mode == "disabled":
+            return "recover_mode=disabled wrote no recovery point to go on from"
+        if self._point_step == self.step or (lost and self._point_step):
+            return "give the same command again to go on"
+        return "there is no recovery point yet, and the same command begins anew"
 
 
 def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
@@ -332,3 +332,10 @@ def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
             control.recover_freq_steps, secs=RECOVERY_SECONDS
         ),  # of recovery points; the name that they have it by
     }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What the run was computed with and is no more."""
+    return "; ".join(
+        f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value
+    )

@@ -20,6 +20,12 @@ class Watch:
         self._over = threading.Event()
         threading.Thread(target=self._look, name="weft-watch", daemon=True).start()
 
+    def check(self, *names: str) -> None:
+        """Look at some of them now, or at all."""
+        for name in names or self._places:
+            if self.gone is None and not _listens(self._places[name]):
+                self.gone = self._told(name)
+
     def close(self) -> None:
         self._over.set()
 
@@ -30,7 +36,11 @@ class Watch:
                 if _listens(place):
                     heard[name] = time.monotonic()
                 elif time.monotonic() - heard[name] > self._seconds:
-                    self.gone = f"{name} ({place[0]}:{place[1]}) is gone"
+                    self.gone = self._told(name)
+
+    def _told(self, name: str) -> str:
+        host, port = self._places[name]
+        return f"{name} ({host}:{port}) is gone"
 
 
 def _listens(place: tuple[str, int]) -> bool:
