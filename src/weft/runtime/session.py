@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from weft.errors import ConfigError, DevicesLost, Interrupted, RunError, WeftError
@@ -29,6 +26,7 @@ from weft.runtime.master import NUMERICS, Master, StepResult
 from weft.runtime.recovery import RecoveryPoint, RecoveryPoints, named_point
 from weft.runtime.samples import Samples
 from weft.runtime.schedule import Every, Horizon
+from weft.runtime.signals import Signals
 
 RECOVERY_SECONDS = (
     600.0  # a step that ends this long after the last recovery point makes one, wherever checkpoints are rarer
@@ -36,7 +34,6 @@ RECOVERY_SECONDS = (
 REPORT_SECONDS = 60.0  # the report is built anew at a checkpoint, at most this often, and at the end
 CLOSE_SECONDS = 10.0
 LAST_BITS = "its numbers may differ in their last bits from those of a run that was never stopped"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Session:
         self._report_due = Every(secs=REPORT_SECONDS)
         self._due = frequencies(self._control, evaluates=parts.evaluator is not None)
         self._saved_step = self._point_step = self._evaluated_step = 0
-        self._signal: int | None = None
+        self._signals = Signals()
         self._notes = list(parts.plan)  # until there is an observer to tell
         self._recorder: FiringRecorder | None = None
         self._observer: Observer | None = None
@@ -189,7 +186,7 @@ class Session:
 
     def run(self) -> None:
         """To the end. Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` where the run cannot go on."""
-        with self._hearing_signals():
+        with self._signals.heard(lambda: self.step + 1):
             while not self._over():
                 try:
                     result = self._master.step()
@@ -197,9 +194,9 @@ class Session:
                         break
                     self._between(result)
                 except DevicesLost as lost:
-                    if self._signal is None:
+                    if self._signals.number is None:
                         raise
-                    raise self._interrupted(self._signal, lost) from lost
+                    raise self._interrupted(self._signals.number, lost) from lost
             if self.step == 0:
                 raise RunError(
                     "no step was made: filters dropped every id before the node that steps follow had a batch"
@@ -235,15 +232,15 @@ class Session:
         self._write_line(line)
         if due["save"] or due["milestone"] or over:
             self._save(milestone=due["milestone"])
-        saved, asked = self._saved_step == self.step, self._signal is not None
+        saved, asked = self._saved_step == self.step, self._signals.number is not None
         if self._control.recover_mode != "disabled" and (saved or asked or due["cut"]):
             self._write_point()
         if saved:
             self._checkpoints.prune()
             if self._report_due.due(result.step, result.epochs_done):
                 build_report(self._directory.path)
-        if self._signal is not None and not over:
-            raise self._interrupted(self._signal)
+        if self._signals.number is not None and not over:
+            raise self._interrupted(self._signals.number)
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         assert self._observer is not None and self._recorder is not None, "the session is open"
@@ -281,29 +278,6 @@ class Session:
     def _tell(self, note: str) -> None:
         assert self._observer is not None, "the session is open"
         self._observer.note(note)
-
-    # -- signals
-
-    @contextmanager
-    def _hearing_signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM lets the step end and the recovery point be written; a second one ends at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def hear(number: int, frame: FrameType | None) -> None:
-            if self._signal is not None:
-                raise KeyboardInterrupt
-            self._signal = number
-            with suppress(OSError):  # a write that may come in the middle of another one
-                os.write(2, f"\nfinishing step {self.step + 1}, then stopping; once more stops at once\n".encode())
-
-        before = {number: signal.signal(number, hear) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _interrupted(self, number: int, lost: DevicesLost | None = None) -> Interrupted:
         how = f"stopped by {signal.Signals(number).name} after step {self.step}"
