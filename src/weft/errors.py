@@ -50,6 +50,10 @@ class RunError(WeftError, RuntimeError):
     """A run that cannot go on: a non-finite loss, a full disk, an expired deadline. Exit code 1."""
 
 
+class DevicesLost(RunError):
+    """Devices of a run are gone, or do not answer; others can go on from the run's last recovery point."""
+
+
 class Interrupted(RunError):
     """A run that was asked to stop and did, between two steps; the message says how to go on. 130 Ctrl-C, 143 SIGTERM."""
 

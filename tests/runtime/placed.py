@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -31,6 +32,14 @@ def die(model, step, flag):
     if model.step == step and not os.path.exists(flag):
         open(flag, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register_function("hang")
+def hang(model, step, flag):
+    """Once, as `die`."""
+    if model.step == step and not os.path.exists(flag):
+        open(flag, "w").close()
+        time.sleep(3600)
 
 
 @register_function("fail")
@@ -84,16 +93,26 @@ class Command:
             assert time.monotonic() < end, f"{path} did not come"
             time.sleep(0.05)
 
-    def left(self) -> list[str]:
-        """Processes that carry the mark."""
-        found = []
+    def processes(self) -> dict[int, str]:
+        """Command lines of the processes that carry the mark."""
+        found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if self.mark.encode() in (folder / "environ").read_bytes():
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
         return found
+
+    def left(self) -> list[str]:
+        return list(self.processes().values())
+
+    def kill(self, sign: str, draw: random.Random | None = None) -> int:
+        """One of the processes whose command line has the sign, by SIGKILL; how many there were."""
+        found = sorted(pid for pid, line in self.processes().items() if sign in line)
+        if found:
+            os.kill((draw or random).choice(found), signal.SIGKILL)
+        return len(found)
 
     def none_left(self, seconds: float = 20.0) -> bool:
         """Whether all of them are gone, soon at least."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from weft.errors import ConfigError, RunError
+from weft.errors import ConfigError, DevicesLost, RunError
+from weft.runtime import dispatch
 from weft.runtime.device_process import DeviceProcess, Report, Where, portable
 from weft.runtime.dispatch import Dispatch, Given, Job, Lost
 
@@ -147,6 +148,70 @@ def test_a_wait_that_takes_too_long_says_who_waits_for_whom():
     with pytest.raises(RunError, match=r"job x did not end within 0.05 s; it waits for device 1 \(host, process 101\)"):
         over.result(5)
     jobs.close()
+
+
+def test_a_death_explains_the_broken_connection_that_was_told_before_it():
+    devices = Played(2)
+    jobs = Dispatch(devices)
+    one, over = job("x", [0, 1])
+    jobs.submit(one)
+    broken = portable(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Connection reset by peer"), devices.where[0])
+    devices.said.put((0, [Report(one.number, "failed", broken)]))
+    with pytest.raises(TimeoutError):
+        over.result(0.2)
+    devices.said.put((1, Lost("killed")))
+    with pytest.raises(DevicesLost, match=r"device 1 \(host, process 101\) died in job x: killed"):
+        over.result(5)
+
+
+def test_a_broken_connection_that_no_death_explains_is_told_with_its_job(monkeypatch):
+    monkeypatch.setattr(dispatch, "DOUBT_SECONDS", 0.1)
+    devices = Played(2)
+    jobs = Dispatch(devices)
+    one, over = job("x", [0, 1])
+    jobs.submit(one)
+    late = portable(RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"), devices.where[1])
+    devices.said.put((1, [Report(one.number, "failed", late)]))
+    with pytest.raises(DevicesLost, match=r"device 1 \(host, process 101\): RuntimeError: .*Timed out \(in job x\)"):
+        over.result(5)
+    jobs.close()
+
+
+def test_only_what_others_did_counts_as_devices_lost():
+    where = Where(0, "host", 1, "")
+    wrapped = RunError("node 'x': bad")
+    wrapped.__cause__ = DevicesLost("tensors are lost")
+    assert isinstance(portable(wrapped, where), DevicesLost)
+    assert isinstance(portable(ConnectionResetError("gone"), where), DevicesLost)
+    for own in (ValueError("x"), RunError("the loss is not finite"), RuntimeError("shape mismatch")):
+        assert not isinstance(portable(own, where), DevicesLost)
+
+
+def test_a_call_that_is_overdue_names_the_ranks_it_waits_for():
+    devices = Played(2)
+    jobs = Dispatch(devices)
+    one, _ = job("x", [0, 1], task=("train", 3))
+    jobs.submit(one)
+    devices.said.put((0, [Report(one.number, "finished")]))
+    while len(one.waits_for) > 1:
+        pass
+    assert str(jobs.overdue(("train", 3), "late")) == "late; it waits for device 1 (host, process 101)"
+    jobs.close()
+
+
+def test_devices_that_are_gone_altogether_end_every_wait():
+    devices = Played(2)
+
+    def gone():
+        raise DevicesLost("Ray's head is gone")
+
+    jobs = Dispatch(devices)
+    one, over = job("x", [0])
+    jobs.submit(one)
+    devices.receive = gone
+    with pytest.raises(DevicesLost, match="Ray's head is gone in job x"):
+        over.result(5)
+    assert jobs.explained(DevicesLost("tensors")) is over.exception()
 
 
 def test_trouble_in_hearing_ends_every_wait(monkeypatch):

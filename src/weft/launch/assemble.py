@@ -17,7 +17,7 @@ from weft.engine.device import resolve_device, set_deterministic
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.launch.cluster import device_kind, start_devices
+from weft.launch.cluster import device_kind, start_devices, start_devices_anew
 from weft.launch.hub import check_there
 from weft.launch.memory import forecast, held_memory
 from weft.launch.plan import plan_lines
@@ -36,10 +36,10 @@ from weft.runtime.session import Parts, Session
 from weft.runtime.worker import Worker
 
 
-def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local") -> Session:
+def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False) -> Session:
     """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing.
 
-    `mode` local with one device is this process; else there is a process a device.
+    `mode` local with one device is this process; else there is a process a device. `anew`: in place of devices that were lost.
     """
     control = experiment.control
     alone = mode == "local" and experiment.num_devices == 1
@@ -61,7 +61,8 @@ def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local
         group: WorkerGroup = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
     else:
         build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
-        group = DeviceGroup(start_devices(experiment, mode), experiment, build, directory.path.absolute() / LOGS)
+        devices = (start_devices_anew if anew else start_devices)(experiment, mode)
+        group = DeviceGroup(devices, experiment, build, directory.path.absolute() / LOGS)
     try:
         facts = group.describe()
         expected = forecast(experiment, facts, data, device, baseline)

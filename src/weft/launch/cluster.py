@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, RunError
 from weft.experiment import Control, Experiment
 
 if TYPE_CHECKING:
@@ -20,6 +21,22 @@ PASSED = ("WANDB_API_KEY", "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM", "PYTHONHA
 PASSED_PREFIXES = ("WEFT_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 
 
+RETURN_SECONDS, RETURN_POLL_SECONDS = 300.0, 5.0  # that a cluster has to give devices again in place of lost ones
+
+
+def start_devices_anew(experiment: Experiment, mode: str) -> RayDevices:
+    """As `start_devices`, in place of devices that were lost: a cluster may take its time to have enough of them again. Raises
+    `RunError` where it does not."""
+    end = time.monotonic() + RETURN_SECONDS
+    while True:
+        try:
+            return start_devices(experiment, mode)
+        except ConfigError as error:
+            if mode == "local" or time.monotonic() > end:
+                raise RunError(f"no devices in place of those: {error}") from error
+        time.sleep(RETURN_POLL_SECONDS)
+
+
 def start_devices(experiment: Experiment, mode: str) -> RayDevices:
     """A process for each device of the experiment. Raises `ConfigError` before any starts where there are too few devices."""
     if importlib.util.find_spec("ray") is None:
@@ -27,6 +44,7 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
             f"the run takes {experiment.num_devices} devices, and more than one, or mode=ray, needs the package ray; "
             "install it with: pip install 'weft[ray]'"
         )
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # its processes' messages stay in their logs
     from weft.runtime.ray import Cluster
 
     count, kind, control = experiment.num_devices, device_kind(experiment), experiment.control

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weft.errors import CheckpointError, ConfigError, Interrupted, RunError, unknown_name
+from weft.errors import CheckpointError, ConfigError, unknown_name
 from weft.experiment import Experiment
 from weft.launch import foreign
+from weft.launch.recover import Driven
 from weft.observe.sinks import check_sinks
 from weft.registry import import_user_code
 
 if TYPE_CHECKING:
     from weft.runtime.directory import RunDirectory
-    from weft.runtime.session import Session
 
 MODES = ("local", "ray", "slurm")
 
@@ -118,23 +116,9 @@ def check_mode(mode: str) -> None:
 def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool) -> RunResult:
     from weft.launch.assemble import assemble
 
-    session = assemble(experiment, directory, mode)
-    with _told_status(session):
-        session.open(goes_on=goes_on)
-        session.run()
-    return RunResult(session.metrics(), directory.path)
-
-
-@contextmanager
-def _told_status(session: Session) -> Iterator[None]:
-    """Write down how the run ended, whatever way it does; trouble in doing so never hides what came before."""
-    try:
-        yield
-    except BaseException as error:
-        stopped = isinstance(error, Interrupted | KeyboardInterrupt)
-        try:
-            session.close("stopped" if stopped else "failed", None if stopped else error)
-        except RunError as trouble:
-            error.add_note(str(trouble))
-        raise
-    session.close("finished")
+    driven = Driven(
+        assemble(experiment, directory, mode),
+        lambda: assemble(experiment, directory, mode, anew=True),
+        comes_back=experiment.control.recover_mode == "auto",
+    )
+    return RunResult(driven.run(goes_on=goes_on), directory.path)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.data.sample import SequenceSample
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, DevicesLost, RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
@@ -35,6 +35,7 @@ from weft.runtime.saved import DRIVER, ENGINES, rank_folders, read_samples, writ
 from weft.runtime.split import OWNER, owners
 from weft.runtime.store import TensorStore
 
+T = TypeVar("T")
 BYTES_MOVED = "num_bytes_moved"  # a metric of every call: what its devices got from elsewhere
 
 
@@ -103,7 +104,7 @@ class DeviceGroup:
 
         job = Job(
             f"call {mfc!r} of role {node.role!r}", mesh.ranks, make, done, self._fails(task), self._starts(task),
-            announced, frozenset({node.role}), seconds=None,
+            announced, frozenset({node.role}), seconds=None, task=task,
         )  # fmt: skip
         if node.interruptible:
             self._interruptible[task] = node.role, mesh
@@ -148,6 +149,9 @@ class DeviceGroup:
     def _fails(self, task: Task) -> Callable[[BaseException], None]:
         return lambda error: self.events.put(Failed(task, error))
 
+    def overdue(self, mfc: str, step: int, told: str) -> RunError:
+        return self._dispatch.overdue((mfc, step), told)
+
     def listen(self, mfc: str) -> None:
         self._announcing.add(mfc)
 
@@ -163,7 +167,7 @@ class DeviceGroup:
         with self._lock:
             wanted += [key for key in self._locations.everywhere(ids, optional) if key not in wanted]
             wants = self._locations.lacking(ON_DRIVER, ids, wanted)
-        raws = self._devices.export(wants) if wants else []
+        raws = self._explained(lambda: self._devices.export(wants)) if wants else []
         with self._lock:
             for want, raw in zip(wants, raws, strict=True):
                 self._store.put(SequenceSample.from_bytes(raw))
@@ -229,7 +233,13 @@ class DeviceGroup:
         return {**found[0], "devices": len(self._all)}
 
     def peak_memory_gb(self) -> float:
-        return self._devices.peak_memory_gb()
+        return self._explained(self._devices.peak_memory_gb)
+
+    def _explained(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except DevicesLost as error:
+            raise self._dispatch.explained(error) from error
 
     def _ask(
         self, what: str, ranks: Sequence[int], make: Callable[[int], Command], role: str | None = None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weft.data.sample import SequenceSample
 from weft.engine.device import peak_memory_gb
-from weft.errors import RunError, UserError, WeftError
+from weft.errors import DevicesLost, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, backend_of
 from weft.realloc.execute import Reallocation
@@ -196,13 +196,29 @@ class DeviceProcess:
         return Where(self.rank, socket.gethostname(), os.getpid(), address)
 
 
+# How gloo and NCCL begin what they say: they raise it as a plain RuntimeError.
+TRANSPORTS = ("/gloo/", "gloo/transport", "NCCL error", "NCCL communicator was aborted", "Connection closed by peer")
+
+
+def is_of_others(error: BaseException) -> bool:
+    """Whether the error, or what led to it, is that other ranks are gone or late."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, DevicesLost | dist.DistError | ConnectionError):
+            return True
+        if isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in TRANSPORTS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 def portable(error: BaseException, where: Where) -> WeftError:
     """The error as the driver can raise it: a user's as it is, any other as a `RunError` that says where, with the traceback as
-    its note."""
+    its note; `DevicesLost` where others did not answer."""
     if isinstance(error, UserError):
         return error
     name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
-    told = RunError(f"{where}: {name}{error}")
+    told = (DevicesLost if is_of_others(error) else RunError)(f"{where}: {name}{error}")
     for note in [*getattr(error, "__notes__", []), "".join(traceback.format_exception(error))]:
         told.add_note(note)
     return told

@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from weft.errors import RunError
+from weft.errors import DevicesLost, RunError
 from weft.runtime.device_process import Command, Report, Want, Where
+from weft.runtime.events import Task
 
+# A rank whose peer dies may tell of the broken connection before anybody sees the death, which says more.
+DOUBT_SECONDS = 5.0
 REQUEST_SECONDS = 3600.0  # for all but calls, whose deadlines are the Master's: building, saving, moving parameters
 
 
@@ -67,6 +70,7 @@ class Job:
     roles: frozenset[str] = frozenset()
     after: Sequence[Job] = ()
     seconds: float | None = REQUEST_SECONDS
+    task: Task | None = None  # of a call
     number: int = -1
     began: bool = False
     expires: float | None = None
@@ -87,6 +91,7 @@ class Dispatch:
         self._jobs: dict[int, Job] = {}  # issued and not over, in order
         self._held: list[Job] = []
         self._next, self._places = 0, [0] * len(devices.where)
+        self._doubts: list[tuple[float, Job, BaseException]] = []  # until when; failures that a death may explain
         self._broken: RunError | None = None
         self._closed = False
         threading.Thread(target=self._hear, name="weft-devices", daemon=True).start()
@@ -98,6 +103,20 @@ class Dispatch:
                 job.number, self._next = self._next, self._next + 1
                 self._held.append(job)
             self._issue()
+
+    def explained(self, error: DevicesLost) -> RunError:
+        """What became of the devices, where `error` was met beside all jobs: a death that is seen meanwhile says who and in
+        which job."""
+        end = time.monotonic() + DOUBT_SECONDS
+        while self._broken is None and time.monotonic() < end:
+            time.sleep(0.05)
+        return self._broken or error
+
+    def overdue(self, task: Task, told: str) -> DevicesLost:
+        """The error for the call `task` that has passed its deadline, with the ranks that it waits for."""
+        with self._lock:
+            job = next((job for job in [*self._jobs.values(), *self._held] if job.task == task), None)
+        return DevicesLost(f"{told}; it waits for {self._who(job.waits_for)}" if job is not None else told)
 
     def close(self) -> None:
         """Hear no more; whoever still waits for a job is told."""
@@ -124,10 +143,13 @@ class Dispatch:
     def _send(self, job: Job) -> None:
         self._jobs[job.number] = job
         job.expires = None if job.seconds is None else time.monotonic() + job.seconds
-        for rank in job.ranks:
-            command, given = job.make(rank)
-            self._devices.send(rank, self._places[rank], job.number, command, given)
-            self._places[rank] += 1
+        try:
+            for rank in job.ranks:
+                command, given = job.make(rank)
+                self._devices.send(rank, self._places[rank], job.number, command, given)
+                self._places[rank] += 1
+        except DevicesLost as error:
+            self._break(DevicesLost(f"{error}, in {job.name}"))
 
     # -- hearing
 
@@ -140,7 +162,11 @@ class Dispatch:
                     else:
                         for report in found:
                             self._take(rank, report)
+                self._settle()
                 self._expire()
+            except DevicesLost as error:
+                self._break(DevicesLost(f"{error}{self._at(range(len(self._places)))}"))
+                return
             except BaseException as error:  # nobody else would hear of it, and everybody would wait
                 if not self._closed:
                     self._break(RunError(f"hearing the devices failed ({type(error).__name__}: {error})"))
@@ -164,8 +190,20 @@ class Dispatch:
                         del self._jobs[job.number]
                         job.done(job.ends)
                         self._issue()
+                case "failed" if isinstance(report.value, DevicesLost):
+                    doubted = type(report.value)(f"{report.value} (in {job.name})")
+                    self._doubts.append((time.monotonic() + DOUBT_SECONDS, job, doubted))
                 case "failed":
                     self._fail(job, report.value)
+
+    def _settle(self) -> None:
+        """No death has come to explain them: these failures are what they say."""
+        with self._lock:
+            over = [doubt for doubt in self._doubts if doubt[0] < time.monotonic()]
+            self._doubts = [doubt for doubt in self._doubts if doubt not in over]
+            for _, job, error in over:
+                if job.number in self._jobs:
+                    self._fail(job, error)
 
     def _fail(self, job: Job, error: BaseException) -> None:
         del self._jobs[job.number]
@@ -176,17 +214,24 @@ class Dispatch:
         self._issue()
 
     def _death(self, rank: int, lost: Lost) -> RunError:
+        return DevicesLost(f"{self._devices.where[rank]} died{self._at([rank])}: {lost.reason}")
+
+    def _at(self, ranks: Sequence[int]) -> str:
+        """What these ranks were at, in the words of an error: what they have not said to be over."""
         with self._lock:
-            at = next((f" in {job.name}" for job in self._jobs.values() if rank in job.waits_for), "")
-        return RunError(f"{self._devices.where[rank]} died{at}: {lost.reason}")
+            names = [job.name for job in self._jobs.values() if not set(ranks).isdisjoint(job.waits_for)]
+        return f" in {' or '.join(names[:3])}" if names else ""
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        return ", ".join(str(self._devices.where[rank]) for rank in ranks)
 
     def _expire(self) -> None:
         now = time.monotonic()
         with self._lock:
             late = next((job for job in self._jobs.values() if job.expires is not None and job.expires < now), None)
         if late is not None:
-            who = ", ".join(str(self._devices.where[rank]) for rank in late.waits_for)
-            self._break(RunError(f"{late.name} did not end within {late.seconds:g} s; it waits for {who}"))
+            who = self._who(late.waits_for)
+            self._break(DevicesLost(f"{late.name} did not end within {late.seconds:g} s; it waits for {who}"))
 
     def _break(self, error: RunError) -> None:
         """End every wait, now and from now on."""

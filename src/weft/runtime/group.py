@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from weft.data.sample import SequenceSample
+from weft.errors import RunError
 from weft.graph.mfc import ParamSync
 from weft.runtime.events import Events
 
@@ -50,6 +51,10 @@ class WorkerGroup(Protocol):
 
     def put(self, sample: SequenceSample) -> SampleMeta:
         """Take in tensors made outside (rows of the loader, keys of a host function)."""
+        ...
+
+    def overdue(self, mfc: str, step: int, told: str) -> RunError:
+        """What to raise for a call that has passed its deadline: `told` and, where that is known, who is late."""
         ...
 
     def listen(self, mfc: str) -> None:

@@ -127,7 +127,11 @@ class NodeRunner:
         try:
             return self._group.events.get(timeout=max(0.0, expires - time.monotonic()))
         except queue.Empty:
-            raise RunError(
-                f"{told(first.node, first.firing)} did not finish within its deadline_s={first.node.deadline_s:g} seconds; "
-                "raise it, or look at what hangs"
-            ) from None
+            raise self._overdue(first) from None
+
+    def _overdue(self, run: _UnderWay) -> RunError:
+        what = (
+            f"{told(run.node, run.firing)} did not finish within its deadline_s={run.node.deadline_s:g} seconds; "
+            "raise it, or look at what hangs"
+        )
+        return self._group.overdue(*run.own, what) if isinstance(run.node, MFCDef) else RunError(what)

@@ -8,18 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -27,7 +24,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from weft.errors import ConfigError, RunError
+from weft.errors import ConfigError, DevicesLost, RunError
+from weft.runtime.processes import Process, descendants, kill
+from weft.runtime.scratch import Scratch, remove_leftovers
+from weft.runtime.watch import Watch
 
 if TYPE_CHECKING:
     from weft.runtime.device_process import Command, Report, Want, Where
@@ -39,6 +39,9 @@ PLACE_SECONDS = 600.0  # for a cluster to have the devices free
 POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
 SILENT_SECONDS = 300.0  # one that does not even say that counts as dead
 EXPORT_SECONDS = 600.0
+HERE = "Ray's raylet on this machine"
+# Ray's own processes count as gone when nobody listens for so long; after 60 s Ray would end this process.
+OWN_GONE_SECONDS, GONE_SECONDS = 2.0, 20.0
 # A device's threads: commands come in one by one; others fetch tensors, and the driver hears reports, whatever it computes.
 THREADS = {"control": 1, "io": 4, "poll": 1}
 
@@ -72,11 +75,15 @@ def _take(promises: Sequence[Any], seconds: float) -> list[bytes]:
         found: list[bytes] = ray.get(list(promises), timeout=seconds)
         return found
     except GetTimeoutError:
-        raise RunError(f"tensors that another device holds did not come within {seconds:g} s") from None
+        raise _late(seconds) from None
     except RayTaskError as error:
         raise RunError(f"tensors that another device should hold: {error.cause}") from error
     except RayError as error:
-        raise RunError(f"tensors that another device holds are lost ({_first_line(error)})") from error
+        raise DevicesLost(f"tensors that another device holds are lost ({_first_line(error)})") from error
+
+
+def _late(seconds: float) -> DevicesLost:
+    return DevicesLost(f"tensors that another device holds did not come within {seconds:g} s")
 
 
 class _Device:
@@ -143,6 +150,8 @@ class RayDevices:
     def receive(self) -> list[tuple[int, Sequence[Report] | Lost]]:
         from weft.runtime.dispatch import Lost
 
+        if self._cluster.gone is not None:
+            raise DevicesLost(self._cluster.gone)
         if not self._polls:
             time.sleep(POLL_SECONDS)
             return []
@@ -162,19 +171,26 @@ class RayDevices:
         return found
 
     def share(self, raw: bytes) -> Any:
+        self._cluster.check_here()
         return ray.put(raw)
 
     def export(self, wants: Sequence[Want]) -> list[bytes]:
-        return _take([self._actors[want.rank].export.remote(want.ids, want.keys) for want in wants], EXPORT_SECONDS)
+        asked = [self._actors[want.rank].export.remote(want.ids, want.keys) for want in wants]
+        if self._cluster.wait(asked, EXPORT_SECONDS):
+            raise _late(EXPORT_SECONDS)
+        self._cluster.check_here()
+        return _take(asked, EXPORT_SECONDS)
 
     def peak_memory_gb(self) -> float:
-        return max(_ask([actor.peak_memory_gb.remote() for actor in self._actors], "its peak memory", EXPORT_SECONDS))
+        asked = [actor.peak_memory_gb.remote() for actor in self._actors]
+        return max(_ask(self._cluster, asked, "its peak memory", EXPORT_SECONDS))
 
     def close(self, deadline_s: float) -> None:
-        with suppress(RayError):  # where Ray itself is gone, its processes are too
-            for actor in self._actors:
-                ray.kill(actor)
-            remove_placement_group(self._group)
+        if self._cluster.answers():
+            with suppress(RayError):
+                for actor in self._actors:
+                    ray.kill(actor)
+                remove_placement_group(self._group)
         self._cluster.close()
 
     def _poll(self, rank: int) -> None:
@@ -182,24 +198,50 @@ class RayDevices:
 
 
 class Cluster:
-    """A Ray that this process is joined to. `own` is the folder of one that it started itself."""
+    """A Ray that this process is joined to. `scratch` is the folder of one that it started itself."""
 
-    def __init__(self, own: Path | None = None) -> None:
-        self._own = own
+    def __init__(self, scratch: Scratch | None = None, before: frozenset[Process] = frozenset()) -> None:
+        self._scratch, self._before = scratch, before
+        self._processes: set[Process] = set()
+        context = ray.get_runtime_context()
+        here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        host, _, port = context.gcs_address.rpartition(":")
+        places = {
+            "Ray's head": (host, int(port)),
+            HERE: (here["NodeManagerAddress"], here["NodeManagerPort"]),
+        }
+        self._watch = Watch(places, OWN_GONE_SECONDS if scratch is not None else GONE_SECONDS)
+
+    @property
+    def gone(self) -> str | None:
+        """What of Ray itself is gone."""
+        return self._watch.gone
+
+    def answers(self) -> bool:
+        """Whether Ray is there, at this moment: who asks one that is not waits for a minute, and is ended by it then."""
+        self._watch.check()
+        return self.gone is None
+
+    def check_here(self) -> None:
+        """Raises `DevicesLost` where the raylet of this machine is gone: Ray ends a process that uses its store then."""
+        self._watch.check(HERE)
+        if self.gone is not None:
+            raise DevicesLost(self.gone)
 
     @classmethod
     def start(cls, cpus: int, gpus: int) -> Cluster:
         """A Ray of this process alone, on this machine, which ends with it. Called from the main thread: the end of a thread
         would be the end of what it started."""
-        own = Path(tempfile.mkdtemp(prefix="weft-"))
+        remove_leftovers()
+        scratch, before = Scratch(), frozenset(descendants())
         # Its token is in this environment alone, which the processes that it starts inherit.
         _set_unless_set(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_TOKEN=secrets.token_hex(32))
         with _quiet():
             ray.init(
                 address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1",
-                _temp_dir=str(own), log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
+                _temp_dir=str(scratch.path), log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
             )  # fmt: skip
-        return cls(own)
+        return cls(scratch, before)
 
     @classmethod
     def join(cls, address: str) -> Cluster:
@@ -237,8 +279,7 @@ class Cluster:
         """
         bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
         group = placement_group([bundle] * count, strategy="PACK")
-        ready, _ = ray.wait([group.ready()], timeout=PLACE_SECONDS)
-        if not ready:
+        if self.wait([group.ready()], PLACE_SECONDS):
             remove_placement_group(group)
             raise RunError(f"the cluster had no {count} devices free within {PLACE_SECONDS:g} s; others use it")
         on = placement_group_table(group)["bundles_to_node_id"]
@@ -259,26 +300,39 @@ class Cluster:
             threads = os.environ.get("OMP_NUM_THREADS", str(shares[on[index]]))
             told = {**environment, "OMP_NUM_THREADS": threads}
             asked.append(actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path]))
-        where = _ask(asked, "its process", START_SECONDS)
+        where = _ask(self, asked, "its process", START_SECONDS)
         address = where[0].address
-        (port,) = _ask([actors[0].open_store.remote(address, count)], "its process", START_SECONDS)
-        _ask([actor.join.remote(actors, address, port, device) for actor in actors], "the other ranks", START_SECONDS)
+        (port,) = _ask(self, [actors[0].open_store.remote(address, count)], "its process", START_SECONDS)
+        asked = [actor.join.remote(actors, address, port, device) for actor in actors]
+        _ask(self, asked, "the other ranks", START_SECONDS)
+        self._processes = descendants() - self._before
         return RayDevices(actors, where, self, group)
+
+    def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
+        """Those that are late. Raises `DevicesLost` as soon as Ray itself is gone."""
+        late, end = list(promises), time.monotonic() + seconds
+        while late and time.monotonic() < end:
+            if self.gone is not None:
+                raise DevicesLost(self.gone)
+            _, late = ray.wait(late, num_returns=len(late), timeout=POLL_SECONDS)
+        return late
 
     def close(self) -> None:
         """Leave; a Ray of our own ends with all its processes and files."""
+        self._watch.close()
         with _quiet():
             ray.shutdown()
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
+        if self._scratch is not None:
+            kill(self._processes)  # helpers outlive a Ray that has lost a part
+            self._scratch.remove()
 
 
-def _ask(promises: Sequence[Any], what: str, seconds: float) -> list[Any]:
-    """One answer a rank. Raises `RunError` naming the ranks that gave none, or what the device raised."""
-    _, late = ray.wait(list(promises), num_returns=len(promises), timeout=seconds)
+def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -> list[Any]:
+    """One answer a rank. Raises `DevicesLost` naming the ranks that gave none, or what the device raised."""
+    late = cluster.wait(promises, seconds)
     if late:
         ranks = ", ".join(str(rank) for rank, each in enumerate(promises) if each in late)
-        raise RunError(f"device {ranks} waited for {what} longer than {seconds:g} s")
+        raise DevicesLost(f"device {ranks} waited for {what} longer than {seconds:g} s")
     found = []
     for rank, each in enumerate(promises):
         try:
@@ -288,7 +342,7 @@ def _ask(promises: Sequence[Any], what: str, seconds: float) -> list[Any]:
                 raise ConfigError(f"device {rank}: {error.cause}") from error
             raise RunError(f"device {rank} failed: {type(error.cause).__name__}: {error.cause}") from error
         except RayActorError as error:
-            raise RunError(f"device {rank} died: {_first_line(error)}") from error
+            raise DevicesLost(f"device {rank} died: {_first_line(error)}") from error
     return found
 
 
@@ -301,7 +355,7 @@ def _check_answers(address: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _set_unless_set(**values: str) -> None:

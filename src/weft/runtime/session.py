@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from weft.errors import ConfigError, Interrupted, RunError, WeftError
+from weft.errors import ConfigError, DevicesLost, Interrupted, RunError, WeftError
 from weft.experiment import Control, Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
@@ -29,13 +26,14 @@ from weft.runtime.master import NUMERICS, Master, StepResult
 from weft.runtime.recovery import RecoveryPoint, RecoveryPoints, named_point
 from weft.runtime.samples import Samples
 from weft.runtime.schedule import Every, Horizon
+from weft.runtime.signals import Signals
 
 RECOVERY_SECONDS = (
     600.0  # a step that ends this long after the last recovery point makes one, wherever checkpoints are rarer
 )
 REPORT_SECONDS = 60.0  # the report is built anew at a checkpoint, at most this often, and at the end
 CLOSE_SECONDS = 10.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LAST_BITS = "its numbers may differ in their last bits from those of a run that was never stopped"
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Session:
         self._report_due = Every(secs=REPORT_SECONDS)
         self._due = frequencies(self._control, evaluates=parts.evaluator is not None)
         self._saved_step = self._point_step = self._evaluated_step = 0
-        self._signal: int | None = None
+        self._signals = Signals()
         self._notes = list(parts.plan)  # until there is an observer to tell
         self._recorder: FiringRecorder | None = None
         self._observer: Observer | None = None
@@ -83,12 +81,13 @@ class Session:
 
     # -- begin and end
 
-    def open(self, *, goes_on: bool) -> None:
+    def open(self, *, goes_on: bool, instead_of: Session | None = None) -> None:
         """Begin to write: nothing in the directory is touched before. `goes_on`: the directory holds this run already.
+        `instead_of`: this process's session of the run that has lost its devices.
 
         Raises `UserError` where the recovery point that is asked for is not there, or a logger cannot start.
         """
-        point = self._find_point() if goes_on else None
+        point = self._find_point(own=instead_of is not None) if goes_on else None
         if point is None and self._control.resume_from is not None:
             point = named_point(Path(self._control.resume_from))
         if point is not None:
@@ -109,6 +108,9 @@ class Session:
         self._directory.write_config(config)
         self._directory.set_status("running", self.step)
         disk.write_text(self._directory.path / "graph.svg", to_svg(self._parts.experiment.graph))
+        if instead_of is not None:
+            self._notes = self._notes[len(self.plan) :]  # it has shown them
+            instead_of.retire()
         names = self._control.experiment_name, self._control.trial_name
         self._observe(RunInfo(self._directory.path, *names, config, self.step))
         self._tell(f"going on after step {self.step}" if point else f"writing to {self._directory.path}")
@@ -131,12 +133,27 @@ class Session:
         """The lines of metrics.jsonl."""
         return list(read_rows(self._directory.path / METRICS))
 
-    def _find_point(self) -> RecoveryPoint | None:
-        """The recovery point of this directory to go on from; what a killed process left half-written is removed first."""
+    def let_go(self, why: str) -> None:
+        """Of the devices, without waiting for them; the view stays until another session takes its place."""
+        self._tell(why)
+        self._group.close(0.0)
+
+    def retire(self) -> None:
+        """End the view of a session that another one takes the place of."""
+        assert self._observer is not None, "the session is open"
+        self._observer.close("interrupted")
+
+    def _find_point(self, *, own: bool) -> RecoveryPoint | None:
+        """The recovery point of this directory to go on from; what a killed process left half-written is removed first. `own`:
+        one that this process wrote, whatever the run began from."""
         self._points.mend()
         self._checkpoints.mend()
         named = self._control.resume_from
-        if named is not None and self._directory.path.resolve() in Path(named).expanduser().resolve().parents:
+        if (
+            not own
+            and named is not None
+            and self._directory.path.resolve() in Path(named).expanduser().resolve().parents
+        ):
             return None  # one of its own, asked for by name
         return self._points.newest(self._notes.append)
 
@@ -147,13 +164,9 @@ class Session:
             every.load_state_dict(state["due"][name])
         self._saved_step, self._evaluated_step = state["saved_step"], state["evaluated_step"]
         self._point_step = self.step
-        then, now = state[NUMERICS], self._group.numerics()
-        apart = [f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value]
+        apart = differences(state[NUMERICS], self._group.numerics())
         if apart:
-            self._notes.append(
-                f"warning: {'; '.join(apart)}: the run goes on, but its numbers may differ in their last bits from those of "
-                "a run that was never stopped"
-            )
+            self._notes.append(f"warning: {apart}: the run goes on, but {LAST_BITS}")
 
     def _observe(self, info: RunInfo) -> None:
         parts, control = self._parts, self._control
@@ -173,12 +186,17 @@ class Session:
 
     def run(self) -> None:
         """To the end. Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` where the run cannot go on."""
-        with self._hearing_signals():
+        with self._signals.heard(lambda: self.step + 1):
             while not self._over():
-                result = self._master.step()
-                if result is None:
-                    break
-                self._between(result)
+                try:
+                    result = self._master.step()
+                    if result is None:
+                        break
+                    self._between(result)
+                except DevicesLost as lost:
+                    if self._signals.number is None:
+                        raise
+                    raise self._interrupted(self._signals.number, lost) from lost
             if self.step == 0:
                 raise RunError(
                     "no step was made: filters dropped every id before the node that steps follow had a batch"
@@ -214,15 +232,15 @@ class Session:
         self._write_line(line)
         if due["save"] or due["milestone"] or over:
             self._save(milestone=due["milestone"])
-        saved, asked = self._saved_step == self.step, self._signal is not None
+        saved, asked = self._saved_step == self.step, self._signals.number is not None
         if self._control.recover_mode != "disabled" and (saved or asked or due["cut"]):
             self._write_point()
         if saved:
             self._checkpoints.prune()
             if self._report_due.due(result.step, result.epochs_done):
                 build_report(self._directory.path)
-        if self._signal is not None and not over:
-            raise self._interrupted(self._signal)
+        if self._signals.number is not None and not over:
+            raise self._interrupted(self._signals.number)
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         assert self._observer is not None and self._recorder is not None, "the session is open"
@@ -262,34 +280,18 @@ class Session:
         assert self._observer is not None, "the session is open"
         self._observer.note(note)
 
-    # -- signals
-
-    @contextmanager
-    def _hearing_signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM lets the step end and the recovery point be written; a second one ends at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def hear(number: int, frame: FrameType | None) -> None:
-            if self._signal is not None:
-                raise KeyboardInterrupt
-            self._signal = number
-            with suppress(OSError):  # a write that may come in the middle of another one
-                os.write(2, f"\nfinishing step {self.step + 1}, then stopping; once more stops at once\n".encode())
-
-        before = {number: signal.signal(number, hear) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _interrupted(self, number: int) -> Interrupted:
+    def _interrupted(self, number: int, lost: DevicesLost | None = None) -> Interrupted:
         how = f"stopped by {signal.Signals(number).name} after step {self.step}"
-        if self._point_step == self.step:
-            return Interrupted(f"{how}; give the same command again to go on", number)
-        return Interrupted(f"{how}; recover_mode=disabled wrote no recovery point to go on from", number)
+        if lost is not None:
+            how += f"; in the next one {lost}"
+        return Interrupted(f"{how}; {self._way_on(lost=lost is not None)}", number)
+
+    def _way_on(self, *, lost: bool) -> str:
+        if self._control.recover_mode == "disabled":
+            return "recover_mode=disabled wrote no recovery point to go on from"
+        if self._point_step == self.step or (lost and self._point_step):
+            return "give the same command again to go on"
+        return "there is no recovery point yet, and the same command begins anew"
 
 
 def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
@@ -305,3 +307,10 @@ def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
             control.recover_freq_steps, secs=RECOVERY_SECONDS
         ),  # of recovery points; the name that they have it by
     }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What the run was computed with and is no more."""
+    return "; ".join(
+        f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value
+    )

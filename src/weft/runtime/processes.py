@@ -1,0 +1,52 @@
+"""The processes that this one started, by what the system says of them in /proc; of another system nothing is known."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """`began` keeps it apart from a later one with the same number."""
+
+    pid: int
+    began: int
+
+
+def descendants() -> set[Process]:
+    """Children of this process, their children, and so on."""
+    children: dict[int, list[Process]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        found = _look(int(folder.name))
+        if found is not None:
+            parent, process = found
+            children.setdefault(parent, []).append(process)
+    below, todo = set(), [os.getpid()]
+    while todo:
+        new = children.get(todo.pop(), [])
+        below |= set(new)
+        todo += [process.pid for process in new]
+    return below
+
+
+def kill(processes: Iterable[Process]) -> None:
+    """End those that are still there, at once."""
+    for process in processes:
+        found = _look(process.pid)
+        if found is not None and found[1] == process:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def _look(pid: int) -> tuple[int, Process] | None:
+    """(its parent, the process)"""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(words[1]), Process(pid, int(words[19]))

@@ -1,0 +1,127 @@
+"""A run of several devices that loses them comes back by itself, and ends with the numbers of one that never did."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.cases import prepare
+from tests.runtime.placed import Command, timeless, write_hooks
+from weft.runtime import disk
+
+pytest.importorskip("ray")
+DEVICE = "ray::_Device"
+SLOW = ("max_steps=12", "total_train_epochs=4", "ref_inf.pre_hooks=[{function: nap, args: {seconds: 0.5}}]")
+
+
+def steps(run: Path) -> int:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recover")
+    prepare(folder)
+    write_hooks(folder)
+    return folder
+
+
+def words(root: Path, folder: str, *more: str) -> list[str]:
+    """PPO with critic, reference and reward model on a device of their own, a recovery point after every step."""
+    return [
+        "ppo", "experiment_name=e", "trial_name=t", f"fileroot={root}/{folder}", f"actor.path={root}/model",
+        f"critic.path={root}/model", f"rew.path={root}/model", "actor.optimizer.lr=1e-3", "critic.optimizer.lr=1e-3",
+        f"dataset.path={root}/prompts.jsonl", "dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=6", "max_steps=6",
+        "total_train_epochs=2", "ppo.value_norm=true", "ppo.use_adaptive_kl_ctl=true", "ppo.ppo_n_minibatches=2",
+        "recover_freq_steps=1", "critic.device_mesh=1", "ref.device_mesh=1", "rew.device_mesh=1",
+        f"imports=[{root}/placed_hooks.py]", *more,
+    ]  # fmt: skip
+
+
+def die(root: Path, call: str, step: int, flag: str) -> str:
+    return f"{call}.pre_hooks=[{{function: die, args: {{step: {step}, flag: {root}/{flag}}}}}]"
+
+
+@pytest.fixture(scope="module")
+def whole(root) -> Path:
+    command = Command(*words(root, "whole"), cwd=root)
+    code, out = command.end()
+    assert code == 0, out
+    return root / "whole" / "e" / "t"
+
+
+@pytest.mark.slow
+def test_a_device_that_dies_is_replaced_and_the_numbers_stay(root, whole):
+    command = Command(*words(root, "died", die(root, "ref_inf", 3, "once")), cwd=root)
+    code, out = command.end()
+    assert code == 0 and command.none_left(), out
+    run = root / "died" / "e" / "t"
+    assert timeless(run) == timeless(whole)
+    assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    log = (run / "log.txt").read_text()
+    assert "died in call 'ref_inf' of role 'ref'" in log and "restart 1 of 3" in log and "going on after step 3" in log
+    assert json.loads((run / "status.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_devices_killed_at_random_moments_leave_no_trace(root, seed):
+    """Five times; a kill comes up to two seconds after a step that was not there before."""
+    plain = Command(*words(root, f"plain{seed}", *SLOW), cwd=root)
+    assert plain.end()[0] == 0
+    draw, run = random.Random(seed), root / f"shot{seed}" / "e" / "t"
+    command = Command(*words(root, f"shot{seed}", *SLOW), cwd=root)
+    seen = 0
+    for _ in range(5):
+        command.after(run / "metrics.jsonl")
+        while (done := steps(run)) <= seen:
+            assert command.process.poll() is None, command.process.communicate()[0]
+            time.sleep(0.05)
+        seen = done
+        time.sleep(draw.uniform(0.0, 2.0))
+        assert command.kill(DEVICE, draw) == 2
+    code, out = command.end()
+    assert code == 0 and command.none_left(), out
+    log = (run / "log.txt").read_text()
+    assert log.count("going on with other devices") == 5, log
+    assert timeless(run) == timeless(root / f"plain{seed}" / "e" / "t")
+    assert disk.checksums(run / "checkpoints") == disk.checksums(root / f"plain{seed}" / "e" / "t" / "checkpoints")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", ["raylet/raylet", "gcs/gcs_server"])
+def test_where_ray_itself_is_killed_the_run_goes_on_with_another(root, whole, sign):
+    folder = sign.split("/")[0]
+    run = root / folder / "e" / "t"
+    command = Command(*words(root, folder), cwd=root)
+    command.after(run / "metrics.jsonl")
+    assert command.kill(sign) == 1
+    code, out = command.end()
+    assert code == 0 and command.none_left(), out
+    assert "is gone; going on with other devices" in (run / "log.txt").read_text(), out
+    assert timeless(run) == timeless(whole)
+
+
+@pytest.mark.slow
+def test_before_the_first_recovery_point_a_run_begins_anew(root, whole):
+    command = Command(*words(root, "early", die(root, "actor_train", 0, "early-flag")), cwd=root)
+    code, out = command.end()
+    run = root / "early" / "e" / "t"
+    assert code == 0 and command.none_left(), out
+    assert "the run stopped before its first recovery point; starting again" in (run / "log.txt").read_text()
+    assert timeless(run) == timeless(whole)
+
+
+@pytest.mark.slow
+def test_recover_mode_disabled_ends_with_one_message(root):
+    command = Command(*words(root, "off", "recover_mode=disabled", die(root, "ref_inf", 1, "off-flag")), cwd=root)
+    code, out = command.end()
+    told = [line for line in out.splitlines() if line.startswith("error")]
+    assert code == 1 and len(told) == 1 and "Traceback" not in out and command.none_left(), out
+    assert "device 1 (" in told[0] and "call 'ref_inf' of role 'ref'" in told[0]
+    assert json.loads((root / "off" / "e" / "t" / "status.json").read_text())["status"] == "failed"
