@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,10 +43,22 @@ class ProcessGroups:
         moves them by gloo, in an order of their own."""
         if (ranks, host) not in self._groups:
             backend = "gloo" if host else None
+            _level(ranks)
             group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=True)
             assert isinstance(group, ProcessGroup), f"this process is none of the ranks {ranks}"
             self._groups[ranks, host] = group
         return self._groups[ranks, host]
+
+
+def _level(ranks: tuple[int, ...]) -> None:
+    """Have all of `ranks` be in equally many groups: torch names one that its ranks make alone by these ranks and by that
+    number, and where the names differ each would wait for the others for ever. Who is in fewer makes some of itself alone."""
+    store, key, own = c10d._get_default_store(), f"weft/{ranks}", len(c10d._world.pg_names)
+    before = (store.add(key, 1) - 1) // len(ranks)  # how often these ranks have met here
+    store.set(f"{key}/{before}/{dist.get_rank()}", str(own))
+    most = max(int(store.get(f"{key}/{before}/{rank}")) for rank in ranks)
+    for _ in range(most - own):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 class RankMesh:
