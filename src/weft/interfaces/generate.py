@@ -33,7 +33,8 @@ class Generate:
 
     With a `share` below 1 only so many ids, chosen by chance, are sampled; the others keep the completions of their rows.
     Where the call is interruptible, new weights are taken up between two tokens: completions go on where they were, and
-    `versions` says which token came of which. Draws depend on the run's seed, the firing's index, the id and the completion's index alone.
+    `versions` says which token came of which. Draws depend on the run's seed, the firing's index, the id and the
+    completion's index alone.
     """
 
     def __init__(
