@@ -130,6 +130,23 @@ def test_sampler_weights_by_hand() -> None:
         sampler_weights(TRAINER, SAMPLER, ONES, LENGTHS, "token_maks", 2.0)
 
 
+def test_the_decoupled_loss_by_hand() -> None:
+    """Of PPO: the ratio that is clipped is now / proximal, its weight min(proximal / behaviour, 2); two tokens of
+    probability 1/4 and 1/2 when they were sampled, 3/4 and 1/4 before the update, 9/10 and 1/4 now."""
+    behaviour, proximal, now = np.log([0.25, 0.5]), np.log([0.75, 0.25]), np.log([0.9, 0.25])
+    weights, before = sampler_weights(proximal, behaviour, np.ones(2), np.array([2]), "token_truncate", 2.0)
+    assert before.tolist() == pytest.approx([3.0, 0.5]) and weights.tolist() == pytest.approx([2.0, 0.5])
+    keys = {
+        "logprobs": behaviour.tolist(), "old_logprobs": proximal.tolist(), "sampler_weights": weights.tolist(),
+        "advantages": [1.0, -2.0],
+    }  # fmt: skip
+    sample, out = make_sample([[2]], keys), {"logprobs": now.tolist(), "entropy": [0.0, 0.0]}
+    value, stats, found = gradients(PPOActorLoss(eps_clip=0.1), sample, out)
+    assert value == pytest.approx((2.0 * -1.1 + 0.5 * 2.0) / 2), "the first token's ratio of 1.2 is held at 1.1"
+    assert found["logprobs"].tolist() == pytest.approx([0.0, 0.5 * 2.0 / 2])
+    assert stats["importance_ratio"] == pytest.approx((1.2 + 1.0) / 2)
+
+
 # -- entropy
 
 
