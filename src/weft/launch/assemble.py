@@ -37,6 +37,11 @@ from weft.runtime.worker import Worker
 
 
 def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False) -> Session:
+    """The session of a run; see `parts_of`."""
+    return Session(parts_of(experiment, directory, mode, anew=anew))
+
+
+def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False) -> Parts:
     """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing.
 
     `mode` local with one device is this process; else there is a process a device. `anew`: in place of devices that were lost.
@@ -66,18 +71,16 @@ def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local
     try:
         facts = group.describe()
         expected = forecast(experiment, facts, data, device, baseline)
-        return Session(
-            Parts(
-                experiment=experiment,
-                directory=directory,
-                group=group,
-                master=Master(experiment, group, data.train, tokenizers),
-                evaluator=_evaluator(experiment, group, data, tokenizers),
-                samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
-                horizon=horizon,
-                plan=plan_lines(experiment, horizon, facts, group.numerics(), data, expected),
-                farewell=expected.compared if alone else None,
-            )
+        return Parts(
+            experiment=experiment,
+            directory=directory,
+            group=group,
+            master=Master(experiment, group, data.train, tokenizers),
+            evaluator=_evaluator(experiment, group, data, tokenizers),
+            samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
+            horizon=horizon,
+            plan=plan_lines(experiment, horizon, facts, group.numerics(), data, expected),
+            farewell=expected.compared if alone else None,
         )
     except BaseException:
         group.close(0.0)
