@@ -36,9 +36,12 @@ def lines(directory: Path) -> list[dict[str, float]]:
 
 
 def assert_equal(found: Path, expected: Path, steps: range = range(1, STEPS + 1)) -> None:
-    """Metrics of float32 runs whose sums were made in another order."""
+    """Metrics of float32 runs whose sums were made in another order. The explained variance divides one difference of few
+    numbers by another, which makes the last bits larger."""
+    ratio = "critic_train/explained_variance"
     ours, theirs = ({line["step"]: line for line in lines(path)} for path in (found, expected))
     for step in steps:
+        assert ours[step].pop(ratio) == pytest.approx(theirs[step].pop(ratio), rel=1e-3)
         assert ours[step] == pytest.approx(theirs[step], rel=1e-5, abs=1e-5)
 
 
