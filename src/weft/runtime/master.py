@@ -304,7 +304,7 @@ class Master:
         self.position = Position(**state["position"])
         self._agenda = Agenda(self._graph, self.position.versions)
         self._buffer.load_state_dict(state["buffer"])
-        self._books.load_state_dict(state["books"])
+        self._books.load_state_dict(state.get("books", ()))  # older points have nothing in flight
         self._loader.load_state_dict(state["loader"])
         self._runner.functions.load_state_dict(state["functions"])
         for path in sorted((directory / "descriptions").iterdir(), key=lambda p: int(p.stem)):
