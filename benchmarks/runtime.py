@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> None:
         moved = bytes_of_a_step(folder, steps=2 if arguments.quick else 4)
     notes = [
         f"a call: a step of {CALLS} calls that do nothing, without the time in them, divided by {CALLS}; loading included",
-        f"bytes of a PPO step ({PROMPTS} prompts, {NEW_TOKENS} new tokens; critic, reference on device 1, reward model on 2),",
+        f"bytes of a PPO step, {PROMPTS} prompts x {NEW_TOKENS} tokens: critic and reference on device 1, reward model on 2;",
         "lengths and keys of what is moved included, which the least has not:",
         *(f"  {line}" for line in moved),
     ]
