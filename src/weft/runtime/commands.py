@@ -21,6 +21,7 @@ from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
 from weft.registry import import_user_code
+from weft.runtime import disk
 from weft.runtime.device_process import TRANSFER_SECONDS, DeviceProcess, Report
 from weft.runtime.events import Event
 from weft.runtime.group import SampleMeta
@@ -168,9 +169,10 @@ class Snapshot:
 
     def run(self, process: DeviceProcess, number: int) -> None:
         own = rank_folder(self.point, process.rank)
-        own.mkdir()
-        write_state(own / NUMERICS, numerics(process.device))
-        process.worker.save_state(self.point, own)
+        with disk.told(f"{own} was not written; the recovery points before it are whole"):
+            own.mkdir()
+            write_state(own / NUMERICS, numerics(process.device))
+            process.worker.save_state(self.point, own)
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ class Save:
     directory: Path
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        process.worker.save(self.role, self.directory)
+        with disk.told(f"{self.directory} was not written; what was saved before it is whole"):
+            process.worker.save(self.role, self.directory)
 
 
 @dataclass(frozen=True)
