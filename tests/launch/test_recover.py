@@ -125,3 +125,27 @@ def test_recover_mode_disabled_ends_with_one_message(root):
     assert code == 1 and len(told) == 1 and "Traceback" not in out and command.none_left(), out
     assert "device 1 (" in told[0] and "call 'ref_inf' of role 'ref'" in told[0]
     assert json.loads((root / "off" / "e" / "t" / "status.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_call_that_hangs_is_named_and_made_again_on_other_devices(root, whole):
+    hang = f"ref_inf.pre_hooks=[{{function: hang, args: {{step: 2, flag: {root}/hung}}}}]"
+    command = Command(*words(root, "hung-run", "ref_inf.deadline_s=15", hang), cwd=root)
+    code, out = command.end()
+    run = root / "hung-run" / "e" / "t"
+    assert code == 0 and command.none_left(), out
+    log = (run / "log.txt").read_text()
+    assert "node 'ref_inf' (role 'ref', " in log and "did not finish within its deadline_s=15 seconds" in log
+    assert "it waits for device 1 (" in log and "restart 1 of 3" in log
+    assert timeless(run) == timeless(whole)
+
+
+@pytest.mark.slow
+def test_devices_that_die_again_and_again_end_the_run_with_one_message(root):
+    """The hook kills whoever makes step 2, every time."""
+    command = Command(*words(root, "always", "ref_inf.pre_hooks=[{function: die, args: {step: 2}}]"), cwd=root)
+    code, out = command.end()
+    told = [line for line in out.splitlines() if line.startswith("error")]
+    assert code == 1 and len(told) == 1 and command.none_left(), out
+    assert "device 1 (" in told[0] and "3 restarts before it brought no step after step 2" in told[0]
+    assert json.loads((root / "always" / "e" / "t" / "status.json").read_text())["status"] == "failed"

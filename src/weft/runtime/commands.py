@@ -20,6 +20,7 @@ from weft.interfaces.base import MFCResult
 from weft.realloc.execute import Reallocation
 from weft.realloc.plan import Transfer
 from weft.registry import import_user_code
+from weft.runtime import disk
 from weft.runtime.device_process import Command, DeviceProcess, Report
 from weft.runtime.events import Event
 from weft.runtime.group import SampleMeta
@@ -181,9 +182,10 @@ class Snapshot:
 
     def run(self, process: DeviceProcess, number: int) -> None:
         own = rank_folder(self.point, process.rank)
-        own.mkdir()
-        write_state(own / NUMERICS, numerics(process.device))
-        process.worker.save_state(self.point, own)
+        with disk.told(f"{own} was not written; the recovery points before it are whole"):
+            own.mkdir()
+            write_state(own / NUMERICS, numerics(process.device))
+            process.worker.save_state(self.point, own)
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ class Save:
     directory: Path
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        process.worker.save(self.role, self.directory)
+        with disk.told(f"{self.directory} was not written; what was saved before it is whole"):
+            process.worker.save(self.role, self.directory)
 
 
 @dataclass(frozen=True)

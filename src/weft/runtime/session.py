@@ -120,6 +120,8 @@ class Session:
         self._group.close(CLOSE_SECONDS if status == "finished" else 0.0)
         if self._observer is None:
             return
+        if status != "finished":  # first: what follows may meet a full disk
+            self._directory.set_status(status, self.step)
         if self._parts.farewell is not None and self._peak is not None:
             self._tell(self._parts.farewell(self._peak))
         if error is not None:  # whoever started the run shows it
@@ -127,7 +129,8 @@ class Session:
             self._observer.log(f"error: {name}{error}")
         self._observer.close(status)
         build_report(self._directory.path, status)  # before the status: a run killed in here goes on, and ends with one
-        self._directory.set_status(status, self.step)
+        if status == "finished":
+            self._directory.set_status(status, self.step)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
