@@ -37,7 +37,7 @@ test-slow: install-dev ## the tests that take minutes: real runs, kills, benchma
 	$(PYTEST) -m slow
 
 bench: install-dev ## every benchmark, against TRL and transformers; an hour; needs a clean tree and WEFT_BENCH_TRL_PPO
-	for name in sft rw dpo grpo ppo generate limit realloc scale; do $(BIN)/python -m benchmarks.$$name || exit; done
+	for name in sft rw dpo grpo ppo generate limit realloc runtime layouts scale; do $(BIN)/python -m benchmarks.$$name || exit; done
 
 format: install-dev ## rewrite the code in the house format
 	$(BIN)/ruff format .

@@ -95,6 +95,8 @@ def test_ppo_says_what_it_needs(data_dir: Path, repo: Path, monkeypatch: pytest.
         ("limit", "of the fastest product"),
         ("scale", "time against sequence length"),
         ("realloc", "% of the rate"),
+        ("runtime", "ms a call"),
+        ("layouts", "% of it"),
     ],
 )
 def test_weft_alone_and_against_transformers(name: str, said: str, data_dir: Path, repo: Path) -> None:

@@ -94,23 +94,6 @@ def words(root: Path, folder: str, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_device_that_dies_ends_the_run_with_one_message_and_the_run_goes_on_after(root, tmp_path):
-    whole = Command(*words(root, "whole"), cwd=tmp_path)
-    assert whole.end()[0] == 0
-    hook = f"ref_inf.pre_hooks=[{{function: die, args: {{step: 3, flag: {root}/died}}}}]"
-    first = Command(*words(root, "killed", hook), cwd=tmp_path)
-    code, out = first.end()
-    told = [line for line in out.splitlines() if line.startswith("error")]
-    assert code == 1 and len(told) == 1, out
-    assert "device 1" in told[0] and "call 'ref_inf' of role 'ref'" in told[0] and "died" in told[0]
-    assert "Traceback" not in out and first.none_left()
-    second = Command(*words(root, "killed", hook), cwd=tmp_path)
-    assert second.end()[0] == 0
-    assert timeless(root / "killed" / "e" / "t") == timeless(root / "whole" / "e" / "t")
-    assert second.none_left()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, tmp_path, number):
     folder = f"stopped{number.value}"
