@@ -65,7 +65,7 @@ def test_the_table_of_the_model_that_stands_in(capsys: pytest.CaptureFixture[str
     assert "a Llama of 1.2 billion parameters, sent as bfloat16" in shown
     assert "from d4f1t2p1c1e1 on 0, 1, 2, 3, 4, 5, 6, 7" in shown
     rows = [line.split() for line in shown.splitlines() if line.split()[:1] == ["1"]]
-    assert rows == [["1", "0", "175.2", "MiB", "357.2", "MiB", "64.0", "KiB", "0", "B"]]
+    assert rows == [["1", "0", "204.2", "MiB", "415.2", "MiB", "80.0", "KiB", "0", "B"]]
     assert "  501.0 MiB  embed.weight" in shown and "least possible     1.4 GiB" in shown
     assert weft.main(["plan", "realloc", "d2", "d2"]) == 0
     assert "nothing is sent" in capsys.readouterr().out

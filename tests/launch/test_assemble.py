@@ -82,12 +82,12 @@ def test_dpo_in_bfloat16_starts_at_log_2(rank: int, root: Path, monkeypatch: pyt
         ),
         ({"actor.layout": "p9"}, r"actor\.layout=d1f1t1p9c1e1: p=9 stages of a model with 2 layers"),
         (
-            {"actor_train.layout": "c2"},
-            r"actor_train\.layout=d1f1t1p1c2e1: backend=torch has no context parallelism yet",
+            {"actor_train.layout": "p2c2"},
+            r"actor_train\.layout=d1f1t1p2c2e1: ranks that share the tokens of a pack \(c\) hold the whole network",
         ),
         (
-            {"rew.layout": "d2", "rew.backend": "hf"},
-            r"rew\.layout=d2f1t1p1c1e1: backend=hf runs on one device; write d1",
+            {"rew.layout": "t2", "rew.backend": "hf"},
+            r"rew\.layout=d1f1t2p1c1e1: backend=hf runs copies of the whole module",
         ),
     ],
 )

@@ -201,9 +201,20 @@ def check(case: Case, ranks: Ranks, size: int, tolerance: float = 1e-12) -> None
                 same(one, other, tolerance, "outputs of")
             for what in ("gradients", "parameters"):
                 every: Values = getattr(expected, what)
-                layers, tied = known.config.num_layers, known.config.tied
-                own = {n: v for n, v in every.items() if number in stages_of(n, layers, count, tied=tied)}
+                sizes, tied = Even(known.config.num_layers), known.config.tied
+                own = {n: v for n, v in every.items() if number in stages_of(n, sizes, count, tied=tied)}
                 same(getattr(run, what), own, tolerance, f"{what} of stage {number}")
+
+
+@dataclass(frozen=True)
+class Even:
+    """Sizes of a network whose stages have equally many blocks."""
+
+    num_layers: int
+    head_layers: float = 0.0
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1
 
 
 def named(case: Case) -> str:

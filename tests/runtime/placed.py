@@ -8,8 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,15 @@ CLOCKS = ("step_seconds", "peak_memory_gb", "tokens_per_second", "mfu", "cached_
 
 
 def write_hooks(folder: Path) -> Path:
+    """A link to one file of this process, which imports it once for all test modules."""
     path = folder / "placed_hooks.py"
+    path.symlink_to(_hooks())
+    return path
+
+
+@cache
+def _hooks() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="placed-")) / "placed_hooks.py"
     path.write_text(HOOKS)
     return path
 
