@@ -12,7 +12,7 @@ import torch
 from weft.checkpoints.hf_io import read_config
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
-from weft.engine.backends.common import check_spec, with_dtype
+from weft.engine.backends.common import check_copies, check_spec, with_dtype
 from weft.engine.device import resolve_device, set_deterministic
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
@@ -109,6 +109,8 @@ def check_layouts(experiment: Experiment) -> None:
         try:
             if spec.backend == "torch":
                 check_layout(spec, mesh.layout, read_config(check_spec(spec), spec.type)[1])
+            elif spec.backend == "hf":
+                check_copies(mesh.layout)
             elif mesh.layout.num_devices > 1 and len(signature(backends.get(spec.backend)).parameters) < 3:
                 raise ConfigError(f"backend={spec.backend} runs on one device; write d1, or backend=torch")
         except ConfigError as error:

@@ -15,6 +15,7 @@ from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.models.network.transformer import Embedding
+from weft.topology import Layout
 
 
 def check_spec(spec: ModelSpec) -> str:
@@ -27,6 +28,15 @@ def check_spec(spec: ModelSpec) -> str:
             "or leave it out"
         )
     return spec.path
+
+
+def check_copies(layout: Layout) -> None:
+    """Raises `ConfigError` for a layout that cuts a network, which `backend=hf` does not."""
+    if layout.num_devices != layout.data or layout.fsdp > 1:
+        raise ConfigError(
+            f"layout={layout}: backend=hf runs copies of the whole module, such as d{layout.num_devices}f1; write that, or "
+            "backend=torch"
+        )
 
 
 def check_tokenizer(spec: ModelSpec, config: TransformerConfig) -> Tokenizer:

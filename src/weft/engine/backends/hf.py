@@ -39,11 +39,7 @@ PREFIX = "module."  # of the network's parameter names: HFNetwork holds the modu
 def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
     """Read the model directory `spec.path` with `transformers`. Raises `UserError` for what cannot be read or run."""
     path = common.check_spec(spec)
-    if layout.num_devices != layout.data or layout.fsdp > 1:
-        raise ConfigError(
-            f"layout={layout}: backend=hf runs copies of the whole module, such as d{layout.num_devices}f1; write that, or "
-            "backend=torch"
-        )
+    common.check_copies(layout)
     device = resolve_device(spec.device)
     spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
