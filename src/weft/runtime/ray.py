@@ -235,7 +235,11 @@ class Cluster:
         remove_leftovers()
         scratch, before = Scratch(), frozenset(descendants())
         # Its token is in this environment alone, which the processes that it starts inherit.
-        _set_unless_set(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        _set_unless_set(
+            RAY_USAGE_STATS_ENABLED="0",
+            RAY_AUTH_TOKEN=secrets.token_hex(32),
+            RAY_gcs_rpc_server_reconnect_timeout_s="20",  # what is left of a Ray whose head is gone ends after this
+        )
         with _quiet():
             ray.init(
                 address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1",
