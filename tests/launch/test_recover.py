@@ -116,8 +116,8 @@ def test_random_devices_killed_at_random_moments_leave_no_trace(root, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", ["raylet/raylet", "gcs/gcs_server"])
 def test_where_ray_itself_is_killed_no_step_is_lost(root, whole, sign):
-    """The run goes on with another Ray, or has its last steps already, or Ray ends the process that uses a raylet's store before
-    that could hear of its end: then the same command goes on."""
+    """The run goes on with another Ray, or has its last steps already, or Ray ends the process that uses a raylet's store
+    before that could hear of its end: then the same command goes on."""
     folder = sign.split("/")[0]
     run = root / folder / "e" / "t"
     command = Command(*words(root, folder), cwd=root)
