@@ -125,8 +125,8 @@ class Command:
             os.kill((draw or random).choice(found), signal.SIGKILL)
         return len(found)
 
-    def none_left(self, seconds: float = 90.0) -> bool:
-        """Whether all of them are gone, soon at least: what is left of a Ray gives its head up after a while."""
+    def none_left(self, seconds: float = 180.0) -> bool:
+        """Whether all of them are gone, soon at least: helpers of a Ray that was killed give up after a minute or two."""
         end = time.monotonic() + seconds
         while self.left() and time.monotonic() < end:
             time.sleep(0.2)
