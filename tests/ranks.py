@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DEADLINE = 60.0  # seconds that a function may take, and a rank to start
+DEADLINE = 120.0  # seconds that a function may take, and a rank to start
 
 
 class Ranks:
