@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.ranks import Ranks
 
 hypothesis.settings.register_profile("weft", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("weft")
@@ -31,3 +34,16 @@ def data_dir() -> Path:
 def repo() -> Path:
     """The repository's root."""
     return ROOT
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two processes that run functions together."""
+    with Ranks(2, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(4, tmp_path_factory.mktemp("ranks")) as started:
+        yield started

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,6 @@ CASES = {
     "balanced": Case("mixtral", options={"router_aux_loss_coef": 0.1}),
     "recomputed": Case(options={"gradient_checkpointing": True}),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
 
 
 def compare(case: Case, layout: str, ranks: Ranks, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.models.common import sequences, tiny
+from tests.parallel.test_tensor import Run
 from tests.ranks import Ranks
 from weft.kernels.cpu import library
 from weft.models.network import lora
@@ -70,27 +71,6 @@ CASES = {
     "kernels with windows": Case("mistral", changes={"sliding_window": 7}, dtype=torch.float32),
     "no kernels": Case(dtype=torch.float32, kernels=False),
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """Outputs of the first pass over each pack, gradients of the first step, parameters after the last."""
-
-    outputs: list[Values]
-    gradients: Values
-    parameters: Values
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
 
 
 def build(case: Case) -> Transformer:

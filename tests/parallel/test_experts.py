@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -39,12 +38,6 @@ CASES = {
     "adapters that drop": Case("mixtral", adapters=True),
     "recomputed": Case("mixtral", recomputes=True),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
 
 
 def packed(case: Case, rank: int) -> Packed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -221,18 +220,6 @@ def named(case: Case) -> str:
     said = [case.family, case.kind, f"m{case.count}", "tied" * case.tied, "recomputed" * case.recompute, case.form]
     said += ["float32" if case.dtype == torch.float32 else "", f"v{case.stages_a_rank}" if case.stages_a_rank else ""]
     return "-".join(filter(None, said))
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
 
 
 CASES = [

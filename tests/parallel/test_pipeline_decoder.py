@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -101,12 +100,6 @@ def staged(case: Case) -> tuple[Events, int]:
         generator.abort([f"p{i}" for i in range(6)])
         generator.submit(requests())
         return drain(generator), held
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
 
 
 def check(case: Case, ranks: Ranks) -> None:

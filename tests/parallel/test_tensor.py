@@ -5,7 +5,7 @@ Log-probs, gradients, and the parameters after three steps of an optimizer, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -49,12 +49,6 @@ class Run:
     outputs: list[Values]
     gradients: Values
     parameters: Values
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
 
 
 def build(case: Case) -> Transformer:
@@ -184,12 +178,6 @@ def test_sharded_by_block(case: Case, ranks: Ranks) -> None:
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_part_of_every_layer(case: Case, ranks: Ranks) -> None:
     check_parts(case, ranks, 2)
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(4, tmp_path_factory.mktemp("ranks")) as started:
-        yield started
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.toy import Toy
-from weft.errors import ConfigError
+from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.runtime.commands import Built, Move, Prepare, SyncHere
@@ -91,6 +91,20 @@ def test_a_copy_gets_weights_once_after_each_change_and_only_what_training_chang
     train(there)
     assert there.refresh(place, fails) == 3
     assert moved(recorder.commands(), known) == [["lora_a"]]
+
+
+def test_ranks_that_could_not_get_ready_say_why(tmp_path) -> None:
+    there, recorder = parameters(experiment(tmp_path))
+    (place,) = experiment(tmp_path).copies()
+    there.begin()
+    train(there)
+    told: list[BaseException] = []
+    there.refresh(place, told.append)
+    *ready, move = recorder.jobs
+    for job in ready:
+        job.failed(RunError("no room"))
+    move.failed(KeyError("way 0"))
+    assert [str(error) for error in told] == ["no room"]
 
 
 def test_a_roles_own_engine_needs_nothing(tmp_path) -> None:

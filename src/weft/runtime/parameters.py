@@ -52,6 +52,7 @@ class Parameters:
         self._stale: dict[Place, bool] = {}  # copies that need others, and whether more than what train steps change
         self._changing: dict[str, Job] = {}  # the last that changed a role's own weights
         self._ways: dict[tuple[Place, Place, tuple[str, ...]], Way] = {}
+        self._unready: dict[str, BaseException] = {}  # why ranks do not know a way, by its key
 
     def begin(self) -> None:
         """Let roles begin as copies of others on other devices. Raises `ConfigError` for what cannot be moved later."""
@@ -172,7 +173,11 @@ class Parameters:
             key = f"{source[0]} -> {target[0]}, way {len(self._ways)}"
             self._ways[between] = Way(key, ranks, transfers, cost.moved, cost.across)
             name = f"getting ready to move {source[0]!r} to {target[0]!r}"
-            self._dispatch.submit(Job(name, ranks, _same(Prepare(key, ranks, transfers)), _nothing, _nothing))
+
+            def unready(error: BaseException) -> None:
+                self._unready[key] = error
+
+            self._dispatch.submit(Job(name, ranks, _same(Prepare(key, ranks, transfers)), _nothing, unready))
         return self._ways[between]
 
     def _submit(
@@ -190,7 +195,11 @@ class Parameters:
         after = [last] if last is not None and not set(target) <= set(source) else []
         roles = frozenset({what.source[0], what.target[0]})
         told = lambda ends: done(ends[target[0]].value)  # noqa: E731
-        job = Job(name, way.ranks, _same(what), told, failed, started, roles=roles, after=after)
+
+        def why(error: BaseException) -> None:
+            failed(self._unready.get(way.key) or error)
+
+        job = Job(name, way.ranks, _same(what), told, why, started, roles=roles, after=after)
         self._dispatch.submit(job)
         return job
 
