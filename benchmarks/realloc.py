@@ -69,6 +69,7 @@ class Parameters:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = results.parser("realloc", str(__doc__), repeats=7)
+    parser.set_defaults(threads=1)  # a rank of a run has its share of the cores
     parser.add_argument("--shape", choices=SHAPES, default="40M", help="the model (default: %(default)s)")
     parser.add_argument("--bucket", type=int, default=32, metavar="MIB", help="a bucket's size (default: %(default)s)")
     arguments = parser.parse_args(words)
