@@ -71,7 +71,7 @@ def test_the_store_joins_batches_and_forgets_ids():
         again = restored.fetch([id], store.keys(id))
         assert again.metadata == one.metadata and all(torch.equal(again.data[k], one.data[k]) for k in one.keys)
     store.discard(["a", "b", "c", "d"])
-    assert len(store) == 0 and not store._batches and not store._users
+    assert len(store) == 0 and not store._batches and not any(map(len, store._readers))
     with pytest.raises(DataError, match="'a' is not in the store"):
         store.fetch(["a"], [])
 

@@ -25,6 +25,22 @@ def take(array: Array, rows: npt.NDArray[np.int64]) -> Array:
     return xp.take(array, xp.asarray(rows, device=array_api_compat.device(array)), axis=0)
 
 
+def ranges(starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """All of start, start + 1, ... (count of them), one range after another."""
+    ends = np.cumsum(counts)
+    shift = np.repeat(starts.astype(np.int64) - (ends - counts), counts)
+    return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) + shift
+
+
+def pick(array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int64]) -> Array:
+    """The runs `index` of rows, run i from `starts[i]` to `starts[i + 1]`, one after another; a view where they are consecutive."""
+    if len(index) == 0:
+        return array[:0]
+    if np.array_equal(index, np.arange(index[0], index[0] + len(index))):
+        return array[int(starts[index[0]]) : int(starts[index[-1] + 1])]
+    return take(array, ranges(starts[index], starts[index + 1] - starts[index]))
+
+
 def cut(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
     """Views of consecutive runs of rows of these lengths."""
     if array_api_compat.is_torch_array(array):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data import packing
-from weft.data.datasets.base import MapDataset, StreamDataset, Tokenized
+from weft.data.datasets.base import MapDataset, StreamDataset, Tokenized, reads_table
 from weft.data.mixture import Index, Share, epoch_order, per_epoch
 from weft.data.sample import SequenceSample
 from weft.errors import DataError, UserError
@@ -60,6 +60,14 @@ class Part:
             )
         ids = (f"{self.name}/{sample.ids[0]}",) if self.prefix else sample.ids
         return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
+
+    def at(self, indices: Sequence[int]) -> SequenceSample:
+        """These samples as one, as `[index]` gives them."""
+        if not reads_table(self.dataset):
+            return SequenceSample.gather([self[index] for index in indices])
+        chosen = self.dataset.table.at(self.indices[np.asarray(indices, dtype=np.int64)].tolist())
+        ids = tuple(f"{self.name}/{id}" for id in chosen.ids) if self.prefix else chosen.ids
+        return replace(chosen, ids=ids, metadata={"source": (self.name,) * len(ids), **chosen.metadata})
 
     def costs(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample."""
@@ -162,8 +170,12 @@ class MapLoader:
     def _batch(self, epoch: int, batch: int) -> SequenceSample:
         (source, index), bounds = self._plan(epoch)
         rows = slice(bounds[batch], bounds[batch + 1])
-        picked = [self._parts[s][i] for s, i in zip(source[rows].tolist(), index[rows].tolist(), strict=True)]
-        return SequenceSample.gather(picked)
+        sources, indices = source[rows], index[rows]
+        places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
+        picked = [part.at(indices[at].tolist()) for part, at in zip(self._parts, places, strict=True) if len(at)]
+        if len(picked) == 1:
+            return picked[0]
+        return SequenceSample.gather(picked).at(np.argsort(np.concatenate(places)).tolist())
 
     def next_batch(self) -> SequenceSample:
         epoch, batch = self._position

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -96,6 +97,11 @@ class SequenceSample:
         """Key -> one int32 vector of lengths an id."""
         return {key: np.split(self.lengths[key], self.offsets[key][1:-1]) if self.ids else [] for key in self.lengths}
 
+    @cached_property
+    def starts(self) -> Mapping[str, npt.NDArray[np.int64]]:
+        """Key -> int64 [num sequences + 1]: where each sequence begins in its array, and the end of the last."""
+        return {key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)]) for key, value in self.lengths.items()}
+
     def num_sequences(self, key: str = "completion") -> int:
         return len(_known(self, key, self.lengths))
 
@@ -160,16 +166,21 @@ class SequenceSample:
         picked = self if keys is None else self._with_keys({name: name for name in names})
         if ids is None:
             return picked
+        ids = tuple(ids)
+        if ids == self.ids:
+            return picked
         place = {id: index for index, id in enumerate(self.ids)}
-        wanted = list(ids)
-        missing = [id for id in wanted if id not in place]
+        missing = [id for id in ids if id not in place]
         if missing:
             raise DataError(f"ids {missing[:5]} are not in this sample of {self.num_ids} ids")
-        rows = [place[id] for id in wanted]
-        at = np.asarray(rows, dtype=np.int64)
-        counts = {key: np.diff(offset)[at].astype(np.int64) for key, offset in picked.offsets.items()}
-        index = {key: _ranges(offset[at], counts[key]) for key, offset in picked.offsets.items()}
-        return _rearrange(picked, Rearranged(tuple(wanted), rows, index, counts))
+        return picked.at([place[id] for id in ids])
+
+    def at(self, rows: Sequence[int]) -> SequenceSample:
+        """The ids with these numbers, in this order. Views where they are consecutive, copies otherwise."""
+        index = np.asarray(rows, dtype=np.int64)
+        counts = {k: (offset[index + 1] - offset[index]).astype(np.int64) for k, offset in self.offsets.items()}
+        chosen = {key: arrays.ranges(offset[index], counts[key]) for key, offset in self.offsets.items()}
+        return _rearrange(self, Rearranged(tuple(self.ids[row] for row in rows), rows, chosen, counts))
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
         """Cut every group into runs of completions that cost at most `max_tokens`, each with the whole prompt.
@@ -282,14 +293,13 @@ class SequenceSample:
 
 def _cut(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
     """Consecutive ids between `bounds`; data are views."""
-    starts = {key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)]) for key, value in sample.lengths.items()}
     parts = []
     for low, high in pairwise(bounds):
         span = {key: (int(offset[low]), int(offset[high])) for key, offset in sample.offsets.items()}
         lengths = {key: sample.lengths[key][a:b] for key, (a, b) in span.items()}
         offsets = {key: sample.offsets[key][low : high + 1] - a for key, (a, _) in span.items()}
         data = {
-            key: value[int(starts[key][span[key][0]]) : int(starts[key][span[key][1]])]
+            key: value[int(sample.starts[key][span[key][0]]) : int(sample.starts[key][span[key][1]])]
             for key, value in sample.data.items()
         }
         metadata = {name: values[low:high] for name, values in sample.metadata.items()}
@@ -301,7 +311,7 @@ def _rearrange(sample: SequenceSample, new: Rearranged, drop: str = "") -> Seque
     """The sequences that `new` lists, with their ids' metadata except the column `drop`."""
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _offsets(counts) for key, counts in new.counts.items()}
-    data = {key: _pick(value, sample.lengths[key], new.index[key]) for key, value in sample.data.items()}
+    data = {key: arrays.pick(value, sample.starts[key], new.index[key]) for key, value in sample.data.items()}
     metadata = {k: tuple(v[row] for row in new.rows) for k, v in sample.metadata.items() if k != drop}
     return SequenceSample(new.ids, lengths, offsets, data, {**metadata, **new.metadata})
 
@@ -319,8 +329,7 @@ def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
 
 def _sums(sample: SequenceSample, key: str) -> npt.NDArray[np.int64]:
     """Tokens of a key by id."""
-    ends = np.concatenate([[0], np.cumsum(sample.lengths[key], dtype=np.int64)])[sample.offsets[key]]
-    return np.diff(ends)
+    return np.diff(sample.starts[key][sample.offsets[key]])
 
 
 def _set(sample: SequenceSample, name: str, value: Any) -> None:
@@ -336,23 +345,6 @@ def _frozen(value: npt.ArrayLike) -> Ints:
 
 def _offsets(counts: npt.ArrayLike) -> Ints:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int32)
-
-
-def _ranges(starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """All of start, start + 1, ... (count of them), one range after another."""
-    ends = np.cumsum(counts)
-    shift = np.repeat(starts.astype(np.int64) - (ends - counts), counts)
-    return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) + shift
-
-
-def _pick(value: Array, lengths: Ints, index: npt.NDArray[np.int64]) -> Array:
-    """The sequences `index` of a packed array, one after another; a view where they are consecutive."""
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if len(index) == 0:
-        return value[:0]
-    if np.array_equal(index, np.arange(index[0], index[0] + len(index))):
-        return value[int(starts[index[0]]) : int(starts[index[-1] + 1])]
-    return arrays.take(value, _ranges(starts[index], lengths[index].astype(np.int64)))
 
 
 def _check_same_keys(samples: Sequence[SequenceSample]) -> None:

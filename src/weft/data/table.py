@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -84,21 +83,13 @@ class TokenTable:
 
     def __getitem__(self, index: int) -> SequenceSample:
         """Sample `index`, alone, in the dtypes of the graph's edges."""
-        whole, data, lengths, offsets = self.sample, {}, {}, {}
-        for key in whole.keys:
-            first, stop = int(whole.offsets[key][index]), int(whole.offsets[key][index + 1])
-            lengths[key] = whole.lengths[key][first:stop]
-            offsets[key] = np.asarray([0, stop - first])
-            tokens = whole.data[key][int(self._starts[key][first]) : int(self._starts[key][stop])]
-            data[key] = tokens.to(DTYPES[key][1])
-        metadata = {name: (values[index],) for name, values in whole.metadata.items()}
-        return SequenceSample((whole.ids[index],), lengths, offsets, data, metadata)
+        return self.at([index])
 
-    @cached_property
-    def _starts(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Where each sequence of a key begins in its tensor."""
-        lengths = self.sample.lengths
-        return {key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)]) for key, value in lengths.items()}
+    def at(self, indices: Sequence[int]) -> SequenceSample:
+        """These samples as one, in the dtypes of the graph's edges."""
+        chosen = self.sample.at(indices)
+        data = {key: value.to(DTYPES[key][1]) for key, value in chosen.data.items()}
+        return replace(chosen, data=data)
 
     def costs(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample, its prompt counted for every completion."""

@@ -146,7 +146,8 @@ class _Reach:
 def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], name: str) -> _Reach:
     node, producers = graph.node(name), graph.producers(name)
     open_entries = [e for e in buffer.entries.values() if name not in e.started]
-    able = [e for e in open_entries if e.keys.issuperset(node.inputs) and e.done.issuperset(producers)]
+    needed = set(node.inputs)
+    able = [e for e in open_entries if needed <= e.keys and e.done.issuperset(producers)]
     edges = graph.waits_for(name)
     allowed = _allowed(graph, buffer, versions, edges, able)
     if node.batch_size:

@@ -44,5 +44,8 @@ def on_edges(
     unknown, lost = set(outputs.ids) - set(ids), set(ids) - set(outputs.ids)
     if unknown or (lost and not filters):
         raise RunError(f"returned ids that it was not given ({sorted(unknown)[:5]}) or lost some ({sorted(lost)[:5]})")
-    ordered = [id for id in ids if id in set(outputs.ids)]
-    return outputs.select(ids=ordered, keys=node.output_keys).remap_keys(node.output_key_remap)
+    chosen = outputs.select(keys=node.output_keys)
+    if outputs.ids != tuple(ids):
+        made = set(outputs.ids)
+        chosen = chosen.select(ids=[id for id in ids if id in made])
+    return chosen.remap_keys(node.output_key_remap)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from weft.data.sample import SequenceSample
@@ -12,46 +14,67 @@ from weft.errors import DataError, nearest
 
 
 @dataclass
-class _Row:
-    """Of one id: which batch holds each key, the batches it needs, and the values that are no tensors."""
+class _Batch:
+    """A batch that was put; without its tensors once nobody reads them."""
 
-    batches: dict[str, int] = field(default_factory=dict)
-    held: set[int] = field(default_factory=set)
-    metadata: dict[str, Any] = field(default_factory=dict)
+    sample: SequenceSample
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        return {id: index for index, id in enumerate(self.sample.ids)}
+
+    def values(self, name: str, ids: Sequence[str]) -> Sequence[Any]:
+        """A column of the metadata, of these ids."""
+        column = self.sample.metadata[name]
+        return column if self.sample.ids == ids else [column[self.place[id]] for id in ids]
+
+
+@dataclass(eq=False)
+class _Block:
+    """Ids that have all been put together, so that the same batches hold their keys and their metadata."""
+
+    ids: dict[str, None]
+    keys: dict[str, int] = field(default_factory=dict)  # key -> number of the batch
+    columns: dict[str, int] = field(default_factory=dict)  # of the metadata -> number of the batch
+
+    def read(self) -> tuple[set[int], set[int]]:
+        """The batches whose tensors it needs, and those whose metadata."""
+        return set(self.keys.values()), set(self.columns.values())
 
 
 class TensorStore:
-    """Holds every batch that some id still needs. Nothing is copied on the way in. Threads may share it."""
+    """Holds every batch that some id still needs. Nothing is copied on the way in. Threads may share it.
+
+    What is kept of ids that always come together is kept once for all of them: a batch costs as much time as it has blocks.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._rows: dict[str, _Row] = {}
-        self._batches: dict[int, SequenceSample] = {}
-        self._users: dict[int, set[str]] = {}
+        self._blocks: dict[str, _Block] = {}  # by id
+        self._batches: dict[int, _Batch] = {}
+        self._readers: tuple[Counter[int], Counter[int]] = (Counter(), Counter())  # batch -> blocks that `read` it
         self._next = 0
 
     def __contains__(self, id: str) -> bool:
-        return id in self._rows
+        return id in self._blocks
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._blocks)
 
     def keys(self, id: str) -> list[str]:
-        return list(self._rows[id].batches)
+        return list(self._blocks[id].keys)
 
     def put(self, sample: SequenceSample) -> SequenceSample:
         """Take in a batch; a key that an id has already is replaced. Returns the description."""
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._batches[number], self._users[number] = sample, set(sample.ids)
-            for index, id in enumerate(sample.ids):
-                row = self._rows.setdefault(id, _Row())
-                row.batches.update(dict.fromkeys(sample.keys, number))
-                row.held.add(number)
-                for old in row.held - {number, *row.batches.values()}:
-                    row.held.remove(old)
-                    self._release(old, id)
-                row.metadata.update({name: values[index] for name, values in sample.metadata.items()})
+            self._batches[number] = _Batch(sample)
+            for block in self._apart(sample.ids):
+                before = block.read()
+                block.keys.update(dict.fromkeys(sample.keys, number))
+                block.columns.update(dict.fromkeys(sample.metadata, number))
+                self._count(block, before)
+            self._free([number])
         return sample.meta()
 
     def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
@@ -60,27 +83,30 @@ class TensorStore:
         Raises `DataError` for an id or a key that is not here.
         """
         with self._lock:
-            rows = [self._row(id) for id in ids]
-            wanted = [*keys, *(key for key in optional if all(key in row.batches for row in rows))]
+            ids = tuple(ids)
+            parts = self._parts(ids)
+            wanted = [*keys, *(key for key in optional if all(key in block.keys for block in parts))]
             by_origin: dict[tuple[int, ...], list[str]] = {}
             for key in wanted:
-                missing = next((id for id, row in zip(ids, rows, strict=True) if key not in row.batches), None)
+                missing = next((block for block in parts if key not in block.keys), None)
                 if missing is not None:
-                    close = nearest(key, self.keys(missing)) or self.keys(missing)
-                    raise DataError(f"id {missing!r} has no key {key!r}; it has {', '.join(close)}")
-                by_origin.setdefault(tuple(row.batches[key] for row in rows), []).append(key)
-            columns = dict.fromkeys(name for row in rows for name in row.metadata)
-            metadata = {name: [row.metadata.get(name) for row in rows] for name in columns}
-            joined = SequenceSample.from_groups(ids, {}, {}, metadata)
-            for origin, names in by_origin.items():
-                joined = joined.update(self._collect(ids, origin, names))
-            return joined
+                    close = nearest(key, missing.keys) or list(missing.keys)
+                    raise DataError(f"id {parts[missing][0]!r} has no key {key!r}; it has {', '.join(close)}")
+                by_origin.setdefault(tuple(block.keys[key] for block in parts), []).append(key)
+            found = [self._collect(ids, parts, origin, names) for origin, names in by_origin.items()]
+            return SequenceSample(
+                ids,
+                {key: sample.lengths[key] for sample in found for key in sample.keys},
+                {key: sample.offsets[key] for sample in found for key in sample.keys},
+                {key: value for sample in found for key, value in sample.data.items()},
+                self._metadata(ids, parts),
+            )
 
     def batches(self) -> Iterator[SequenceSample]:
         """Everything that is held: ids with the same keys and metadata in one batch each, in the order they came."""
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-        for id, row in self._rows.items():
-            alike.setdefault((tuple(row.batches), tuple(row.metadata)), []).append(id)
+        for id, block in self._blocks.items():
+            alike.setdefault((tuple(block.keys), tuple(block.columns)), []).append(id)
         for (keys, _), ids in alike.items():
             yield self.fetch(ids, keys)
 
@@ -88,25 +114,83 @@ class TensorStore:
         """Forget these ids; a batch that no id needs any more is freed."""
         with self._lock:
             for id in ids:
-                row = self._rows.pop(id, None)
-                for number in row.held if row else ():
-                    self._release(number, id)
+                block = self._blocks.pop(id, None)
+                if block is not None:
+                    del block.ids[id]
+                    if not block.ids:
+                        before, block.keys, block.columns = block.read(), {}, {}
+                        self._count(block, before)
 
-    def _release(self, number: int, id: str) -> None:
-        self._users[number].discard(id)
-        if not self._users[number]:
-            del self._users[number], self._batches[number]
+    def _apart(self, ids: Sequence[str]) -> list[_Block]:
+        """Blocks that hold these ids and no others."""
+        touched: dict[_Block | None, list[str]] = {}
+        for id in ids:
+            touched.setdefault(self._blocks.get(id), []).append(id)
+        found = []
+        for old, chosen in touched.items():
+            if old is not None and len(chosen) == len(old.ids):
+                found.append(old)
+                continue
+            new = _Block(dict.fromkeys(chosen))
+            if old is not None:
+                new.keys, new.columns = dict(old.keys), dict(old.columns)
+                self._count(new, (set(), set()))
+                for id in chosen:
+                    del old.ids[id]
+            self._blocks.update(dict.fromkeys(chosen, new))
+            found.append(new)
+        return found
 
-    def _row(self, id: str) -> _Row:
-        if id not in self._rows:
-            raise DataError(f"id {id!r} is not in the store of {len(self._rows)} ids")
-        return self._rows[id]
+    def _count(self, block: _Block, before: tuple[set[int], set[int]]) -> None:
+        """After a block has come to read other batches than before."""
+        for readers, old, new in zip(self._readers, before, block.read(), strict=True):
+            readers.update(new - old)
+            readers.subtract(old - new)
+        self._free(set().union(*before))
 
-    def _collect(self, ids: Sequence[str], origin: tuple[int, ...], keys: list[str]) -> SequenceSample:
+    def _free(self, numbers: Iterable[int]) -> None:
+        """Let go of batches that no block reads, and of the tensors of those that are read for their metadata alone."""
+        for number in numbers:
+            tensors, metadata = (readers[number] > 0 for readers in self._readers)
+            if not tensors and not metadata:
+                del self._batches[number], self._readers[0][number], self._readers[1][number]
+            elif not tensors:
+                whole = self._batches[number].sample
+                self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
+
+    def _parts(self, ids: Sequence[str]) -> dict[_Block, list[str]]:
+        """The blocks that hold these ids, each with those that it holds. Raises `DataError` for an id that is not here."""
+        parts: dict[_Block, list[str]] = {}
+        for id in ids:
+            block = self._blocks.get(id)
+            if block is None:
+                raise DataError(f"id {id!r} is not in the store of {len(self._blocks)} ids")
+            parts.setdefault(block, []).append(id)
+        return parts
+
+    def _metadata(self, ids: tuple[str, ...], parts: Mapping[_Block, list[str]]) -> dict[str, tuple[Any, ...]]:
+        """Every column that some id has; None for ids without."""
+        found: dict[str, tuple[Any, ...]] = {}
+        for name in dict.fromkeys(name for block in parts for name in block.columns):
+            if len(parts) == 1:
+                (block,) = parts
+                found[name] = tuple(self._batches[block.columns[name]].values(name, ids))
+                continue
+            value: dict[str, Any] = {}
+            for block, chosen in parts.items():
+                if name in block.columns:
+                    value.update(zip(chosen, self._batches[block.columns[name]].values(name, chosen), strict=True))
+            found[name] = tuple([value.get(id) for id in ids])
+        return found
+
+    def _collect(
+        self, ids: tuple[str, ...], parts: Mapping[_Block, list[str]], origin: Sequence[int], keys: list[str]
+    ) -> SequenceSample:
+        """These keys, which the batches `origin` hold of each of the blocks."""
         by_batch: dict[int, list[str]] = {}
-        for id, number in zip(ids, origin, strict=True):
-            by_batch.setdefault(number, []).append(id)
-        parts = [self._batches[number].select(ids=chosen, keys=keys) for number, chosen in by_batch.items()]
-        joined = parts[0] if len(parts) == 1 else SequenceSample.gather(parts, keys)
-        bare = SequenceSample(joined.ids, joined.lengths, joined.offsets, joined.data)
-        return bare if bare.ids == tuple(ids) else bare.select(ids=ids)
+        for number, chosen in zip(origin, parts.values(), strict=True):
+            by_batch.setdefault(number, []).extend(chosen)
+        if len(by_batch) == 1:
+            return self._batches[origin[0]].sample.select(ids=ids, keys=keys)
+        found = [self._batches[number].sample.select(ids=chosen, keys=keys) for number, chosen in by_batch.items()]
+        return SequenceSample.gather(found, keys).select(ids=ids)

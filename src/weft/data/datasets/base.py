@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 
 from weft.data import dialogue
 from weft.data.asked import conversation, prompt_text
@@ -101,6 +101,11 @@ class TableDataset:
 
     def __getitem__(self, index: int) -> SequenceSample:
         return self.table[index]
+
+
+def reads_table(dataset: MapDataset) -> TypeGuard[TableDataset]:
+    """Whether sample i of a dataset is that of its table."""
+    return isinstance(dataset, TableDataset) and type(dataset).__getitem__ is TableDataset.__getitem__
 
 
 # -- token ids of texts
