@@ -276,6 +276,34 @@ def test_a_mixture(files: Path, tokenizer: Tokenizer) -> None:
     assert data.notes and data.notes[0].startswith("a: of 40 rows, ") and "dataset.max_seqlen=4" in data.notes[0]
 
 
+def test_a_batch_holds_what_its_samples_hold(files: Path, tokenizer: Tokenizer) -> None:
+    """Rows of tables are read all at once, those of other datasets one by one: the batches are the same."""
+
+    class ByIndex:
+        def __init__(self, dataset: Any) -> None:
+            self.dataset = dataset
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def __getitem__(self, index: int) -> SequenceSample:
+            found: SequenceSample = self.dataset[index]
+            return found
+
+    sources = [{"path": str(files / f"{name}.jsonl")} for name in "ab"]
+    for options in ({"sources": sources}, {"train_path": str(files / "a.jsonl")}):
+        at_once, singly = (load(tokenizer, files, **options).train for _ in range(2))
+        assert isinstance(singly, MapLoader)
+        singly._parts = [Part(p.name, ByIndex(p.dataset), p.indices, p.prefix) for p in singly._parts]
+        for _ in range(8):
+            one, other = at_once.next_batch(), singly.next_batch()
+            assert one.ids == other.ids and dict(one.metadata) == dict(other.metadata) and one.keys == other.keys
+            for key in one.keys:
+                assert one.data[key].dtype == other.data[key].dtype and torch.equal(one.data[key], other.data[key])
+                assert np.array_equal(one.lengths[key], other.lengths[key])
+                assert np.array_equal(one.offsets[key], other.offsets[key])
+
+
 def test_valid_split_and_tokens(files: Path, tokenizer: Tokenizer) -> None:
     data = load(
         tokenizer, files, path=str(files / "a.jsonl"), valid_split=0.2, train_bs_n_seqs=None, train_tokens_per_batch=30

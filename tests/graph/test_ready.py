@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given, settings
@@ -71,6 +71,9 @@ class Simulation:
         left_over = surplus(self.graph, self.buffer, firing.node)
         self.surplus += left_over
         self.buffer.drop(left_over)
+        here = self.buffer.entries.values()
+        assert +self.buffer.taken == Counter(node for entry in here for node in entry.started)
+        assert +self.buffer.through == Counter(node for entry in here for node in entry.done)
 
     def ids(self, node: str) -> list[str]:
         return [id for f in self.log if f.node == node for id in f.ids]

@@ -33,7 +33,7 @@ def ranges(starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDArr
 
 
 def pick(array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int64]) -> Array:
-    """The runs `index` of rows, run i from `starts[i]` to `starts[i + 1]`, one after another; a view where they are consecutive."""
+    """The runs `index` of rows, run i from `starts[i]` to `starts[i + 1]`, one after another: a view where that can be."""
     if len(index) == 0:
         return array[:0]
     if np.array_equal(index, np.arange(index[0], index[0] + len(index))):

@@ -163,7 +163,7 @@ class SequenceSample:
         names = self.keys if keys is None else tuple(keys)
         for name in names:
             _known(self, name, self.lengths)
-        picked = self if keys is None else self._with_keys({name: name for name in names})
+        picked = self if keys is None else _with_keys(self, {name: name for name in names})
         if ids is None:
             return picked
         ids = tuple(ids)
@@ -180,7 +180,7 @@ class SequenceSample:
         index = np.asarray(rows, dtype=np.int64)
         counts = {k: (offset[index + 1] - offset[index]).astype(np.int64) for k, offset in self.offsets.items()}
         chosen = {key: arrays.ranges(offset[index], counts[key]) for key, offset in self.offsets.items()}
-        return _rearrange(self, Rearranged(tuple(self.ids[row] for row in rows), rows, chosen, counts))
+        return _rearrange(self, Rearranged(tuple(self.ids[row] for row in rows), list(rows), chosen, counts))
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
         """Cut every group into runs of completions that cost at most `max_tokens`, each with the whole prompt.
@@ -206,17 +206,11 @@ class SequenceSample:
 
         They get the kind of array that this sample holds. Raises `DataError` naming a key whose values do not fit.
         """
-        return self._laid_out(key, _known(self, key, self.lengths), values)
+        return _laid_out(self, key, _known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
         """New keys of one value for each sequence of `key`, with the same ids: `sample.one_per("completion", rewards=..)`."""
-        return self._laid_out(key, np.ones(self.num_sequences(key), dtype=np.int32), values)
-
-    def _laid_out(self, key: str, lengths: Ints, values: Mapping[str, Values]) -> SequenceSample:
-        held = self.data.get(key, next(iter(self.data.values()), torch.empty(0)))
-        data = {name: arrays.as_kind(held, each) for name, each in values.items()}
-        offsets = dict.fromkeys(values, self.offsets[key])
-        return SequenceSample(self.ids, dict.fromkeys(values, lengths), offsets, data)
+        return _laid_out(self, key, np.ones(self.num_sequences(key), dtype=np.int32), values)
 
     def meta(self) -> SequenceSample:
         """The description alone: ids, lengths and metadata without tensors."""
@@ -227,7 +221,7 @@ class SequenceSample:
         names = {key: mapping.get(key, key) for key in self.keys}
         if len(set(names.values())) < len(names):
             raise DataError(f"remap {dict(mapping)} gives two of the keys {list(names)} the same name")
-        return self._with_keys(names)
+        return _with_keys(self, names)
 
     def update(self, other: SequenceSample) -> SequenceSample:
         """This sample with the keys (and metadata) of `other`, joined by id; both hold the same ids in any order."""
@@ -283,12 +277,20 @@ class SequenceSample:
         keys = ", ".join(f"{key}[{self.num_tokens(key)}]{'' if key in self.data else '?'}" for key in self.keys)
         return f"SequenceSample({self.num_ids} ids; {keys})"
 
-    def _with_keys(self, names: Mapping[str, str]) -> SequenceSample:
-        """Keys old -> new; the others are left out."""
-        lengths = {new: self.lengths[old] for old, new in names.items()}
-        offsets = {new: self.offsets[old] for old, new in names.items()}
-        data = {new: self.data[old] for old, new in names.items() if old in self.data}
-        return SequenceSample(self.ids, lengths, offsets, data, self.metadata)
+
+def _laid_out(sample: SequenceSample, key: str, lengths: Ints, values: Mapping[str, Values]) -> SequenceSample:
+    held = sample.data.get(key, next(iter(sample.data.values()), torch.empty(0)))
+    data = {name: arrays.as_kind(held, each) for name, each in values.items()}
+    offsets = dict.fromkeys(values, sample.offsets[key])
+    return SequenceSample(sample.ids, dict.fromkeys(values, lengths), offsets, data)
+
+
+def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSample:
+    """Keys old -> new; the others are left out."""
+    lengths = {new: sample.lengths[old] for old, new in names.items()}
+    offsets = {new: sample.offsets[old] for old, new in names.items()}
+    data = {new: sample.data[old] for old, new in names.items() if old in sample.data}
+    return SequenceSample(sample.ids, lengths, offsets, data, sample.metadata)
 
 
 def _cut(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
@@ -359,7 +361,7 @@ def _check_same_keys(samples: Sequence[SequenceSample]) -> None:
 
 def _check(sample: SequenceSample) -> None:
     ids = sample.ids
-    if not all(isinstance(id, str) for id in ids):
+    if not set(map(type, ids)) <= {str} and not all(isinstance(id, str) for id in ids):
         raise DataError(f"ids are texts, but one is {next(id for id in ids if not isinstance(id, str))!r}")
     if len(set(ids)) < len(ids):
         twice = sorted({id for id in ids if ids.count(id) > 1})[:5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,8 @@ class Buffer:
     closed: bool = False
     num_batches: int = 0
     marks: dict[str, dict[str, int]] = field(default_factory=dict)
+    taken: Counter[str] = field(default_factory=Counter)  # of the entries here, how many a node has started on
+    through: Counter[str] = field(default_factory=Counter)  # and how many are through it
 
     def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
         """Take in one batch of the loader. An id that is still here is a broken loader: ids are unique in an epoch."""
@@ -58,6 +61,7 @@ class Buffer:
         """Note that a node took its ids."""
         for id in firing.ids:
             self.entries[id].started[firing.node] = firing.step
+        self.taken[firing.node] += len(firing.ids)
         self.fired[firing.node] = self.fired.get(firing.node, 0) + 1
         self.marks[firing.node] = dict(self.fired)
 
@@ -69,21 +73,31 @@ class Buffer:
         """Forget ids that nobody needs any more; none of them may be in a firing under way."""
         for id in ids:
             assert self.entries[id].started.keys() == self.entries[id].done, f"id {id!r} is still in a firing"
-            del self.entries[id]
+            self._remove(self.entries[id])
+
+    def _remove(self, entry: Entry) -> None:
+        for node in entry.started:
+            self.taken[node] -= 1
+        for node in entry.done:
+            self.through[node] -= 1
+        del self.entries[entry.id]
 
     def finish(self, firing: Firing, kept: Collection[str], keys: Iterable[str], num_nodes: int) -> list[str]:
         """Note what a firing made. Ids outside `kept` were filtered out. Returns the ids that nobody needs any more."""
-        made, gone, keep = set(keys), [], set(kept)
+        made, gone, keep, through = set(keys), list[str](), set(kept), 0
         self.finished[firing.node] = self.finished.get(firing.node, 0) + 1
         for id in firing.ids:
             entry = self.entries.get(id)
             if entry is None:  # another filter dropped it meanwhile
                 continue
             entry.done.add(firing.node)
-            entry.keys |= made
+            entry.keys.update(made)
+            through += 1
             if id not in keep or len(entry.done) == num_nodes:
                 gone.append(id)
-                del self.entries[id]
+        self.through[firing.node] += through
+        for id in gone:
+            self._remove(self.entries[id])
         return gone
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,6 +111,8 @@ class Buffer:
             id: Entry(id, batch, set(keys), dict.fromkeys(done, -1), set(done))
             for id, batch, keys, done in state["entries"]
         }
+        self.taken = Counter(node for entry in self.entries.values() for node in entry.started)
+        self.through = Counter(node for entry in self.entries.values() for node in entry.done)
         self.fired, self.finished = dict(state["fired"]), dict(state["fired"])
         self.closed, self.num_batches = state["closed"], state["num_batches"]
         self.marks = {node: dict(each) for node, each in state["marks"].items()}
@@ -145,9 +161,12 @@ class _Reach:
 
 def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], name: str) -> _Reach:
     node, producers = graph.node(name), graph.producers(name)
-    open_entries = [e for e in buffer.entries.values() if name not in e.started]
-    needed = set(node.inputs)
-    able = [e for e in open_entries if needed <= e.keys and e.done.issuperset(producers)]
+    open_entries, able = list[Entry](), list[Entry]()
+    if buffer.taken[name] < len(buffer.entries):
+        open_entries = [e for e in buffer.entries.values() if name not in e.started]
+    if open_entries and all(buffer.through[producer] for producer in producers):
+        needed = set(node.inputs)
+        able = [e for e in open_entries if needed <= e.keys and e.done.issuperset(producers)]
     edges = graph.waits_for(name)
     allowed = _allowed(graph, buffer, versions, edges, able)
     if node.batch_size:

@@ -242,11 +242,12 @@ class Numerics:
 
 def described(minibatches: Sequence[SequenceSample], ids: Sequence[str], owner: str) -> SampleMeta:
     """Of the ids that were dealt out as `minibatches`: what of them is no tensor."""
-    rows: dict[str, dict[str, Any]] = {}
+    if len(minibatches) == 1 and minibatches[0].ids == tuple(ids):
+        return SequenceSample(minibatches[0].ids, {}, {}, {}, minibatches[0].metadata)
+    values: dict[str, dict[str, Any]] = {}
     for part in minibatches:
         names = part.metadata.get(owner, part.ids)
-        for index, id in enumerate(names):
-            rows.setdefault(id, {name: values[index] for name, values in part.metadata.items() if name != owner})
-    columns = dict.fromkeys(name for row in rows.values() for name in row)
-    metadata = {name: tuple(rows[id].get(name) for id in ids) for name in columns}
+        for column in (name for name in part.metadata if name != owner):
+            values.setdefault(column, {}).update(zip(names, part.metadata[column], strict=True))
+    metadata = {column: tuple([of.get(id) for id in ids]) for column, of in values.items()}
     return SequenceSample(tuple(ids), {}, {}, {}, metadata)

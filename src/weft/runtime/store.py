@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.data.sample import SequenceSample
 from weft.errors import DataError, nearest
+from weft.runtime.blocks import Blocks
 
 
 @dataclass
@@ -30,10 +31,9 @@ class _Batch:
 
 
 @dataclass(eq=False)
-class _Block:
-    """Ids that have all been put together, so that the same batches hold their keys and their metadata."""
+class _Held:
+    """Which batches hold the keys and the metadata of a block of ids."""
 
-    ids: dict[str, None]
     keys: dict[str, int] = field(default_factory=dict)  # key -> number of the batch
     columns: dict[str, int] = field(default_factory=dict)  # of the metadata -> number of the batch
 
@@ -43,37 +43,34 @@ class _Block:
 
 
 class TensorStore:
-    """Holds every batch that some id still needs. Nothing is copied on the way in. Threads may share it.
-
-    What is kept of ids that always come together is kept once for all of them: a batch costs as much time as it has blocks.
-    """
+    """Holds every batch that some id still needs. Nothing is copied on the way in. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._blocks: dict[str, _Block] = {}  # by id
+        self._ids = Blocks(_Held, self._copy)
         self._batches: dict[int, _Batch] = {}
         self._readers: tuple[Counter[int], Counter[int]] = (Counter(), Counter())  # batch -> blocks that `read` it
         self._next = 0
 
     def __contains__(self, id: str) -> bool:
-        return id in self._blocks
+        return id in self._ids
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._ids)
 
     def keys(self, id: str) -> list[str]:
-        return list(self._blocks[id].keys)
+        return list(self._ids[id].keys)
 
     def put(self, sample: SequenceSample) -> SequenceSample:
         """Take in a batch; a key that an id has already is replaced. Returns the description."""
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._batches[number] = _Batch(sample)
-            for block in self._apart(sample.ids):
-                before = block.read()
-                block.keys.update(dict.fromkeys(sample.keys, number))
-                block.columns.update(dict.fromkeys(sample.metadata, number))
-                self._count(block, before)
+            for held in self._ids.apart(sample.ids):
+                before = held.read()
+                held.keys.update(dict.fromkeys(sample.keys, number))
+                held.columns.update(dict.fromkeys(sample.metadata, number))
+                self._count(held, before)
             self._free([number])
         return sample.meta()
 
@@ -85,14 +82,14 @@ class TensorStore:
         with self._lock:
             ids = tuple(ids)
             parts = self._parts(ids)
-            wanted = [*keys, *(key for key in optional if all(key in block.keys for block in parts))]
+            wanted = [*keys, *(key for key in optional if all(key in held.keys for held in parts))]
             by_origin: dict[tuple[int, ...], list[str]] = {}
             for key in wanted:
-                missing = next((block for block in parts if key not in block.keys), None)
+                missing = next((held for held in parts if key not in held.keys), None)
                 if missing is not None:
                     close = nearest(key, missing.keys) or list(missing.keys)
                     raise DataError(f"id {parts[missing][0]!r} has no key {key!r}; it has {', '.join(close)}")
-                by_origin.setdefault(tuple(block.keys[key] for block in parts), []).append(key)
+                by_origin.setdefault(tuple(held.keys[key] for held in parts), []).append(key)
             found = [self._collect(ids, parts, origin, names) for origin, names in by_origin.items()]
             return SequenceSample(
                 ids,
@@ -105,45 +102,27 @@ class TensorStore:
     def batches(self) -> Iterator[SequenceSample]:
         """Everything that is held: ids with the same keys and metadata in one batch each, in the order they came."""
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-        for id, block in self._blocks.items():
-            alike.setdefault((tuple(block.keys), tuple(block.columns)), []).append(id)
+        for id, held in self._ids.items():
+            alike.setdefault((tuple(held.keys), tuple(held.columns)), []).append(id)
         for (keys, _), ids in alike.items():
             yield self.fetch(ids, keys)
 
     def discard(self, ids: Iterable[str]) -> None:
         """Forget these ids; a batch that no id needs any more is freed."""
         with self._lock:
-            for id in ids:
-                block = self._blocks.pop(id, None)
-                if block is not None:
-                    del block.ids[id]
-                    if not block.ids:
-                        before, block.keys, block.columns = block.read(), {}, {}
-                        self._count(block, before)
+            for held, _, empty in self._ids.discard(ids):
+                if empty:
+                    before, held.keys, held.columns = held.read(), {}, {}
+                    self._count(held, before)
 
-    def _apart(self, ids: Sequence[str]) -> list[_Block]:
-        """Blocks that hold these ids and no others."""
-        touched: dict[_Block | None, list[str]] = {}
-        for id in ids:
-            touched.setdefault(self._blocks.get(id), []).append(id)
-        found = []
-        for old, chosen in touched.items():
-            if old is not None and len(chosen) == len(old.ids):
-                found.append(old)
-                continue
-            new = _Block(dict.fromkeys(chosen))
-            if old is not None:
-                new.keys, new.columns = dict(old.keys), dict(old.columns)
-                self._count(new, (set(), set()))
-                for id in chosen:
-                    del old.ids[id]
-            self._blocks.update(dict.fromkeys(chosen, new))
-            found.append(new)
-        return found
+    def _copy(self, held: _Held) -> _Held:
+        new = _Held(dict(held.keys), dict(held.columns))
+        self._count(new, (set(), set()))
+        return new
 
-    def _count(self, block: _Block, before: tuple[set[int], set[int]]) -> None:
+    def _count(self, held: _Held, before: tuple[set[int], set[int]]) -> None:
         """After a block has come to read other batches than before."""
-        for readers, old, new in zip(self._readers, before, block.read(), strict=True):
+        for readers, old, new in zip(self._readers, before, held.read(), strict=True):
             readers.update(new - old)
             readers.subtract(old - new)
         self._free(set().union(*before))
@@ -158,33 +137,32 @@ class TensorStore:
                 whole = self._batches[number].sample
                 self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
 
-    def _parts(self, ids: Sequence[str]) -> dict[_Block, list[str]]:
-        """The blocks that hold these ids, each with those that it holds. Raises `DataError` for an id that is not here."""
-        parts: dict[_Block, list[str]] = {}
-        for id in ids:
-            block = self._blocks.get(id)
+    def _parts(self, ids: Sequence[str]) -> dict[_Held, list[str]]:
+        """What is held of these ids, with those that it is of. Raises `DataError` for an id that is not here."""
+        parts = {}
+        for block, chosen in self._ids.parts(ids).items():
             if block is None:
-                raise DataError(f"id {id!r} is not in the store of {len(self._blocks)} ids")
-            parts.setdefault(block, []).append(id)
+                raise DataError(f"id {chosen[0]!r} is not in the store of {len(self._ids)} ids")
+            parts[block.known] = chosen
         return parts
 
-    def _metadata(self, ids: tuple[str, ...], parts: Mapping[_Block, list[str]]) -> dict[str, tuple[Any, ...]]:
+    def _metadata(self, ids: tuple[str, ...], parts: Mapping[_Held, list[str]]) -> dict[str, tuple[Any, ...]]:
         """Every column that some id has; None for ids without."""
         found: dict[str, tuple[Any, ...]] = {}
-        for name in dict.fromkeys(name for block in parts for name in block.columns):
+        for name in dict.fromkeys(name for held in parts for name in held.columns):
             if len(parts) == 1:
-                (block,) = parts
-                found[name] = tuple(self._batches[block.columns[name]].values(name, ids))
+                (held,) = parts
+                found[name] = tuple(self._batches[held.columns[name]].values(name, ids))
                 continue
             value: dict[str, Any] = {}
-            for block, chosen in parts.items():
-                if name in block.columns:
-                    value.update(zip(chosen, self._batches[block.columns[name]].values(name, chosen), strict=True))
+            for held, chosen in parts.items():
+                if name in held.columns:
+                    value.update(zip(chosen, self._batches[held.columns[name]].values(name, chosen), strict=True))
             found[name] = tuple([value.get(id) for id in ids])
         return found
 
     def _collect(
-        self, ids: tuple[str, ...], parts: Mapping[_Block, list[str]], origin: Sequence[int], keys: list[str]
+        self, ids: tuple[str, ...], parts: Mapping[_Held, list[str]], origin: Sequence[int], keys: list[str]
     ) -> SequenceSample:
         """These keys, which the batches `origin` hold of each of the blocks."""
         by_batch: dict[int, list[str]] = {}

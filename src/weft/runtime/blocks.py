@@ -1,0 +1,72 @@
+"""What is known of ids, kept once for all ids that come together: bookkeeping costs as much as there are blocks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Block(Generic[T]):
+    """Ids of which the same is known."""
+
+    ids: dict[str, None]
+    known: T
+
+
+class Blocks(Generic[T]):
+    """Every id in one block. `new` makes what is known of ids at first, `copy` what is known of those that go their own way."""
+
+    def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:
+        self._new, self._copy = new, copy
+        self._of: dict[str, Block[T]] = {}
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._of
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __getitem__(self, id: str) -> T:
+        return self._of[id].known
+
+    def items(self) -> Iterator[tuple[str, T]]:
+        """Every id with what is known of it, in the order in which they came."""
+        return ((id, block.known) for id, block in self._of.items())
+
+    def parts(self, ids: Sequence[str]) -> dict[Block[T] | None, list[str]]:
+        """The blocks that hold these ids, each with those that it holds, in their order; under None those that none holds."""
+        get, parts = self._of.get, dict[Block[T] | None, list[str]]()
+        for id in ids:
+            block = get(id)
+            if block in parts:
+                parts[block].append(id)
+            else:
+                parts[block] = [id]
+        return parts
+
+    def apart(self, ids: Sequence[str]) -> list[T]:
+        """What is known of these ids and of no others, to be changed."""
+        found = []
+        for block, chosen in self.parts(ids).items():
+            if block is not None and len(chosen) == len(block.ids):
+                found.append(block.known)
+                continue
+            known = self._new() if block is None else self._copy(block.known)
+            self._of.update(dict.fromkeys(chosen, Block(dict.fromkeys(chosen), known)))
+            if block is not None:
+                for id in chosen:
+                    del block.ids[id]
+            found.append(known)
+        return found
+
+    def discard(self, ids: Iterable[str]) -> Iterator[tuple[T, list[str], bool]]:
+        """Forget these ids. What was known of them, which they are, and whether no other id is left of which it is."""
+        for block, chosen in self.parts([id for id in ids if id in self._of]).items():
+            assert block is not None
+            for id in chosen:
+                del self._of[id], block.ids[id]
+            yield block.known, chosen, not block.ids
