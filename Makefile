@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-slow bench check format format-check lint types install install-dev clean
+.PHONY: help demo test test-slow bench gpu check format format-check lint types install install-dev clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,6 +38,10 @@ test-slow: install-dev ## the tests that take minutes: real runs, kills, benchma
 
 bench: install-dev ## every benchmark, against TRL and transformers; an hour; needs a clean tree and WEFT_BENCH_TRL_PPO
 	for name in sft rw dpo grpo ppo generate limit realloc runtime layouts scale; do $(BIN)/python -m benchmarks.$$name || exit; done
+
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu: ## on a CUDA GPU: tests, then benchmarks; ends at wrong numbers; half an hour; writes gpu.md (to $$OUT, else benchmarks/results)
+	OMP_NUM_THREADS= $(GPU_PYTHON) benchmarks/gpu.py --first
 
 format: install-dev ## rewrite the code in the house format
 	$(BIN)/ruff format .

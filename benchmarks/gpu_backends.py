@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,12 @@ class Sizes:
 
     config: dict[str, Any]
     sft: tuple[int, ...]  # lengths of the sequences of one step
-    decode: tuple[int, int]  # sequences, tokens of context around the timed steps
+    mixed: tuple[int, ...]  # the same, of all lengths
+    ragged: tuple[int, ...]  # what is compared with transformers
+    decode: tuple[int, ...]  # numbers of sequences, and last the tokens of context around the timed steps
+    compared: int  # that of them at which generate is timed
+    decode_steps: int
+    rollout: tuple[int, int, int]  # completions, tokens of a prompt, most tokens of a completion
     grpo: tuple[int, int, int, int]  # prompts, tokens of a prompt, completions of each, tokens of a completion
     times: int
     matmul: int  # rows and columns of the products that stand for the peak
@@ -86,23 +92,57 @@ def bandwidth(where: Where, copied: int, times: int) -> float:
 def engine(raw: dict[str, Any], where: Where, *, trained: bool) -> Any:
     """weft's engine with random weights, as the backend `torch` would build it from a directory with this config.json."""
     from weft.checkpoints import hf_io
-    from weft.engine.backends.torch import _cost
-    from weft.engine.spec import ModelSpec, Schedule
-    from weft.engine.torch.engine import BuiltNetwork, TorchEngine
     from weft.models.network.transformer import Transformer
-    from weft.topology import Layout
 
     config = hf_io.find_family(raw, None).config(raw)
     dtype = torch.float32 if trained else where.torch_dtype
     network = Transformer.empty(config, device=where.device, dtype=dtype)
     fill(network)
+    return _built(network, raw, where, trained=trained)
+
+
+def engine_of(path: Path, where: Where) -> Any:
+    """The same with the weights of a directory, trained."""
+    from weft.checkpoints import hf_io
+
+    network = hf_io.load(path, device=where.device)
+    return _built(network, hf_io.read_raw(path), where, trained=True)
+
+
+def _built(network: Any, raw: dict[str, Any], where: Where, *, trained: bool) -> Any:
+    from weft.engine.backends.torch import _cost
+    from weft.engine.spec import ModelSpec, Schedule
+    from weft.engine.torch.engine import BuiltNetwork, TorchEngine
+    from weft.topology import Layout
+
     network.requires_grad_(trained)
+    config = network.config
     facts = {"family": raw["model_type"], "vocab_size": config.vocab_size, "num_layers": config.num_layers}
     built = BuiltNetwork(network=network, save=_unsaved, cost=_cost(network, frozen=False), facts=facts)
     spec = ModelSpec(
         device=str(where.device), dtype=where.dtype, trained=trained, schedule=Schedule(10_000, 0) if trained else None
     )
     return TorchEngine(built, spec, Layout(), where.device)
+
+
+def gradients(made: Any, batch: Any) -> dict[str, torch.Tensor]:
+    """Canonical name -> the gradient of the mean log-prob, in host memory; no step is made."""
+    from weft.algorithms.sft import SFTLoss
+
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(_: object) -> str:
+        found.update({name: value.float().cpu() for name, value in made._optimizer.gradients().items()})
+        return "only looked at"
+
+    made.train([batch], SFTLoss(), veto=keep, max_tokens=batch.num_tokens() + batch.num_tokens("prompt"))
+    return found
+
+
+def of_length(request: Any, tokens: int) -> Any:
+    from dataclasses import replace
+
+    return replace(request, max_new_tokens=tokens)
 
 
 def fill(network: torch.nn.Module) -> None:
@@ -207,6 +247,44 @@ def reference(raw: dict[str, Any], where: Where, attention: str, *, trained: boo
     return model.train(trained)
 
 
+def saved_reference(raw: dict[str, Any], where: Where, folder: Path) -> Any:
+    """A model of random weights, saved in the role's dtype and then float32: the exact form of what the file holds."""
+    torch.manual_seed(0)
+    model = reference(raw, where, "sdpa", trained=False)
+    model.save_pretrained(folder)
+    return model.float().train()
+
+
+def exact(model: Any, batch: Any, names: list[str]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(log-probs of the completions, gradients of their negative mean by name), in float32, one sequence after the other.
+    `{last}` in a name is the last layer."""
+    last = model.config.num_hidden_layers - 1
+    wanted = [name.format(last=last) for name in names]
+    prompts, completions = batch.sequences("prompt"), batch.sequences("completion")
+    total, found = sum(len(each) for each in completions), []
+    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.cat([prompt, completion])[None].to(model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        logprobs = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        (-logprobs.sum() / total).backward()
+        found.append(logprobs.detach().cpu())
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    named = dict(model.named_parameters())
+    return torch.cat(found), {name: named[name].grad.float().cpu() for name in wanted}
+
+
+def trainers(where: Where) -> list[tuple[str, bool]]:
+    """(attention, compiled): the ways in which people train; compiling takes longer than it saves where there is no GPU."""
+    ways = [(attention, False) for attention in attentions(where)]
+    return [*ways, ("sdpa", True)] if where.device.type == "cuda" else ways
+
+
+def caches(where: Where) -> list[str]:
+    """The caches of `generate`; `transformers` compiles the steps on a static one."""
+    return ["dynamic", "static"] if where.device.type == "cuda" else ["dynamic"]
+
+
 def attentions(where: Where) -> list[str]:
     """The kinds that may be the best one here."""
     import importlib.util
@@ -215,12 +293,16 @@ def attentions(where: Where) -> list[str]:
     return ["sdpa", "flash_attention_2"] if flash else ["sdpa"]
 
 
-def train_step(model: Any, lengths: tuple[int, ...], vocabulary: int, where: Where) -> Callable[[], None]:
+def train_step(
+    model: Any, lengths: tuple[int, ...], vocabulary: int, where: Where, *, compiled: bool = False
+) -> Callable[[], None]:
     """One optimizer step on sequences of one length, so that nothing is padded."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocabulary, (len(lengths), lengths[0]), generator=random).to(where.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     mixed = where.torch_dtype != torch.float32
+    if compiled:
+        model.compile()
 
     def step() -> None:
         optimizer.zero_grad()
@@ -233,7 +315,7 @@ def train_step(model: Any, lengths: tuple[int, ...], vocabulary: int, where: Whe
     return step
 
 
-def decode_seconds(model: Any, batch: int, prompt: int, times: int, where: Where) -> float:
+def decode_seconds(model: Any, batch: int, prompt: int, times: int, where: Where, cache: str) -> float:
     """Seconds of a decode step of `generate`: what `times` more new tokens take."""
     ids = torch.full((batch, prompt), 5, device=where.device)
     mask = torch.ones_like(ids)
@@ -243,7 +325,7 @@ def decode_seconds(model: Any, batch: int, prompt: int, times: int, where: Where
             with torch.no_grad():
                 model.generate(
                     ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0,
-                    max_new_tokens=new, min_new_tokens=new,
+                    max_new_tokens=new, min_new_tokens=new, cache_implementation=cache,
                 )  # fmt: skip
 
         return statistics.median(where.seconds(run, 3, warm=1))

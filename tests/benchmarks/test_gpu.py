@@ -1,5 +1,5 @@
-"""`benchmarks/gpu.py` on tiny sizes, in a process that has torch, transformers, numpy and safetensors with what they need, and
-nothing else that weft would use."""
+"""`benchmarks/gpu.py` on tiny sizes, in processes that have torch, transformers, numpy and safetensors with what they need,
+and nothing else that weft would use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import array_api_compat
 import pytest
@@ -20,37 +21,95 @@ ABSENT = (
     "array_api_compat", "jaxtyping", "hydra", "omegaconf", "rich", "ray", "sentencepiece", "pyarrow", "beartype", "trl",
     "peft", "accelerate", "datasets", "tiktoken", "pandas",
 )  # fmt: skip
-RUN = """
-import importlib.machinery, runpy, sys
+BLOCK = """
+import importlib.machinery
 finder = importlib.machinery.PathFinder
 find = finder.find_spec
 absent = set({absent!r})
 finder.find_spec = classmethod(lambda _, name, *rest: None if name.split(".")[0] in absent else find(name, *rest))
-sys.argv = ["benchmarks/gpu.py", "--device", "cpu", "--tiny", *sys.argv[1:]]
-sys.path[0] = {folder!r}
-runpy.run_path({path!r}, run_name="__main__")
 """
+LOGPROBS = ("sampled and recomputed", "shared and repeated prompts", "weft and transformers")
+
+
+def run(words: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", *words]
+    return subprocess.run(program, capture_output=True, text=True, cwd=folder, env=environment, check=False)
 
 
 def test_the_program_runs_with_little_installed(tmp_path: Path) -> None:
-    path = ROOT / "benchmarks" / "gpu.py"
-    code = RUN.format(absent=ABSENT, folder=str(path.parent), path=str(path))
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OUT": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
-    )
+    """Python reads `sitecustomize` in this process and in those of the sections."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(absent=ABSENT))
+    out = tmp_path / "out"
+    done = run([], tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path), "OUT": str(out)})
     assert done.returncode == 0, done.stdout + done.stderr
-    written = json.loads((tmp_path / "gpu.json").read_text())
+    written = json.loads((out / "gpu.json").read_text())
     rows = {row["what"]: row["value"] for row in written["rows"]}
-    assert written["stand_ins"] == ["array_api_compat", "jaxtyping"] and written["failed"] == []
-    for what in ("sft: MFU", "sft: times as fast as transformers", "decode: memory roofline"):
+    assert written["stand_ins"] == ["array_api_compat", "jaxtyping"]
+    assert written["failed"] == [] and written["wrong"] == []
+    for what in ("sft: MFU", "sft, mixed lengths: MFU", "sft: times as fast as transformers' best"):
+        assert rows[what] > 0
+    for what in ("decode, 1 sequences: memory roofline", "decode, 3 sequences: times as fast"):
         assert rows[what] > 0
     for call in ("generation", "reward", "ref logprobs", "training"):
         assert rows[f"grpo: {call}"] > 0
     # Float32: a few units in the last place of log-probs of about 6.
-    assert rows["sampled and recomputed log-probs differ"] < 1e-4
-    assert rows["shared and repeated prompts differ"] < 1e-4
-    assert "sft: times as fast as transformers" in done.stdout
+    assert all(rows[f"{what}: log-probs differ at most"] < 1e-4 for what in LOGPROBS)
+    assert max(value for what, value in rows.items() if what.startswith("gradient of ")) < 1e-4
+    page = (out / "gpu.md").read_text()
+    assert all(f"| {what} |" in page for what in rows) and "**wrong**" not in page
+    assert "sft: times as fast as transformers' best" in done.stdout
+
+
+def test_a_section_that_fails_costs_no_other(tmp_path: Path) -> None:
+    in_sections = 'import sys\nif "--section" in sys.orig_argv:\n' + indent(
+        BLOCK.format(absent=["transformers"]), "    "
+    )
+    (tmp_path / "sitecustomize.py").write_text(in_sections)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OUT": str(tmp_path)}
+    done = run(["--only", "agreement", "limits"], tmp_path, environment)
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert done.returncode == 1 and written["failed"] == ["agreement"] and written["why"]["agreement"] == "exit code 1"
+    found = [row["what"] for row in written["rows"]]
+    assert "sampled and recomputed: log-probs differ at most" in found, "what a section found before it failed is kept"
+    assert found[-2:] == ["matrix products", "copies"]
+    assert "**agreement failed**: exit code 1" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_wrong_numbers_end_the_first_half_hour(
+    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import gpu
+
+    def section(name: str, chosen: object, report: gpu.Report, folder: Path) -> None:
+        row = {"what": name, "value": 1.0, "unit": "", "goal": "<= 0.15"}
+        report.take(name, {"rows": [row], "wrong": [f"{name}: 1"] if name == "agreement" else []}, 1.0, None)
+
+    monkeypatch.setattr(gpu, "_apart", section)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert gpu.main(["--device", "cpu", "--tiny", *(["--first"] if first else [])]) == 1
+    found = [row["what"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]]
+    assert found == (["tests", "limits", "agreement"] if first else [n for n in gpu.SECTIONS if n != "tests"])
+    page = (tmp_path / "gpu.md").read_text()
+    assert "- **wrong**: agreement: 1" in page and "| agreement | 1 |  | <= 0.15 | **missed** |" in page
+    assert ("mean nothing" in capsys.readouterr().err) is first
+
+
+def test_a_figure_that_is_no_number_is_wrong(tmp_path: Path) -> None:
+    from benchmarks.gpu import SMALL
+    from benchmarks.gpu_backends import Where
+    from benchmarks.gpu_run import Run
+
+    made = Run(SMALL, Where(torch.device("cpu"), "float32"), tmp_path / "record.json")
+    for value in (0.1, float("nan"), 0.2):
+        made.check("apart", value, 0.15, "")
+    assert made.wrong == ["apart: nan, at most 0.15", "apart: 0.2, at most 0.15"]
+    assert json.loads((tmp_path / "record.json").read_text())["wrong"] == made.wrong
+
+
+def test_a_section_beyond_its_time_is_ended(tmp_path: Path) -> None:
+    done = run(["--only", "limits", "--limit", "1"], tmp_path, {**os.environ, "OUT": str(tmp_path)})
+    assert done.returncode == 1 and "did not end within 1 s" in done.stdout + done.stderr
 
 
 def test_without_a_gpu_it_says_what_to_give() -> None:
