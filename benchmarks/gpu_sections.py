@@ -70,8 +70,8 @@ def agreement(run: Run) -> None:
 
     def differ(what: str, one: torch.Tensor, other: torch.Tensor) -> None:
         apart = (one.float() - other.float()).abs()
-        run.check(f"{what}: log-probs differ at most", apart.max(), most, "")
-        run.check(f"{what}: log-probs differ on average", apart.mean(), mean, "")
+        run.check(f"{what}: log-probs differ at most", float(apart.max()), most, "")
+        run.check(f"{what}: log-probs differ on average", float(apart.mean()), mean, "")
 
     made = gpu_backends.engine(sizes.config, where, trained=False)
     count, prompt, samples, new = 3, min(300, sizes.decode[-1]), 3, 40
