@@ -264,7 +264,13 @@ def moved(path: Path, layout: str, case: Case, home: bool, leaves: bool) -> tupl
         figures: list[float] = []
         for seed in range(3):
             part = layouts.over_ranks(layouts.batch(seed), ranks, "sequence")[index]
+            start = len(lane.log)
             scored = made.forward(part, frozenset({"logprobs"}), max_tokens=layouts.MOST)
+            if leaves:  # what FSDP2 gathers on its own stream the host waits for
+                waits = sum(
+                    word == ("wait" if made._masters._shards is not None else "hold") for word in lane.log[start:]
+                )
+                assert waits == 1 + len(made._built.blocks)
             leave()
             [stats] = made.train([part], Nll(), max_tokens=layouts.MOST)
             figures += [stats.metrics["loss"], stats.metrics["grad_norm"], float(scored.data["logprobs"].sum())]

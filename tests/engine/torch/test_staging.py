@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from tests.engine.torch.lanes import Late
@@ -27,14 +29,35 @@ def test_gradients_are_summed_on_the_host_in_float32() -> None:
     assert sums.eq(1.0).all() and lane.pinned == 32
 
 
+class Forgetful:
+    """Implements `Lane` without keeping what it copies, as a stream."""
+
+    apart = True
+
+    def follow(self) -> None: ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def mark(self) -> Late:
+        return self  # type: ignore[return-value]
+
+    def wait(self) -> None: ...
+
+    def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype)
+
+
 def test_a_gradient_stays_until_it_is_copied() -> None:
-    lane = Late()
-    bring = GradientsToHost(lane, slots=4, slot_bytes=64)
-    sums = torch.empty(8)
-    bring.add(torch.arange(8.0), sums, fresh=True)  # nobody else has it
-    torch.full((8,), 3.0)
+    """Its memory would be given to others otherwise."""
+    bring = GradientsToHost(Forgetful(), slots=4, slot_bytes=64)  # type: ignore[arg-type]
+    gradient, sums = torch.arange(8.0), torch.empty(8)
+    there = weakref.ref(gradient)
+    bring.add(gradient, sums, fresh=True)
+    del gradient
+    assert there() is not None
     bring.finish()
-    assert sums.tolist() == list(range(8))
+    assert there() is None and sums.tolist() == list(range(8))
 
 
 def test_masters_are_rounded_on_the_host_and_no_buffer_is_overwritten_on_its_way() -> None:
