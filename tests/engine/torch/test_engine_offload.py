@@ -129,7 +129,7 @@ def test_what_is_away_is_read_and_written_there(path: Path, monkeypatch: pytest.
     for changes in ({"trained": False, "dtype": "bfloat16"}, {"dtype": "bfloat16"}, {}):
         plain = engine_of(path, **{**SPEC, **changes})
         engine, _ = apart(path, monkeypatch, **{**SPEC, **changes})
-        other = parameters(engine_of(path, init_from_scratch=True, seed=8))
+        other, more = (parameters(engine_of(path, init_from_scratch=True, seed=seed)) for seed in (8, 9))
         for eta in (1.0, 0.25):
             engine.offload("weights")
             for each in (engine, plain):
@@ -139,8 +139,8 @@ def test_what_is_away_is_read_and_written_there(path: Path, monkeypatch: pytest.
             assert on_device(engine)["weights"] == 0
             assert torch.equal(logprobs(engine), logprobs(plain))
             engine.onload("weights")
-            engine.write(((n, whole(tuple(v.shape)), v) for n, v in other.items()), version=4, eta=eta)
-            plain.write(((n, whole(tuple(v.shape)), v) for n, v in other.items()), version=4, eta=eta)
+            for each in (engine, plain):
+                each.write(((n, whole(tuple(v.shape)), v) for n, v in more.items()), version=4, eta=eta)
             engine.offload("weights")
             assert torch.equal(logprobs(engine), logprobs(plain))
 
@@ -298,9 +298,10 @@ def on_device_locally(made: TorchEngine) -> int:
         ("d2f2", True, {"zero_stage": 2}),
         ("d2f1", True, {}),
         ("t2", True, {}),
+        ("p2", True, {"pipeline_schedule": "zero_bubble"}),
         ("d2f2", True, {"lora": LoRASpec(r=3, alpha=6.0)}),
     ],
-    ids=["masters-sharded", "sharded", "gathered", "replicated", "tensor", "lora"],
+    ids=["masters-sharded", "sharded", "gathered", "replicated", "tensor", "stages", "lora"],
 )
 def test_two_ranks_that_leave_compute_as_those_that_stay(
     layout: str, home: bool, options: dict[str, Any], ranks: Ranks, tmp_path: Path
