@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass
+@dataclass(repr=False)
 class Late:
     """Implements `Lane`. A copy is made when a mark after it is held or waited for, and not before. Until then its target is
     spoilt; whoever has written to its source meanwhile, or freed it, is told. What comes to the host is there for the host
@@ -69,7 +69,7 @@ class Late:
         self._made = self._read
 
 
-@dataclass
+@dataclass(repr=False)
 class _Copy:
     target: Tensor
     source: Tensor
@@ -79,14 +79,17 @@ class _Copy:
     values: Tensor | None = None
 
     def read(self) -> None:
-        assert self.source.untyped_storage().nbytes(), "freed while it was copied"
+        there = self.source.untyped_storage().nbytes()  # what is freed cannot be shown either
+        assert there, "freed while it was copied"
         self.values = self.source.clone()
         if self.expected is not None:
             same = torch.equal(self.values.view(torch.uint8), self.expected.view(torch.uint8))
             assert same, "written to while it was copied"
 
     def show(self) -> None:
-        assert self.values is not None and self.target.untyped_storage().nbytes(), "freed before a copy came"
+        assert self.values is not None
+        there = self.target.untyped_storage().nbytes()
+        assert there, "freed before a copy came"
         assert not self.spoilt or self.target.view(torch.uint8).eq(255).all(), "written to before a copy came"
         self.target.copy_(self.values)
 

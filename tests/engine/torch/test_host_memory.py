@@ -22,7 +22,8 @@ def test_values_go_and_come_back_in_order() -> None:
     every = [each for group in groups for each in group]
     memory = HostMemory(groups, lane)
     memory.leave()
-    assert lane.log == ["follow", "down 24", "down 48", "hold"] and held(every) == 0 and memory.away
+    left = held(every)
+    assert lane.log == ["follow", "down 24", "down 48", "hold"] and left == 0 and memory.away
     memory.fetch()
     assert lane.log[4:] == ["follow", "up 24", "up 48"] and not memory.away
     assert every[0].isnan().all() and every[1].isnan().all(), "on their way"
@@ -76,7 +77,8 @@ def test_leaving_again_on_the_way_back_loses_nothing() -> None:
     assert lane.log.count("follow") == 1
     memory.fetch(0)
     memory.leave()
-    assert held([each for group in groups for each in group]) == 0
+    left = held([each for group in groups for each in group])
+    assert left == 0
     memory.fetch()
     memory.wait(0)
     memory.wait(1)
