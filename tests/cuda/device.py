@@ -8,10 +8,12 @@ own (flash attention, FlexAttention, captured graphs) is stood in for by what it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +92,91 @@ class StandIn(TorchDispatchMode):
         return run(func, args, kwargs or {})
 
 
+# -- streams: what is put on the usual one is done at once, copies on another as late as waits allow
+
+
+class Stream:
+    """A stream beside the usual one, or with `usual` that one."""
+
+    every: list[Stream] = []  # noqa: RUF012
+    entered: list[Stream] = []  # noqa: RUF012
+
+    def __init__(self, device: Any = None, *, usual: bool = False) -> None:
+        self.usual, self.asked, self.done = usual, list[Any](), 0
+        self.memory: list[tuple[int, ...]] = []  # addresses that each copy reads and writes
+        Stream.every.append(self)
+
+    @staticmethod
+    def current() -> Stream:
+        return Stream.entered[-1] if Stream.entered else USUAL
+
+    def put(self, work: Any) -> None:
+        self.asked.append(work)
+        if self.usual:
+            self.reach(len(self.asked))
+
+    def reach(self, number: int) -> None:
+        while self.done < number:
+            self.done += 1
+            self.asked[self.done - 1]()
+            self.asked[self.done - 1] = None
+
+    def wait_stream(self, other: Stream) -> None:
+        assert other.usual, "the usual stream alone is waited for as a whole"
+
+    def record_event(self) -> Event:
+        return Event(self, len(self.asked))
+
+    def wait_event(self, event: Event) -> None:
+        assert self.usual
+        event.synchronize()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def entering(stream: Stream) -> Iterator[None]:
+        Stream.entered.append(stream)
+        try:
+            yield
+        finally:
+            Stream.entered.pop()
+
+
+class Event:
+    def __init__(self, stream: Stream, number: int) -> None:
+        self.stream, self.number = stream, number
+
+    def synchronize(self) -> None:
+        self.stream.reach(self.number)
+
+
+def synchronize(*_: Any) -> None:
+    for stream in Stream.every:
+        stream.reach(len(stream.asked))
+
+
+USUAL = Stream(usual=True)
+
+
+def copy(target: Tensor, source: Tensor, *rest: Any) -> None:
+    """On a stream of its own the target is spoilt until the copy is done, and the source must stay as it is."""
+    if (stream := Stream.current()).usual:
+        aten.copy_.default(target, source, *rest)
+        return
+    assert rest == (True,), "a copy beside the device's work is one that the host does not wait for"
+    memory = target.untyped_storage().nbytes(), source.untyped_storage().nbytes()
+    assert all(memory), "a copy from or to memory that was given up"
+
+    def late() -> None:
+        assert (target.untyped_storage().nbytes(), source.untyped_storage().nbytes()) == memory, "memory was given up"
+        aten.copy_.default(target, source)
+
+    addresses = target.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()
+    if target.dtype.is_floating_point and not any(addresses[0] in each for each in stream.memory[stream.done :]):
+        target.fill_(float("nan"))
+    stream.memory.append(addresses)
+    stream.put(late)
+
+
 def values(x: Any) -> Any:
     return x.inner if isinstance(x, OnDevice) else x
 
@@ -98,7 +185,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation of torch on the values, if the device would do it."""
     asked = kwargs.get("device")
     if func is aten.copy_.default:
-        func(values(args[0]), values(args[1]), *args[2:])
+        copy(values(args[0]), values(args[1]), *args[2:])
         return args[0]
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     of_device = [x for x in given if isinstance(x, OnDevice)]
@@ -144,7 +231,11 @@ SAID: dict[str, Any] = {
     "get_device_properties": lambda *_: PROPERTIES,
     "get_device_capability": lambda *_: (PROPERTIES.major, PROPERTIES.minor),
     "is_bf16_supported": lambda *_, **__: True,
-    "synchronize": lambda *_: None,
+    "synchronize": synchronize,
+    "Stream": Stream,
+    "Event": Event,
+    "stream": Stream.entering,
+    "current_stream": lambda *_: Stream.current(),
     "empty_cache": lambda: None,
     "reset_peak_memory_stats": lambda *_: None,
     "max_memory_allocated": lambda *_: 0,
@@ -157,7 +248,7 @@ for said, value in SAID.items():
     setattr(torch.cuda, said, value)
     if hasattr(torch.cuda.random, said):
         setattr(torch.cuda.random, said, value)
-torch.accelerator.synchronize = lambda *_: None
+torch.accelerator.synchronize = synchronize  # type: ignore[assignment]
 torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment]
 torch.__future__.set_swap_module_params_on_conversion(True)
 make_tensor, run_thread = torch.tensor, threading.Thread.run

@@ -73,6 +73,39 @@ def algorithms(folder: Path) -> None:
         run(config)
 
 
+def offload(folder: Path) -> None:
+    """Weights, masters and optimizer state that leave after every call change no bit, and nothing of them stays."""
+    from tests.engine.common import Nll, batch_of, engine_of
+    from tests.engine.torch.lanes import held
+    from tests.tiny import make_llama
+    from weft.engine.spec import OptimizerSpec
+
+    path = make_llama(folder / "wide", hidden_size=64)
+    batches = [batch_of([(5, [4, 7]), (2, [6])], seed=seed) for seed in range(3)]
+
+    def run(*, leaves: bool, home: bool) -> list[float]:
+        optimizer = OptimizerSpec(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, offload=home)
+        engine = engine_of(path, dtype="bfloat16", device="cuda", offload=leaves, optimizer=optimizer)
+        found = []
+        for batch in batches:
+            found += engine.forward(batch, frozenset({"logprobs"})).data["logprobs"].tolist()
+            found += [
+                x for [stats] in [engine.train([batch], Nll())] for x in (stats.metrics["loss"], stats.metrics["nll"])
+            ]
+            if leaves:
+                engine.offload("weights")
+                engine.offload("optimizer")
+                kept = engine._optimizer
+                assert kept is not None
+                state = [x for slots in kept._optimizer.state.values() for x in slots.values() if x.dim() and x.is_cuda]
+                assert held([*engine._network.parameters(), *state]) == 0
+                assert home or held([*engine._masters._masters.values(), *kept.parameters]) == 0
+        return [*found, *(float(x) for _, _, value in engine.read(engine.slices()) for x in value.flatten()[:5])]
+
+    for home in (False, True):
+        assert run(leaves=True, home=home) == run(leaves=False, home=home)
+
+
 def marked(folder: Path) -> None:
     """The tests that ask for a CUDA device."""
     files = [f"tests/kernels/gpu/test_{name}.py" for name in ("flash", "flex")]
@@ -82,7 +115,13 @@ def marked(folder: Path) -> None:
     assert pytest.main(["-q", "-k", names, *settings, *files]) == 0
 
 
-PROGRAMS: dict[str, Callable[[Path], None]] = {"mixed": mixed, "gpu": gpu, "algorithms": algorithms, "marked": marked}
+PROGRAMS: dict[str, Callable[[Path], None]] = {
+    "mixed": mixed,
+    "gpu": gpu,
+    "algorithms": algorithms,
+    "offload": offload,
+    "marked": marked,
+}
 
 
 def main(name: str, folder: Path, reads_pages: bool) -> None:

@@ -65,6 +65,11 @@ def test_tests_that_ask_for_a_device_pass(program: Program, flash: str) -> None:
     assert min(calls[kernel] for kernel in ("flash", "flex", "captures")) > 0
 
 
+def test_what_leaves_the_device_comes_back_in_time(program: Program) -> None:
+    """Copies on a side stream are done as late as its events allow."""
+    assert program("offload")["flash"] > 0
+
+
 @pytest.mark.parametrize("flash", ["plain", "pages"])
 def test_algorithms_run(program: Program, flash: str) -> None:
     calls = program("algorithms", flash)

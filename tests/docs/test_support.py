@@ -43,6 +43,7 @@ MORE = (
     "ppo.use_adaptive_kl_ctl", "ppo.value_norm", "ppo.truncated",
 )  # fmt: skip
 CHOICES = ("surrogate", "importance_level", "loss_type", "baseline", "scale_rewards")
+OFFLOADS = ("offload", "offload_optimizer", "optimizer.offload")
 EXPECTED: Mapping[str, Iterable[str]] = {
     "weft quickstart": registry.quickstarts.load_all(),
     "value": LOSS_TYPES,
@@ -60,6 +61,7 @@ EXPECTED: Mapping[str, Iterable[str]] = {
     "backend": registry.backends.load_all(),
     "family": registry.families.load_all(),
     "layout letter": LETTERS,
+    "to host memory by": OFFLOADS,
 }  # fmt: skip
 
 

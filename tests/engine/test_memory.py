@@ -27,6 +27,9 @@ def test_what_is_held_by_hand() -> None:
     assert (adapters.parameters, adapters.masters, adapters.optimizer, adapters.gradients) == (2000, 40, 80, 40)
     host = estimate(SHAPE, replace(TRAINED, dtype="bfloat16", offload_optimizer=True), [TRAIN])
     assert host.held == 2000 and host.gradients == 0
+    here = estimate(SHAPE, replace(TRAINED, dtype="bfloat16"), [replace(TRAIN, parts=2)])
+    there = estimate(SHAPE, replace(TRAINED, dtype="bfloat16", offload_optimizer=True), [replace(TRAIN, parts=2)])
+    assert here.call - there.call == 4000, "no gradient stays on the device either"
 
 
 def test_activations_by_hand() -> None:
@@ -114,3 +117,15 @@ def test_roles_are_held_together_and_call_one_after_another() -> None:
     assert actor.call > ref.call > 0
     assert total({"actor": actor, "ref": ref}) == actor.held + ref.held + actor.call
     assert total({}) == 0
+
+
+def test_what_lies_in_host_memory_between_calls_is_held_for_one_role_alone() -> None:
+    half = replace(TRAINED, dtype="bfloat16")
+    actor = estimate(SHAPE, replace(half, weights_leave=True), [TRAIN])
+    ref = estimate(SHAPE, replace(half, trained=False, weights_leave=True), [Work(tokens=100, rows=60)])
+    stays = estimate(SHAPE, half, [TRAIN])
+    assert (actor.away, ref.away) == (2000 + 4000, 2000) and (actor.held, actor.call) == (stays.held, stays.call)
+    assert total({"actor": actor, "ref": ref}) == 8000 + 6000 + actor.call
+    assert total({"actor": stays, "ref": ref}) == 14000 + max(stays.call, 2000 + ref.call)
+    state = estimate(SHAPE, replace(half, weights_leave=True, optimizer_leaves=True), [TRAIN])
+    assert state.away == state.held and total({"actor": state}) == total({"actor": stays})

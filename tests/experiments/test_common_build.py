@@ -360,6 +360,10 @@ def test_call_options_change_the_call_also_in_the_evaluation() -> None:
 def test_offload_is_a_hook_that_can_be_emptied() -> None:
     assert build("dpo", ref__offload=True).node("ref_inf").post_hooks == (Offload("weights"),)  # type: ignore[union-attr]
     assert build("dpo", ref__offload=True, ref_inf__post_hooks=[]).node("ref_inf").post_hooks == ()  # type: ignore[union-attr]
+    evaluation = build("dpo", ref__offload=True, dataset__valid_split=0.1).evaluation
+    assert evaluation is not None
+    hooks = {node.name: node.post_hooks for node in evaluation.graph.model_calls()}
+    assert hooks == {"actor_train": (), "ref_inf": (Offload("weights"),)}, "after evaluation too"
 
 
 def test_another_interface_begins_without_the_arguments_of_the_first() -> None:

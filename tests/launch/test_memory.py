@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from tests.tiny import make_tokenizer, write_jsonl
 from weft.engine import memory
 from weft.engine.memory import NetworkShape, RoleMemory
 from weft.engine.spec import LoRASpec
-from weft.experiments import SFTConfig
+from weft.experiments import DPOConfig, SFTConfig
 from weft.launch import run
-from weft.launch.memory import Forecast
+from weft.launch.memory import Forecast, forecast
 
 SHAPE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 688,
@@ -190,3 +191,32 @@ def test_a_total_without_activations_is_no_upper_limit() -> None:
     assert list(part.lines())[-1] == "memory: about 1.00 GiB without activations of actor"
     assert part.compared(2.0).endswith("expected were 1.00 GiB without activations of actor (200%)")
     assert whole.compared(2.0).endswith("expected were 1.00 GiB (200%)")
+
+
+def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{}])
+    facts: dict[str, dict[str, Any]] = {
+        role: {"num_parameters": 2**20, "num_trainable": 2**20} for role in ("actor", "ref")
+    }
+    data: Any = SimpleNamespace(train=SimpleNamespace(large_batches=lambda: []))
+
+    def away(device: str = "cuda", **options: Any) -> list[int]:
+        config = DPOConfig(experiment_name="e", trial_name="t")
+        config.actor.path, config.dataset.path, config.actor.dtype = "m", str(tmp_path / "rows.jsonl"), "bfloat16"
+        config.ref.dtype = "bfloat16"
+        for name, value in options.items():
+            setattr(getattr(config, name.split("__")[0]), name.split("__")[1], value)
+        found = forecast(config.build(), facts, data, torch.device(device), 0.0)
+        assert found.roles["ref"].held == 2**21
+        return [found.roles[role].away for role in ("actor", "ref")]
+
+    weights, state = 2**21 + 2**22, 2**23
+    assert away() == [0, 0]
+    assert away(ref__offload=True) == [0, 2**21] and away("cpu", ref__offload=True) == [0, 0]
+    assert away(actor__offload=True) == [weights, 0]
+    assert away(ref__offload=True, ref_inf__post_hooks=[]) == [0, 0]
+    assert away(ref_inf__post_hooks=["offload"]) == [0, 0], "until its first call it is on the device"
+    assert away(actor_train__post_hooks=["offload_optimizer"]) == [state, 0]
+    assert away(actor__offload=True, actor_train__post_hooks=["offload", "offload_optimizer"]) == [weights + state, 0]
+    lines = list(Forecast({"ref": RoleMemory(2**30, 0, 0, 0, 0, 0, 0, 2**30)}, torch.device("cuda"), (), 0.0).lines())
+    assert lines[0] == "memory of ref: parameters 1.00 GiB; 1.00 GiB of it in host memory between its calls"

@@ -173,7 +173,7 @@ def staged(case: Case) -> list[Run]:
             lambda _, number, given=given: balance(case, known, given, number),
         )  # fmt: skip
         if group.rank() in (0, last):
-            sum_tied_gradients(tied_copies(networks), ends)
+            sum_tied_gradients(tied_copies(networks), ends, torch.device("cpu"))
         if step == 0:
             gradients = [gradients_of(network) for network in networks.values()]
         rule.step()
@@ -318,7 +318,7 @@ def test_one_rank_holds_all_stages() -> None:
     for one, other in zip(found, expected.outputs, strict=True):
         same(one, other, 1e-12, "outputs of")
     pipeline.train(microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs))
-    sum_tied_gradients(tied_copies(networks), None)
+    sum_tied_gradients(tied_copies(networks), None, torch.device("cpu"))
     same(gradients_of(networks[0]) | gradients_of(networks[1]), expected.gradients, 1e-12, "gradient of")
 
 

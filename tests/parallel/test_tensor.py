@@ -133,7 +133,9 @@ def narrowed(case: Case) -> Run:
     group = dist.group.WORLD
     assert group is not None
     tensor.join(network, config, group)
-    return run(network, packs(case), lambda: tensor.sum_gradients(canonical(network), config, group))
+    return run(
+        network, packs(case), lambda: tensor.sum_gradients(canonical(network), config, group, torch.device("cpu"))
+    )
 
 
 CASES = [

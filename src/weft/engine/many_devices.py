@@ -94,9 +94,9 @@ class ManyDevices:
             copies = (
                 [self.stored()["embed.weight"].parameter] if "embed.weight" in self.holdings[self.mesh.rank] else []
             )
-            sum_tied_gradients([copy for copy in copies if copy.requires_grad], self.mesh.ends)
+            sum_tied_gradients([copy for copy in copies if copy.requires_grad], self.mesh.ends, self._device)
         if self.mesh.size("tensor") > 1:
-            tensor.sum_gradients(self.stored(), self.config, self.mesh.group("tensor"))
+            tensor.sum_gradients(self.stored(), self.config, self.mesh.group("tensor"), self._device)
 
     def _experts_apart(self) -> set[int]:
         """The parameters of experts, by identity, where ranks hold some each."""
@@ -107,7 +107,7 @@ class ManyDevices:
     def _sum_gradients(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         self._agree(parameters, group)
         for bucket in _buckets([cast(Tensor, p.grad) for p in parameters if p.grad is not None]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._device)  # from masters' home
             dist.all_reduce(flat, group=group)
             tensor.put_back(flat, bucket)
 
@@ -145,7 +145,7 @@ class ManyDevices:
                     target = whole.setdefault(name, torch.empty(self.shapes[name], dtype=dtype[name]))
                     target[where] = own[name] if rank == first else self._receive(where, dtype[name], rank)
                 elif self.mesh.rank == rank:
-                    dist.send(own[name].detach().contiguous(), first, group=group)
+                    dist.send(own[name].detach().to(self._device).contiguous(), first, group=group)
         return whole if self.mesh.rank == first else None
 
     def kept(self, names: Iterable[str]) -> list[str]:

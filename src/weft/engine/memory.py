@@ -1,8 +1,8 @@
 """How much memory a run takes, from sizes alone: plain values in, bytes out, no torch.
 
 What one role holds all the time (parameters, masters, optimizer state) adds up over the roles of a device. What a call needs
-while it runs (activations, gradients, a cache of keys and values) is counted once, for the call that needs most, because calls
-run one after another.
+while it runs (activations, gradients, a cache of keys and values, and what of its role lies in host memory between calls) is
+counted once, for the call that needs most, because calls run one after another.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class NetworkShape:
 @dataclass(frozen=True)
 class Settings:
     """What a role's spec says, and the device: `chunk_rows` tokens' logits are held at once; every `recompute`-th layer is
-    computed again (0: none); `packs`: products copy their right side into a form of their own; `in_place`: logits become
-    their statistics and gradients without a copy (weft's own kernels); `adds_rows`: a tied embedding's look-up adds its
-    rows to the head's gradient. The last three are for float32 on CPUs."""
+    computed again (0: none); `offload_optimizer`: masters and optimizer state are never on the device; `weights_leave` and
+    `optimizer_leaves`: they are in host memory between the role's calls; `packs`: products copy their right side into a form of
+    their own; `in_place`: logits become their statistics and gradients without a copy (weft's own kernels); `adds_rows`: a tied
+    embedding's look-up adds its rows to the head's gradient. The last three are for float32 on CPUs."""
 
     dtype: str
     trained: bool
@@ -78,6 +79,8 @@ class Settings:
     recompute: int
     offload_optimizer: bool
     chunk_rows: int
+    weights_leave: bool = False
+    optimizer_leaves: bool = False
     packs: bool = False
     in_place: bool = False
     adds_rows: bool = False
@@ -99,7 +102,8 @@ class Work:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes. `call` is the most that a call needs on top of what is held; gradients and activations do not peak together."""
+    """Bytes. `call` is the most that a call needs on top of what is held; gradients and activations do not peak together.
+    `away` of what is held is in host memory between calls."""
 
     parameters: int
     masters: int
@@ -108,6 +112,7 @@ class RoleMemory:
     activations: int
     cache: int
     call: int
+    away: int = 0
 
     @property
     def held(self) -> int:
@@ -121,20 +126,24 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
     apart = settings.dtype != "float32"
     on_device = 0 if settings.offload_optimizer else 1
     calls = [_call(shape, settings, trainable, work) for work in works]
+    parameters, masters = shape.parameters * width, trainable * WIDE * apart * on_device
+    state = trainable * WIDE * SLOTS[settings.optimizer] * on_device
     return RoleMemory(
-        parameters=shape.parameters * width,
-        masters=trainable * WIDE * apart * on_device,
-        optimizer=trainable * WIDE * SLOTS[settings.optimizer] * on_device,
+        parameters=parameters,
+        masters=masters,
+        optimizer=state,
         gradients=trainable * WIDE * on_device,
         activations=max((activations for activations, _, _ in calls), default=0),
         cache=max((cache for _, cache, _ in calls), default=0),
         call=max((most for _, _, most in calls), default=0),
+        away=(parameters + masters) * settings.weights_leave + state * settings.optimizer_leaves,
     )
 
 
 def total(roles: Mapping[str, RoleMemory]) -> int:
     """Bytes of all roles on one device at the worst moment."""
-    return sum(role.held for role in roles.values()) + max((role.call for role in roles.values()), default=0)
+    stays = sum(role.held - role.away for role in roles.values())
+    return stays + max((role.away + role.call for role in roles.values()), default=0)
 
 
 def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -> tuple[int, int, int]:
@@ -161,7 +170,7 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     chunks = alone if settings.in_place else TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
     working = work.tokens * shape.working_per_token() * width + (layer if again else 0)
     activations = ends + kept + max(working, chunks * head + packed)
-    gradients = trainable * WIDE
+    gradients = 0 if settings.offload_optimizer else trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
     # Early in a backward pass all activations are there and of the gradients that of the output matrix, as large as the
     # embedding (or all, where another micro-batch came before); at its end the gradients and, where its rows are not added in

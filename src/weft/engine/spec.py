@@ -57,7 +57,8 @@ class OptimizerSpec:
     )
     offload: bool = option(
         False,
-        "keep masters and optimizer state in host memory and update them there; the device holds a copy to compute with",
+        "keep masters (of what f shards a device's own rows) and optimizer state in host memory and update them there; the "
+        "device holds a copy to compute with",
     )
     frozen_epochs: int = option(0, "", at_least=0, hidden=True)  # epochs at the start in which the role is not trained
 
@@ -142,7 +143,7 @@ class ModelSpec:
         "it excludes",
         at_least=1,
     )
-    offload: bool = option(False, "keep the weights in host memory while the role is not at work")
+    offload: bool = option(False, "keep the weights in pinned host memory while the role is not at work")
     trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
     dropout: float | None = option(
         None, "dropout while training; the config's own when absent", at_least=0.0, at_most=1.0

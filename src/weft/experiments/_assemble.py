@@ -186,7 +186,8 @@ def _control(config: RunConfig, dataset: DatasetSpec) -> Control:
 def _evaluation(plan: Plan, keys: Sequence[str]) -> Evaluation | None:
     if not plan.evaluation or not has_validation(plan.dataset):
         return None
-    return Evaluation(DataflowGraph(plan.evaluation, keys), plan.dataset.valid_bs_n_seqs or 0)
+    nodes = [_with_offload(node, plan.roles) for node in plan.evaluation]
+    return Evaluation(DataflowGraph(nodes, keys), plan.dataset.valid_bs_n_seqs or 0)
 
 
 def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:

@@ -19,10 +19,10 @@ from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
 from weft.engine.rows import PackLayout
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.adapters_off import shares_base
-from weft.engine.torch.engine import dtype_of
+from weft.engine.torch.engine import What, dtype_of
 from weft.engine.torch.prepare import sharing, sharing_in_training
 from weft.experiment import Experiment
-from weft.graph.mfc import MFCDef
+from weft.graph.mfc import MFCDef, Offload
 from weft.models.network.token_outputs import chunk_rows
 from weft.runtime.split import minibatches
 from weft.topology import Mesh
@@ -54,8 +54,10 @@ class Forecast:
         """For people, before the run; `on` says which roles each of several devices has."""
         on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
-            parts = [(f.name, getattr(role, f.name)) for f in fields(role) if f.name != "call"]
+            parts = [(f.name, getattr(role, f.name)) for f in fields(role) if f.name not in ("call", "away")]
             shown = ", ".join(f"{what} {size(number)}" for what, number in parts if number)
+            if role.away:
+                shown += f"; {size(role.away)} of it in host memory between its calls"
             yield f"memory of {name}: {shown or 'shared with another role'}"
         for device, names in on.items():
             part = self._of(names)
@@ -115,9 +117,11 @@ def forecast(
             name = place_name(experiment, role, mesh)
             if own.get("sizes") is None:
                 incomplete.append(name)
-            roles[name] = _estimate(spec if mesh == meshes[role] else spec.mirror(), own, works, device)
+            chosen = spec if mesh == meshes[role] else spec.mirror()
+            leaves = _leaves(chosen, calls) if device.type != "cpu" else frozenset[What]()
+            roles[name] = _estimate(chosen, own, works, device, leaves)
         if any(shares_base(spec, s) and meshes[role].parts_as(meshes[r]) for r, s in experiment.roles.items()):
-            roles[role] = replace(roles[role], parameters=0, masters=0, optimizer=0, gradients=0)
+            roles[role] = replace(roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0)
     return Forecast(roles, device, tuple(incomplete), baseline)
 
 
@@ -129,17 +133,36 @@ def place_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
     return f"{role} ({', '.join(dict.fromkeys(calls))})"
 
 
-def _estimate(spec: ModelSpec, facts: Mapping[str, Any], works: Sequence[Work], device: torch.device) -> RoleMemory:
+def _leaves(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
+    """What of a role goes to host memory after each of its calls. Weights that hooks alone move there, without the option, are
+    on the device until the first call, with all others': they count as if they stayed."""
+    after = [{hook.what for hook in call.post_hooks if isinstance(hook, Offload)} for call in calls]
+    trains = [hooks for hooks, call in zip(after, calls, strict=True) if call.method == "train_step"]
+    found: set[What] = set()
+    if spec.offload and after and all("weights" in hooks for hooks in after):
+        found.add("weights")
+    if trains and all("optimizer" in hooks for hooks in trains):
+        found.add("optimizer")
+    return frozenset(found)
+
+
+def _estimate(
+    spec: ModelSpec,
+    facts: Mapping[str, Any],
+    works: Sequence[Work],
+    device: torch.device,
+    leaves: frozenset[What] = frozenset(),
+) -> RoleMemory:
     sizes = facts.get("sizes")
     if sizes is None:
         works = []
         sizes = dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {"vocab": 1}
     held = facts.get("held_parameters", facts["num_parameters"])
     shape = NetworkShape(held, facts.get("held_trainable", facts["num_trainable"]), **sizes)
-    return memory.estimate(shape, _settings(spec, device, shape.vocab), works)
+    return memory.estimate(shape, _settings(spec, device, shape.vocab, leaves), works)
 
 
-def _settings(spec: ModelSpec, device: torch.device, vocab_size: int) -> Settings:
+def _settings(spec: ModelSpec, device: torch.device, vocab_size: int, leaves: frozenset[What]) -> Settings:
     dtype = dtype_of(spec)
     plain = device.type == "cpu" and dtype == "float32"
     return Settings(
@@ -149,6 +172,8 @@ def _settings(spec: ModelSpec, device: torch.device, vocab_size: int) -> Setting
         recompute=spec.recomputed_layers,
         offload_optimizer=spec.optimizer.offload and device.type != "cpu",
         chunk_rows=chunk_rows(vocab_size, device),
+        weights_leave="weights" in leaves,
+        optimizer_leaves="optimizer" in leaves,
         packs=plain and kernels.cpu_library() is None,
         in_place=plain and kernels.cpu_library() is not None,
         adds_rows=plain,

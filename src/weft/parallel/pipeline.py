@@ -2,7 +2,7 @@
 
     pipeline = Pipeline({0: first}, "1f1b", group)          # on rank 0 of the group; {1: second} on rank 1
     pipeline.train(microbatches, loss)                      # adds to the gradients of this rank's stages
-    sum_tied_gradients(tied_copies(pipeline.networks), ends)
+    sum_tied_gradients(tied_copies(pipeline.networks), ends, device)
     outputs = pipeline.forward(microbatches)                # on the rank of the last stage; None elsewhere
     outputs = pipeline.share_outputs(outputs)               # on every rank
 
@@ -313,14 +313,14 @@ def tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
     return [parameter for parameter in found if parameter.requires_grad]
 
 
-def sum_tied_gradients(copies: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
+def sum_tied_gradients(copies: Sequence[nn.Parameter], group: ProcessGroup | None, device: torch.device) -> None:
     """Give each copy the sum of all copies' gradients. Both ends of the pipeline call it after the backward passes, with the
-    `group` of the two; None where one rank holds both."""
+    `group` of the two's devices; None where one rank holds both."""
     if not copies:
         return
     given = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
-    total = torch.stack(given).sum(0)
+    total = torch.stack(given).sum(0).to(device)
     if group is not None:
         dist.all_reduce(total, group=group)
     for copy in copies:
-        copy.grad = total.clone()
+        copy.grad = total.to(copy.device, copy=True)

@@ -41,6 +41,7 @@ class Shards:
     left out. Gradients arrive at the network's parameters, and `take_gradients` hands them over."""
 
     def __init__(self, network: nn.Module) -> None:
+        self._network = network
         self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.stored: dict[str, StoredParameter] = {}
         for name, part in canonical(network).items():
@@ -57,10 +58,20 @@ class Shards:
             own.grad = None if sharded.grad is None else _local(sharded.grad)
             sharded.grad = None
 
-    def relink(self) -> None:
-        """After the network has moved: its parameters are elsewhere."""
-        for sharded, own in self._pairs.values():
-            torch.utils.swap_tensors(own, nn.Parameter(_local(sharded.detach()), requires_grad=own.requires_grad))
+    def rows_of(self, sharded: nn.Parameter) -> nn.Parameter:
+        """This rank's rows, maybe none, of a parameter of the network."""
+        return self._pairs[id(sharded)][1]
+
+    def gradient_of(self, sharded: Tensor) -> Tensor:
+        """That of this rank's rows."""
+        assert sharded.grad is not None
+        return _local(sharded.grad)
+
+    def reshard(self) -> None:
+        """Free whole parameters that a pass without a backward pass has left gathered; other values may come next."""
+        for module in self._network.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _own(self, sharded: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
         if id(sharded) not in self._pairs:

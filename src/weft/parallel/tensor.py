@@ -3,7 +3,7 @@
     narrow = Transformer(config.narrowed(t, rank))           # its parameters: `weft.topology.tensor_slice`
     join(narrow, config, group)
     narrow(packed, want)                                     # on every rank the outputs of the whole network
-    sum_gradients(canonical(narrow), config, group)          # after the backward passes of a step
+    sum_gradients(canonical(narrow), config, group, device)  # after the backward passes of a step
 
 Hidden states are whole on every rank. They enter attention and MLP as they are, and their gradients are summed there; what
 leaves is summed (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
@@ -92,18 +92,20 @@ def _enter(module: nn.Module, arguments: tuple[Any, ...], group: ProcessGroup) -
     return (summed_backward(arguments[0], group), *arguments[1:])
 
 
-def sum_gradients(stored: Mapping[str, StoredParameter], config: TransformerConfig, group: ProcessGroup) -> None:
-    """Complete the gradients of parameters of which each rank sees a part; `stored` by canonical name. Every rank of the group
-    calls it."""
+def sum_gradients(
+    stored: Mapping[str, StoredParameter], config: TransformerConfig, group: ProcessGroup, device: torch.device
+) -> None:
+    """Complete the gradients of parameters of which each rank sees a part; `stored` by canonical name. Every rank of the group,
+    which joins the ranks' devices, calls it; gradients may lie elsewhere."""
     parts = _partial(stored, config)
     gradients = [grad for part in parts if (grad := part.grad) is not None]
     if gradients:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
         dist.all_reduce(flat, group=group)
         put_back(flat, gradients)
     copies = group.size() // config.num_kv_heads
     if copies > 1:
-        _sum_copies(stored, COPIED if config.qk_norm != "full" else COPIED_NORM, group, copies)
+        _sum_copies(stored, COPIED if config.qk_norm != "full" else COPIED_NORM, group, copies, device)
 
 
 def _partial(stored: Mapping[str, StoredParameter], config: TransformerConfig) -> list[StoredParameter]:
@@ -111,13 +113,15 @@ def _partial(stored: Mapping[str, StoredParameter], config: TransformerConfig) -
     return [part for name, part in stored.items() if re.fullmatch(PARTIAL, name) and (by_head or "_norm" not in name)]
 
 
-def _sum_copies(stored: Mapping[str, StoredParameter], pattern: str, group: ProcessGroup, copies: int) -> None:
+def _sum_copies(
+    stored: Mapping[str, StoredParameter], pattern: str, group: ProcessGroup, copies: int, device: torch.device
+) -> None:
     """Heads of keys and values that `copies` consecutive ranks hold: each adds what the others see."""
     held = [part.grad for name, part in stored.items() if re.fullmatch(pattern, name)]
     gradients = [gradient for gradient in held if gradient is not None]
     if not gradients:
         return
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
     every = [torch.empty_like(flat) for _ in range(group.size())]
     dist.all_gather(every, flat, group=group)
     first = group.rank() // copies * copies

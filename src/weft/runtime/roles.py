@@ -121,11 +121,11 @@ class Roles:
         return self._engines[place]
 
     def offload(self, role: str, what: What, mesh: Mesh | None = None) -> None:
-        """Move weights or optimizer state to host memory; nothing happens where they are there already."""
+        """Move weights or optimizer state to host memory; nothing happens where they are there already. Engines bring back
+        what they need by themselves."""
         place = self._place(role, mesh)
-        if (place, what) not in self._away:
-            self._engines[place].offload(what)
-            self._away.add((place, what))
+        self._engines[place].offload(what)
+        self._away.add((place, what))
 
     def onload(self, role: str, what: What, mesh: Mesh | None = None) -> None:
         """The way back."""

@@ -84,6 +84,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
         adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
         notes=saving.notes(tokenizer, spec, network.pooling),
         part=part,
+        blocks=tuple(network.blocks),
     )
     return TorchEngine(built, spec, layout, device)
 

@@ -28,6 +28,7 @@ from weft.engine.torch.optimizer import Optimizer, decayed
 from weft.engine.torch.prepare import Pass, Scoring
 from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Step, Veto, plain
 from weft.errors import CheckpointError, ConfigError
+from weft.kernels import lane_of
 from weft.models.network.packed import TopIds
 from weft.models.network.parameters import StoredParameter
 from weft.topology import Layout, Slice
@@ -71,6 +72,7 @@ class BuiltNetwork:
     adapters_off: Callable[[], AbstractContextManager[None]] | None = None  # of a network with adapters
     notes: tuple[str, ...] = ()  # what the user should know about how this network runs
     part: Part | None = None  # where this rank holds a part of the network
+    blocks: tuple[nn.Module, ...] = ()  # that a pass goes through one after the other
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,12 @@ def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | Non
 
 def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
     """What the user asked for and this device has no use for."""
-    if spec.trained and spec.optimizer.offload and device.type == HOST.type:
-        return (
-            "optimizer.offload=true: on a CPU masters and optimizer state are in host memory already; nothing changes",
-        )
-    return ()
+    asked = {
+        "optimizer.offload=true": (spec.trained and spec.optimizer.offload, "masters and optimizer state are"),
+        "offload=true": (spec.offload, "weights are"),
+    }
+    there = [(option, what) for option, (on, what) in asked.items() if on and device.type == HOST.type]
+    return tuple(f"{option}: on a CPU {what} in host memory already; nothing changes" for option, what in there)
 
 
 class TorchEngine:
@@ -110,14 +113,15 @@ class TorchEngine:
         self._network = built.network.eval()
         dtype = next(built.network.parameters()).dtype
         self._rate = ProductRate(lambda: matmul_rate(device, dtype))
-        self._home = home_of_masters(spec, device)
-        part = built.part
+        home, lane, part = home_of_masters(spec, device), lane_of(device), built.part
         self._masters = MasterWeights(
             self._network,
             DTYPES[dtype_of(spec)] if part is None or part.shards is None else torch.float32,  # FSDP2 casts
-            self._home,
+            lane,
+            home,
             None if part is None else part.places,
             None if part is None else part.shards,
+            built.blocks,
         )
         self._spread: Spread = OneDevice() if part is None else part.spread(lambda: self._masters.stored)
         self._optimizer: Optimizer | None = None
@@ -125,7 +129,12 @@ class TorchEngine:
             trained = self._masters.trained
             assert spec.schedule is not None, "the runtime gives every trained role a schedule"
             decay, scaled = decayed(self._network), spec.dtype == "float16"
-            self._optimizer = Optimizer(spec.optimizer, spec.schedule, trained, decay, scaled=scaled)
+            self._optimizer = Optimizer(
+                spec.optimizer, spec.schedule, trained, decay, scaled=scaled,
+                lane=lane if home is None else None, updated=None if home is None else self._masters.updated,
+            )  # fmt: skip
+        if spec.offload:
+            self.offload("weights")
 
     # -- scoring and training
 
@@ -170,11 +179,11 @@ class TorchEngine:
         if self._optimizer is None:
             raise ConfigError("this role is not trained: its weights are frozen and it has no optimizer")
         self.onload("weights")
-        self.onload("optimizer")
         step = Step(
             self._network, self._optimizer, self._spread, self._device, self._built.cost,
             max_tokens, self._spec.on_nonfinite, temperature,
             self._spec.seed if self._built.dropout else None, self._built.aux_loss, self._rate, self._checked,
+            self._masters.ready,
         )  # fmt: skip
         done = []
         self._network.train()
@@ -214,18 +223,15 @@ class TorchEngine:
     def generating(self, spec: GenerationSpec) -> Iterator[Generator]:
         """Continuous batching on these weights; `spec.tokenizer` and `spec.stop_ids` are the caller's to fill in."""
         self.onload("weights")
+        self._masters.ready()
         part = self._built.part
         if part is not None:
             opened = part.generating(spec, self.version)
         else:
             opened = open_generator(
-                cast(Decoder, self._network),
-                spec,
-                device=self._device,
-                version=self.version,
-                eos_ids=(),
-                tokenizer=spec.tokenizer,
-            )
+                cast(Decoder, self._network), spec,
+                device=self._device, version=self.version, eos_ids=(), tokenizer=spec.tokenizer,
+            )  # fmt: skip
         with opened as generator:
             yield generator
 
@@ -255,18 +261,19 @@ class TorchEngine:
     # -- memory
 
     def offload(self, what: What) -> None:
-        """Move weights (masters and gradients with them) or optimizer state to host memory."""
+        """Move weights, masters with them, or optimizer state to host memory, if the device has memory of its own."""
         if what == "weights":
-            self._masters.to(HOST)
+            self._masters.leave()
         elif self._optimizer is not None:
-            self._optimizer.move(HOST)
+            self._optimizer.leave()
 
     def onload(self, what: What) -> None:
-        """The way back; `forward`, `train` and `generating` take it by themselves."""
+        """The way back. `forward`, `train` and `generating` take it by themselves: weights come while the first blocks are
+        computed, optimizer state while the first masters are updated."""
         if what == "weights":
-            self._masters.to(self._device)
+            self._masters.come()
         elif self._optimizer is not None:
-            self._optimizer.move(self._home or self._device)
+            self._optimizer.come()
 
     # -- on disk
 

@@ -2,18 +2,22 @@
 
 Where the network computes in float32 the two are the same tensors. Otherwise the copy is cast once a step, each micro-batch's
 gradient is added to its master in float32, and tensors that nobody trains exist in the compute dtype alone. Masters may live
-in host memory (`home`): gradients go there as they are made, and with them the optimizer's state and its work.
+in host memory (`home`): gradients go there as they are made, and with them the optimizer's state and its work. All that is on
+the device can leave it (`leave`) and come back, block by block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from weft.engine.torch.host_memory import BlockByBlock, HostMemory
+from weft.engine.torch.staging import GradientsToHost, MastersToDevice
 from weft.errors import CheckpointError, ConfigError
+from weft.kernels import Lane
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.topology import Slice, whole
 
@@ -33,29 +37,46 @@ class MasterWeights:
 
     `places` say what part of each whole parameter lies here; without them all of it does. Of a sharded network (`shards`) the
     parameters are this rank's rows, float32 where they are trained; FSDP2 casts what it gathers.
+
+    What moves between device and host goes by `lane`. `blocks` are the modules that a pass goes through one after the other;
+    of parameters that came back the others are there before it begins, and each block's before it is called.
     """
 
     def __init__(
         self,
         network: nn.Module,
         dtype: torch.dtype,
+        lane: Lane,
         home: torch.device | None = None,
         places: Mapping[str, Slice] | None = None,
         shards: Shards | None = None,
+        blocks: Sequence[nn.Module] = (),
     ) -> None:
-        self._network, self._home, self._shards = network, home, shards
+        self._network, self._home, self._shards, self._lane, self._blocks = network, home, shards, lane, blocks
         self._masters: dict[str, nn.Parameter] = {}  # by the stored name
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and (dtype in HALF or home is not None):
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                self._masters[name] = nn.Parameter(parameter.detach().to(home, wide, copy=True))
-        _cast(network, dtype, self._masters)
-        self._copies = dict(network.named_parameters())
+                own = self._here(parameter)
+                wide = torch.promote_types(own.dtype, torch.float32)
+                self._masters[name] = nn.Parameter(own.detach().to(home, wide, copy=True))
+        self._homed = frozenset(self._masters) if home is not None else frozenset[str]()
+        _cast(network, dtype, self._masters if dtype in HALF else ())
+        self._copies = {name: self._here(parameter) for name, parameter in network.named_parameters()}
         self._canonical = canonical(network) if shards is None else shards.stored
         self._places = places or {name: whole(tuple(part.data.shape)) for name, part in self._canonical.items()}
         self._written: set[str] = set()
-        for name in self._masters:
-            self._copies[name].register_post_accumulate_grad_hook(self._moves_gradient_to(name))
+        self._sums: dict[str, Tensor] = {}  # of gradients, where masters have a home
+        self._gradients, self._values = GradientsToHost(lane), MastersToDevice(lane)
+        self._sent: set[str] = set()  # masters whose new values are on their way to the device already
+        self._mover: BlockByBlock | None = None  # since the first time that something left
+        for name, parameter in network.named_parameters():
+            if name in self._masters:
+                moves = self._moves_gradient_to(name) if home is None else self._brings_gradient_to(name)
+                parameter.register_post_accumulate_grad_hook(moves)
+
+    def _here(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What this rank has of a parameter of the network."""
+        return parameter if self._shards is None else self._shards.rows_of(parameter)
 
     def _moves_gradient_to(self, name: str) -> Callable[[Tensor], None]:
         def move(copy: Tensor) -> None:
@@ -66,6 +87,22 @@ class MasterWeights:
             copy.grad = None
 
         return move
+
+    def _brings_gradient_to(self, name: str) -> Callable[[Tensor], None]:
+        """Of a sharded parameter FSDP2 calls it when this rank has its rows' sum."""
+
+        def bring(copy: Tensor) -> None:
+            master = self._masters[name]
+            assert copy.grad is not None
+            gradient = copy.grad if self._shards is None else self._shards.gradient_of(copy)
+            fresh = master.grad is None
+            if name not in self._sums:
+                self._sums[name] = torch.empty_like(master, requires_grad=False)
+            master.grad = self._sums[name]
+            self._gradients.add(gradient, master.grad, fresh=fresh)
+            copy.grad = None
+
+        return bring
 
     @property
     def trained(self) -> dict[str, StoredParameter]:
@@ -92,23 +129,78 @@ class MasterWeights:
         return dict(self._most_exact())
 
     def _most_exact(self) -> Iterator[tuple[str, StoredParameter]]:
+        """As they lie: in host memory what is away."""
+        self.ready()
         for name, part in self._canonical.items():
-            master = self._masters.get(part.name)
-            yield name, part if master is None else StoredParameter(part.name, master, part.rows)
+            parameter = self._masters.get(part.name, part.parameter)
+            yield name, StoredParameter(part.name, self._now(parameter), part.rows)
+
+    def _now(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter, or while it is away one of the same values in host memory."""
+        values = None if self._mover is None else self._mover.memory.on_host(parameter)
+        return parameter if values is None else nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+    @property
+    def _away(self) -> bool:
+        return self._mover is not None and self._mover.memory.away
 
     def refresh(self) -> None:
         """Cast the masters into the compute copy; called after every change of the masters."""
+        self.ready()
+        if self._shards is not None:
+            self._shards.reshard()
+        away = self._away
         with torch.no_grad():
             for name, master in self._masters.items():
-                self._copies[name].copy_(master)
+                if away or name not in self._homed:
+                    self._now(self._copies[name]).copy_(self._now(master))
+                elif name not in self._sent:
+                    self._values.put(self._copies[name].detach(), master.detach())
+        self._sent.clear()
+        self._values.hold()
 
-    def to(self, device: torch.device) -> None:
-        """Move every form of every parameter but masters with a home; nothing happens to what is there already."""
-        self._network.to(device)
+    def updated(self, masters: Iterable[nn.Parameter]) -> None:
+        """Send on what an optimizer has changed, of masters with a home, while it changes others; `refresh` follows."""
+        names = {id(master): name for name, master in self._masters.items()}
+        for name in (names[id(master)] for master in masters):
+            self._values.put(self._copies[name].detach(), self._masters[name].detach())
+            self._sent.add(name)
+
+    # -- device and host
+
+    def leave(self) -> None:
+        """Free the device of every parameter but masters with a home, which are not there; their values are in host memory."""
+        if not self._lane.apart:
+            return
+        self.ready()
+        if self._mover is None:
+            still = [
+                copy for name, copy in self._copies.items() if not copy.requires_grad and name not in self._masters
+            ]
+            memory = HostMemory(self._groups(), self._lane, still)
+            self._mover = BlockByBlock(memory, self._blocks, gathered=self._shards is not None)
         if self._shards is not None:
-            self._shards.relink()
-        if self._home is None:
-            nn.ParameterList(self._masters.values()).to(device)
+            self._shards.reshard()
+        self._mover.memory.leave()
+
+    def come(self) -> None:
+        """Begin to bring all of it back; passes wait for what they need of it, other uses for all (`ready`)."""
+        if self._mover is not None:
+            self._mover.come()
+
+    def ready(self) -> None:
+        """What passes left on its way is there: parameters that came back, and gradients."""
+        self._gradients.finish()
+        if self._mover is not None:
+            self._mover.ready()
+
+    def _groups(self) -> list[list[Tensor]]:
+        """What is needed before the first block, then each block's, then masters, which an optimizer needs."""
+        groups = [[*map(self._here, block.parameters()), *block.buffers()] for block in self._blocks]
+        of_blocks = {id(each) for group in groups for each in group}
+        every = [*self._copies.values(), *self._network.buffers()]
+        masters: list[Tensor] = [master for name, master in self._masters.items() if name not in self._homed]
+        return [[each for each in every if id(each) not in of_blocks], *groups, masters]
 
     # -- in and out
 
@@ -129,13 +221,14 @@ class MasterWeights:
         A tensor of half precision that gets a share gets a float32 master too: a moving average in bfloat16 would stand
         still, because a small share is less than half its last digit. Raises `ConfigError` for unknown names and shapes.
         """
+        stored = self.stored
         for name, where, values in parts:
             self._known(name)
-            if eta != 1.0:
-                self._have_master(name)
-            part, place = self._canonical[name], self._places[name]
+            if eta != 1.0 and self._have_master(name):
+                stored = self.stored
+            place = self._places[name]
             here = tuple(slice(w.start - p.start, w.stop - p.start) for w, p in zip(where, place, strict=True))
-            target = part.of(self._masters.get(part.name, part.parameter).detach())[here]
+            target = stored[name].data[here]
             if target.shape != values.shape:
                 raise ConfigError(
                     f"parameter {name!r} is {tuple(target.shape)} here and {tuple(values.shape)} at the source; "
@@ -144,6 +237,8 @@ class MasterWeights:
             source = values.to(device=target.device, dtype=target.dtype)
             target.copy_(source if eta == 1.0 else target.lerp(source, eta))
             self._written.add(name)
+        if self._mover is not None:
+            self._mover.memory.changed()
         self.refresh()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -161,11 +256,19 @@ class MasterWeights:
                 self._have_master(name)
         self.write(((name, self._places[name], v) for name, v in tensors.items()), eta=1.0)
 
-    def _have_master(self, name: str) -> None:
-        """Give a parameter of half precision a float32 master."""
+    def _have_master(self, name: str) -> bool:
+        """Give a parameter of half precision a float32 master; whether it had none."""
         part = self._canonical[name]
-        if part.parameter.dtype in HALF and part.name not in self._masters:
-            self._masters[part.name] = nn.Parameter(part.parameter.detach().float(), requires_grad=False)
+        if part.parameter.dtype not in HALF or part.name in self._masters:
+            return False
+        away = self._away
+        self.come()
+        self.ready()
+        self._masters[part.name] = nn.Parameter(part.parameter.detach().float(), requires_grad=False)
+        self._mover = None  # another tensor is to leave from now on
+        if away:
+            self.leave()
+        return True
 
     def _known(self, name: str) -> None:
         if name not in self._canonical:

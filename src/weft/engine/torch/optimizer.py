@@ -6,17 +6,21 @@ Masters are float32 and so is everything here. AdamW and SGD are torch's own (fu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from weft.engine.spec import OptimizerSpec, Schedule
+from weft.engine.torch.host_memory import HostMemory
 from weft.errors import CheckpointError
+from weft.kernels import Lane
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Embedding
 
 FUSED = ("cuda", "cpu")
+BUCKET = 2**24  # elements that are updated at once where their state or their new values are moved meanwhile
+Updated = Callable[[Sequence[nn.Parameter]], None]
 FIRST_SCALE, GROWTH_INTERVAL = (
     2.0**16,
     2000,
@@ -91,6 +95,9 @@ class Optimizer:
     `scaled`: the network computes in float16, whose gradients vanish below 6e-8. The loss is multiplied by `loss_scale`
     before the backward pass and the gradients divided by it; it halves when they overflow (Micikevicius et al. 2017,
     arXiv:1710.03740).
+
+    State can go to host memory by `lane`. It comes back in buckets at the next step: one is on its way while the one before is
+    updated. `updated` is told of each bucket then, where masters' new values are to be sent on meanwhile.
     """
 
     def __init__(
@@ -101,6 +108,8 @@ class Optimizer:
         decay: Iterable[str],
         *,
         scaled: bool = False,
+        lane: Lane | None = None,
+        updated: Updated | None = None,
     ) -> None:
         self.spec, self.schedule, self.steps = spec, schedule, 0
         self.attempts = 0  # minibatches seen, also those that were skipped; numbers dropout masks
@@ -110,6 +119,9 @@ class Optimizer:
         shrink = set(decay)
         self._decayed = list(dict.fromkeys(part.parameter for name, part in self._trained.items() if name in shrink))
         self._optimizer = make(spec, self._parameters)
+        self._lane, self._updated, self._buckets = lane, updated, _buckets(self._parameters)
+        self._memory: HostMemory | None = None  # of the state, since it left first
+        self._held: list[list[Tensor]] = []  # what that is of
 
     @property
     def learning_rate(self) -> float:
@@ -141,11 +153,30 @@ class Optimizer:
             with torch.no_grad():
                 for parameter in (p for p in self._decayed if p.grad is not None):
                     parameter.mul_(1.0 - rate * self.spec.weight_decay)
-        self._optimizer.step()
+        self._update()
         self.steps += 1
         self._calm_steps += 1
         if self._scaled and self._calm_steps == GROWTH_INTERVAL:
             self.loss_scale, self._calm_steps = 2.0 * self.loss_scale, 0
+
+    def _update(self) -> None:
+        """Update all masters at once, or bucket by bucket."""
+        memory = self._memory if self._memory is not None and self._memory.away else None
+        if memory is None and self._updated is None:
+            self._optimizer.step()
+            return
+        (group,) = self._optimizer.param_groups
+        try:
+            for number, bucket in enumerate(self._buckets):
+                if memory is not None:
+                    memory.fetch(*range(number, min(number + 2, len(self._buckets))))
+                    memory.hold(number)
+                group["params"] = bucket
+                self._optimizer.step()
+                if self._updated is not None:
+                    self._updated(bucket)
+        finally:
+            group["params"] = self._parameters
 
     def overflowed(self) -> bool:
         """Told of a gradient that is not finite: whether a smaller loss scale may mend it, which is then in force."""
@@ -163,7 +194,7 @@ class Optimizer:
         """`{parameter}/{slot}` -> tensor; empty before the first step."""
         state = self._optimizer.state
         return {
-            f"{name}/{slot}": part.of(value) if value.dim() else value.clone()
+            f"{name}/{slot}": part.of(self._now(value)) if value.dim() else value.clone()
             for name, part in self._trained.items()
             for slot, value in sorted(state.get(part.parameter, {}).items())
             if isinstance(value, Tensor)
@@ -193,15 +224,44 @@ class Optimizer:
                 continue
             whole = held.setdefault(slot, torch.zeros_like(part.parameter, dtype=value.dtype, device=value.device))
             part.of(whole).copy_(value)
+        self._memory = None  # what is away is not taken back
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": slots, "param_groups": groups})
         self.steps, self.attempts = int(values["steps"]), int(values["attempts"])
         self._calm_steps = int(values["calm_steps"])
         self.loss_scale = float(values["loss_scale"])
 
-    def move(self, device: torch.device | str) -> None:
-        """Move the state's large tensors; step counters stay where they are."""
-        for state in self._optimizer.state.values():
-            for slot, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    state[slot] = value.to(device)
+    def _now(self, value: Tensor) -> Tensor:
+        """As it lies: in host memory what is away."""
+        away = None if self._memory is None else self._memory.on_host(value)
+        return value if away is None else away
+
+    def leave(self) -> None:
+        """Free the device of the state, but for step counters; its values are in host memory."""
+        if self._lane is None or not self._lane.apart:
+            return
+        states = [[self._optimizer.state.get(parameter, {}) for parameter in bucket] for bucket in self._buckets]
+        held = [[v for s in bucket for v in s.values() if isinstance(v, Tensor) and v.dim()] for bucket in states]
+        if self._memory is None or [[*map(id, each)] for each in held] != [[*map(id, each)] for each in self._held]:
+            self.come()
+            self._memory, self._held = HostMemory(held, self._lane), held
+        self._memory.leave()
+
+    def come(self) -> None:
+        """Bring the state back at once, without waiting for the next step."""
+        if self._memory is not None:
+            self._memory.fetch()
+            self._memory.hold()
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """In order, each of up to `BUCKET` elements or one parameter."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        if not buckets or parameter.numel() > room:
+            buckets.append([])
+            room = BUCKET
+        buckets[-1].append(parameter)
+        room -= parameter.numel()
+    return buckets

@@ -24,7 +24,6 @@ from weft.engine.spread import Spread
 from weft.engine.torch.engine import DTYPES, Part, dtype_of
 from weft.engine.torch.master_weights import HALF
 from weft.engine.torch.source import Source
-from weft.errors import ConfigError
 from weft.models.network import lora
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Transformer
@@ -40,11 +39,6 @@ from weft.topology import holdings, whole
 def spread(source: Source, network: Transformer, every: Transformer, mesh: RankMesh, device: torch.device) -> Part:
     """Give `network`, this rank's part of `every`, its memory and its values. Every rank of the mesh calls it."""
     shards = None
-    if mesh.layout.fsdp > 1 and source.spec.optimizer.offload and device.type != "cpu":
-        raise ConfigError(
-            f"layout={mesh.layout}: optimizer.offload keeps whole masters in host memory, f={mesh.layout.fsdp} shards them; "
-            "write f1, or optimizer.offload=false"
-        )
     if mesh.layout.fsdp > 1:
         dtype = DTYPES[dtype_of(source.spec)]
         if dtype in HALF and source.spec.trained:  # what is frozen stays in it

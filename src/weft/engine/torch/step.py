@@ -120,6 +120,7 @@ class Step:
     aux_loss: AuxLoss
     rate: ProductRate
     checked: list[Loss]  # whose `by_row` has been found to be true; the engine keeps them
+    ready: Callable[[], None]  # what passes left on its way is there then: gradients, masters
 
     def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
         """Accumulate the gradient of the minibatch, look at its statistics, and step unless something speaks against it."""
@@ -133,6 +134,7 @@ class Step:
         ranks = self.spread.gather_values(passes.result(), stages=True)
         done = Accumulated.join(ranks)
         reduced = reduce_stats(done.stats)
+        self.ready()
         self.spread.reduce_gradients(self.optimizer.parameters)
         gradients = self.optimizer.gradients()
         norm = self.spread.gradient_norm(gradients)
