@@ -15,7 +15,8 @@ from weft.algorithms.base import Output
 from weft.errors import ConfigError
 from weft.models.network import token_outputs as by_token
 from weft.models.network.packed import RowGradient, pack
-from weft.models.network.token_outputs import Projection, Support, token_outputs
+from weft.models.network.support import Support
+from weft.models.network.token_outputs import Projection, token_outputs
 
 N, H, V = 7, 5, 11
 ALL = frozenset({"logprobs", "entropy", "top1"})

@@ -28,6 +28,7 @@ from weft.engine.torch.optimizer import Optimizer, decayed
 from weft.engine.torch.prepare import Pass, Scoring
 from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Step, Veto, plain
 from weft.errors import CheckpointError, ConfigError
+from weft.models.network import gradient_sums
 from weft.models.network.packed import TopIds
 from weft.models.network.parameters import StoredParameter
 from weft.topology import Layout, Slice
@@ -119,6 +120,8 @@ class TorchEngine:
             None if part is None else part.places,
             None if part is None else part.shards,
         )
+        if device.type == "cuda" and self._home is None and layout.pipeline == 1:
+            gradient_sums.add_to(self._network, self._masters.masters)
         self._spread: Spread = OneDevice() if part is None else part.spread(lambda: self._masters.stored)
         self._optimizer: Optimizer | None = None
         if spec.trained:

@@ -68,6 +68,11 @@ class MasterWeights:
         return move
 
     @property
+    def masters(self) -> Mapping[str, nn.Parameter]:
+        """Those apart from the network's parameters, by the names of these."""
+        return self._masters
+
+    @property
     def trained(self) -> dict[str, StoredParameter]:
         """Canonical name -> where the parameter that the optimizer updates lies, and its gradient."""
         return {name: part for name, part in self._most_exact() if self._trains(part)}
