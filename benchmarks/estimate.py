@@ -67,11 +67,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
-        if func is aten._fused_rms_norm.default:
-            x = args[0]
-            out = (torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
-        else:
-            out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         if self.inside or name in FREE:
             return out
         operations = 0.0
@@ -85,8 +81,8 @@ class Counted(TorchDispatchMode):
         """A kernel that reads what is given and writes what it made; lists are read and written in place."""
         tensors = {id(x): x for x in tree_leaves((given, made)) if isinstance(x, Tensor)}
         moved = float(sum(x.numel() * x.element_size() for x in tensors.values()))
-        if name.endswith("_") or "foreach" in name or "fused_adam" in name:
-            moved *= 2.0 if "fused_adam" not in name else 28.0 / 16.0  # gradients are read alone
+        if name.endswith("_"):
+            moved += sum(x.numel() * x.element_size() for x in tree_leaves(made) if isinstance(x, Tensor))
         self.kernels[name] += 1
         self.bytes += moved
         self.operations += operations
@@ -105,6 +101,23 @@ class Counted(TorchDispatchMode):
             return made
 
         return call
+
+
+class Norm(torch.autograd.Function):
+    """torch's RMS norm: a kernel forward, and backward one for each of its two gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counted: Counted) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counted = counted
+        return counted.as_one("rms_norm", lambda x, weight: torch.empty_like(x))(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (x, weight), counted = ctx.saved_tensors, ctx.counted
+        by_x = counted.as_one("rms_norm backward", lambda by, x: torch.empty_like(x))(gradients[0], x)
+        by_weight = counted.as_one("rms_norm backward", lambda by, x: torch.empty_like(weight))(gradients[0], x)
+        return by_x, by_weight, None
 
 
 class Attention(torch.autograd.Function):
@@ -138,12 +151,22 @@ def install(counted: Counted, lengths: list[int], *, fused: bool) -> None:
     flash.serves = lambda *_: True  # type: ignore[assignment]
     flash.kernel = lambda: varlen  # type: ignore[assignment]
     flash.abilities = lambda: flash.Abilities(True, True)  # type: ignore[assignment]
+    torch.nn.functional.rms_norm = lambda x, _, weight, eps: Norm.apply(x, weight, counted)  # type: ignore[assignment]
     try:
         from weft.kernels.gpu import compiled
     except ImportError:  # an older tree has none
         return
     compiled.serves = lambda *_: fused  # type: ignore[assignment]
     compiled.one_kernel = lambda f: counted.as_one(f.__name__, f)  # type: ignore[assignment]
+
+
+def update(counted: Counted, masters: list[Tensor], *, clips: bool) -> None:
+    """Fused AdamW in float32: it reads and writes parameters, both moments, and gradients; before it a pass that `clips`."""
+    size = float(sum(master.numel() * master.element_size() for master in masters))
+    for name, moved in (("clipping", 2.0 * size if clips else 0.0), ("fused AdamW", 7.0 * size if clips else 8.0 * size)):
+        counted.kernels[name] += 1 if moved else 0
+        counted.bytes += moved
+        counted.seconds[name] += moved / counted.device.bytes
 
 
 def step(raw: dict[str, Any], lengths: list[int], counted: Counted) -> float:
@@ -169,10 +192,9 @@ def step(raw: dict[str, Any], lengths: list[int], counted: Counted) -> float:
     with counted:
         out = network(x, frozenset({"logprobs", "top1"}))
         (-(out["logprobs"] * weights).sum()).backward()
-        norm = torch.nn.utils.get_total_norm(list(optimizer.gradients().values()))
-        optimizer.step(norm)
-        optimizer.zero_grad()
+        torch.nn.utils.get_total_norm(list(optimizer.gradients().values()))
         masters.refresh()
+    update(counted, list(optimizer.parameters), clips=not hasattr(optimizer, "_clip"))
     products = sum(p.numel() for p in network.parameters() if p.dim() == 2)
     pairs = sum(n * (n + 1) / 2.0 for n in lengths)
     return 6.0 * products * total + 12.0 * pairs * config.num_layers * config.num_heads * config.head_dim

@@ -16,7 +16,7 @@ from weft.algorithms.base import Loss, Output, reduce_stats
 from weft.data.sample import SequenceSample
 from weft.engine import checkpoint, microbatches
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
-from weft.engine.device import matmul_rate
+from weft.engine.device import keep_sums_wide, matmul_rate
 from weft.engine.flops import Cost, ProductRate
 from weft.engine.generation.generate import Decoder, open_generator
 from weft.engine.rows import PackLayout, SampleRows
@@ -109,6 +109,7 @@ class TorchEngine:
         self._built, self._spec, self._device = built, spec, device
         self._checked: list[Loss] = []  # losses whose `by_row` is known to be true
         self._network = built.network.eval()
+        keep_sums_wide(device)
         dtype = next(built.network.parameters()).dtype
         self._rate = ProductRate(lambda: matmul_rate(device, dtype))
         self._home = home_of_masters(spec, device)
