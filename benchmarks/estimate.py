@@ -127,9 +127,9 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, counted: Counted, operations: float) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.counted, ctx.operations = counted, operations
-        return counted.as_one("attention", lambda q, k, v: torch.empty_like(q), operations, counted.device.attention[0])(
-            q, k, v
-        )
+        return counted.as_one(
+            "attention", lambda q, k, v: torch.empty_like(q), operations, counted.device.attention[0]
+        )(q, k, v)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -163,7 +163,10 @@ def install(counted: Counted, lengths: list[int], *, fused: bool) -> None:
 def update(counted: Counted, masters: list[Tensor], *, clips: bool) -> None:
     """Fused AdamW in float32: it reads and writes parameters, both moments, and gradients; before it a pass that `clips`."""
     size = float(sum(master.numel() * master.element_size() for master in masters))
-    for name, moved in (("clipping", 2.0 * size if clips else 0.0), ("fused AdamW", 7.0 * size if clips else 8.0 * size)):
+    for name, moved in (
+        ("clipping", 2.0 * size if clips else 0.0),
+        ("fused AdamW", 7.0 * size if clips else 8.0 * size),
+    ):
         counted.kernels[name] += 1 if moved else 0
         counted.bytes += moved
         counted.seconds[name] += moved / counted.device.bytes
@@ -213,7 +216,9 @@ def main(words: list[str] | None = None) -> int:
     operations = step(LLAMA_3_2_1B, lengths, counted)
     seconds = sum(counted.seconds.values())
     print(f"{sum(lengths)} tokens: {1e3 * seconds:.1f} ms, MFU {operations / seconds / device.peak:.1%}")
-    print(f"{sum(counted.kernels.values())} kernels, {counted.bytes / 1e9:.1f} GB, {counted.operations / 1e12:.1f} TFLOP")
+    print(
+        f"{sum(counted.kernels.values())} kernels, {counted.bytes / 1e9:.1f} GB, {counted.operations / 1e12:.1f} TFLOP"
+    )
     if chosen.kernels:
         for name, taken in sorted(counted.seconds.items(), key=lambda item: -item[1]):
             print(f"  {name:32} {counted.kernels[name]:5} {1e3 * taken:8.2f} ms")

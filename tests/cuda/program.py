@@ -124,7 +124,13 @@ def save_experts(path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
-PROGRAMS: dict[str, Callable[[Path], None]] = {"mixed": mixed, "gpu": gpu, "algorithms": algorithms, "marked": marked, "waits": waits}
+PROGRAMS: dict[str, Callable[[Path], None]] = {
+    "mixed": mixed,
+    "gpu": gpu,
+    "algorithms": algorithms,
+    "marked": marked,
+    "waits": waits,
+}
 
 
 def main(name: str, folder: Path, reads_pages: bool) -> None:

@@ -76,4 +76,6 @@ def test_a_training_step_waits_for_the_device_twice(program: Program) -> None:
     calls = program("waits")
     waits = {line: count for line, count in calls.items() if ": " in line}
     steps = ("sft", "sft in parts", "grpo", "experts")
-    assert waits == {f"{step}: {line}": 1 for step in steps for line in ("tolist in step.now", "synchronize in device.synchronise")}
+    assert waits == {
+        f"{step}: {line}": 1 for step in steps for line in ("tolist in step.now", "synchronize in device.synchronise")
+    }

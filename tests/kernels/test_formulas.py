@@ -20,7 +20,7 @@ def angles(length: int, half: int, dtype: torch.dtype = torch.float64) -> tuple[
 
 
 def parts(length: int, dtype: torch.dtype = torch.float64) -> list[Callable[[], Tensor]]:
-    """Every part of a block that is compiled, forward and backward, on `length` tokens; each gives the gradient by its input."""
+    """Every part of a block that is compiled, forward and backward, on `length` tokens: results and gradients."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)

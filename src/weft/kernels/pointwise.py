@@ -229,9 +229,7 @@ def rotate_heads(heads: Tensor, kv_heads: int, cos: Tensor, sin: Tensor) -> tupl
 
 class _RotatedHeads(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         return _rotated_heads(heads, counts, cos, sin)
 

@@ -264,7 +264,9 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 def test_a_network_of_half_precision_is_tried_out_in_float32(tmp_path: Path) -> None:
     """What rounding would hide is found, and the weights are what they were."""
-    module = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path, "llama", tie_word_embeddings=True), dtype=torch.bfloat16)
+    module = AutoModelForCausalLM.from_pretrained(
+        save_tiny(tmp_path, "llama", tie_word_embeddings=True), dtype=torch.bfloat16
+    )
     before = {name: value.clone() for name, value in module.state_dict().items()}
     assert try_out(module, "lm", 320).callers
     for name, value in module.state_dict().items():

@@ -140,7 +140,7 @@ class Optimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         if self.spec.weight_decay > 0.0:
-            shrunk = [p for p in self._decayed if p.grad is not None]
+            shrunk: list[Tensor] = [p for p in self._decayed if p.grad is not None]
             if shrunk:
                 with torch.no_grad():
                     torch._foreach_mul_(shrunk, 1.0 - rate * self.spec.weight_decay)

@@ -52,7 +52,9 @@ class PassResults:
         stats, grad_norm = _later(self.stats, read), read.later(0.0 if norm is None else norm)
         read.now()
         values = [float(loss) for loss in losses]
-        wrong = tuple(dict.fromkeys(id for x, ids in zip(values, self.ids, strict=True) if not math.isfinite(x) for id in ids))
+        wrong = tuple(
+            dict.fromkeys(id for x, ids in zip(values, self.ids, strict=True) if not math.isfinite(x) for id in ids)
+        )
         made = Accumulated(sum(values), _numbers(stats), wrong, sum(self.tokens), operations)
         return made, float(grad_norm)
 

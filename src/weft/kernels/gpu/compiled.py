@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.kernels.gpu import flex
-
-P, R = ParamSpec("P"), TypeVar("R")
 
 
 def serves(*tensors: Tensor) -> bool:
@@ -23,14 +21,13 @@ def serves(*tensors: Tensor) -> bool:
     return fit and flex._compiles()
 
 
-def one_kernel(function: Callable[P, R]) -> Callable[P, R]:
+def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function compiled, where it is first called; sizes are inputs, so that no pack brings another compilation."""
 
     @functools.wraps(function)
-    def call(*given: P.args, **named: P.kwargs) -> R:
+    def call(*given: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=flex.RECOMPILE_LIMIT):
-            made: R = compiled(function)(*given, **named)
-        return made
+            return compiled(function)(*given)
 
     return call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from weft.kernels import GradientSum
 from weft.models.network.linear import Linear
@@ -17,7 +17,9 @@ def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
 
     Not where a backward pass goes through a layer twice, as in a pipeline that splits it: each would add.
     """
-    sums = {p: GradientSum(masters[name]) for name, p in network.named_parameters() if name in masters}
+    sums: dict[Tensor, GradientSum] = {
+        p: GradientSum(masters[name]) for name, p in network.named_parameters() if name in masters
+    }
     for module in network.modules():
         if isinstance(module, Linear):
             module.gradient_sum = sums.get(module.weight)

@@ -47,9 +47,9 @@ def adapted(
 class Linear(nn.Module):
     """x W^T + b for one layer or several that read the same input, side by side: [T, in] -> [T, sum of out].
 
-    `adapters` by part, where there are any. `gradient_sum` is where the weight's gradient goes in place of its `grad`, where the
-    engine says so. `reduce` joins what ranks have that hold columns of W each: it is called before the
-    bias is added, which all of them hold.
+    `adapters` by part, where there are any. `gradient_sum` is where the weight's gradient goes in place of its `grad`, if
+    the engine says so. `reduce` joins what ranks have that hold columns of W each: it is called before the bias is added,
+    which all of them hold.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
