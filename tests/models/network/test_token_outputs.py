@@ -108,7 +108,7 @@ def test_gradcheck() -> None:
 def test_half_precision_is_normalised_in_float32() -> None:
     hidden, weight, _, labels = inputs(torch.bfloat16)
     out = token_outputs(hidden, labels, Projection(weight), frozenset({"logprobs"}))["logprobs"]
-    exact = hidden.float() @ weight.float().T.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    exact = (hidden.float() @ weight.float().T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
     assert out.dtype == torch.float32
     assert_close(out, exact)
     out.sum().backward()
