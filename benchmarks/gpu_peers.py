@@ -23,7 +23,7 @@ def _second(call: Callable[[], Any]) -> float:
 
 
 def vllm(model: Path, prompts: Prompts, samples: int, new: int) -> float:
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
 
     engine = LLM(model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.8)
     settings = SamplingParams(n=samples, max_tokens=new, temperature=1.0, ignore_eos=True, detokenize=False)
@@ -32,7 +32,7 @@ def vllm(model: Path, prompts: Prompts, samples: int, new: int) -> float:
 
 
 def sglang(model: Path, prompts: Prompts, samples: int, new: int) -> float:
-    import sglang as sgl  # type: ignore[import-not-found]
+    import sglang as sgl
 
     engine = sgl.Engine(model_path=str(model), skip_tokenizer_init=True, dtype="bfloat16")
     settings = {"n": samples, "max_new_tokens": new, "temperature": 1.0, "ignore_eos": True}

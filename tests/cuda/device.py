@@ -13,6 +13,8 @@ import ctypes
 import importlib.util
 import os
 import threading
+import traceback
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+
+from weft.kernels.formulas import rms_norm_gradients  # noqa: E402
 
 aten = torch.ops.aten
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
@@ -57,6 +61,7 @@ class OnDevice(Tensor):
         return f"OnDevice({self.inner!r})"
 
     def tolist(self) -> Any:
+        _waits("tolist")
         return self.inner.tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
@@ -146,10 +151,12 @@ class Event:
         self.stream, self.number = stream, number
 
     def synchronize(self) -> None:
+        _waits("event")
         self.stream.reach(self.number)
 
 
 def synchronize(*_: Any) -> None:
+    _waits("synchronize")
     for stream in Stream.every:
         stream.reach(len(stream.asked))
 
@@ -181,9 +188,73 @@ def values(x: Any) -> Any:
     return x.inner if isinstance(x, OnDevice) else x
 
 
+STAND_INS = str(Path(__file__).with_name("kernels.py"))
+WAITS: Counter[str] = Counter()  # by the line of weft that made the host wait for the device
+ASKING = {
+    aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.bincount.default,
+    aten.masked_select.default, aten._unique2.default,
+}  # fmt: skip
+
+
+def _waits(name: str) -> None:
+    stack = traceback.extract_stack()
+    if any("/tests/kernels/" in frame.filename or frame.filename == STAND_INS for frame in stack):
+        return  # a kernel's stand-in asks, not weft
+    frames = [frame for frame in stack if "/src/weft/" in frame.filename]
+    where = f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "elsewhere"
+    WAITS[f"{name} in {where}"] += 1
+
+
+def _count_wait(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> None:
+    """Whether the host would wait until the device is done."""
+    here = any(isinstance(x, OnDevice) for x in given)
+    if func is aten.copy_.default:
+        across, free = isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice), args[2:3] == (True,)
+        if across and not (free or kwargs.get("non_blocking")) and args[1].dim() > 0:
+            _waits("copy")
+    elif func is aten._to_copy.default:
+        to = kwargs.get("device")
+        across = to is not None and (torch.device(to).type == "cuda") != isinstance(args[0], OnDevice)
+        if across and not kwargs.get("non_blocking"):
+            _waits("copy")
+    elif func in ASKING and here:
+        _waits(func.__name__.split(".")[0])
+    elif func is aten.repeat_interleave.Tensor and here and kwargs.get("output_size") is None:
+        _waits("repeat_interleave")
+    elif func in INDEXED and here and any(x is not None and x.dtype == torch.bool for x in args[1]):
+        _waits("index by bool")
+
+
+def _wide_mm(func: Any, *given: Tensor, out_dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+    """Products of half precision whose sums are kept in float32, which a CPU does not have."""
+    *total, left, right = given
+    assert left.dtype == right.dtype and out_dtype == torch.float32, func
+    made = left.float() @ right.float()
+    made = made + total[0] if total else made
+    return made if out is None else out.copy_(made)
+
+
+def _rms_norm_backward(
+    grad_y: Tensor, x: Tensor, shape: list[int], inverse: Tensor, weight: Tensor, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    made = rms_norm_gradients(x, weight, inverse, grad_y, 0.0, *mask)
+    return made
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    if func in (aten.mm.dtype, aten.mm.dtype_out):
+        return _wide_mm(func, *args[:2], **kwargs)
+    if func in (aten.addmm.dtype, aten.addmm.dtype_out):
+        return _wide_mm(func, *args[:3], **kwargs)
+    if func is aten._fused_rms_norm_backward.default:
+        return _rms_norm_backward(*args)
+    return func(*args, **kwargs)
+
+
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation of torch on the values, if the device would do it."""
     asked = kwargs.get("device")
+    _count_wait(func, args, kwargs, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
     if func is aten.copy_.default:
         copy(values(args[0]), values(args[1]), *args[2:])
         return args[0]
@@ -196,7 +267,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     named = {**tree_map(values, kwargs), **({"device": torch.device("cpu")} if asked is not None else {})}
     if named.get("pin_memory"):
         named["pin_memory"] = False
-    out = func(*tree_map(values, args), **named)
+    out = _computed(func, tree_map(values, args), named)
     if func in (aten.equal.default, aten._local_scalar_dense.default):
         return out
     if not (bool(of_device) if asked is None else torch.device(asked).type == "cuda"):

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tests.kernels.gpu.varlen_contract import varlen_attn
 from weft.engine.generation import caches, graphs
 from weft.kernels import flash, flex
+from weft.kernels.gpu import compiled
 
 CALLS: Counter[str] = Counter()
 
@@ -23,8 +24,15 @@ def install(*, reads_pages: bool) -> None:
     flash.abilities = lambda: flash.Abilities(reads_pages, reads_pages)  # type: ignore[assignment]
     flex._compiles = lambda: True  # type: ignore[assignment]
     flex._compiled = lambda: _flex  # type: ignore[assignment]
+    compiled.compiled = _counted  # type: ignore[assignment]
     caches.cuda_capture = graphs.cuda_capture = lambda: _capture
     torch.nn.functional.scaled_dot_product_attention = _rectangles  # type: ignore[assignment]
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of a compiled function its formula."""
+    CALLS[f"compiled {function.__name__}"] += 1
+    return function
 
 
 def _flash(query: Tensor, *rest: Any, **named: Any) -> Tensor:

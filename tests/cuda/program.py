@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tests.cuda.device import StandIn  # before torch
+from tests.cuda.device import WAITS, StandIn  # before torch
 
 # isort: split
 import pytest
@@ -45,15 +45,23 @@ def mixed(_: Path) -> None:
 
 
 def gpu(folder: Path) -> None:
-    """`benchmarks/gpu.py`, all sections on tiny sizes, with prompts that are long enough to be shared."""
+    """The sections of `benchmarks/gpu.py` on tiny sizes, one after the other in this process, with prompts that are long enough
+    to be shared. Nothing is compiled for a device that is not there."""
     from benchmarks import gpu as program
+    from benchmarks import gpu_backends
 
-    os.environ["OUT"] = str(folder)
-    program.SMALL = replace(program.SMALL, decode=(3, 300), grpo=(2, 300, 2, 6))
-    assert program.main(["--device", "cuda", "--tiny"]) == 0
-    differ = [row for row in json.loads((folder / "gpu.json").read_text())["rows"] if row["what"].endswith("differ")]
+    gpu_backends.trainers = lambda where: [("sdpa", False)]
+    gpu_backends.caches = lambda where: ["dynamic"]
+    program.SMALL = replace(program.SMALL, decode=(1, 3, 300), grpo=(2, 300, 2, 6))
+    record, rows = folder / "record.json", {}
+    for name in ("limits", "agreement", "sft", "decode", "ragged", "grpo"):
+        assert program.main(["--device", "cuda", "--tiny", "--section", name, "--record", str(record)]) == 0
+        found = json.loads(record.read_text())
+        assert not found["wrong"], found["wrong"]
+        rows |= {row["what"]: row["value"] for row in found["rows"]}
     # Of log-probs of about 6, from states that bfloat16 keeps 8 bits of.
-    assert len(differ) == 2 and all(row["value"] < 0.02 for row in differ), differ
+    differ = {what: value for what, value in rows.items() if what.endswith("differ at most")}
+    assert len(differ) == 3 and max(differ.values()) < 0.03, differ
 
 
 def algorithms(folder: Path) -> None:
@@ -115,12 +123,55 @@ def marked(folder: Path) -> None:
     assert pytest.main(["-q", "-k", names, *settings, *files]) == 0
 
 
+def waits(folder: Path) -> None:
+    """How often the host waits for the device in a training step: of SFT, and of GRPO with supports, in several micro-batches;
+    of a mixture of experts. After a first one, in which a loss is checked and a rate measured."""
+    from tests.engine.common import batch_of, engine_of
+    from tests.tiny import make_llama
+    from weft.algorithms.grpo import GRPOLoss
+    from weft.algorithms.sft import SFTLoss
+
+    groups = [(4, [5, 3]), (2, [7]), (6, [9, 2])]
+    rows = sum(sum(lengths) for _, lengths in groups)
+    extra = {name: [0.1 * (i % 7) for i in range(rows)] for name in ("advantages", "ref_logprobs", "logprobs")}
+    mask = [float(i % 3 > 0) for i in range(rows)]
+    make_llama(folder / "dense", hidden_size=64)
+    save_experts(folder / "experts")
+    for name, path, loss, most in (
+        ("sft", "dense", SFTLoss(), 100),
+        ("sft in parts", "dense", SFTLoss(), 16),
+        ("grpo", "dense", GRPOLoss(kl_coef=0.1), 100),
+        ("experts", "experts", SFTLoss(), 100),
+    ):
+        engine = engine_of(folder / path, dtype="bfloat16", device="cuda")
+        batch = batch_of(groups, loss_mask=mask, **(extra if name == "grpo" else {}))
+        engine.train([batch], loss, max_tokens=most)
+        WAITS.clear()
+        engine.train([batch], loss, max_tokens=most)
+        kernels.CALLS.update({f"{name}: {where}": count for where, count in WAITS.items()})
+
+
+def save_experts(path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.tiny import make_tokenizer
+
+    make_tokenizer(path)
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        "mixtral", **sizes, num_key_value_heads=2, vocab_size=320, num_local_experts=4, max_position_embeddings=64
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+
+
 PROGRAMS: dict[str, Callable[[Path], None]] = {
     "mixed": mixed,
     "gpu": gpu,
     "algorithms": algorithms,
     "offload": offload,
     "marked": marked,
+    "waits": waits,
 }
 
 

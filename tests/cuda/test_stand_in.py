@@ -74,3 +74,13 @@ def test_what_leaves_the_device_comes_back_in_time(program: Program) -> None:
 def test_algorithms_run(program: Program, flash: str) -> None:
     calls = program("algorithms", flash)
     assert calls["flash"] > 0 and ("flex" in calls) == (flash == "plain")
+
+
+def test_a_training_step_waits_for_the_device_twice(program: Program) -> None:
+    """For its numbers, which come by one copy, and for the clock; however many micro-batches, statistics or experts."""
+    calls = program("waits")
+    waits = {line: count for line, count in calls.items() if ": " in line}
+    steps = ("sft", "sft in parts", "grpo", "experts")
+    assert waits == {
+        f"{step}: {line}": 1 for step in steps for line in ("tolist in step.now", "synchronize in device.synchronise")
+    }

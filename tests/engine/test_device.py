@@ -60,3 +60,16 @@ def test_limits_of_control_groups(tmp_path: Path, groups: str, files: dict[str, 
         (tmp_path / "fs" / name).write_text(text)
     assert cgroup_limits(tmp_path / "fs", tmp_path / "groups") == expected
     assert cgroup_limits(tmp_path / "fs", tmp_path / "none") == []
+
+
+def test_products_of_half_precision_add_in_float32_on_a_gpu() -> None:
+    flags = torch.backends.cuda.matmul
+    was = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction
+    try:
+        flags.allow_bf16_reduced_precision_reduction = True
+        device.keep_sums_wide(torch.device("cpu"))
+        assert flags.allow_bf16_reduced_precision_reduction
+        device.keep_sums_wide(torch.device("cuda"))
+        assert not flags.allow_bf16_reduced_precision_reduction and not flags.allow_fp16_reduced_precision_reduction
+    finally:
+        flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = was

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from weft.kernels.products import add_product, linear, product
+from weft.kernels.products import GradientSum, add_product, linear, product, wide_product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -71,3 +71,34 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(dtype: torch.dtype, s
         assert torch.equal(found, whole[part])
         add_product(found, wide[part].clone(), low)
         assert torch.equal(found, added[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sums_of_half_precision_are_not_rounded_to_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.kernels.products.CELLS", 256)  # in several parts
+    torch.manual_seed(0)
+    left, right, bias = (torch.randn(*size).to(dtype) for size in ((5, 64), (30, 64), (30,)))
+    made = wide_product(left, right, bias)
+    assert made.dtype == torch.promote_types(dtype, torch.float32)
+    assert_close(made, (left.double() @ right.double().T + bias.double()).to(made.dtype), rtol=1e-5, atol=1e-5)
+
+
+def test_a_gpu_is_asked_for_float32_by_the_product_itself() -> None:
+    """On tensors without memory, which go the same way."""
+    left, right = (torch.empty(*size, device="meta", dtype=torch.bfloat16) for size in ((5, 64), (30, 64)))
+    assert wide_product(left, right).dtype == torch.float32
+    total = torch.empty(5, 30, device="meta")
+    add_product(total, left, right)
+
+
+def test_the_gradient_of_a_weight_goes_to_its_sum() -> None:
+    torch.manual_seed(0)
+    master = torch.nn.Parameter(torch.zeros(6, 7))
+    weight = torch.randn(6, 7).bfloat16().requires_grad_()
+    wanted = torch.zeros(6, 7)
+    for _ in range(3):
+        x, by = torch.randn(9, 7).bfloat16(), torch.randn(9, 6).bfloat16()
+        linear(x, weight, None, GradientSum(master)).backward(by)
+        wanted += by.float().T @ x.float()
+    assert weight.grad is None and master.grad is not None
+    assert_close(master.grad, wanted, rtol=0.02, atol=0.02)  # those after the first are rounded to bfloat16 on a CPU

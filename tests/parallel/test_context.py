@@ -23,7 +23,7 @@ from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import Packed, TopIds, pack
 from weft.models.network.parameters import values
-from weft.models.network.token_outputs import Support
+from weft.models.network.support import Support
 from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context
 

@@ -98,6 +98,13 @@ def set_deterministic(enabled: bool) -> None:
     torch.use_deterministic_algorithms(enabled)
 
 
+def keep_sums_wide(device: torch.device) -> None:
+    """Have a GPU's products of half precision add their parts in float32: by default those of split sums are rounded first."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def set_threads(count: int) -> None:
     """How many threads torch computes with. Left alone where it holds already: once it was set, MKL's small products wait for
     each other."""

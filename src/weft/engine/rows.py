@@ -26,7 +26,7 @@ from weft.errors import DataError
 from weft.kernels import put
 from weft.models.attention.contexts import Dense, Join, Prefixed
 from weft.models.network.packed import Packed
-from weft.models.network.token_outputs import Support
+from weft.models.network.support import Support
 
 Index = npt.NDArray[np.int64]
 
@@ -223,7 +223,9 @@ class SampleRows:
         self.num_rows = int(layout.length.sum())
         self.num_sequences = len(layout.length)
         self.group = self._on_device(layout.group)
-        self.sequence = torch.arange(self.num_sequences, device=device).repeat_interleave(self._counts)
+        numbers = np.repeat(np.arange(self.num_sequences), layout.length)
+        self.sequence = self._on_device(numbers)
+        self._known: dict[str, Tensor] = {}
         self.exists = self._on_device(layout.rows()[1])
         mask = self["loss_mask"] if "loss_mask" in self else torch.ones(self.num_rows, dtype=dtype, device=device)
         self.mask = mask * self.exists
@@ -238,6 +240,11 @@ class SampleRows:
 
         Raises `KeyError` for a key the sample lacks, `DataError` for one laid out in another way.
         """
+        if key not in self._known:  # a loss reads its keys once for every chunk of rows
+            self._known[key] = self._read(key)
+        return self._known[key]
+
+    def _read(self, key: str) -> Tensor:
         sample, layout = self._sample, self._layout
         if key not in sample.data:
             raise KeyError(f"the batch has no key {key!r}; it holds {list(sample.data)}")
@@ -290,7 +297,8 @@ def support_of(sample: SequenceSample, device: torch.device) -> Support | None:
     """The ids that top-k, top-p or min-p kept at each row when the batch was sampled; None where it records none."""
     if "support" not in sample.data:
         return None
-    return Support(ids=put(sample.data["support"], device), counts=put(sample.data["support_counts"], device))
+    counts = host_array(sample.data["support_counts"])
+    return Support(put(sample.data["support"], device), put(sample.data["support_counts"], device), counts)
 
 
 def given_ids_of(sample: SequenceSample, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.algorithms.base import Output
 from weft.data.sample import SequenceSample
-from weft.engine.rows import PackLayout
+from weft.engine.rows import PackLayout, SampleRows
 from weft.parallel.microbatch import Microbatch
 
 T_co = TypeVar("T_co", covariant=True)
@@ -26,12 +26,13 @@ Outputs = dict[Output, Tensor]
 @dataclass(frozen=True)
 class Prepared:
     """A micro-batch as the network is called with it. `part` is None of a filler, whose outputs have weight 0; `spread` puts
-    the outputs of the rows that were computed among zeros."""
+    the outputs of the rows that were computed among zeros. `rows` are what a loss reads of it, where one does."""
 
     part: SequenceSample | None
     layout: PackLayout
     given: Microbatch
     spread: Callable[[Outputs], Outputs]
+    rows: SampleRows | None = None
 
 
 class Work(Protocol[T_co]):

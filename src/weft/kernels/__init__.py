@@ -27,18 +27,21 @@ from weft.kernels.cpu.rows import store as store_keys
 from weft.kernels.cpu.sizes import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors, kernel_bytes
 from weft.kernels.cpu.softmax import draw
 from weft.kernels.gpu import flash, flex
+from weft.kernels.grouped import Groups, grouped_linear
+from weft.kernels.grouped import serves as serves_groups
 from weft.kernels.lane import Lane, Mark, lane_of
-from weft.kernels.pointwise import activated, activated_linear, rms_norm, rotate
-from weft.kernels.products import LEAST_ROWS, add_product, linear, product
+from weft.kernels.pointwise import activated, activated_linear, rms_norm, rotate, rotate_heads
+from weft.kernels.products import LEAST_ROWS, GradientSum, add_product, linear, product, wide_product
 from weft.kernels.softmax import statistics, to_gradients
-from weft.kernels.transfer import put
+from weft.kernels.transfer import put, resize_storage, storage_of
 from weft.kernels.types import Activation, AttentionSpec, AttentionState, Statistics, VarlenLengths, VarlenSegments
 
 __all__ = [
-    "HOLES", "LEAST_QUERIES", "LEAST_ROWS", "LEAST_SPARED_KEYS", "MOST_HEAD_DIM", "Activation", "AttentionSpec",
-    "AttentionState", "BlockWeights", "CachedForward", "CachedPass", "Drawing", "Lane", "LinearWeights", "Mark",
+    "Activation", "AttentionSpec", "AttentionState", "BlockWeights", "CachedForward", "CachedPass", "Drawing", "GradientSum",
+    "Groups", "HOLES", "LEAST_QUERIES", "LEAST_ROWS", "LEAST_SPARED_KEYS", "Lane", "LinearWeights", "MOST_HEAD_DIM", "Mark",
     "NetworkWeights", "PrefixRows", "Statistics", "VarlenLengths", "VarlenSegments", "activate", "activated",
     "activated_linear", "add_product", "attend_cache", "attend_rows", "attend_segments", "cpu_library", "draw", "flash",
-    "flex", "in_vectors", "kernel_bytes", "lane_of", "linear", "merge_rows", "product", "put", "rms_norm", "rotate", "serves",
-    "serves_attention", "serves_network", "statistics", "store_keys", "to_gradients",
+    "flex", "grouped_linear", "in_vectors", "kernel_bytes", "lane_of", "linear", "merge_rows", "product", "put",
+    "resize_storage", "rms_norm", "rotate", "rotate_heads", "serves", "serves_attention", "serves_groups", "serves_network",
+    "statistics", "storage_of", "store_keys", "to_gradients", "wide_product",
 ]  # fmt: skip

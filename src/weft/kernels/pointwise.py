@@ -1,7 +1,8 @@
 """The parts of a block between its matrix products, as autograd functions that keep little for the backward pass.
 
 RMS norm keeps its input and one number a token; the MLP's second half keeps what came out of its first matrices and computes
-the activation again. What torch keeps for the same formulas is two to three times as much.
+the activation again. What torch keeps for the same formulas is two to three times as much. On a GPU each is one kernel
+(`formulas.py`, compiled), where kernels can be compiled.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.kernels import formulas
 from weft.kernels.activations import activate, activation_gradient
 from weft.kernels.cpu import library
 from weft.kernels.cpu import rows as native
-from weft.kernels.products import product
+from weft.kernels.gpu import compiled
+from weft.kernels.products import GradientSum, product, weight_gradient
 from weft.kernels.types import Activation
 
 
@@ -23,8 +27,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension; statistics in float32.
 
     Zhang and Sennrich 2019, arXiv:1910.07467. Gemma's weights count from 1 (`offset` 1) and it rounds to `x`'s dtype after
-    scaling; the others round before.
+    scaling; the others round before, but for torch's own kernel, which rounds once.
     """
+    if x.device.type in ("cuda", "meta") and offset == 0.0 and x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
     if not torch.is_grad_enabled():
         return _rms_norm(x, weight, eps, offset)[0]
     return _RMSNorm.apply(x, weight, eps, offset)
@@ -34,6 +40,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Ten
     """(the result, what x is multiplied by before the weights [..., 1])."""
     if library.serves(x, weight):
         return native.rms_norm(x, weight, eps, offset)
+    if compiled.serves(x, weight):
+        return compiled.one_kernel(formulas.rms_norm)(x, weight, eps, offset)
     wide, inverse = _normed(x, eps)
     return _scaled(wide, inverse, weight, offset, x.dtype), inverse
 
@@ -71,6 +79,9 @@ class _RMSNorm(torch.autograd.Function):
                 x, weight, inverse, gradients[0], ctx.offset, want_x=want_x, want_weight=want_weight
             )
             return *made, None, None
+        if compiled.serves(x, weight):
+            given = (x, weight, inverse, gradients[0], ctx.offset, *ctx.needs_input_grad[:2])
+            return *compiled.one_kernel(formulas.rms_norm_gradients)(*given), None, None
         wide, grad_y = x.to(inverse.dtype), gradients[0].to(inverse.dtype)
         scale = weight.to(wide.dtype) + ctx.offset if ctx.offset else weight.to(wide.dtype)
         products = grad_y * wide
@@ -94,17 +105,21 @@ def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
 
 
 def activated_linear(
-    gate_up: Tensor, gated: bool, weight: Tensor, bias: Tensor | None, activation: Activation
-) -> Tensor:
-    """activated(gate_up) times weight [hidden, n] transposed, plus bias: [T, n or 2 n] -> [T, hidden]."""
+    gate_up: Tensor, gated: bool, weight: Tensor, bias: Tensor | None, activation: Activation,
+    gradient_sum: GradientSum | None = None,
+) -> Tensor:  # fmt: skip
+    """activated(gate_up) times weight [hidden, n] transposed, plus bias: [T, n or 2 n] -> [T, hidden]. With a `gradient_sum`
+    the weight's gradient goes there."""
     if not torch.is_grad_enabled():
         return product(_activated(gate_up, gated, activation), weight, bias)
-    return _ActivatedLinear.apply(gate_up, gated, weight, bias, activation)
+    return _ActivatedLinear.apply(gate_up, gated, weight, bias, activation, gradient_sum)
 
 
 def _activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
     if activation == "silu" and library.serves(gate_up):
         return native.silu(gate_up, gated)
+    if compiled.serves(gate_up):
+        return compiled.one_kernel(formulas.activated)(gate_up, gated, activation)
     if not gated:
         return activate(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=1)
@@ -117,6 +132,8 @@ def _gate_up_gradient(
     """(the gradient of `activated` by `gate_up`, given the one by its result; that result, where it is wanted `again`)."""
     if activation == "silu" and library.serves(gate_up, grad_out):
         return native.silu_gradients(gate_up, gated, grad_out, again=again)
+    if compiled.serves(gate_up, grad_out):
+        return compiled.one_kernel(formulas.activated_gradients)(grad_out, gate_up, gated, activation, again)
     if not gated:
         return activation_gradient(grad_out, gate_up, activation), activate(gate_up, activation) if again else None
     gate, up = gate_up.chunk(2, dim=1)
@@ -144,20 +161,21 @@ class _Activated(torch.autograd.Function):
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, gated: bool, weight: Tensor, bias: Tensor | None, activation: Activation
-    ) -> Tensor:
+        ctx: Any, gate_up: Tensor, gated: bool, weight: Tensor, bias: Tensor | None, activation: Activation,
+        gradient_sum: GradientSum | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(gate_up, weight)
-        ctx.gated, ctx.activation = gated, activation
+        ctx.gated, ctx.activation, ctx.gradient_sum = gated, activation, gradient_sum
         return product(_activated(gate_up, gated, activation), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up, weight), grad_y, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
         grad_inner = product(grad_y, weight.T)
         grad_gate_up, inner = _gate_up_gradient(grad_inner, gate_up, ctx.gated, ctx.activation, again=needed[2])
-        grad_weight = None if inner is None else product(grad_y.T, inner.T)
-        return grad_gate_up, None, grad_weight, grad_y.sum(0) if needed[3] else None, None
+        grad_weight = None if inner is None else weight_gradient(grad_y.T, inner.T, ctx.gradient_sum)
+        return grad_gate_up, None, grad_weight, grad_y.sum(0) if needed[3] else None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -183,11 +201,60 @@ class _Rotation(torch.autograd.Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     if library.serves(x, cos, sin):
         return native.rotate(x, cos, sin, direction)
+    if compiled.serves(x, cos, sin):
+        return compiled.one_kernel(formulas.rotated)(x, cos, sin, direction < 0.0)
+    return _rotate_to(torch.empty_like(x, memory_format=torch.contiguous_format), x, cos, sin, direction)
+
+
+def _rotate_to(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     half = cos.shape[-1]
-    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = x[..., :half], x[..., half : 2 * half]
-    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=rotated[..., half : 2 * half]).addcmul_(first, sin, value=direction)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin, value=direction)
     if 2 * half < x.shape[-1]:
-        rotated[..., 2 * half :] = x[..., 2 * half :]
-    return rotated
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
+def rotate_heads(heads: Tensor, kv_heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of heads [T, heads + 2 kv_heads, head_dim], q and k rotated as by `rotate`: views of one new tensor, so that
+    the backward pass keeps no more than these."""
+    counts = [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads]
+    if torch.is_grad_enabled():
+        q, k, v = _RotatedHeads.apply(heads, counts, cos, sin)
+    else:
+        q, k, v = _rotated_heads(heads, counts, cos, sin)
+    return q, k, v
+
+
+class _RotatedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _rotated_heads(heads, counts, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (cos, sin), (by_q, by_k, by_v) = ctx.saved_tensors, gradients
+        if compiled.serves(*gradients, cos, sin):
+            return compiled.one_kernel(formulas.heads_gradient)(by_q, by_k, by_v, cos, sin), None, None, None
+        counts = [by.shape[1] for by in gradients]
+        made = by_q.new_empty(len(by_q), sum(counts), by_q.shape[2])
+        q, k, v = made.split(counts, dim=1)
+        _rotate_to(q, by_q, cos, sin, -1.0)
+        _rotate_to(k, by_k, cos, sin, -1.0)
+        v.copy_(by_v)
+        return made, None, None, None
+
+
+def _rotated_heads(heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    turned = counts[0] + counts[1]
+    if compiled.serves(heads, cos, sin):
+        made = compiled.one_kernel(formulas.rotated_heads)(heads, turned, cos, sin)
+    else:
+        made = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        _rotate_to(made[:, :turned], heads[:, :turned], cos, sin, 1.0)
+        made[:, turned:].copy_(heads[:, turned:])
+    q, k, v = made.split(counts, dim=1)
+    return q, k, v

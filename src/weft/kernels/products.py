@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft.kernels.cpu import product as native
@@ -22,14 +22,36 @@ _KERNELS: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.ba
 ONEDNN: Any = None if _KERNELS is None else _KERNELS.default
 LEAST_ROWS = 4  # of a product by torch's kernels on a CPU
 CELLS = 1 << 24  # of a product that stands by itself before it is added to a sum
+HALF = (torch.bfloat16, torch.float16)
+WIDE = ("cuda", "meta")  # devices with products of half precision whose result is float32; meta stands for any other
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out]; differentiable in all three, once."""
+class GradientSum:
+    """Where the gradients of a weight are summed: in float32, by the product that makes each, in the `grad` of a parameter of
+    the same shape. Autograd is then told of none."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """left [rows, n] times right [m, n] transposed, in half precision, joins the gradient."""
+        if self._parameter.grad is None:
+            self._parameter.grad = wide_product(left, right)
+        else:
+            add_product(self._parameter.grad, left, right)
+
+    def take(self, total: Tensor) -> None:
+        """A float32 sum of gradients joins the others, and may be kept."""
+        self._parameter.grad = total if self._parameter.grad is None else self._parameter.grad.add_(total)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gradient_sum: GradientSum | None = None) -> Tensor:
+    """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out]; differentiable in all three, once. With a
+    `gradient_sum` the weight's gradient goes there."""
     if not torch.is_grad_enabled():
         return product(x, weight, bias)
-    own = native.serves(x, weight, bias) or _by_onednn(x, weight, bias)
-    return _Linear.apply(x, weight, bias) if own else F.linear(x, weight, bias)
+    own = gradient_sum is not None or native.serves(x, weight, bias) or _by_onednn(x, weight, bias)
+    return _Linear.apply(x, weight, bias, gradient_sum) if own else F.linear(x, weight, bias)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -46,10 +68,27 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def wide_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `product`, in float32 where left [n, k] and right [m, k] are of half precision: sums are not rounded to it."""
+    if left.dtype not in HALF or right.dtype not in HALF:
+        return product(left, right, bias)
+    if left.device.type in WIDE:
+        made = torch.mm(left, right.T, out_dtype=torch.float32)
+        return made if bias is None else made.add_(bias)
+    made = left.new_empty(left.shape[0], right.shape[0], dtype=torch.float32)
+    wide, size = left.float(), max(1, CELLS // max(1, right.shape[1]))
+    for first in range(0, right.shape[0], size):  # a copy of all of a large matrix would not fit
+        part = slice(first, first + size)
+        made[:, part] = product(wide, right[part].float(), None if bias is None else bias[part].float())
+    return made
+
+
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [rows, m], contiguous, += left [rows, n] times right [m, n] transposed, summed in the dtype of `total`."""
     if native.serves(left, right) and serves(total):
         native.add_product(total, left, right)
+    elif total.dtype == torch.float32 and left.dtype in HALF and left.device.type in WIDE:
+        torch.addmm(total, left, right.T, out_dtype=torch.float32, out=total)
     elif total.dtype == left.dtype and not _by_onednn(left, right):
         total.addmm_(left, right.T)
     else:
@@ -65,15 +104,28 @@ def _by_onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient_sum: GradientSum | None = None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.gradient_sum = gradient_sum
         return product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad_out = gradients[0].reshape(-1, gradients[0].shape[-1])
         grad_x = product(grad_out, weight.T).view_as(x) if ctx.needs_input_grad[0] else None
-        grad_weight = product(grad_out.T, x.reshape(-1, x.shape[-1]).T) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad_out.sum(0) if ctx.needs_input_grad[2] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(grad_out.T, x.reshape(-1, x.shape[-1]).T, ctx.gradient_sum)
+        return grad_x, grad_weight, grad_out.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def weight_gradient(left: Tensor, right: Tensor, gradient_sum: GradientSum | None) -> Tensor | None:
+    """left [rows, n] times right [m, n] transposed, for autograd; None where it went to a `gradient_sum`."""
+    if gradient_sum is None:
+        return product(left, right)
+    gradient_sum.add(left, right)
+    return None

@@ -17,3 +17,14 @@ def put(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def storage_of(tensor: Tensor) -> tuple[int, int]:
+    """(address, bytes) of the memory that a tensor's values lie in, which views share."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def resize_storage(tensor: Tensor, size: int) -> None:
+    """Have a tensor, and all that share its memory, let go of it (0 bytes) or get other memory, of which nothing is known."""
+    tensor.untyped_storage().resize_(size)

@@ -28,7 +28,7 @@ from weft.models.attention.portions import Portion
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.head import score_rows
 from weft.models.network.packed import Packed
-from weft.models.network.token_outputs import Support
+from weft.models.network.support import Support
 from weft.models.network.transformer import Transformer
 from weft.parallel.collectives import RowParts, gathered, gathered_alike, summed_forward
 from weft.parallel.pipeline_decoder import Drawn, num_ids, packed_tokens, unpacked_tokens
@@ -85,7 +85,7 @@ class _Sharing:
         own = tokens.number[reads[outputs.own]]
         part = replace(part, rows=own, labels=part.labels[: len(own)] if network.kind == "score" else part.labels)
         if len(more) > 1 and isinstance(more[1], Support):
-            more[1] = more[1].select(outputs.own)
+            more[1] = more[1].select(outputs.own.cpu().numpy())
         return (_portion(part, tokens, own), want, *more)
 
     def leave(self, network: nn.Module, arguments: tuple[Any, ...], outputs: dict[str, Tensor]) -> dict[str, Tensor]:

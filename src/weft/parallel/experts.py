@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from weft.kernels import Groups
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.moe import Compute, ExpertStack, MoE
 
@@ -53,16 +54,18 @@ class Exchange:
 
     group: ProcessGroup
 
-    def __call__(self, x: Tensor, sizes: list[int], dropout: TokenDropout | None, compute: Compute) -> Tensor:
-        counts = torch.tensor(sizes, device=x.device).view(self.group.size(), -1)  # by rank and expert
+    def __call__(self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute) -> Tensor:
+        counts = groups.counts.view(self.group.size(), -1)  # by rank and expert
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
-        sent, taken, here = counts.sum(1).tolist(), arriving.sum(1).tolist(), arriving.sum(0).tolist()
+        of_all, of_here = counts.tolist(), arriving.tolist()
+        sent, taken = [sum(row) for row in of_all], [sum(row) for row in of_here]
         # Rows arrive by rank, and of each rank by expert.
-        expert = torch.arange(len(here), device=x.device).repeat(self.group.size())
-        order = expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        expert = torch.arange(arriving.shape[1], device=x.device).repeat(self.group.size())
+        order = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken)).argsort(stable=True)
         rows = _exchanged(x, sent, taken, self.group).index_select(0, order)
         keys = None if dropout is None else self._dropout(dropout, sent, taken).select(order)
+        here = Groups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
         made = compute(rows, here, keys).index_select(0, order.argsort())
         return _exchanged(made, taken, sent, self.group)
 

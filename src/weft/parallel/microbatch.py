@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weft.algorithms.base import Output
 from weft.models.network.packed import Packed
-from weft.models.network.token_outputs import Support
+from weft.models.network.support import Support
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tests.tiny import make_tokenizer
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Request
+from weft.engine.hf.trial import try_out
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import CheckpointError, ConfigError
@@ -259,3 +260,19 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     small = save_tiny(tmp_path / "small", "stablelm", vocab_size=100)
     with pytest.raises(CheckpointError, match="vocabulary of 100"):
         engine_of(small, backend="hf")
+
+
+def test_a_network_of_half_precision_is_tried_out_in_float32(tmp_path: Path) -> None:
+    """What rounding would hide is found, and the weights are what they were."""
+    module = AutoModelForCausalLM.from_pretrained(
+        save_tiny(tmp_path, "llama", tie_word_embeddings=True), dtype=torch.bfloat16
+    )
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert try_out(module, "lm", 320).callers
+    for name, value in module.state_dict().items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, before[name])
+    assert module.lm_head.weight is module.get_input_embeddings().weight
+    module.set_attn_implementation("sdpa")
+    module.lm_head.register_forward_hook(lambda _, __, logits: logits * 1.01)
+    with pytest.raises(ConfigError, match="not known to weft"):
+        try_out(module, "lm", 320)

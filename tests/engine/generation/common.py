@@ -15,7 +15,7 @@ from weft.engine.generation.scheduler import Budget
 from weft.engine.spec import GenerationSpec
 from weft.models.network.config import Rope, TransformerConfig
 from weft.models.network.packed import Packed, pack
-from weft.models.network.token_outputs import Support
+from weft.models.network.support import Support
 from weft.models.network.transformer import Transformer
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from weft.engine.generation.sampling import Ban, draw, inverse_cdf, likeliest, limits, supports
 from weft.engine.spec import GenerationSpec
 from weft.errors import RunError
-from weft.models.network.token_outputs import Projection, Support, token_outputs
+from weft.models.network.support import Support
+from weft.models.network.token_outputs import Projection, token_outputs
 
 LIMITS = [
     GenerationSpec(),

@@ -15,7 +15,8 @@ from weft.algorithms.base import Output
 from weft.errors import ConfigError
 from weft.models.network import token_outputs as by_token
 from weft.models.network.packed import RowGradient, pack
-from weft.models.network.token_outputs import Projection, Support, token_outputs
+from weft.models.network.support import Support
+from weft.models.network.token_outputs import Projection, token_outputs
 
 N, H, V = 7, 5, 11
 ALL = frozenset({"logprobs", "entropy", "top1"})
@@ -107,7 +108,7 @@ def test_gradcheck() -> None:
 def test_half_precision_is_normalised_in_float32() -> None:
     hidden, weight, _, labels = inputs(torch.bfloat16)
     out = token_outputs(hidden, labels, Projection(weight), frozenset({"logprobs"}))["logprobs"]
-    exact = (hidden @ weight.T).float().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    exact = (hidden.float() @ weight.float().T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
     assert out.dtype == torch.float32
     assert_close(out, exact)
     out.sum().backward()

@@ -26,7 +26,8 @@ from weft.models.network.dropout import DropoutKeys, TokenDropout
 from weft.models.network.event_outputs import outputs
 from weft.models.network.head import Pooling, mean_scores, row_values, score_rows
 from weft.models.network.packed import Packed, pack
-from weft.models.network.token_outputs import Projection, Support
+from weft.models.network.support import Support
+from weft.models.network.token_outputs import Projection
 from weft.models.network.transformer import OUTPUTS, Head
 
 DIGIT_BITS, DIGITS = 7, 4  # a token id as numbers below 128, which every float dtype holds exactly

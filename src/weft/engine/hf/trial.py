@@ -2,11 +2,13 @@
 
 That a decoder asks `AttentionInterface` for its attention does not say that it computes a pack as it computes the sequences
 alone: it may mix neighbouring tokens in convolutions, count positions by itself, or mask in a way of its own. A forward pass
-over three short sequences says.
+over three short sequences says, in float32 whatever the role's dtype: rounding would hide a difference, or look like one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,8 @@ from weft.models.network.packed import pack
 from weft.models.network.transformer import Head
 
 PROBES = (5, 3, 7)  # lengths of the sequences
-TOLERANCE = 1e-4  # of a relative difference: rotations and norms round in float32 whatever the dtype
-HALF_TOLERANCE = 2e-2
+TOLERANCE = 1e-4  # of a relative difference: rotations and norms round in float32
+HALF = (torch.bfloat16, torch.float16)
 LEAK = 1e-4  # the same kernels on the same shapes: only what comes from the neighbours differs
 # How configurations say what happens to the logits after the output layer: (key, whether it divides).
 LOGIT_SCALES = (("logit_scale", False), ("logits_scaling", True), ("lm_head_multiplier", False))
@@ -48,6 +50,11 @@ def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
     Raises `ConfigError` where its head computes something that weft cannot take apart.
     """
     register()
+    with _in_float32(module):
+        return _tried(module, head, vocab_size)
+
+
+def _tried(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
     device = next(module.parameters()).device
     generator = torch.Generator().manual_seed(0)
     low = min(8, vocab_size - 1)  # past the special tokens of most vocabularies
@@ -81,7 +88,7 @@ def _compute_pack(
     if not recorder.callers:
         raise NotPacked("its attention does not use AttentionInterface")
     for wanted, got in zip(alone, states.split(PROBES), strict=True):
-        if _difference(got, wanted) > _tolerance(got):
+        if _difference(got, wanted) > TOLERANCE:
             raise NotPacked("a pack of sequences is not what they are alone")
     others = [(probe + 1).clamp(max=int(probe.max())) for probe in probes[:-1]]
     again, _ = record(module, pack([*others, probes[-1]], probes[0].device))
@@ -94,7 +101,7 @@ def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Ten
     """Raises `ConfigError` where a token sees later ones: then log-probs would tell each token from itself."""
     longest = max(range(len(probes)), key=lambda index: len(probes[index]))
     prefix = run(module, probes[longest][None, :-1])[0]
-    if _difference(prefix, alone[longest][:-1]) > _tolerance(prefix):
+    if _difference(prefix, alone[longest][:-1]) > TOLERANCE:
         raise ConfigError(f"backend=hf: a {module.config.model_type} model is no decoder: its tokens see later ones")
 
 
@@ -124,15 +131,33 @@ def _check_head(module: PreTrainedModel, head: Head, probes: list[Tensor], alone
         wanted = [module(input_ids=probe[None]).logits[0] for probe in probes]
         states = alone
     for state, logits in zip(states, wanted, strict=True):
-        if _difference(found.projection.logits(state * found.scale), logits.float()) > _tolerance(state):
+        if _difference(found.projection.logits(state * found.scale), logits.float()) > TOLERANCE:
             raise ConfigError(
                 f"backend=hf: what a {kind} model does to its logits after the output layer is not known to weft"
             )
     return found
 
 
-def _tolerance(states: Tensor) -> float:
-    return HALF_TOLERANCE if states.dtype in (torch.bfloat16, torch.float16) else TOLERANCE
+@contextmanager
+def _in_float32(module: nn.Module) -> Iterator[None]:
+    """Parameters of half precision become float32, with the same values, and then what they were. Buffers stay: rotations have
+    float32 ones, which must not be rounded on the way back."""
+    was = {name: p.dtype for name, p in module.named_parameters(remove_duplicate=False) if p.dtype in HALF}
+    _cast(module, dict.fromkeys(was, torch.float32))
+    try:
+        yield
+    finally:
+        _cast(module, was)
+
+
+def _cast(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Replace parameters by ones of other dtypes, one after the other; what is tied stays tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, dtype in dtypes.items():
+        own, parameter = name.rpartition("."), module.get_parameter(name)
+        if parameter not in made:
+            made[parameter] = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+        setattr(module.get_submodule(own[0]), own[2], made[parameter])
 
 
 def _difference(got: Tensor, wanted: Tensor) -> float:

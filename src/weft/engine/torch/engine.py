@@ -16,7 +16,7 @@ from weft.algorithms.base import Loss, Output, reduce_stats
 from weft.data.sample import SequenceSample
 from weft.engine import checkpoint, microbatches
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
-from weft.engine.device import matmul_rate
+from weft.engine.device import keep_sums_wide, matmul_rate
 from weft.engine.flops import Cost, ProductRate
 from weft.engine.generation.generate import Decoder, open_generator
 from weft.engine.rows import PackLayout, SampleRows
@@ -29,6 +29,7 @@ from weft.engine.torch.prepare import Pass, Scoring
 from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Step, Veto, plain
 from weft.errors import CheckpointError, ConfigError
 from weft.kernels import lane_of
+from weft.models.network import gradient_sums
 from weft.models.network.packed import TopIds
 from weft.models.network.parameters import StoredParameter
 from weft.topology import Layout, Slice
@@ -111,6 +112,7 @@ class TorchEngine:
         self._built, self._spec, self._device = built, spec, device
         self._checked: list[Loss] = []  # losses whose `by_row` is known to be true
         self._network = built.network.eval()
+        keep_sums_wide(device)
         dtype = next(built.network.parameters()).dtype
         self._rate = ProductRate(lambda: matmul_rate(device, dtype))
         home, lane, part = home_of_masters(spec, device), lane_of(device), built.part
@@ -123,6 +125,8 @@ class TorchEngine:
             None if part is None else part.shards,
             built.blocks,
         )
+        if device.type == "cuda" and home is None and layout.pipeline == 1:
+            gradient_sums.add_to(self._network, self._masters.masters)
         self._spread: Spread = OneDevice() if part is None else part.spread(lambda: self._masters.stored)
         self._optimizer: Optimizer | None = None
         if spec.trained:

@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.kernels import Lane, Mark
+from weft.kernels import Lane, Mark, resize_storage, storage_of
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Block:
         return self.tensor.detach().as_strided((self.size // self.tensor.itemsize,), (1,), 0)
 
     def resize(self, size: int) -> None:
-        self.tensor.untyped_storage().resize_(size)
+        resize_storage(self.tensor, size)
 
 
 class HostMemory:
@@ -55,12 +55,12 @@ class HostMemory:
         still = {id(each) for each in constant}
         for number, tensors in enumerate(groups):
             for tensor in tensors:
-                storage = tensor.untyped_storage()
-                if not storage.nbytes():
+                address, size = storage_of(tensor)
+                if not size:
                     continue
-                block = found.get(storage.data_ptr())
+                block = found.get(address)
                 if block is None:
-                    block = found[storage.data_ptr()] = _Block(tensor, number, storage.nbytes(), True)
+                    block = found[address] = _Block(tensor, number, size, True)
                     self._groups[number].append(block)
                 block.constant &= id(tensor) in still
                 self._blocks[id(tensor)] = block

@@ -81,7 +81,8 @@ class MasterWeights:
     def _moves_gradient_to(self, name: str) -> Callable[[Tensor], None]:
         def move(copy: Tensor) -> None:
             master = self._masters[name]
-            assert copy.grad is not None
+            if copy.grad is None:  # a product has added it to the master's
+                return
             gradient = copy.grad.to(master)
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             copy.grad = None
@@ -103,6 +104,11 @@ class MasterWeights:
             copy.grad = None
 
         return bring
+
+    @property
+    def masters(self) -> Mapping[str, nn.Parameter]:
+        """Those apart from the network's parameters, by the names of these."""
+        return self._masters
 
     @property
     def trained(self) -> dict[str, StoredParameter]:

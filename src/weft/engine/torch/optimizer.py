@@ -26,6 +26,8 @@ FIRST_SCALE, GROWTH_INTERVAL = (
     2000,
 )  # of float16 losses: the first scale, and steps without overflow until it doubles
 
+CLIP_EPS = 1e-6  # as `torch.nn.utils.clip_grads_with_norm_` adds to the norm
+
 
 def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
     """The learning rate of optimizer step `step`, counted from 0.
@@ -145,14 +147,15 @@ class Optimizer:
         Weight decay is decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <- p (1 - lr wd).
         """
         if self.spec.max_grad_norm > 0.0:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)
+            self._clip(norm)
         rate = self.learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         if self.spec.weight_decay > 0.0:
-            with torch.no_grad():
-                for parameter in (p for p in self._decayed if p.grad is not None):
-                    parameter.mul_(1.0 - rate * self.spec.weight_decay)
+            shrunk: list[Tensor] = [p for p in self._decayed if p.grad is not None]
+            if shrunk:
+                with torch.no_grad():
+                    torch._foreach_mul_(shrunk, 1.0 - rate * self.spec.weight_decay)
         self._update()
         self.steps += 1
         self._calm_steps += 1
@@ -177,6 +180,14 @@ class Optimizer:
                     self._updated(bucket)
         finally:
             group["params"] = self._parameters
+
+    def _clip(self, norm: Tensor) -> None:
+        """To `max_grad_norm`. A GPU's fused AdamW divides by a number as it reads the gradients, which saves a pass."""
+        if isinstance(self._optimizer, torch.optim.AdamW) and self._parameters[0].device.type == "cuda":
+            over = (norm.float() + CLIP_EPS) / self.spec.max_grad_norm
+            self._optimizer.grad_scale = over.clamp(min=1.0)  # type: ignore[attr-defined]
+        else:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)
 
     def overflowed(self) -> bool:
         """Told of a gradient that is not finite: whether a smaller loss scale may mend it, which is then in force."""

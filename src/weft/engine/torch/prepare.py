@@ -107,8 +107,9 @@ def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.d
     support, counts = support_of(part, device), counting_rows(part, layout, how)
     if counts.all() or "scores" in how.want:
         return Prepared(part, layout, Microbatch(packed, how.want, how.temperature, support), lambda out: out)
-    rows = put(np.flatnonzero(counts), device)
-    given = Microbatch(packed.at(rows), how.want, how.temperature, None if support is None else support.select(rows))
+    chosen = np.flatnonzero(counts)
+    rows = put(chosen, device)
+    given = Microbatch(packed.at(rows), how.want, how.temperature, None if support is None else support.select(chosen))
     return Prepared(part, layout, given, lambda out: among_zeros(out, rows, len(counts)))
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,15 +44,19 @@ class PassResults:
     tokens: list[int] = field(default_factory=list)
     operations: list[float] = field(default_factory=list)
 
-    def result(self) -> Accumulated:
-        """The same in plain values."""
+    def result(self, norm: Tensor | None = None) -> tuple[Accumulated, float]:
+        """(the same in plain values, the gradient's norm), for which the host waits once."""
         operations = sum(self.operations)
-        if not self.losses:
-            return Accumulated(0.0, [], operations=operations)
-        finite = torch.isfinite(torch.stack(self.losses)).tolist()
-        wrong = tuple(dict.fromkeys(id for ok, ids in zip(finite, self.ids, strict=True) if not ok for id in ids))
-        loss = float(torch.stack(self.losses).sum())
-        return Accumulated(loss, plain(self.stats), wrong, sum(self.tokens), operations)
+        read = Reading()
+        losses = [read.later(loss) for loss in self.losses]
+        stats, grad_norm = _later(self.stats, read), read.later(0.0 if norm is None else norm)
+        read.now()
+        values = [float(loss) for loss in losses]
+        wrong = tuple(
+            dict.fromkeys(id for x, ids in zip(values, self.ids, strict=True) if not math.isfinite(x) for id in ids)
+        )
+        made = Accumulated(sum(values), _numbers(stats), wrong, sum(self.tokens), operations)
+        return made, float(grad_norm)
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,61 @@ class Accumulated:
         )
 
 
+@dataclass
+class _Later:
+    """A number that stands on a device until it is read."""
+
+    value: float = 0.0
+
+    def __float__(self) -> float:
+        return self.value
+
+
+class Reading:
+    """Numbers of a device that come to the host together, by one copy."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, _Later]] = []
+
+    def later(self, value: Any) -> _Later:
+        """The number, once `now` has been called."""
+        made = _Later()
+        if isinstance(value, Tensor):
+            self._waiting.append((value.detach(), made))
+        else:
+            made.value = float(value)
+        return made
+
+    def now(self) -> None:
+        by_device: dict[torch.device, list[tuple[Tensor, _Later]]] = {}
+        for value, made in self._waiting:
+            by_device.setdefault(value.device, []).append((value, made))
+        for waiting in by_device.values():
+            found = torch.stack([value.reshape(()).double() for value, _ in waiting]).tolist()
+            for (_, made), number in zip(waiting, found, strict=True):
+                made.value = number
+
+
 def plain(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
     """Statistics with numbers in place of tensors."""
+    read = Reading()
+    waiting = _later(parts, read)
+    read.now()
+    return _numbers(waiting)
 
-    def number(stat: Stat) -> Stat:
-        if isinstance(stat, Sum):
-            return Sum(float(stat.value), float(stat.weight))
-        return replace(stat, value=float(stat.value))
 
-    return [{name: number(stat) for name, stat in part.items()} for part in parts]
+def _later(parts: Iterable[Mapping[str, Stat]], read: Reading) -> list[Mapping[str, Stat]]:
+    return [{name: _of_fields(stat, read.later) for name, stat in part.items()} for part in parts]
+
+
+def _numbers(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
+    return [{name: _of_fields(stat, float) for name, stat in part.items()} for part in parts]
+
+
+def _of_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
+    if isinstance(stat, Sum):
+        return Sum(make(stat.value), make(stat.weight))
+    return replace(stat, value=make(stat.value))
 
 
 @dataclass(frozen=True)
@@ -131,17 +181,17 @@ class Step:
         passes = PassResults()
         parts = microbatches.cut(minibatch, self.max_tokens, loss.unit)
         self.spread.run(self.network, parts, _Training(self, loss, total, passes), trains=True)
-        ranks = self.spread.gather_values(passes.result(), stages=True)
-        done = Accumulated.join(ranks)
-        reduced = reduce_stats(done.stats)
         self.ready()
         self.spread.reduce_gradients(self.optimizer.parameters)
-        gradients = self.optimizer.gradients()
-        norm = self.spread.gradient_norm(gradients)
+        norm = self.spread.gradient_norm(self.optimizer.gradients())
+        own, grad_norm = passes.result(norm)
+        ranks = self.spread.gather_values(own, stages=True)
+        done = Accumulated.join(ranks)
+        reduced = reduce_stats(done.stats)
         metrics = {
             **{name: value for name, value in loss.summary(reduced).items() if math.isfinite(value)},
             "loss": done.loss,
-            "grad_norm": float(norm),
+            "grad_norm": grad_norm,
             "learning_rate": self.optimizer.learning_rate,
         }
         skipped = self._objection(done.not_finite, metrics, reduced, minibatch, veto)
@@ -210,9 +260,8 @@ class _Training:
         aux_loss = None
         if step.aux_loss.weight:
             aux_loss = MoEAuxLoss(put(PackLayout.of(part).lengths, step.device), step.aux_loss.num_layers)
-        gradient = None
+        rows, gradient = SampleRows(part, PackLayout.of(part), step.device, self._floats), None
         if loss.by_row:
-            rows = SampleRows(part, PackLayout.of(part), step.device, self._floats)
             gradient = by_row.row_gradient(loss, rows, self.total, step.optimizer.loss_scale)
         how = Pass(
             loss.outputs, step.temperature, dropout=dropout, aux_loss=aux_loss, trained_only=True, gradient=gradient
@@ -223,17 +272,15 @@ class _Training:
         self.passes.operations.append(
             step.cost.training(layout.segments, rows=float(counted), across=layout.pairs_across)
         )
-        return prepared
+        return replace(prepared, rows=rows)
 
     def filler(self) -> Prepared:
         return filler(self.step.network, self.loss.outputs, self.step.device)
 
     def finish(self, prepared: Prepared, out: Outputs) -> Tensor:
-        part, step, loss = prepared.part, self.step, self.loss
-        if part is None:
+        part, step, loss, batch = prepared.part, self.step, self.loss, prepared.rows
+        if part is None or batch is None:
             return torch.stack([each.sum() for each in out.values()]).sum() * 0.0
-        floats = next((value.dtype for value in out.values()), torch.float32)
-        batch = SampleRows(part, prepared.layout, step.device, floats)
         value, stats = loss(cast(dict[str, Tensor], out), batch, self.total)
         unchecked = loss.by_row and not any(loss is known for known in step.checked)
         if unchecked and by_row.check(loss, out, batch, self.total):

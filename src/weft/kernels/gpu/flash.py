@@ -69,7 +69,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSp
     elif group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return kernel()(
-        q.contiguous(), k.contiguous(), v.contiguous(), at.queries, at.keys,
+        _in_rows(q), _in_rows(k), _in_rows(v), at.queries, at.keys,
         at.most_queries, at.most_keys, scale=spec.scale, window_size=_reach(spec.window), **grouped,
     )  # fmt: skip
 
@@ -87,6 +87,11 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, 
         q.contiguous(), keys, values, rows, rows * most, 1, most, scale=spec.scale, window_size=_reach(spec.window),
         enable_gqa=grouped, seqused_k=used, block_table=table, num_splits=1,
     )  # fmt: skip
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """As the kernels read it: each head's numbers side by side, whatever lies between the heads."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _reach(window: int | None) -> tuple[int, int]:

@@ -38,6 +38,8 @@ def attend_heads(
     by_kernels = kernels.serves_attention(heads, heads, heads) and not _limited(spec, dropout)
     if by_kernels and isinstance(context, Dense | Prefixed):
         return kernels.attend_segments(heads, kv_heads, rotation, segments_of(context, spec), spec.scale)
+    if rotation is not None and not heads.is_cpu:
+        return attend(AttentionInputs(*kernels.rotate_heads(heads, kv_heads, *rotation), spec, layer, dropout), context)
     qk, v = heads.split([heads.shape[1] - kv_heads, kv_heads], dim=1)
     if v.requires_grad:
         v = v.contiguous()  # it is kept for the backward pass, and a view would keep all heads

@@ -56,7 +56,8 @@ class TokenDropout:
 
     @classmethod
     def spread(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
-        return cls(dropout.keys.repeat_interleave(lengths, dim=0), positions.to(torch.int32))
+        keys = dropout.keys.repeat_interleave(lengths, dim=0, output_size=len(positions))
+        return cls(keys, positions.to(torch.int32))
 
     def select(self, tokens: Tensor) -> TokenDropout:
         """The same for some tokens, `tokens` int64 [n]."""

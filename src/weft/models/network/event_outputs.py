@@ -21,7 +21,8 @@ from weft.algorithms.base import Output
 from weft.errors import ConfigError
 from weft.models.network import token_outputs
 from weft.models.network.packed import Packed, RowGradient, TopIds
-from weft.models.network.token_outputs import Gradients, Projection, Support
+from weft.models.network.support import Support
+from weft.models.network.token_outputs import Gradients, Projection
 
 OUTPUTS: tuple[Output, Output] = ("given_logprobs", "logprobs")  # of `_GivenLogprobs`, in order
 LIKELIEST: frozenset[Output] = frozenset({"top_ids", "top_logprobs"})
@@ -90,7 +91,7 @@ def given_outputs(
             "given_logprobs: not of a vocabulary that is split; train this role with t=1, on more data-parallel ranks"
         )
     rows = chunk or projection.chunk_rows()
-    settings = _Settings(labels, projection.softcap, temperature, rows, labelled, known)
+    settings = _Settings(labels, projection.softcap, temperature, rows, labelled, known, projection.gradient_sum)
     given, logprobs = _GivenLogprobs.apply(hidden, projection.weight, projection.bias, ids, settings)
     return {"given_logprobs": given, "logprobs": logprobs} if labelled else {"given_logprobs": given}
 
@@ -103,6 +104,7 @@ class _Settings:
     chunk: int
     labelled: bool
     gradient: RowGradient | None
+    gradient_sum: kernels.GradientSum | None
 
 
 def _logits(hidden: Tensor, projection: Projection, temperature: float) -> tuple[Tensor, Tensor]:
@@ -186,7 +188,7 @@ class _GivenLogprobs(torch.autograd.Function):
         projection = Projection(weight, bias, settings.softcap)
         total, found = None, dict[Output, Tensor]()
         if settings.gradient is not None and any(ctx.needs_input_grad):
-            total = Gradients(hidden, weight, bias, ctx.needs_input_grad)
+            total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
         for rows in token_outputs.chunks(len(ids), settings.chunk):
             chunk = _Chunk(hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature)
             given[rows], logprobs[rows] = chunk.events.logprobs, chunk.logprobs
@@ -214,7 +216,7 @@ class _GivenLogprobs(torch.autograd.Function):
         ):
             return made[0].cast()
         known = {name: value for name, value in zip(OUTPUTS, gradients, strict=True) if value is not None}
-        total = Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
         projection = Projection(weight, bias, settings.softcap)
         for rows in token_outputs.chunks(len(ids), settings.chunk):
             chunk = _Chunk(hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature)

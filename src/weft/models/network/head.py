@@ -13,7 +13,8 @@ from weft.models.attention.contexts import AttentionContext
 from weft.models.network import event_outputs
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
-from weft.models.network.token_outputs import Projection, Support, VocabularySplit
+from weft.models.network.support import Support
+from weft.models.network.token_outputs import Projection, VocabularySplit
 
 Pooling = Literal["last", "mean"]
 
@@ -28,12 +29,13 @@ class LMHead(nn.Module):
         self.weight = None if config.tied else nn.Parameter(torch.empty(config.vocab_size, width))
         self.bias = nn.Parameter(torch.empty(config.vocab_size)) if config.head_bias and not config.tied else None
         self.split: VocabularySplit | None = None
+        self.gradient_sum: kernels.GradientSum | None = None  # of the matrix, whichever it is
 
     def projection(self, tied: Tensor | None) -> Projection:
         """The layer as the outputs read it; `tied` is the embedding's matrix."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None, "a head without a matrix of its own reads the embedding's"
-        return Projection(weight, self.bias, self.softcap, self.split)
+        return Projection(weight, self.bias, self.softcap, self.split, self.gradient_sum)
 
     def forward(
         self,
@@ -60,9 +62,10 @@ class ValueHead(nn.Module):
 
 
 def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[N, H] -> [N] float32: one value a row; `weight` is [1, H]."""
-    values = kernels.linear(hidden, weight)[:, 0]
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    """[N, H] -> [N] float32, and computed in it: one value a row; `weight` is [1, H]. In bfloat16 two thousand rewards have
+    half as many values."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0]
 
 
 def score_rows(x: Packed, padding: int | None) -> Tensor:
@@ -85,5 +88,6 @@ def mean_scores(per_token: Tensor, context: AttentionContext) -> Tensor:
     """[T] -> [S] float32: one score a sequence, the mean of its tokens' (the head is linear, so it is the score of their
     mean)."""
     lengths = context.dense.lengths
-    sequence = torch.arange(len(lengths), device=per_token.device).repeat_interleave(lengths)
+    numbers = torch.arange(len(lengths), device=per_token.device)
+    sequence = numbers.repeat_interleave(lengths, output_size=len(per_token))
     return per_token.new_zeros(len(lengths)).index_add(0, sequence, per_token / context.token_lengths)

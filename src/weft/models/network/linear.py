@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft import kernels
-from weft.kernels import Activation
+from weft.kernels import Activation, GradientSum
 from weft.models.network.dropout import TokenDropout
 
 
@@ -47,8 +47,9 @@ def adapted(
 class Linear(nn.Module):
     """x W^T + b for one layer or several that read the same input, side by side: [T, in] -> [T, sum of out].
 
-    `adapters` by part, where there are any. `reduce` joins what ranks have that hold columns of W each: it is called before the
-    bias is added, which all of them hold.
+    `adapters` by part, where there are any. `gradient_sum` is where the weight's gradient goes in place of its `grad`, if
+    the engine says so. `reduce` joins what ranks have that hold columns of W each: it is called before the bias is added,
+    which all of them hold.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -58,12 +59,14 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.adapters = nn.ModuleDict()
+        self.gradient_sum: GradientSum | None = None
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, dropout: TokenDropout | None = None) -> Tensor:
         bias = self.bias if self.reduce is None else None
-        y = self._adapted(x, bias, dropout) if len(self.adapters) else kernels.linear(x, self.weight, bias)
-        return self._reduced(y)
+        if len(self.adapters):
+            return self._reduced(self._adapted(x, bias, dropout))
+        return self._reduced(kernels.linear(x, self.weight, bias, self.gradient_sum))
 
     def rows(self, part: str) -> slice:
         """Rows of the matrix that a part is."""
@@ -112,7 +115,8 @@ class DownLinear(Linear):
         if len(self.adapters):
             return super().forward(kernels.activated(x, self.gated, self.activation), dropout)
         bias = self.bias if self.reduce is None else None
-        return self._reduced(kernels.activated_linear(x, self.gated, self.weight, bias, self.activation))
+        made = kernels.activated_linear(x, self.gated, self.weight, bias, self.activation, self.gradient_sum)
+        return self._reduced(made)
 
 
 class _Adapted(torch.autograd.Function):

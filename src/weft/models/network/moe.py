@@ -9,19 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from weft import kernels
+from weft.kernels import Groups
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.linear import Adapter, Linear, adapted
 
-Compute = Callable[[Tensor, list[int], TokenDropout | None], Tensor]
+Compute = Callable[[Tensor, Groups, TokenDropout | None], Tensor]
 
 
 class Exchange(Protocol):
     """Has experts compute that several ranks hold."""
 
-    def __call__(self, x: Tensor, sizes: list[int], dropout: TokenDropout | None, compute: Compute) -> Tensor:
-        """x [sum of sizes, hidden], sorted by expert, of all experts -> the same rows of their outputs; `compute` does it for
+    def __call__(self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute) -> Tensor:
+        """x [rows, hidden], sorted by expert, of all experts -> the same rows of their outputs; `compute` does it for
         the experts that are here. Every rank calls it."""
         ...
 
@@ -34,19 +35,23 @@ class ExpertStack(nn.Module):
         self.weight = nn.Parameter(torch.empty(num, outputs, inputs))
         self.adapter: Adapter | None = None
 
-    def forward(self, x: Tensor, sizes: list[int], dropout: TokenDropout | None = None) -> Tensor:
-        """x [sum of sizes, in], sorted by expert -> [same, out]; `sizes[e]` rows go through expert e."""
-        parts, adapter = x.split(sizes), self.adapter
+    def forward(self, x: Tensor, groups: Groups, dropout: TokenDropout | None = None) -> Tensor:
+        """x [rows, in], sorted by expert -> [rows, out]; `groups` say how many rows go through each expert."""
+        adapter = self.adapter
         if adapter is None or not adapter.active:
-            made = [kernels.linear(part, self.weight[e]) for e, part in enumerate(parts) if len(part)]
-            return torch.cat(made) if made else kernels.linear(x, self.weight[0])
+            return kernels.grouped_linear(x, self.weight, groups)
         dropped = adapter.dropped(x, dropout)
+        if kernels.serves_groups(x, self.weight, adapter.lora_a, adapter.lora_b):
+            low = kernels.grouped_linear(x if dropped is None else dropped, adapter.lora_a, groups) * adapter.scale
+            made = kernels.grouped_linear(x, self.weight, groups)
+            return made + kernels.grouped_linear(low, adapter.lora_b, groups)
+        parts, sizes = x.split(groups.sizes), groups.sizes
         others = [None] * len(sizes) if dropped is None else dropped.split(sizes)
         each = zip(parts, others, self.weight, adapter.lora_a, adapter.lora_b, strict=True)
-        made = [adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)]
-        if not made:  # no rows: every rank of a sharded network takes part in its passes all the same
+        by_expert = [adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)]
+        if not by_expert:  # no rows: every rank of a sharded network takes part in its passes all the same
             return adapted(x, dropped, self.weight[0], None, adapter.lora_a[0], adapter.lora_b[0], adapter.scale)
-        return torch.cat(made)
+        return torch.cat(by_expert)
 
 
 class MoE(nn.Module):
@@ -81,19 +86,20 @@ class MoE(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)  # pairs (token, choice), by expert
         token = order // self.top_k
-        sizes = chosen.flatten().bincount(minlength=logits.shape[1]).tolist()
+        counts = chosen.new_zeros(logits.shape[1]).scatter_add_(0, chosen.flatten(), torch.ones_like(token))
+        groups = Groups(counts)
         inputs = x.index_select(0, token)
         keys = None if dropout is None else dropout.select(token)
         if self.exchange is None:
-            outputs = self._computed(inputs, sizes, keys)
+            outputs = self._computed(inputs, groups, keys)
         else:
-            outputs = self.exchange(inputs, sizes, keys, self._computed)
+            outputs = self.exchange(inputs, groups, keys, self._computed)
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
         y = torch.zeros_like(x).index_add(0, token, weighted)
         return y if self.reduce is None else self.reduce(y)
 
-    def _computed(self, x: Tensor, sizes: list[int], keys: TokenDropout | None) -> Tensor:
+    def _computed(self, x: Tensor, groups: Groups, keys: TokenDropout | None) -> Tensor:
         """[rows, hidden], sorted by expert, through the experts that are here."""
-        gate, up = self.experts["gate"](x, sizes, keys), self.experts["up"](x, sizes, keys)
-        y: Tensor = self.experts["down"](kernels.activate(gate, self.activation) * up, sizes, keys)
+        gate, up = self.experts["gate"](x, groups, keys), self.experts["up"](x, groups, keys)
+        y: Tensor = self.experts["down"](kernels.activate(gate, self.activation) * up, groups, keys)
         return y

@@ -17,28 +17,13 @@ from torch.autograd.function import once_differentiable
 from weft import kernels
 from weft.algorithms.base import Output
 from weft.models.network.packed import RowGradient
+from weft.models.network.support import Support
 
 # Logits held at once, and rows at least. On a CPU 64 MB in float32, or what few rows of a large vocabulary take; an
 # accelerator needs more rows to run at full speed.
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
 LEAST_CHUNK_ROWS = 256  # each chunk reads all of the output matrix, which fewer are not worth
-
-
-@dataclass(frozen=True)
-class Support:
-    """The ids that sampling kept at each row (top-k, top-p, min-p); log-probs are normalised over them.
-
-    A row without ids is normalised over the whole vocabulary. A row's label always counts as kept.
-    """
-
-    ids: Tensor  # int64 [sum of counts]
-    counts: Tensor  # int64 [N]
-
-    def select(self, rows: Tensor) -> Support:
-        """The support of some rows, int64 [n] in rising order."""
-        chosen = torch.zeros_like(self.counts, dtype=torch.bool).index_fill_(0, rows, True)
-        return Support(self.ids[chosen.repeat_interleave(self.counts)], self.counts[rows])
 
 
 class VocabularySplit(Protocol):
@@ -78,6 +63,7 @@ class Projection:
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
     split: VocabularySplit | None = None  # where the weight is a part of the vocabulary
+    gradient_sum: kernels.GradientSum | None = None  # where the weight's gradient goes in place of its `grad`
 
     @property
     def vocab_size(self) -> int:
@@ -89,7 +75,7 @@ class Projection:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] in float32 before any temperature, of the whole vocabulary; as many rows as the caller wants to hold."""
-        own = _cap(_wide(kernels.linear(hidden, self.weight, self.bias)), self.softcap)
+        own = _cap(_project(hidden, self.weight, self.bias), self.softcap)
         return own if self.split is None else self.split.gather(own)
 
 
@@ -107,7 +93,8 @@ def token_outputs(
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or projection.chunk_rows()
     wanted = ("entropy" in want, "top1" in want)
-    settings = _Settings(projection.softcap, temperature, rows, *wanted, support, known, projection.split)
+    sums = projection.gradient_sum
+    settings = _Settings(projection.softcap, temperature, rows, *wanted, support, known, projection.split, sums)
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
     names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
     return {name: value for name, value in zip(names, values, strict=True) if name in want}
@@ -128,12 +115,18 @@ class _Settings:
     support: Support | None
     gradient: RowGradient | None
     split: VocabularySplit | None
+    gradient_sum: kernels.GradientSum | None
 
 
 class Gradients:
-    """The gradients of a projection's inputs, added up over chunks of rows."""
+    """The gradients of a projection's inputs, added up over chunks of rows; that of the weight for its `gradient_sum`, where it
+    has one."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool],
+        gradient_sum: kernels.GradientSum | None = None,
+    ) -> None:  # fmt: skip
+        self._gradient_sum = gradient_sum
         self._kept = torch.promote_types(weight.dtype, torch.float32)
         self._inputs, self._needed = (hidden, weight, bias), needed
         self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
@@ -152,9 +145,9 @@ class Gradients:
             self._grad_bias += scale @ grad_logits
 
     def _add_weight(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        if self._grad_weight is None and hidden.dtype == self._kept:
+        if self._grad_weight is None and (hidden.dtype == self._kept or not hidden.is_cpu):
             # There is nothing yet that would have to be filled and read.
-            self._grad_weight = kernels.product(grad_logits.T, hidden.T)
+            self._grad_weight = kernels.wide_product(grad_logits.T, hidden.T)
         else:
             kernels.add_product(self._weight_so_far(), grad_logits.T, hidden.T)
 
@@ -164,9 +157,13 @@ class Gradients:
         return self._grad_weight
 
     def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """In the dtypes of the inputs."""
+        """In the dtypes of the inputs; to be asked for once."""
         _, weight, bias = self._inputs
-        grad_weight = self._weight_so_far().to(weight.dtype) if self._needed[1] else None
+        grad_weight = None
+        if self._needed[1] and self._gradient_sum is not None:
+            self._gradient_sum.take(self._weight_so_far())
+        elif self._needed[1]:
+            grad_weight = self._weight_so_far().to(weight.dtype)
         grad_bias = None if self._grad_bias is None or bias is None else self._grad_bias.to(bias.dtype)
         return self._grad_hidden, grad_weight, grad_bias, None, None
 
@@ -272,7 +269,7 @@ class _TokenOutputs(torch.autograd.Function):
         given: dict[Output, Tensor] = {}
         total = None
         if settings.gradient is not None and any(ctx.needs_input_grad):
-            total = Gradients(hidden, weight, bias, ctx.needs_input_grad)
+            total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
         for rows in chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
             known = _known(_tempered(capped, rows, labels, settings), capped, labels[rows], settings)
@@ -307,7 +304,7 @@ class _TokenOutputs(torch.autograd.Function):
             and same(gradients[1], made[1].get("entropy"))
         ):
             return made[0].cast()
-        total = Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
         known: dict[Output, Tensor] = {"logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]}
         if gradients[1] is not None:
             known["entropy"] = gradients[1]
@@ -361,11 +358,8 @@ def chunks(total: int, size: int) -> list[slice]:
 
 
 def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _wide(kernels.product(hidden, weight, bias))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    """In float32 at least: logits of 20 rounded to bfloat16 would be off by up to 0.06."""
+    return kernels.wide_product(hidden, weight, bias)
 
 
 def _cap(logits: Tensor, softcap: float | None) -> Tensor:
@@ -383,16 +377,6 @@ def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) 
         logits = logits.div_(settings.temperature) if settings.softcap is None else logits / settings.temperature
     if settings.support is None:
         return logits
-    counts = settings.support.counts
-    ends = counts.cumsum(0)
-    first = int(ends[rows.start] - counts[rows.start])
-    ids = settings.support.ids[first : int(ends[rows.stop - 1])]
-    here = counts[rows]
-    outside = (here > 0)[:, None].repeat(1, logits.shape[1])
-    row = torch.arange(len(here), device=ids.device)
-    for at, kept in ((row.repeat_interleave(here), ids), (row, labels[rows])):
-        if settings.split is not None:
-            kept = _own(kept, logits.shape[1], settings.split)
-            at, kept = at[kept >= 0], kept[kept >= 0]
-        outside[at, kept] = False
-    return logits.masked_fill(outside, float("-inf"))
+    first = 0 if settings.split is None else settings.split.first
+    ids = slice(first, first + logits.shape[1])
+    return logits.masked_fill(settings.support.outside(rows, labels[rows], ids), float("-inf"))

@@ -39,7 +39,8 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.head import LMHead, Pooling, ValueHead, mean_scores, score_rows
 from weft.models.network.packed import Packed
-from weft.models.network.token_outputs import Projection, Support
+from weft.models.network.support import Support
+from weft.models.network.token_outputs import Projection
 
 Head = Literal["lm", "value", "score"]
 OUTPUTS: dict[str, frozenset[Output]] = {

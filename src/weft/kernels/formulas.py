@@ -1,0 +1,78 @@
+"""Pointwise parts of a block written out for torch's compiler, which makes one kernel of each (`gpu/compiled.py`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.kernels.activations import activate, activation_gradient
+from weft.kernels.types import Activation
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """(x / sqrt(mean(x^2) + eps) * (offset + weight), what x is multiplied by before the weights [..., 1])."""
+    wide = _wide(x)
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse * (_wide(weight) + offset)).to(x.dtype), inverse
+
+
+def rms_norm_gradients(
+    x: Tensor, weight: Tensor, inverse: Tensor, grad_y: Tensor, offset: float, want_x: bool, want_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum of dy n."""
+    grad, normed = _wide(grad_y), _wide(x) * inverse
+    grad_x = grad_weight = None
+    if want_x:
+        scaled = grad * (_wide(weight) + offset)
+        grad_x = (inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).to(x.dtype)
+    if want_weight:
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    return grad_x, grad_weight
+
+
+def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
+    """activation(gate_up); where it is `gated`, that of its first half, times its second."""
+    wide = _wide(gate_up)
+    if not gated:
+        return activate(wide, activation).to(gate_up.dtype)
+    gate, up = wide.chunk(2, dim=1)
+    return (activate(gate, activation) * up).to(gate_up.dtype)
+
+
+def activated_gradients(
+    grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, again: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(the gradient of `activated` by `gate_up`, given the one by its result; that result, where it is wanted `again`)."""
+    wide, grad = _wide(gate_up), _wide(grad_out)
+    if not gated:
+        value = activate(wide, activation)
+        made = activation_gradient(grad, wide, activation)
+    else:
+        gate, up = wide.chunk(2, dim=1)
+        inner = activate(gate, activation)
+        made = torch.cat([activation_gradient(grad * up, gate, activation), grad * inner], dim=1)
+        value = inner * up
+    return made.to(gate_up.dtype), value.to(gate_up.dtype) if again else None
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """x [T, heads, dim] with its first `2 * cos.shape[-1]` dimensions rotated, or rotated back."""
+    half, wide = cos.shape[-1], _wide(x)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    cosine, sine = _wide(cos), -_wide(sin) if back else _wide(sin)
+    turned = [first * cosine - second * sine, second * cosine + first * sine]
+    return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1).to(x.dtype)
+
+
+def rotated_heads(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """heads [T, n, dim], of which the first `count` are rotated."""
+    return torch.cat([rotated(heads[:, :count], cos, sin, False), heads[:, count:]], dim=1)
+
+
+def heads_gradient(by_q: Tensor, by_k: Tensor, by_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `rotated_heads` by all heads, given those by queries, keys and values."""
+    return torch.cat([rotated(by_q, cos, sin, True), rotated(by_k, cos, sin, True), by_v], dim=1)

@@ -1,0 +1,77 @@
+"""Products of rows that are sorted by group with one matrix a group, such as those of experts.
+
+On a GPU in bfloat16 one kernel computes all groups, and how many rows each has stays on the device. Elsewhere each group is a
+product of its own, and the host must know the sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.kernels.products import linear
+
+ALIGNMENT = 16  # bytes between the rows of what the kernel reads
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How many rows each group has: `counts` int64 [groups], which the host may know too."""
+
+    counts: Tensor
+    known: list[int] | None = None
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """On the host, which waits for a device."""
+        return [int(count) for count in self.counts.tolist()] if self.known is None else self.known
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int32 [groups]: one past each group's last row."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+
+def serves(x: Tensor, *weights: Tensor) -> bool:
+    """Whether one kernel computes x [rows, in] times weights [groups, out, in]: bfloat16 on a GPU by CUDA, with rows that begin
+    at multiples of 16 bytes. (torch's form for AMD's GPUs leaves memory unwritten, pytorch pull request 174314.)"""
+    plain = x.dtype == torch.bfloat16 and x.device.type in ("cuda", "meta") and torch.version.hip is None
+    least = ALIGNMENT // x.element_size()
+    return plain and all(w.dtype == x.dtype and not (w.shape[1] % least or w.shape[2] % least) for w in weights)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """x [rows, in], sorted by group, times its group's matrix of weight [groups, out, in] transposed -> [rows, out];
+    differentiable in both, once."""
+    if serves(x, weight):
+        return _Grouped.apply(x, weight, groups)
+    matrices = weight.unbind()  # whose gradients are stacked once: those of weight[e] would each be as large as all
+    made = [linear(part, matrices[e]) for e, part in enumerate(x.split(groups.sizes)) if len(part)]
+    return torch.cat(made) if made else linear(x, matrices[0])  # without rows, so that every rank takes part
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups = groups
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight), grad_out, groups = ctx.saved_tensors, gradients[0].contiguous(), ctx.groups
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = F.grouped_mm(grad_out, weight, offs=groups.ends)
+        if ctx.needs_input_grad[1]:
+            grad_weight = F.grouped_mm(grad_out.T, x, offs=groups.ends)
+            # On some devices the kernel leaves the memory of a group without rows as it was (pytorch issue 172439).
+            grad_weight.masked_fill_((groups.counts == 0)[:, None, None], 0.0)
+        return grad_x, grad_weight, None

@@ -1,0 +1,84 @@
+"""Products by group are those of each group, with their gradients, in memory that grows as the groups do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.kernels import Groups, grouped, grouped_linear
+
+SIZES = [3, 0, 5, 1, 0]
+
+
+def inputs(dtype: torch.dtype, sizes: list[int] = SIZES) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(sum(sizes), 16, dtype=dtype, requires_grad=True)
+    return x, torch.randn(len(sizes), 8, 16, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("one_kernel", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_each_group_has_its_own_matrix(one_kernel: bool, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "serves", lambda *_: one_kernel)
+    x, weight = inputs(torch.float32)
+    groups = Groups(torch.tensor(SIZES), SIZES if known else None)
+    made, wanted = (
+        grouped_linear(x, weight, groups),
+        torch.cat([p @ w.T for p, w in zip(x.split(SIZES), weight, strict=True)]),
+    )
+    assert_close(made, wanted)
+    by = torch.randn_like(made)
+    for one, other in zip(*(torch.autograd.grad(y, (x, weight), by) for y in (made, wanted)), strict=True):
+        assert_close(one, other)
+
+
+def test_a_group_without_rows_has_no_gradient_whatever_the_kernel_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "serves", lambda *_: True)
+    kernel = torch.nn.functional.grouped_mm
+
+    def leaving(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        made = kernel(left, right, offs=offs)
+        if made.dim() == 3:
+            made[1] = torch.nan
+        return made
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaving)
+    x, weight = inputs(torch.float32)
+    grouped_linear(x, weight, Groups(torch.tensor(SIZES))).sum().backward()
+    assert weight.grad is not None and weight.grad.isfinite().all() and not weight.grad[[1, 4]].any()
+
+
+class Moved(TorchDispatchMode):
+    """Numbers that operations made."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += sum(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor) and not x._is_view())
+        return out
+
+
+def test_the_backward_pass_does_not_grow_with_the_square_of_the_groups() -> None:
+    made = {}
+    for count in (8, 32):
+        x, weight = inputs(torch.float64, [2] * count)
+        with Moved() as moved:
+            grouped_linear(x, weight, Groups(torch.full((count,), 2))).sum().backward()
+        made[count] = moved.made
+    assert (
+        made[32] < 5 * made[8]
+    )  # 4 times as many groups; with a gradient of all of them for each it is 15 times as much
+
+
+def test_what_one_kernel_takes() -> None:
+    x, weight = torch.empty(5, 16, device="meta", dtype=torch.bfloat16), torch.empty(3, 8, 16, device="meta").bfloat16()
+    assert grouped.serves(x, weight)
+    assert not grouped.serves(x.float(), weight.float()) and not grouped.serves(x, weight[:, :4])
+    assert not grouped.serves(torch.empty(5, 16, dtype=torch.bfloat16), torch.empty(3, 8, 16, dtype=torch.bfloat16))

@@ -1,0 +1,45 @@
+"""Gradients that go to float32 masters by themselves are those that autograd would hand over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from tests.models.common import sequences, tiny
+from weft.models.network import gradient_sums
+from weft.models.network.packed import pack
+
+WANT = frozenset({"logprobs"})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_they_add_up_over_passes(tied: bool) -> None:
+    plain, summed = (tiny("llama", tie_word_embeddings=tied).bfloat16() for _ in range(2))
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in summed.named_parameters()}
+    gradient_sums.add_to(summed, masters)
+    total: dict[str, torch.Tensor] = {}
+    for seed in range(3):
+        packed = pack(sequences([9, 4, 6], seed=seed))
+        for network in (plain, summed):
+            network(packed, WANT)["logprobs"].sum().backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            total[name] = total.get(name, 0.0) + parameter.grad.float()
+            parameter.grad = None
+    by_products = {name for name, p in summed.named_parameters() if name.endswith("weight") and "norm" not in name}
+    for name, parameter in summed.named_parameters():
+        own = masters[name].grad
+        if name not in by_products or (tied and name == "embed.weight") or (not tied and name == "embed.weight"):
+            continue
+        assert own is not None and own.dtype == torch.float32 and parameter.grad is None, name
+        assert float((own - total[name]).norm() / total[name].norm()) < 0.01, name
+    # The look-up's gradient comes from autograd, and that of a tied output layer from its products.
+    look_up = dict(summed.named_parameters())["embed.weight"].grad
+    assert look_up is not None
+    if tied:
+        assert masters["embed.weight"].grad is not None
+        whole = masters["embed.weight"].grad + look_up.float()
+        assert float((whole - total["embed.weight"]).norm() / total["embed.weight"].norm()) < 0.01
+    assert_close(look_up.isfinite().all(), torch.tensor(True))
