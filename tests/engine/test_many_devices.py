@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.ranks import Ranks
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
+from weft.parallel.schedule import HALVES, Kind
 from weft.registry import families
 from weft.topology import Layout
 
@@ -77,6 +79,53 @@ def test_two_processes_are_as_one_more(name: str, layout: str, ranks: Ranks, tmp
     compare(CASES[name], layout, ranks, tmp_path)
 
 
+def staged(schedule: str, layers: int = 5, family: str = "llama", **case: Any) -> Case:
+    """Of several stages a rank, some with more layers than others."""
+    options = {"pipeline_schedule": schedule, **case.pop("options", {})}
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    return Case(family, changes={name: layers, **case.pop("changes", {})}, options=options, **case)
+
+
+@pytest.mark.parametrize("case", [staged("interleaved_1f1b"), staged("zbv", changes={"tie_word_embeddings": True})])
+def test_several_stages_on_each_of_two_processes(case: Case, ranks: Ranks, tmp_path: Path) -> None:
+    compare(case, "p2", ranks, tmp_path)
+
+
+TIED = {"tie_word_embeddings": True}
+SEVERAL = {
+    "tied": staged("interleaved_1f1b", changes=TIED),
+    "three": staged("interleaved_1f1b", 7, options={"pipeline_stages_per_rank": 3}),
+    "zero bubble": staged("interleaved_zero_bubble"),
+    "zbv": staged("zbv"),
+    "lora": staged("zbv", lora=True),
+    "dropout": staged("interleaved_1f1b", family="gpt2", lora=True, dropout=0.2),
+    "balanced": staged("zbv", family="mixtral", options={"router_aux_loss_coef": 0.1}),
+    "gemma2": staged("interleaved_1f1b", family="gemma2"),
+    "recomputed": staged("zbv", options={"gradient_checkpointing": True}),
+    "some recomputed": staged("interleaved_1f1b", options={"recompute_every": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SEVERAL))
+def test_several_stages_on_each_of_two_processes_more(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    compare(SEVERAL[name], "p2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d2p2", "d2f1p2", "t2p2"])
+@pytest.mark.parametrize("name", list(SEVERAL))
+def test_several_stages_beside_other_degrees(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    case = SEVERAL[name]
+    if layout == "d2p2" and case.options["pipeline_schedule"] in HALVES:
+        with pytest.raises(ConfigError, match="write f1, or pipeline_schedule=interleaved_1f1b"):
+            config = families.get(case.family).config({**families.get(case.family).tiny, **case.changes})
+            spec = ModelSpec(trained=True, layout=layout, **case.options)
+            check_layout(spec, spec.resolve_layout(), config)
+        return
+    compare(case, layout, four_ranks, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FOUR)
 @pytest.mark.parametrize("name", list(CASES))
@@ -96,10 +145,9 @@ def test_zero_stages(stage: int, ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
-def test_four_stages(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    deep = Case(changes={"num_hidden_layers": 5}, options={"pipeline_schedule": schedule})
-    compare(deep, "p4", four_ranks, tmp_path)
+@pytest.mark.parametrize("schedule", get_args(Kind))
+def test_four_ranks_of_a_pipeline(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    compare(staged(schedule, 9), "p4", four_ranks, tmp_path)
 
 
 @pytest.mark.parametrize(
