@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch.distributed as dist
 
 from tests.engine import layouts
 from tests.engine.layouts import Case
@@ -171,6 +172,22 @@ def test_a_run_goes_on_in_another_layout(saved: str, resumed: str, ranks: Ranks,
         assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-9)
 
 
+@pytest.mark.parametrize(("saved", "resumed"), [("p2", "t2"), ("d2", "p2")])
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_1f1b"])
+def test_several_stages_save_and_take_up_points(
+    schedule: str, saved: str, resumed: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    case = staged(schedule, changes={"tie_word_embeddings": True})
+    path = layouts.write_model(case, tmp_path / "hf")
+    layouts.run(path, "d1", case, tmp_path / "alone")
+    wanted = layouts.resumed(path, "d1", case, tmp_path / "alone" / "state")
+    ranks.run(layouts.run, path, saved, case, tmp_path / "many")
+    assert wanted is not None
+    for found in ranks.run(layouts.resumed, path, resumed, case, tmp_path / "many" / "state"):
+        for name in ("loss", "grad_norm"):
+            assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-9)
+
+
 @pytest.mark.parametrize(("layout", "family"), [("d2", "llama"), ("d2f1", "llama"), ("d2e2", "mixtral")])
 def test_ranks_without_an_id_work_on(layout: str, family: str, ranks: Ranks, tmp_path: Path) -> None:
     path = layouts.write_model(Case(family), tmp_path / "hf")
@@ -198,6 +215,22 @@ def test_bfloat16_on_two_processes(layout: str, lora: bool, ranks: Ranks, tmp_pa
     wanted = layouts.half(path, "d1", case)
     for found in ranks.run(layouts.half, path, layout, case):
         assert found == pytest.approx(wanted, rel=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["p2", "d2p2"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_bfloat16_with_several_stages(layout: str, lora: bool, four_ranks: Ranks, tmp_path: Path) -> None:
+    """With d2 also sharded."""
+    case = staged("interleaved_1f1b", lora=lora, options={"dtype": "bfloat16"})
+    path = layouts.write_model(case, tmp_path / "hf")
+    wanted = layouts.half(path, "d1", case)
+    for found in four_ranks.run(half_of_some, path, layout, case):
+        assert found is None or found == pytest.approx(wanted, rel=5e-3)
+
+
+def half_of_some(path: Path, layout: str, case: Case) -> list[float] | None:
+    return layouts.half(path, layout, case) if dist.get_rank() < Layout.parse(layout).num_devices else None
 
 
 @pytest.mark.parametrize(
