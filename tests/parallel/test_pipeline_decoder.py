@@ -156,6 +156,29 @@ def test_each_rank_keeps_keys_of_its_own_blocks(ranks: Ranks) -> None:
     assert [held for _, held in ranks.run(staged, Case())] == [LAYERS // 2, LAYERS // 2]
 
 
+def joining(case: Case) -> list[str]:
+    """On each rank: what a decoder is asked for in a step in which prompts join a running row."""
+    group, asked = dist.group.WORLD, list[str]()
+    assert group is not None
+    with decoder_of(case, group, dist.new_group()) as decoder, opened(case, decoder) as generator:
+        hidden, catch_up = decoder.hidden, decoder.catch_up
+        decoder.hidden = lambda x, rows=None: asked.append("row" if rows is None else "prompt") or hidden(x, rows)  # type: ignore[method-assign, func-returns-value]
+        decoder.catch_up = lambda: asked.append("the rest") or catch_up()  # type: ignore[method-assign, func-returns-value]
+        generator.submit(requests()[3:4])
+        generator.step()
+        asked.clear()
+        generator.submit(requests()[9:10])
+        generator.step()
+        found = list(asked)
+        generator.abort([request.id for request in requests()])
+    return found
+
+
+def test_rows_are_complete_before_prompts_move_their_keys(ranks: Ranks) -> None:
+    for asked in ranks.run(joining, Case(kind="zbv")):
+        assert asked[:3] == ["row", "the rest", "prompt"]
+
+
 def late(folder: str) -> str:
     """On rank 0: what is said where rank 1 draws nothing."""
     store, rank = dist.FileStore(f"{folder}/late", 2), dist.get_rank()
