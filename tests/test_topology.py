@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -111,6 +113,22 @@ def test_ids_are_held_once(size: int, t: int) -> None:
 def test_queries_read_the_heads_that_their_rank_holds() -> None:
     config = config_of("llama")
     assert [kv_heads_of(config, 4, rank) for rank in range(4)] == [slice(0, 1)] * 2 + [slice(1, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("turns", "blocks"), [(False, [[0, 1, 4, 5], [2, 3, 6, 7]]), (True, [[0, 1, 6, 7], [2, 3, 4, 5]])]
+)
+def test_a_rank_holds_the_blocks_of_all_its_stages(turns: bool, blocks: list[list[int]]) -> None:
+    """Round robin, or there and back: then the first rank has both ends."""
+    names = [*(f"blocks.{layer}.norm1.weight" for layer in range(8)), "embed.weight", "norm.weight"]
+    config = replace(config_of("llama"), num_layers=8, vocab_size=8)
+    layout = Layout(pipeline=2, stages_a_rank=2, turns=turns)
+    for tied in (False, True):
+        for rank, own in enumerate(blocks):
+            held = holdings(dict.fromkeys(names, (8,)), config, layout, Coordinates(pipeline=rank), tied=tied)
+            last = rank == layout.placement.last_rank
+            ends = ["embed.weight"] * (rank == 0 or (tied and last)) + ["norm.weight"] * last
+            assert list(held) == [*(names[layer] for layer in own), *ends]
 
 
 def test_experts_are_held_whole_by_some_of_the_data_ranks() -> None:

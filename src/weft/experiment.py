@@ -158,9 +158,12 @@ class Experiment:
         devices, or the run's first ones where the role has too few of these."""
         if call.layout is None and call.device_mesh is None:
             return None
-        sharded = self.roles[call.role].zero_stage != 0 and self._trains(call)
+        spec = self.roles[call.role]
+        sharded = spec.zero_stage != 0 and self._trains(call)
         try:
-            layout = role[0].layout if call.layout is None else Layout.parse(call.layout, trained=sharded)
+            layout = role[0].layout
+            if call.layout is not None:
+                layout = spec.placed(Layout.parse(call.layout, trained=sharded))
             if call.device_mesh is not None:
                 return parse_mesh(call.device_mesh, layout)
             enough = next((mesh.ranks for mesh in role if layout.num_devices <= len(mesh.ranks)), None)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from weft.errors import ConfigError
 
@@ -21,11 +21,38 @@ LETTERS = {"d": "data", "f": "fsdp", "t": "tensor", "p": "pipeline", "c": "conte
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Which rank of the pipeline holds which stages: rank r has r, r + ranks, ...; where `turns`, every second round of the
+    stages goes back from the last rank to the first (the V of ZBV, which has two)."""
+
+    ranks: int
+    stages_a_rank: int = 1
+    turns: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks * self.stages_a_rank
+
+    def rank_of(self, stage: int) -> int:
+        row, rank = divmod(stage, self.ranks)
+        return self.ranks - 1 - rank if self.turns and row % 2 else rank
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+    @property
+    def last_rank(self) -> int:
+        """The one that holds the last stage."""
+        return self.rank_of(self.num_stages - 1)
+
+
+@dataclass(frozen=True)
 class Layout:
     """Degrees of parallelism of one role on one set of devices; written `d2f2t2p1c1e1`, letters left out are 1.
 
     `fsdp` counts the ranks that share one sharded copy, `expert` those that share the experts; both are some of `data`, which
-    they divide. Devices used: data x tensor x pipeline x context.
+    they divide. Devices used: data x tensor x pipeline x context. How many stages a rank of a pipeline holds, and whether their
+    order `turns`, no letter says: it is the schedule's.
     """
 
     data: int = 1
@@ -34,17 +61,18 @@ class Layout:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    stages_a_rank: int = 1
+    turns: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            degree = getattr(self, field.name)
+        for name in LETTERS.values():
+            degree = getattr(self, name)
             if degree < 1:
-                raise ConfigError(f"layout: {field.name} is {degree}; every degree is at least 1")
+                raise ConfigError(f"layout: {name} is {degree}; every degree is at least 1")
         if self.data % self.fsdp:
             raise ConfigError(
                 f"layout: f={self.fsdp} does not divide d={self.data}; f ranks of d share one sharded copy"
             )
-
         if self.data % self.expert:
             raise ConfigError(
                 f"layout: e={self.expert} does not divide d={self.data}; e ranks of d share the experts, whole ones each"
@@ -64,11 +92,16 @@ class Layout:
             degrees[LETTERS[letter]] = int(degree)
         shards = trained and degrees.get("expert", 1) == 1
         degrees.setdefault("fsdp", degrees.get("data", 1) if shards else 1)
-        return cls(**degrees)
+        return cls(**cast(dict[str, Any], degrees))
 
     @property
     def num_devices(self) -> int:
         return math.prod((self.data, self.tensor, self.pipeline, self.context))
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages of its pipelines lie."""
+        return Placement(self.pipeline, self.stages_a_rank, self.turns)
 
     def __str__(self) -> str:
         return "".join(f"{letter}{getattr(self, name)}" for letter, name in LETTERS.items())
@@ -311,12 +344,13 @@ def holdings(
     An `fsdp` degree above 1 gives each rank rows of a parameter as it is stored, in chunks of one size but the last
     (`torch.chunk`), after tensor parallelism has taken its part.
     """
+    own = set(layout.placement.stages_of(at.pipeline))
     found = {
         name: expert_slice(
             name, tensor_slice(name, shape, sizes, layout.tensor, at.tensor), layout.expert, at.data % layout.expert
         )
         for name, shape in shapes.items()
-        if at.pipeline in stages_of(name, sizes, layout.pipeline, tied=tied)
+        if not own.isdisjoint(stages_of(name, sizes, layout.placement.num_stages, tied=tied))
     }
     if layout.fsdp == 1:
         return found

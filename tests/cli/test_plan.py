@@ -71,9 +71,23 @@ def test_the_table_of_the_model_that_stands_in(capsys: pytest.CaptureFixture[str
     assert "nothing is sent" in capsys.readouterr().out
 
 
+def test_stages_lie_where_the_schedule_puts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """From p2 to p2: nothing, half of every rank's blocks, or a third and a half."""
+    sent = []
+    for more in ([], ["--target-schedule", "zbv"], ["--target-schedule", "interleaved_1f1b", "--target-stages", "4"]):
+        assert weft.main(["plan", "realloc", "p2", "p2", "--json", *more]) == 0
+        sent.append(json.loads(capsys.readouterr().out)["sent"])
+    assert sent[0] == 0 < sent[1] and sent[2] not in sent[:2]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["p2", "t2", "--source-schedule", "dualpipe"], "pipeline_schedule='dualpipe' is unknown; known: gpipe"),
+        (
+            ["p2", "t2", "--source-stages", "2"],
+            "source of the reallocation: pipeline_schedule=1f1b with 2 stages a rank",
+        ),
         (["d2x2", "t2"], "source of the reallocation: layout 'd2x2': 'x' is unknown"),
         (["d2", "t3"], "t=3 does not divide the model's 32 attention heads"),
         (["d2", "p17"], "p=17 stages of a model with 16 layers"),

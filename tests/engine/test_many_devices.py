@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import torch.distributed as dist
 
 from tests.engine import layouts
 from tests.engine.layouts import Case
@@ -12,6 +14,7 @@ from tests.ranks import Ranks
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
+from weft.parallel.schedule import HALVES, Kind
 from weft.registry import families
 from weft.topology import Layout
 
@@ -77,6 +80,53 @@ def test_two_processes_are_as_one_more(name: str, layout: str, ranks: Ranks, tmp
     compare(CASES[name], layout, ranks, tmp_path)
 
 
+def staged(schedule: str, layers: int = 5, family: str = "llama", **case: Any) -> Case:
+    """Of several stages a rank, some with more layers than others."""
+    options = {"pipeline_schedule": schedule, **case.pop("options", {})}
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    return Case(family, changes={name: layers, **case.pop("changes", {})}, options=options, **case)
+
+
+@pytest.mark.parametrize("case", [staged("interleaved_1f1b"), staged("zbv", changes={"tie_word_embeddings": True})])
+def test_several_stages_on_each_of_two_processes(case: Case, ranks: Ranks, tmp_path: Path) -> None:
+    compare(case, "p2", ranks, tmp_path)
+
+
+TIED = {"tie_word_embeddings": True}
+SEVERAL = {
+    "tied": staged("interleaved_1f1b", changes=TIED),
+    "three": staged("interleaved_1f1b", 7, options={"pipeline_stages_per_rank": 3}),
+    "zero bubble": staged("interleaved_zero_bubble"),
+    "zbv": staged("zbv"),
+    "lora": staged("zbv", lora=True),
+    "dropout": staged("interleaved_1f1b", family="gpt2", lora=True, dropout=0.2),
+    "balanced": staged("zbv", family="mixtral", options={"router_aux_loss_coef": 0.1}),
+    "gemma2": staged("interleaved_1f1b", family="gemma2"),
+    "recomputed": staged("zbv", options={"gradient_checkpointing": True}),
+    "some recomputed": staged("interleaved_1f1b", options={"recompute_every": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SEVERAL))
+def test_several_stages_on_each_of_two_processes_more(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    compare(SEVERAL[name], "p2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d2p2", "d2f1p2", "t2p2"])
+@pytest.mark.parametrize("name", list(SEVERAL))
+def test_several_stages_beside_other_degrees(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    case = SEVERAL[name]
+    if layout == "d2p2" and case.options["pipeline_schedule"] in HALVES:
+        with pytest.raises(ConfigError, match="write f1, or pipeline_schedule=interleaved_1f1b"):
+            config = families.get(case.family).config({**families.get(case.family).tiny, **case.changes})
+            spec = ModelSpec(trained=True, layout=layout, **case.options)
+            check_layout(spec, spec.resolve_layout(), config)
+        return
+    compare(case, layout, four_ranks, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FOUR)
 @pytest.mark.parametrize("name", list(CASES))
@@ -96,10 +146,9 @@ def test_zero_stages(stage: int, ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
-def test_four_stages(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    deep = Case(changes={"num_hidden_layers": 5}, options={"pipeline_schedule": schedule})
-    compare(deep, "p4", four_ranks, tmp_path)
+@pytest.mark.parametrize("schedule", get_args(Kind))
+def test_four_ranks_of_a_pipeline(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    compare(staged(schedule, 9), "p4", four_ranks, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +170,22 @@ def test_a_run_goes_on_in_another_layout(saved: str, resumed: str, ranks: Ranks,
     assert wanted is not None and isinstance(found, list)
     for name in ("loss", "grad_norm"):
         assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-9)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("p2", "t2"), ("d2", "p2")])
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_1f1b"])
+def test_several_stages_save_and_take_up_points(
+    schedule: str, saved: str, resumed: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    case = staged(schedule, changes={"tie_word_embeddings": True})
+    path = layouts.write_model(case, tmp_path / "hf")
+    layouts.run(path, "d1", case, tmp_path / "alone")
+    wanted = layouts.resumed(path, "d1", case, tmp_path / "alone" / "state")
+    ranks.run(layouts.run, path, saved, case, tmp_path / "many")
+    assert wanted is not None
+    for found in ranks.run(layouts.resumed, path, resumed, case, tmp_path / "many" / "state"):
+        for name in ("loss", "grad_norm"):
+            assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-9)
 
 
 @pytest.mark.parametrize(("layout", "family"), [("d2", "llama"), ("d2f1", "llama"), ("d2e2", "mixtral")])
@@ -150,6 +215,22 @@ def test_bfloat16_on_two_processes(layout: str, lora: bool, ranks: Ranks, tmp_pa
     wanted = layouts.half(path, "d1", case)
     for found in ranks.run(layouts.half, path, layout, case):
         assert found == pytest.approx(wanted, rel=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["p2", "d2p2"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_bfloat16_with_several_stages(layout: str, lora: bool, four_ranks: Ranks, tmp_path: Path) -> None:
+    """With d2 also sharded."""
+    case = staged("interleaved_1f1b", lora=lora, options={"dtype": "bfloat16"})
+    path = layouts.write_model(case, tmp_path / "hf")
+    wanted = layouts.half(path, "d1", case)
+    for found in four_ranks.run(half_of_some, path, layout, case):
+        assert found is None or found == pytest.approx(wanted, rel=5e-3)
+
+
+def half_of_some(path: Path, layout: str, case: Case) -> list[float] | None:
+    return layouts.half(path, layout, case) if dist.get_rank() < Layout.parse(layout).num_devices else None
 
 
 @pytest.mark.parametrize(

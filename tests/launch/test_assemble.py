@@ -82,6 +82,10 @@ def test_dpo_in_bfloat16_starts_at_log_2(rank: int, root: Path, monkeypatch: pyt
         ),
         ({"actor.layout": "p9"}, r"actor\.layout=d1f1t1p9c1e1: p=9 stages of a model with 2 layers"),
         (
+            {"actor_train.layout": "p2", "actor.pipeline_schedule": "zbv"},
+            r"actor_train\.layout=d1f1t1p2c1e1: pipeline_schedule=zbv with 2 stages a rank makes 4 stages of a model with 2",
+        ),
+        (
             {"actor_train.layout": "p2c2"},
             r"actor_train\.layout=d1f1t1p2c2e1: ranks that share the tokens of a pack \(c\) hold the whole network",
         ),

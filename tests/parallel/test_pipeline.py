@@ -237,7 +237,7 @@ MORE = [
     Case("gpt2", kind="zero_bubble"),
     Case("mixtral"),
     Case("mixtral", kind="zbv", form="balance"),
-    Case(kind="zero_bubble", stages_a_rank=2),
+    Case(kind="interleaved_zero_bubble"),
     Case(count=1),
     Case(kind="interleaved_1f1b", count=1),
     Case(recompute=True),

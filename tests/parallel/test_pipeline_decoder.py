@@ -25,6 +25,7 @@ from weft.errors import RunError
 from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.pipeline_decoder import StagedDecoder
+from weft.parallel.schedule import Kind, placement_of
 from weft.topology import stage_of
 
 LAYERS, EOS = 8, 5
@@ -38,6 +39,8 @@ class Case:
     family: str = "llama"
     limit: bool = False  # top-k, with the kept ids recorded
     turns: int = 0  # generators that take turns; 0: one, by itself
+    kind: Kind = "1f1b"
+    stages_a_rank: int | None = None
     budget: Budget = LARGE
 
     @property
@@ -61,13 +64,16 @@ def requests() -> list[Request]:
     return [Request(f"p{i}", k, prompt, step=2) for i, prompt in enumerate(made) for k in range(3)]
 
 
-def decoder_of(case: Case, group: dist.ProcessGroup) -> StagedDecoder:
-    known, rank = whole(case), group.rank()
-    stage = Transformer.empty(known.config, dtype=torch.float64, layers=stage_of(LAYERS, group.size(), rank))
+def decoder_of(case: Case, group: dist.ProcessGroup, host: dist.ProcessGroup) -> StagedDecoder:
+    known, placement = whole(case), placement_of(case.kind, group.size(), case.stages_a_rank)
+    runs = {s: stage_of(LAYERS, placement.num_stages, s) for s in placement.stages_of(group.rank())}
+    held = [layer for run in runs.values() for layer in run]
+    network = Transformer.empty(known.config, dtype=torch.float64, layers=held)
+    stages = dict(zip(runs, network.split(list(runs.values())), strict=True))
     values = {name: part.data for name, part in canonical(known).items()}
-    for name, part in canonical(stage).items():
+    for name, part in canonical(network).items():
         part.data.copy_(values[name])
-    return StagedDecoder(stage, group, group)
+    return StagedDecoder(network, stages, placement, group, host)
 
 
 def opened(case: Case, decoder: StagedDecoder) -> AbstractContextManager[BatchGenerator | TurnsGenerator]:
@@ -87,7 +93,7 @@ def staged(case: Case) -> tuple[Events, int]:
     """On each rank: the events, and the layers that its caches hold."""
     group = dist.group.WORLD
     assert group is not None
-    with decoder_of(case, group) as decoder, opened(case, decoder) as generator:
+    with decoder_of(case, group, dist.new_group()) as decoder, opened(case, decoder) as generator:
         generator.submit(requests())
         if isinstance(generator, TurnsGenerator):
             events: Events = {}
@@ -117,12 +123,18 @@ CASES = [
     Case(limit=True, turns=2),
     Case(budget=SMALL),
     Case(turns=2, budget=SMALL),
+    Case(kind="zbv"),
+    Case(kind="zbv", turns=2, budget=SMALL),
+    Case("gpt2", kind="interleaved_1f1b", turns=2, limit=True),
+    Case(kind="interleaved_1f1b", turns=2, stages_a_rank=4),
 ]
 
 
 def named(case: Case) -> str:
     small = "small" if case.budget is SMALL or case.budget == SMALL else ""
-    return "-".join(filter(None, [case.family, "limit" * case.limit, f"{case.turns} turns" * bool(case.turns), small]))
+    kind = "" if case.kind == "1f1b" else f"{case.kind}{case.stages_a_rank or ''}"
+    turns = f"{case.turns} turns" * bool(case.turns)
+    return "-".join(filter(None, [case.family, kind, "limit" * case.limit, turns, small]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
@@ -135,10 +147,36 @@ def test_four_ranks_generate_as_one(tmp_path: Path) -> None:
     with Ranks(4, tmp_path) as four:
         for case in (Case(), Case("gpt2", turns=4), Case(turns=4, limit=True), Case(turns=3, budget=SMALL)):
             check(case, four)
+        for kind in ("zbv", "interleaved_1f1b"):
+            for case in (Case(kind=kind), Case(kind=kind, turns=4), Case(kind=kind, turns=3, budget=SMALL)):
+                check(case, four)
 
 
 def test_each_rank_keeps_keys_of_its_own_blocks(ranks: Ranks) -> None:
     assert [held for _, held in ranks.run(staged, Case())] == [LAYERS // 2, LAYERS // 2]
+
+
+def joining(case: Case) -> list[str]:
+    """On each rank: what a decoder is asked for in a step in which prompts join a running row."""
+    group, asked = dist.group.WORLD, list[str]()
+    assert group is not None
+    with decoder_of(case, group, dist.new_group()) as decoder, opened(case, decoder) as generator:
+        hidden, catch_up = decoder.hidden, decoder.catch_up
+        decoder.hidden = lambda x, rows=None: asked.append("row" if rows is None else "prompt") or hidden(x, rows)  # type: ignore[method-assign, func-returns-value]
+        decoder.catch_up = lambda: asked.append("the rest") or catch_up()  # type: ignore[method-assign, func-returns-value]
+        generator.submit(requests()[3:4])
+        generator.step()
+        asked.clear()
+        generator.submit(requests()[9:10])
+        generator.step()
+        found = list(asked)
+        generator.abort([request.id for request in requests()])
+    return found
+
+
+def test_rows_are_complete_before_prompts_move_their_keys(ranks: Ranks) -> None:
+    for asked in ranks.run(joining, Case(kind="zbv")):
+        assert asked[:3] == ["row", "the rest", "prompt"]
 
 
 def late(folder: str) -> str:
@@ -148,7 +186,7 @@ def late(folder: str) -> str:
     if rank == 1:
         store.wait(["said"], timedelta(seconds=60))
         return ""
-    case, decoder = Case(), decoder_of(Case(), group)
+    case, decoder = Case(), decoder_of(Case(), group, group)
     with open_generator(
         decoder, case.spec, device=CPU, version=7, eos_ids=[], budget=case.budget, settle=decoder.settle
     ) as generator:
@@ -164,6 +202,4 @@ def late(folder: str) -> str:
 
 def test_a_rank_that_is_late_is_named(ranks: Ranks, tmp_path: Path) -> None:
     said, _ = ranks.run(late, str(tmp_path))
-    assert said.startswith(
-        "generation, pipeline stage 0: the tokens did not come from stage 1 (rank 1 of the pipeline)"
-    )
+    assert said.startswith("generation, rank 0 of the pipeline: the tokens did not come from rank 1; that rank failed")

@@ -10,19 +10,20 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.parallel.schedule import (
+    HALVES,
     Action,
     Compute,
     Kind,
     Message,
-    Placement,
     order_of,
     placement_of,
     plan,
     with_messages,
 )
+from weft.topology import Placement
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-PLACED = [(kind, None) for kind in KINDS] + [("interleaved_1f1b", 3), ("zero_bubble", 2)]
+PLACED = [(kind, None) for kind in KINDS] + [("interleaved_1f1b", 3), ("interleaved_zero_bubble", 3)]
 RANKS, MICROBATCHES = range(1, 9), range(1, 17)
 
 
@@ -79,7 +80,7 @@ def test_every_plan_ends_under_rendezvous(kind: Kind, stages_a_rank: int | None)
         placement = placement_of(kind, ranks, stages_a_rank)
         for count in MICROBATCHES:
             found = rendezvous(plan.__wrapped__(kind, placement, count), placement)
-            halves = "FIW" if kind in ("zero_bubble", "zbv") else "FB"
+            halves = "FIW" if kind in HALVES else "FB"
             for rank, own in enumerate(found):
                 wanted = Counter(
                     Compute(half, s, m)  # type: ignore[arg-type]
@@ -152,7 +153,9 @@ def test_an_order_that_cannot_be_run_is_refused() -> None:
 def test_what_a_kind_does_not_take_is_refused() -> None:
     with pytest.raises(ConfigError, match="1f1b with 2 stages a rank"):
         placement_of("1f1b", 2, 2)
-    with pytest.raises(ConfigError, match="needs 1 at least"):
-        placement_of("zero_bubble", 2, 0)
+    with pytest.raises(ConfigError, match="zbv with 3 stages a rank: it has 2"):
+        placement_of("zbv", 2, 3)
+    with pytest.raises(ConfigError, match="needs 2 at least; with 1 it is zero_bubble"):
+        placement_of("interleaved_zero_bubble", 2, 1)
     with pytest.raises(ConfigError, match="'dualpipe' is unknown; known: gpipe, 1f1b"):
         placement_of("dualpipe", 2)  # type: ignore[arg-type]

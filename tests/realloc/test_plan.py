@@ -106,6 +106,29 @@ def test_every_pair_of_layouts_with_all_pipelines(form: str, tied: bool) -> None
     go_through(DEEP, 8, [(form, tied)], lambda a: [a.num_devices // 2])
 
 
+PLACED = [
+    Layout(pipeline=2, stages_a_rank=2),
+    Layout(pipeline=2, stages_a_rank=2, turns=True),
+    Layout(pipeline=2, stages_a_rank=3),
+    Layout(tensor=2, pipeline=2, stages_a_rank=2, turns=True),
+    Layout(data=2, fsdp=2, pipeline=2, stages_a_rank=2),
+    Layout(pipeline=4, stages_a_rank=2, turns=True),
+]
+
+
+@pytest.mark.parametrize(("form", "tied"), KINDS)
+def test_pairs_with_several_stages_on_a_rank(form: str, tied: bool) -> None:
+    """Both ways between these and layouts of one stage a rank, and among themselves."""
+    every = shapes(DEEP, tied=tied, form=form)
+    others = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(pipeline=4), Layout(data=2, fsdp=2, tensor=2)]
+    sources = {layout: on(layout, DEEP, tied=tied, form=form) for layout in PLACED + others}
+    assert len({str(source) for source in sources.values()}) == len(sources), "no two hold the same"
+    for a, source in sources.items():
+        for b, target in sources.items():
+            if a in PLACED or b in PLACED:
+                check(every, source, target, plan(source, target, node_of=nodes_of(2)))
+
+
 def test_the_check_can_fail() -> None:
     a, b = Layout(tensor=2), Layout(data=2)
     every, source, target = shapes(TINY), on(a, TINY), on(b, TINY)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cases import ppo, prepare
-from tests.runtime.placed import timeless
+from tests.runtime.placed import Command, timeless
+from tests.tiny import make_llama
 from weft.experiments import PPOConfig
 from weft.launch import run
 
@@ -107,6 +108,57 @@ def test_any_two_layouts(root, one, options):
     made = config(root, "-".join(value.replace(",", "") for value in options.values()))
     set_options(made, options)
     assert_equal(run(made).directory, one)
+
+
+@pytest.fixture(scope="module")
+def deep(root) -> Path:
+    """A model with a layer for each of four stages, and a run on it of one process."""
+    make_llama(root / "deep", num_hidden_layers=5, tie_word_embeddings=True)
+    return run(on_deep(config(root, "deep-one"), root)).directory
+
+
+def on_deep(made: PPOConfig, root: Path) -> PPOConfig:
+    made.actor.path = made.critic.path = made.rew.path = str(root / "deep")
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"actor.layout": "p2", "actor.pipeline_schedule": "zbv", "critic.layout": "p2"},
+        {"actor_train.layout": "p2", "actor_gen.layout": "t2", "actor.pipeline_schedule": "interleaved_1f1b"},
+        {"actor_train.layout": "t2", "actor_gen.layout": "p2", "actor.pipeline_schedule": "zbv"},
+    ],
+)
+def test_several_stages_on_a_device(root, deep, options):
+    """The critic beside it is interleaved."""
+    made = on_deep(config(root, "deep-" + "-".join(options.values())), root)
+    made.critic.pipeline_schedule = "interleaved_1f1b"
+    set_options(made, options)
+    assert_equal(run(made).directory, deep)
+
+
+@pytest.mark.slow
+def test_sft_with_several_stages_on_a_device_from_the_command_line(root, deep, tmp_path):
+    folders = []
+    for name, more in (("sft-one", []), ("sft-zbv", ["model.layout=p2", "model.pipeline_schedule=zbv"])):
+        fixed = {
+            "experiment_name": "e",
+            "trial_name": "t",
+            "fileroot": root / name,
+            "progress": "false",
+            "max_steps": STEPS,
+        }
+        set_ = {"model.path": root / "deep", "model.optimizer.lr": 1e-3, "dataset.train_path": root / "sft.jsonl"}
+        words = [f"{key}={value}" for key, value in (fixed | set_).items()]
+        code, said = Command("sft", *words, "dataset.train_bs_n_seqs=6", *more, cwd=tmp_path).end()
+        assert code == 0, said
+        folders.append(next((root / name).rglob("metrics.jsonl")).parent)
+    ours, theirs = (lines(folder) for folder in reversed(folders))
+    assert len(ours) >= STEPS
+    for line, wanted in zip(ours, theirs, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ columns, in bytes of one rank's parameters:
 examples:
   weft plan realloc d4t2 t4p2
   weft plan realloc d4f4t2 d8 --model MODEL_DIR --source-mesh 0-7 --target-mesh 8-15 --devices-per-node 8
+  weft plan realloc p4 t4 --source-schedule zbv
   weft plan realloc d2f2 t2 --dtype float32 --json"""
 
 
@@ -62,6 +63,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     made.add_argument("--dtype", choices=sorted(ITEMSIZE), default="bfloat16", help="of what is sent (%(default)s)")
     made.add_argument("--source-mesh", metavar="LIST", help="devices of FROM, such as 0-7 or 0,2 (the first ones)")
     made.add_argument("--target-mesh", metavar="LIST", help="devices of TO (the first ones)")
+    for side, name in (("source", "FROM"), ("target", "TO")):
+        made.add_argument(f"--{side}-schedule", default="1f1b", metavar="KIND",
+                          help=f"pipeline_schedule of {name}, which says what stages a rank holds (%(default)s)")  # fmt: skip
+        made.add_argument(f"--{side}-stages", type=int, metavar="N", help=f"pipeline_stages_per_rank of {name}")
     made.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices of one node (%(default)s)")
     made.add_argument("--json", action="store_true", help="print everything as one JSON object")
     return parser, made
@@ -73,9 +78,7 @@ def realloc(arguments: argparse.Namespace) -> None:
     from weft.realloc.plan import holdings_of, plan
     from weft.realloc.traffic import least, traffic
 
-    meshes = [
-        _mesh(getattr(arguments, side), getattr(arguments, f"{side}_mesh"), side) for side in ("source", "target")
-    ]
+    meshes = [_mesh(arguments, side) for side in ("source", "target")]
     config, per_node = _config(arguments.model), arguments.devices_per_node
 
     def node_of(rank: int) -> int:
@@ -102,9 +105,16 @@ def realloc(arguments: argparse.Namespace) -> None:
     print(json.dumps(found, indent=2) if arguments.json else _page(found))
 
 
-def _mesh(layout: str, devices: str | None, side: str) -> Mesh:
+def _mesh(arguments: argparse.Namespace, side: str) -> Mesh:
+    from weft.engine.spec import ModelSpec
+
+    def given(name: str) -> Any:
+        return getattr(arguments, f"{side}_{name}")
+
     try:
-        return parse_mesh(devices, Layout.parse(layout))
+        layout = Layout.parse(getattr(arguments, side))
+        spec = ModelSpec(pipeline_schedule=given("schedule"), pipeline_stages_per_rank=given("stages"))
+        return parse_mesh(given("mesh"), spec.placed(layout))
     except ConfigError as error:
         raise ConfigError(f"{side} of the reallocation: {error}") from None
 

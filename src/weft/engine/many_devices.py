@@ -90,7 +90,8 @@ class ManyDevices:
             self._sum_gradients([p for p in parameters if id(p) not in apart], self.mesh.group(*axes))
             if apart and (same := self.mesh.expert_copies) is not None:
                 self._sum_gradients([p for p in parameters if id(p) in apart], same)
-        if self.pipeline is not None and self.tied and self.mesh.ends is not None:
+        two_copies = self.tied and self.pipeline is not None and self.pipeline.placement.last_rank > 0
+        if two_copies and self.mesh.ends is not None:
             copies = (
                 [self.stored()["embed.weight"].parameter] if "embed.weight" in self.holdings[self.mesh.rank] else []
             )

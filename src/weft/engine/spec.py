@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from weft.data.spec import TokenizerSpec
 from weft.errors import ConfigError
 from weft.options import option
+from weft.parallel.schedule import Kind, placement_of
 from weft.topology import Layout, Mesh, parse_mesh
 
 SCHEDULERS = ("constant", "linear", "cosine")
@@ -168,7 +169,13 @@ class ModelSpec:
     pipeline_schedule: str = option(
         "1f1b",
         "in which order pipeline stages work through micro-batches",
-        choices=("gpipe", "1f1b", "zero_bubble"),
+        choices=get_args(Kind),
+    )
+    pipeline_stages_per_rank: int | None = option(
+        None,
+        "stages that each rank of a pipeline holds: 2 or more with the interleaved schedules, 2 with zbv, 1 with the others; "
+        "absent: the fewest",
+        at_least=1,
     )
     device_mesh: str | None = option(
         None, "devices of the layout, numbered over all machines, such as 4-7 or 0,2; absent: the first ones"
@@ -194,6 +201,8 @@ class ModelSpec:
                 f"recompute_every={self.recompute_every} and gradient_checkpointing=true exclude each other: the second "
                 "recomputes every layer; set one of them"
             )
+        if self.pipeline_stages_per_rank is not None:
+            self.placed(Layout())
 
     def resolve_layout(self) -> Layout:
         """The layout that `layout` or `parallel.*` asks for. Raises `ConfigError` where both are set and differ."""
@@ -206,7 +215,7 @@ class ModelSpec:
             pipeline=sizes.pipeline_parallel_size,
         )
         if self.layout is None:
-            return named
+            return self.placed(named)
         parsed = Layout.parse(self.layout, trained=sharded)
         if self.zero_stage is not None and parsed.data > 1 and (parsed.fsdp > 1) != sharded:
             raise ConfigError(
@@ -215,7 +224,15 @@ class ModelSpec:
             )
         if named.num_devices != 1 and named != parsed:
             raise ConfigError(f"layout={self.layout!r} and parallel.* ({named}) differ; set one of them")
-        return parsed
+        return self.placed(parsed)
+
+    def placed(self, layout: Layout) -> Layout:
+        """The layout with as many stages on a rank of a pipeline as the role's schedule has. Raises `ConfigError` for a number
+        that it does not take."""
+        placement = placement_of(cast(Kind, self.pipeline_schedule), layout.pipeline, self.pipeline_stages_per_rank)
+        if layout.pipeline == 1:
+            return layout
+        return replace(layout, stages_a_rank=placement.stages_a_rank, turns=placement.turns)
 
     def resolve_mesh(self) -> Mesh:
         """The layout on its devices. Raises `ConfigError` for a device mesh that cannot be read or does not fit."""

@@ -21,14 +21,17 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast, get_args
 
 from weft.errors import ConfigError
+from weft.topology import Placement
 
-Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
+Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv"]
 Half = Literal["F", "B", "I", "W"]
-# Stages that a rank holds, where a kind leaves no choice.
-STAGES_A_RANK = {"gpipe": 1, "1f1b": 1, "zbv": 2}
+# Stages that a rank holds, where a kind leaves no choice; the interleaved ones have two unless more are asked for.
+STAGES_A_RANK: dict[Kind, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "zbv": 2}
+HALVES: tuple[Kind, ...] = ("zero_bubble", "interleaved_zero_bubble", "zbv")  # kinds whose backward passes are halved
 TABLES: dict[Kind, str] = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
     "zbv": "ScheduleZBVZeroBubble",
 }  # of `torch.distributed.pipelining`, which is slow to import
 
@@ -54,47 +57,23 @@ Action = Compute | Message
 Order = Sequence[Sequence[Compute]]  # by rank
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Which rank of the pipeline holds which stages: rank r has r, r + ranks, ...; where `turns`, the second half of the stages
-    goes back from the last rank to the first (the V of ZBV)."""
-
-    ranks: int
-    stages_a_rank: int = 1
-    turns: bool = False
-
-    @property
-    def num_stages(self) -> int:
-        return self.ranks * self.stages_a_rank
-
-    def rank_of(self, stage: int) -> int:
-        row, rank = divmod(stage, self.ranks)
-        return self.ranks - 1 - rank if self.turns and row % 2 else rank
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
-
-    @property
-    def last_rank(self) -> int:
-        """The one that holds the last stage."""
-        return self.rank_of(self.num_stages - 1)
-
-
 def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
-    """Where the stages of a pipeline lie: one a rank, or as many as are asked for, where the kind takes them. Interleaved 1F1B
-    has two unless more are asked for. Raises `ConfigError`."""
+    """Where the stages of a pipeline lie: one a rank, or as many as are asked for, where the kind takes them; two unless said.
+    Raises `ConfigError`."""
     if kind not in get_args(Kind):
-        raise ConfigError(f"pipeline schedule {kind!r} is unknown; known: {', '.join(get_args(Kind))}")
+        raise ConfigError(f"pipeline_schedule={kind!r} is unknown; known: {', '.join(get_args(Kind))}")
     usual = STAGES_A_RANK.get(kind)
     if usual is not None and stages_a_rank not in (None, usual):
         raise ConfigError(
-            f"pipeline schedule {kind} with {stages_a_rank} stages a rank; it has {usual}, interleaved_1f1b and zero_bubble "
-            "take any number"
+            f"pipeline_schedule={kind} with {stages_a_rank} stages a rank: it has {usual}; interleaved_1f1b and "
+            "interleaved_zero_bubble take any number from 2"
         )
-    if stages_a_rank is not None and stages_a_rank < 1:
-        raise ConfigError(f"pipeline schedule {kind} with {stages_a_rank} stages a rank; it needs 1 at least")
-    count = stages_a_rank or usual or (2 if kind == "interleaved_1f1b" else 1)
-    return Placement(ranks, count, turns=kind == "zbv")
+    if usual is None and stages_a_rank is not None and stages_a_rank < 2:
+        raise ConfigError(
+            f"pipeline_schedule={kind} with {stages_a_rank} stages a rank: it needs 2 at least; with 1 it is "
+            f"{kind.removeprefix('interleaved_')}"
+        )
+    return Placement(ranks, stages_a_rank or usual or 2, turns=kind == "zbv")
 
 
 @cache

@@ -1,6 +1,6 @@
 """Networks whose parameters are sharded over data-parallel ranks by FSDP2, and this rank's own rows of them as plain tensors.
 
-shard(network, rank_mesh, device, dtype)       # by block, then the rest; may be on the meta device still
+shard([network], rank_mesh, device, dtype)     # by block, then the rest; may be on the meta device still
 shards = Shards(network)                       # after memory was given
 shards.stored["blocks.0.mlp.down.weight"]      # the rows that this rank holds: what an optimizer is given
 """
@@ -15,22 +15,22 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft.models.network.parameters import StoredParameter, canonical
+from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
 
 
 def shard(
-    network: nn.Module, blocks: Iterable[nn.Module], mesh: RankMesh, device: torch.device, dtype: torch.dtype,
-    *, reshard: bool = True,
-) -> None:  # fmt: skip
-    """Give each rank its rows of every parameter: of each of the `blocks` and of what is left. Gradients are sums over the
-    ranks, in float32 at least; `dtype` is what is computed in. Without `reshard` whole parameters stay from the forward to the
-    backward pass: more memory, half the traffic."""
+    networks: Iterable[Transformer], mesh: RankMesh, device: torch.device, dtype: torch.dtype, *, reshard: bool = True
+) -> None:
+    """Give each rank its rows of every parameter: of each of a network's blocks and of what is left of it. Gradients are sums
+    over the ranks, in float32 at least; `dtype` is what is computed in. Without `reshard` whole parameters stay from the
+    forward to the backward pass: more memory, half the traffic."""
     half = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if half else None, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
     shards = mesh.shards(device)
-    for part in (*blocks, network):
+    for part in (part for network in networks for part in (*network.blocks, network)):
         wrapped = fully_shard(part, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)

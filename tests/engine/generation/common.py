@@ -83,7 +83,7 @@ class Spy:
 
     def __init__(self, network: Transformer) -> None:
         self.network, self.config, self.training = network, network.config, network.training
-        self.vocab_size, self.first_layer = network.vocab_size, network.first_layer
+        self.vocab_size, self.held_layers = network.vocab_size, network.held_layers
         self.passes: list[int] = []
 
     def shares_prefixes(self, longest: int) -> bool:

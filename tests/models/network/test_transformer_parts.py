@@ -122,7 +122,7 @@ def test_over_caches_of_their_own(name: str) -> None:
     parts, config = parts_of(whole, cuts), whole.config
     cache = KVCache(config, "cpu", torch.float32)
     caches = [
-        KVCache(replace(config, num_layers=len(layers)), "cpu", torch.float32, first_layer=layers.start)
+        KVCache(replace(config, num_layers=len(layers)), "cpu", torch.float32, layers=layers)
         for layers in ranges(whole, cuts)
     ]
     slots = cache.allocate(2)

@@ -108,10 +108,9 @@ class SlotCaches:
     def new(self, room: int | None = None) -> KVCache:
         slots, room = self._size() if room is None else (1, in_vectors(room, self._device))
         dtype = next(self._network.parameters()).dtype
-        first = self._network.first_layer
         return KVCache(
             self._network.config, self._device, dtype,
-            slots=slots, room=room, rectangle=not self._kernels, first_layer=first,
+            slots=slots, room=room, rectangle=not self._kernels, layers=self._network.held_layers,
         )  # fmt: skip
 
     def fit(self, cache: KVCache) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ class Decoder(Protocol):
     config: TransformerConfig
     vocab_size: int  # ids in all; `config` may be that of a part
     training: bool
-    first_layer: int  # number of its first block in the whole network
+    held_layers: Sequence[int]  # numbers of its blocks in the whole network
 
     def shares_prefixes(self, longest: int) -> bool:
         """Whether its attention reads a prefix that is stored apart, for sequences of up to `longest` tokens."""
@@ -32,3 +32,12 @@ class Decoder(Protocol):
     def next_token_logits(self, hidden_rows: Tensor) -> Tensor: ...
     def parameters(self) -> Iterator[Tensor]: ...
     def train(self, mode: bool = True) -> object: ...
+
+
+@runtime_checkable
+class PutsOff(Protocol):
+    """A decoder whose passes without `rows` may return before all of what they compute is there."""
+
+    def catch_up(self) -> None:
+        """Compute what was put off; asked before anything that passes wrote to is copied or moved."""
+        ...

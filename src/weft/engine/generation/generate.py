@@ -29,7 +29,7 @@ from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.device import memory_bytes
 from weft.engine.generation.caches import Cache, caches_for
 from weft.engine.generation.decode_batch import DecodeBatch
-from weft.engine.generation.decoder import Decoder
+from weft.engine.generation.decoder import Decoder, PutsOff
 from weft.engine.generation.prefixes import Prefix
 from weft.engine.generation.requests import check_partial, limit_of
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
@@ -163,6 +163,8 @@ class BatchGenerator:
             self._drawn = drawn_here(lambda: drawn, len(self._rows))
         else:
             states = [self._decode()] if len(self._rows) else []
+            if plan.chunks and isinstance(self._network, PutsOff):
+                self._network.catch_up()
             states += self._prefill(plan.chunks)
             self._let_go_unused()
             self._drawn = self._draw(states[0] if len(states) == 1 else torch.cat(states)) if states else None

@@ -69,7 +69,7 @@ class HFNetwork(nn.Module):
         self.module, self.kind, self.pooling, self.config = module, head, pooling, config
         self.vocab_size = config.vocab_size
         self.padding: int | None = None  # as `Transformer.padding`
-        self.first_layer = 0
+        self.held_layers = range(config.num_layers)
         self._head, self._callers, self._caches = [head_layer], callers, caches  # in a list: not a submodule of its own
 
     def forward(

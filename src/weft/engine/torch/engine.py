@@ -103,6 +103,11 @@ def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
     return tuple(f"{option}: on a CPU {what} in host memory already; nothing changes" for option, what in there)
 
 
+def _owners(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:
+    """The parameter of each tensor, which is named by it, or by it and what an optimizer keeps of it."""
+    return {name: name if name in slices else name.rsplit("/", 1)[0] for name in names}
+
+
 class TorchEngine:
     """Implements `weft.engine.base.Engine` for one rank of a layout."""
 
@@ -132,9 +137,8 @@ class TorchEngine:
         if spec.trained:
             trained = self._masters.trained
             assert spec.schedule is not None, "the runtime gives every trained role a schedule"
-            decay, scaled = decayed(self._network), spec.dtype == "float16"
             self._optimizer = Optimizer(
-                spec.optimizer, spec.schedule, trained, decay, scaled=scaled,
+                spec.optimizer, spec.schedule, trained, decayed(self._network), scaled=spec.dtype == "float16",
                 lane=lane if home is None else None, updated=None if home is None else self._masters.updated,
             )  # fmt: skip
         if spec.offload:
@@ -292,10 +296,9 @@ class TorchEngine:
         checkpoint.write_values(d / STATE, values)
 
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
-        """Those of the tensors here that no other rank writes; named by a parameter, or by one and what an optimizer keeps of
-        it."""
+        """Those of the tensors here that no other rank writes."""
         slices = self._masters.slices()
-        owners = {key: key if key in slices else key.rsplit("/", 1)[0] for key in held}
+        owners = _owners(held, slices)
         kept = set(self._spread.kept(dict.fromkeys(owners.values())))
         chosen = {key: value for key, value in held.items() if owners[key] in kept}
         places = {key: slices[owners[key]] for key, value in chosen.items() if value.dim()}
@@ -319,7 +322,7 @@ class TorchEngine:
         """This rank's part of every tensor that was saved; names that the role does not have are left to the caller."""
         saved, slices = checkpoint.Saved(d, stem), self._masters.slices()
         elsewhere: Mapping[str, Any] = {} if self._built.part is None else self._built.part.shapes
-        owners = {key: key if key in slices else key.rsplit("/", 1)[0] for key in saved.names}
+        owners = _owners(saved.names, slices)
         wanted = [key for key in saved.names if owners[key] in slices or owners[key] not in elsewhere]
         return {key: saved.read(key, slices.get(owners[key])) for key in wanted}
 

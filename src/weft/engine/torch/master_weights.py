@@ -217,7 +217,7 @@ class MasterWeights:
         """(name, where in the whole tensor, the values): views that the next step changes."""
         held = self.all
         for name in names:
-            self._known(name)
+            _check_known(name, self._canonical)
             yield name, self._places[name], held[name]
 
     @torch.no_grad()
@@ -229,7 +229,7 @@ class MasterWeights:
         """
         stored = self.stored
         for name, where, values in parts:
-            self._known(name)
+            _check_known(name, self._canonical)
             if eta != 1.0 and self._have_master(name):
                 stored = self.stored
             place = self._places[name]
@@ -257,7 +257,7 @@ class MasterWeights:
         if gone:
             raise CheckpointError(f"the saved state has no {', '.join(gone[:5])}, which was changed since it was read")
         for name, values in tensors.items():
-            self._known(name)
+            _check_known(name, self._canonical)
             if values.dtype == torch.float32:
                 self._have_master(name)
         self.write(((name, self._places[name], v) for name, v in tensors.items()), eta=1.0)
@@ -276,9 +276,10 @@ class MasterWeights:
             self.leave()
         return True
 
-    def _known(self, name: str) -> None:
-        if name not in self._canonical:
-            raise ConfigError(f"this network has no parameter {name!r}; the two networks are of different kinds")
+
+def _check_known(name: str, parameters: Mapping[str, StoredParameter]) -> None:
+    if name not in parameters:
+        raise ConfigError(f"this network has no parameter {name!r}; the two networks are of different kinds")
 
 
 def _cast(network: nn.Module, dtype: torch.dtype, names: Iterable[str]) -> None:

@@ -38,13 +38,13 @@ from weft.topology import holdings, whole
 
 def spread(source: Source, network: Transformer, every: Transformer, mesh: RankMesh, device: torch.device) -> Part:
     """Give `network`, this rank's part of `every`, its memory and its values. Every rank of the mesh calls it."""
-    shards = None
+    shards, stages = None, _stages(source, network, mesh)
     if mesh.layout.fsdp > 1:
         dtype = DTYPES[dtype_of(source.spec)]
         if dtype in HALF and source.spec.trained:  # what is frozen stays in it
             for adapter in lora.adapters(network).values():
                 adapter.float()
-        shard.shard(network, network.blocks, mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2))
+        shard.shard(stages.values(), mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2))
     network.to_empty(device=device)
     if mesh.layout.fsdp > 1:
         shards = Shards(network)
@@ -63,7 +63,7 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
         if mesh.layout.pipeline > 1:
             half = shards is not None and (own := DTYPES[dtype_of(source.spec)]) in HALF
             kind = cast(Kind, source.spec.pipeline_schedule)
-            staged = Pipeline({mesh.at.pipeline: network}, kind, mesh.group("pipeline"), own if half else None)
+            staged = Pipeline(stages, kind, mesh.group("pipeline"), own if half else None)
         return ManyDevices(mesh, network, held, source.shapes, now, source.config, shards, staged, source.tied)
 
     return Part(
@@ -72,8 +72,14 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
         places=held[mesh.rank],
         spread=ranks,
         shards=shards,
-        generating=lambda spec, version: _generating(source, network, mesh, device, spec, version),
+        generating=lambda spec, version: _generating(source, network, stages, mesh, device, spec, version),
     )
+
+
+def _stages(source: Source, network: Transformer, mesh: RankMesh) -> dict[int, Transformer]:
+    """The stages of a pipeline that a rank holds, by number; of `network`, which is one of them or has all of them."""
+    runs = source.stages(mesh)
+    return dict(zip(runs, [network] if len(runs) == 1 else network.split(list(runs.values())), strict=True))
 
 
 def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
@@ -95,9 +101,11 @@ def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
 
 @contextmanager
 def _generating(
-    source: Source, network: Transformer, mesh: RankMesh, device: torch.device, spec: GenerationSpec, version: int
+    source: Source, network: Transformer, held: Mapping[int, Transformer], mesh: RankMesh, device: torch.device,
+    spec: GenerationSpec, version: int,
 ) -> Iterator[Generator]:  # fmt: skip
-    """Ranks of one data-parallel part generate in step, those of different parts each for themselves."""
+    """Ranks of one data-parallel part generate in step, those of different parts each for themselves. `held` are the stages of
+    `network`."""
     apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
     whole = _gathered(source, network, mesh, device) if apart else network
     dtype = next(whole.parameters()).dtype
@@ -112,9 +120,11 @@ def _generating(
         ) as generator:
             yield generator
         return
-    count = mesh.size("pipeline")
+    count, stages = mesh.size("pipeline"), _stages(source, whole, mesh) if apart else held
     with (
-        StagedDecoder(whole, mesh.group("pipeline"), mesh.host_group("pipeline")) as decoder,
+        StagedDecoder(
+            whole, stages, mesh.layout.placement, mesh.group("pipeline"), mesh.host_group("pipeline")
+        ) as decoder,
         open_turns(
             decoder, spec, count, device=device, version=version, eos_ids=(), budget=budget, settle=decoder.settle
         ) as turns,

@@ -22,6 +22,7 @@ from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context, experts, tensor
 from weft.parallel.mesh import RankMesh
+from weft.parallel.schedule import HALVES
 from weft.topology import Layout, Slice
 
 
@@ -43,15 +44,12 @@ class Source:
     def network(self, mesh: RankMesh | None, *, experts_apart: bool = True) -> Transformer:
         """The whole network, or one rank's part of it joined to the others', on the meta device; its adapters are there.
         Without `experts_apart` every rank has all experts, whatever the layout."""
-        config, layers = self.config, None
+        config, layers = self.config, cast("list[int] | None", None)
         if mesh is not None:
             layout, at = mesh.layout, mesh.at
             config = config if layout.tensor == 1 else config.narrowed(layout.tensor, at.tensor)
-            layers = (
-                None
-                if layout.pipeline == 1
-                else topology.stage_of(config.num_layers, layout.pipeline, at.pipeline, self.config.head_layers)
-            )
+            if layout.pipeline > 1:
+                layers = [layer for run in self.stages(mesh).values() for layer in run]
         spec = self.spec
         with torch.device("meta"):
             network = Transformer(config, self.head, self.pooling, layers=layers)
@@ -72,6 +70,14 @@ class Source:
         if mesh is not None and mesh.size("context") > 1:
             context.join(network, mesh.group("context"))
         return network.eval()
+
+    def stages(self, mesh: RankMesh) -> dict[int, range]:
+        """The blocks of every stage that a rank holds, by the stage's number."""
+        placement, config = mesh.layout.placement, self.config
+        return {
+            stage: topology.stage_of(config.num_layers, placement.num_stages, stage, config.head_layers)
+            for stage in placement.stages_of(mesh.at.pipeline)
+        }
 
     def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
         """Give parameters their values: of each the part that `places` names, all of it where it names none."""
@@ -101,10 +107,17 @@ def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> 
         )
     config.narrowed(layout.tensor, 0)
     topology.stage_of(config.num_layers, layout.pipeline, 0)
-    if layout.pipeline > 1 and layout.fsdp > 1 and spec.pipeline_schedule == "zero_bubble":
+    count, kind = layout.placement.num_stages, spec.pipeline_schedule
+    if count > config.num_layers:
         raise ConfigError(
-            f"layout={layout}: pipeline_schedule=zero_bubble halves backward passes, which sharded parameters (f above 1) do "
-            "not; write f1, or pipeline_schedule=1f1b"
+            f"layout={layout}: pipeline_schedule={kind} with {layout.stages_a_rank} stages a rank makes {count} stages of a "
+            f"model with {config.num_layers} layers; every stage needs one at least: lower p, or pipeline_stages_per_rank"
+        )
+    if layout.pipeline > 1 and layout.fsdp > 1 and kind in HALVES:
+        whole = "1f1b" if layout.stages_a_rank == 1 else "interleaved_1f1b"
+        raise ConfigError(
+            f"layout={layout}: pipeline_schedule={kind} halves backward passes, which sharded parameters (f above 1) do "
+            f"not; write f1, or pipeline_schedule={whole}"
         )
 
 

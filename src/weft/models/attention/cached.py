@@ -17,7 +17,7 @@ from weft.models.kv.slots import Cached, KVCache
 def by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
     """New tokens over their slots, where their own keys lie by now, and over their prefixes."""
     assert not torch.is_grad_enabled(), "a cache keeps what has no gradient"
-    q, cache, layer, spec = given.q, context.cache, given.layer - context.cache.first_layer, given.spec
+    q, cache, layer, spec = given.q, context.cache, context.cache.row_of[given.layer], given.spec
     q = q if q.stride(2) == 1 else q.contiguous()
     keys, values = _rows_of(cache.keys[layer]), _rows_of(cache.values[layer])
     own = kernels.attend_cache(q, keys, values, context.segments, spec.scale, causal=True, window=spec.window)
@@ -31,7 +31,7 @@ def by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
 
 def by_torch(given: AttentionInputs, context: Cached) -> Tensor:
     """As `by_kernels`: one masked rectangle for a decode step, row by row where several tokens follow cached ones."""
-    layer = given.layer - context.cache.first_layer
+    layer = context.cache.row_of[given.layer]
     if context.max_len == 1:
         return _decode(given.q, context, given.spec, layer)
     if context.fresh:

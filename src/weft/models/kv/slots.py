@@ -153,8 +153,8 @@ class Cached:
 
 
 class KVCache:
-    """`keys[layer]`, `values[layer]`: [num_slots, kv_heads, capacity, head_dim]; slot s holds `used[s]` tokens, and lies at
-    `places[s]` of them."""
+    """`keys[row_of[layer]]`, `values[row_of[layer]]`: [num_slots, kv_heads, capacity, head_dim]; slot s holds `used[s]` tokens,
+    and lies at `places[s]` of them. `layers` are the numbers of those that are kept here, all of them by default."""
 
     def __init__(
         self,
@@ -165,13 +165,14 @@ class KVCache:
         slots: int = 8,
         room: int = 64,
         rectangle: bool = True,
-        first_layer: int = 0,
+        layers: Sequence[int] | None = None,
     ) -> None:
         """A `rectangle` has its active slots in order, and zeros where no token was written. Otherwise a slot may lie anywhere,
         what no token was written to is anything, not-a-number included, and takes no memory yet: for networks whose attention
         reads what each row sees, where it lies, and nothing else."""
         self.device, self.dtype = torch.device(device), dtype
-        self.first_layer, self.moves = first_layer, 0
+        self.row_of = {layer: row for row, layer in enumerate(layers or range(config.num_layers))}
+        self.moves = 0
         shape = (slots, config.num_kv_heads, room, config.head_dim)
         self._rectangle, self._new = rectangle, torch.zeros if rectangle else torch.empty
         self.keys = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
@@ -328,7 +329,7 @@ class KVCache:
 
     def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
-        keys, values = self.keys[layer - self.first_layer], self.values[layer - self.first_layer]
+        keys, values = self.keys[self.row_of[layer]], self.values[self.row_of[layer]]
         if kernels.serves(k, v, keys, values):
             kernels.store_keys(k, v, keys, values, context.places)
             return

@@ -88,7 +88,7 @@ def _layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
     """Canonical name -> (module, its part) of every layer of the blocks that can have an adapter."""
     found: dict[str, tuple[Linear | ExpertStack, str]] = {}
     for path, module in network.named_modules():
-        place = numbered(path, getattr(network, "first_layer", 0))
+        place = numbered(path, getattr(network, "held_layers", None))
         if not place.startswith("blocks."):
             continue
         if isinstance(module, Linear):

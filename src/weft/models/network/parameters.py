@@ -7,7 +7,7 @@ rectangle in both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -53,8 +53,8 @@ def canonical(network: nn.Module) -> dict[str, StoredParameter]:
             if key not in seen:
                 seen.add(key)
                 found[name] = stored
-    first = getattr(network, "first_layer", 0)
-    return {numbered(name, first): stored for name, stored in found.items()} if first else found
+    layers = getattr(network, "held_layers", None)
+    return found if layers is None else {numbered(name, layers): stored for name, stored in found.items()}
 
 
 def values(network: nn.Module) -> dict[str, Tensor]:
@@ -92,9 +92,9 @@ def _of_adapter(name: str, path: str, adapter: Adapter) -> Iterator[tuple[str, S
         yield f"{name}.{own}", StoredParameter(f"{path}.{own}", getattr(adapter, own))
 
 
-def numbered(name: str, first: int) -> str:
-    """The name with the block's number in the whole network."""
+def numbered(name: str, layers: Sequence[int] | None) -> str:
+    """The name with the block's number in the whole network, of which `layers` are here; None: as it is."""
     parts = name.split(".")
-    if parts[0] == "blocks" and len(parts) > 1:
-        parts[1] = str(int(parts[1]) + first)
+    if layers is not None and parts[0] == "blocks" and len(parts) > 1:
+        parts[1] = str(layers[int(parts[1])])
     return ".".join(parts)

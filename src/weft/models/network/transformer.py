@@ -6,9 +6,10 @@
     network.hidden(x) -> [T, width] after the last norm, or [N, width] with hidden(x, rows)
     network.next_token_logits(hidden_rows [R, width]) -> [R, V] float32
 
-Parts of it have the same class: `layers=range(8, 16)` holds these blocks alone, with the embedding where it begins at 0 and
-with the last norm and head where it ends at the last. Without the embedding a pass is given `states` [T, hidden]; without the
-head it returns them. A network that holds a part of the heads, of the MLP's width or of the vocabulary is built of a config
+Parts of it have the same class: `layers=range(8, 16)` holds these blocks alone, with the embedding where they begin at 0 and
+with the last norm and head where they end at the last. Without the embedding a pass is given `states` [T, hidden]; without the
+head it returns them. Where blocks between are missing, runs of those that are there compute, each a network of its own over the
+same modules (`split`). A network that holds a part of the heads, of the MLP's width or of the vocabulary is built of a config
 with smaller numbers; what joins such parts hangs itself on `embed`, on the blocks' `attention` and `mlp`, and on `head` from
 outside.
 
@@ -22,7 +23,7 @@ tied: the embedding's matrix serves), `score.weight` [1, width] (value and score
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -71,18 +72,18 @@ class Embedding(nn.Module):
 
 class Transformer(nn.Module):
     def __init__(
-        self, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last", *, layers: range | None = None
-    ) -> None:
+        self, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last", *,
+        layers: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.kind, self.pooling = config, head, pooling
         self.vocab_size = config.vocab_size  # ids in all, of which a rank may hold a part
-        held = range(config.num_layers) if layers is None else layers
-        self.first_layer = held.start
+        self.held_layers = range(config.num_layers) if layers is None else layers  # numbers of its blocks, rising
         self.recompute_every = 0  # every n-th block is computed again in the backward pass; 0 none
         self.repeats_prefixes = False  # also where they could be computed once: ranks share the tokens of a pack
         self.padding: int | None = None  # padding token; a sequence's score is read at the last token before it
         width, hidden = config.embed_dim or config.hidden_size, config.hidden_size
-        self.begins, self.ends = held.start == 0, held.stop == config.num_layers
+        self.begins, self.ends = self.held_layers[0] == 0, self.held_layers[-1] == config.num_layers - 1
         if self.begins or (self.ends and head == "lm" and config.tied):
             self.embed = Embedding(config.vocab_size, width)
         if self.begins and config.learned_positions is not None:
@@ -91,7 +92,7 @@ class Transformer(nn.Module):
             self.embed_in = nn.Linear(width, hidden, bias=False)
         if width != hidden and self.ends:
             self.embed_out = nn.Linear(hidden, width, bias=False)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in held)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in self.held_layers)
         if self.ends and config.final_norm:
             self.norm = Norm(config)
         if self.ends and head != "lm":
@@ -102,12 +103,28 @@ class Transformer(nn.Module):
     @classmethod
     def empty(
         cls, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last",
-        *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, layers: range | None = None,
+        *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, layers: Sequence[int] | None = None,
     ) -> Transformer:  # fmt: skip
         """The network with memory for its weights and no values in it: nothing is drawn from a random generator."""
         with torch.device("meta"):
             network = cls(config, head, pooling, layers=layers)
         return network.to(dtype).to_empty(device=device)
+
+    def split(self, runs: Sequence[range]) -> list[Transformer]:
+        """Networks of these runs of its layers, which are all that it has. They are submodules of it from then on, and what
+        they hold is what it holds."""
+        parts = []
+        for run in runs:
+            with torch.device("meta"):
+                part = Transformer(self.config, self.kind, self.pooling, layers=run)
+            for name, _ in list(part.named_children()):
+                setattr(part, name, getattr(self, name))
+            part.blocks = nn.ModuleList(self.blocks[self.held_layers.index(layer)] for layer in run)
+            part.vocab_size, part.padding = self.vocab_size, self.padding
+            part.recompute_every, part.repeats_prefixes = self.recompute_every, self.repeats_prefixes
+            parts.append(part.train(self.training))
+        self.stages = nn.ModuleList(parts)
+        return parts
 
     def forward(
         self, x: Packed, want: frozenset[Output], temperature: float = 1.0, support: Support | None = None,
@@ -199,7 +216,7 @@ class Transformer(nn.Module):
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
             around = last if number == len(self.blocks) else at
-            again = self.recompute_every and (self.first_layer + number) % self.recompute_every == 0
+            again = self.recompute_every and (self.held_layers[number - 1] + 1) % self.recompute_every == 0
             if again and torch.is_grad_enabled():
                 states = checkpoint(block, states, around, use_reentrant=False, preserve_rng_state=False)
             else:
