@@ -229,8 +229,19 @@ def test_ppo_over_two_nodes_has_the_tokens_and_the_numbers_of_one_process(
     words = ["ppo", "experiment_name=e", "device=cpu", "max_steps=3", "dataset.path=prompts.jsonl"]
     words += [f"{role}.path=model" for role in ("actor", "critic", "rew")]
     words += ["dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=6", "ppo.ppo_n_minibatches=2", "ppo.value_norm=true"]
-    words += ["ppo.use_adaptive_kl_ctl=true", "ppo.ref_ema_eta=0.1", "actor.optimizer.lr=1e-3", "critic.optimizer.lr=1e-3"]
-    layouts = ["actor_gen.layout=d2", "actor_train.layout=t2", "critic.layout=d2", "ref.device_mesh=1", "rew.device_mesh=1"]
+    words += [
+        "ppo.use_adaptive_kl_ctl=true",
+        "ppo.ref_ema_eta=0.1",
+        "actor.optimizer.lr=1e-3",
+        "critic.optimizer.lr=1e-3",
+    ]
+    layouts = [
+        "actor_gen.layout=d2",
+        "actor_train.layout=t2",
+        "critic.layout=d2",
+        "ref.device_mesh=1",
+        "rew.device_mesh=1",
+    ]
     job, here = on_two_nodes(tmp_path, *words, *layouts), tmp_path / "runs" / "e" / "here"
     weft(tmp_path, *words, "trial_name=here")
     assert_equal(job, here)
