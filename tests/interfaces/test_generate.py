@@ -236,11 +236,14 @@ class Newer:
         self.asked += 1
         return self.asked in self.after
 
-    def take(self) -> None:
+    def take(self, *, left: bool) -> bool:
+        if not left:
+            return False
         self.engine.version += 1
         with torch.no_grad():
             for parameter in self.engine.network.parameters():
                 parameter.mul_(1.0 + self.change)
+        return True
 
 
 def interrupted(after: list[int], change: float, *, interrupt: bool = True, **more: Any) -> tuple[Any, Any, list[Any]]:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.cases import prepare
+from tests.runtime.placed import timeless
+from tests.runtime.test_parameters_runs import assert_equal
 from tests.slurm_cluster import SlurmCluster, missing
 from tests.tiny import make_llama, pair_rows, write_jsonl
 from weft.errors import ConfigError, RunError
@@ -177,33 +180,76 @@ def test_nodes_that_do_not_join_in_time_end_the_job(on_cluster: SlurmCluster, tm
     assert not (tmp_path / "out.json").exists() and left(job) == []
 
 
-@pytest.mark.slow
-def test_a_run_on_two_nodes_has_the_numbers_of_one_process(on_cluster: SlurmCluster, tmp_path: Path) -> None:
-    """DPO whose reference is on the second node's device, submitted by the command line, against the same here."""
-    make_llama(tmp_path / "m")
-    write_jsonl(tmp_path / "pairs.jsonl", pair_rows())
-    words = ["quickstart", "dpo", "experiment_name=e", "actor.path=m", "dataset.train_path=pairs.jsonl", "max_steps=2"]
-    words += ["device=cpu", "dataset.train_bs_n_seqs=2", "ref.path=m"]
+def weft(folder: Path, *words: str) -> str:
+    """What `weft quickstart WORDS` prints, run in the folder."""
+    command = [sys.executable, "-m", "weft.cli.main", "quickstart", *words]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
-    def weft(*more: str) -> str:
-        command = [sys.executable, "-m", "weft.cli.main", *more]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environ)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
-    told = weft(*words, "trial_name=job", "mode=slurm", "n_nodes=2", "ref.device_mesh=1", "launch.env.GREETING=hello")
-    run = tmp_path / "runs" / "e" / "job"
-    job = told.split()[2]
-    until(lambda: slurm.running_job(run) is None, 300, run / "slurm")
+def on_two_nodes(folder: Path, *words: str) -> Path:
+    """The directory of a run that a job of two nodes has finished, submitted in the folder by the command line."""
+    run = folder / "runs" / "e" / "job"
+    job = weft(folder, *words, "trial_name=job", "mode=slurm", "n_nodes=2", "launch.env.GREETING=hello").split()[2]
+    until(lambda: slurm.running_job(run) is None, 480, run / "slurm")
     log = (run / "slurm" / f"{job}.log").read_text()
     assert f"job {job} ends with exit code 0" in log, log
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
-    weft(*words, "trial_name=here")
+    assert left(job) == []
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_on_two_nodes_has_the_numbers_of_one_process(on_cluster: SlurmCluster, tmp_path: Path) -> None:
+    """DPO whose reference is on the second node's device."""
+    make_llama(tmp_path / "m")
+    write_jsonl(tmp_path / "pairs.jsonl", pair_rows())
+    words = ["dpo", "experiment_name=e", "actor.path=m", "dataset.train_path=pairs.jsonl", "max_steps=2"]
+    words += ["device=cpu", "dataset.train_bs_n_seqs=2", "ref.path=m"]
+    job = on_two_nodes(tmp_path, *words, "ref.device_mesh=1")
+    weft(tmp_path, *words, "trial_name=here")
 
     def losses(trial: str) -> list[float]:
         lines = (tmp_path / "runs" / "e" / trial / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["actor_train/loss"] for line in lines]
 
     assert losses("job") == losses("here") and len(losses("job")) == 2
-    assert left(job) == []
+    assert timeless(job) == timeless(tmp_path / "runs" / "e" / "here")
+
+
+@pytest.mark.slow
+def test_ppo_over_two_nodes_has_the_tokens_and_the_numbers_of_one_process(
+    on_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """Each node has a device. The actor samples on both, data-parallel, and is trained tensor-parallel across the nodes; the
+    critic, reward model and reference are on the second node, or on both."""
+    prepare(tmp_path)
+    words = ["ppo", "experiment_name=e", "device=cpu", "max_steps=3", "dataset.path=prompts.jsonl"]
+    words += [f"{role}.path=model" for role in ("actor", "critic", "rew")]
+    words += ["dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=6", "ppo.ppo_n_minibatches=2", "ppo.value_norm=true"]
+    words += [
+        "ppo.use_adaptive_kl_ctl=true",
+        "ppo.ref_ema_eta=0.1",
+        "actor.optimizer.lr=1e-3",
+        "critic.optimizer.lr=1e-3",
+    ]
+    layouts = [
+        "actor_gen.layout=d2",
+        "actor_train.layout=t2",
+        "critic.layout=d2",
+        "ref.device_mesh=1",
+        "rew.device_mesh=1",
+    ]
+    job, here = on_two_nodes(tmp_path, *words, *layouts), tmp_path / "runs" / "e" / "here"
+    weft(tmp_path, *words, "trial_name=here")
+    assert_equal(job, here)
+    assert sampled(job) == sampled(here) and len(sampled(job)) > 2
+    assert "actor (actor_gen): layout d2f1t1p1c1e1 on devices 0, 1" in (job / "log.txt").read_text()
+
+
+def sampled(run: Path) -> list[dict[str, object]]:
+    """The completions of a run, without what rounding touches."""
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not isinstance(value, float)} for line in lines]

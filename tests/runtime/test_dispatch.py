@@ -40,7 +40,7 @@ class Played:
     def where(self):
         return [Where(rank, "host", 100 + rank, "127.0.0.1") for rank in range(self.world)]
 
-    def send(self, rank, place, number, command, given) -> None:
+    def send(self, rank, place, number, command, ranks, given) -> None:
         self.sent.append((rank, place, number, command.word))
 
     def receive(self):
@@ -227,7 +227,7 @@ def test_trouble_in_hearing_ends_every_wait(monkeypatch):
 def test_commands_run_in_the_order_of_their_places_whatever_order_they_come_in():
     process = DeviceProcess(3, peers=None)  # type: ignore[arg-type]
     for place in (2, 0, 1):
-        process.receive(place, 10 + place, Say("bad" if place == 1 else str(place)), (), ())
+        process.receive(place, 10 + place, Say("bad" if place == 1 else str(place)), (3,), (), ())
     reports: list[Report] = []
     while len(reports) < 6:
         reports += process.next_reports(5.0)

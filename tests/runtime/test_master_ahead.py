@@ -129,7 +129,7 @@ def test_a_call_that_samples_has_training_done_in_its_middle(tmp_path, monkeypat
         while model.step % BATCHES in (1, 2, 3) and model.engine.version == version:
             assert time.monotonic() < end, "nobody trains"
             if model.updates.are_waiting():
-                model.updates.take()
+                model.updates.take(left=True)
         seen.append((version, model.engine.version))
         return generate(self, model, batch)
 

@@ -18,11 +18,13 @@ T = TypeVar("T")
 
 class Updates(Protocol):
     """What is asked of a role's devices while one of its calls is under way: new weights above all. A call that can stop in the
-    middle asks between its steps; whatever it does not take happens after it."""
+    middle asks between its steps; whatever it does not take happens after it. Ranks that step together ask together, and are
+    told the same."""
 
     def are_waiting(self) -> bool: ...
-    def take(self) -> None:
-        """Have it done. The engine is used for it, so nothing of it may be open: no generator."""
+    def take(self, *, left: bool) -> bool:
+        """Asked by all ranks once nothing of the engine is open, no generator. Where something is `left` to do on any of them:
+        have it done, and True, so that all of them go on. Else False."""
         ...
 
 

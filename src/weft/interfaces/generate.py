@@ -104,16 +104,15 @@ class Generate:
         ]
         progress = _Progress({(request.id, request.k): [] for request in requests}, dict.fromkeys(batch.ids, 0))
         started, left, interruptions = time.perf_counter(), requests, 0
-        while left:
+        goes_on = True  # with nothing to sample too: ranks may have to bring their weights together for others
+        while goes_on:
             with model.engine.generating(spec) as generator:
                 generator.submit(left)
                 partials = self._run(model, generator, progress)
-            if partials:
-                assert model.updates is not None
-                model.updates.take()
-                interruptions += 1
+            interruptions += bool(partials)
             parts = {(partial.id, partial.k): partial for partial in partials}
             left = [replace(r, generated=parts[r.id, r.k]) for r in requests if (r.id, r.k) in parts]
+            goes_on = model.updates is not None and model.updates.take(left=bool(left))
         seconds = time.perf_counter() - started
         completions = list(progress.rows.values())
         cut = sum(row[-1].finish == "length" for row in completions)
@@ -124,6 +123,7 @@ class Generate:
 
     def _run(self, model: Model, generator: Generator, progress: _Progress) -> list[Partial]:
         """Sample until all completions have ended, or new weights wait: then what is left of them."""
+        partials: list[Partial] = []
         while not generator.idle:
             complete = []
             for event in generator.step():
@@ -135,9 +135,11 @@ class Generate:
             if complete and model.announce is not None:
                 made = [progress.rows[id, k] for id in complete for k in range(self.samples_per_prompt)]
                 model.announce(self._outputs(complete, made))
-            if model.updates is not None and not generator.idle and model.updates.are_waiting():
-                return generator.abort(progress.ended)
-        return []
+            if partials or generator.idle or model.updates is None:
+                continue
+            if model.updates.are_waiting():
+                partials = generator.abort(progress.ended)  # steps under way may yet give tokens
+        return partials
 
     def _outputs(self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]) -> SequenceSample:
         """The completions, K by K in order of `ids`, as keys of a sample."""

@@ -10,6 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.device import numerics, reset_peak_memory, resolve_device, set_deterministic, set_threads
@@ -21,16 +25,18 @@ from weft.realloc.execute import Reallocation
 from weft.realloc.plan import Transfer
 from weft.registry import import_user_code
 from weft.runtime import disk
-from weft.runtime.device_process import Command, DeviceProcess, Report
+from weft.runtime.device_process import DeviceProcess, Report
 from weft.runtime.events import Event
 from weft.runtime.group import SampleMeta
 from weft.runtime.roles import Place
 from weft.runtime.saved import NUMERICS, rank_folder, rank_folders
 from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker
-from weft.topology import Slice
+from weft.topology import Mesh, Slice
 
 Slices = Mapping[str, Slice]
+NONE = -1  # no job has this number
+ASKED_SECONDS = 600.0  # for a command that another rank has already
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,8 @@ class Call:
     def run(self, process: DeviceProcess, number: int) -> MFCResult:
         process.worker.store.put(self.described)
         early = _Announcements(process, number) if self.announces else None
-        updates = _Meanwhile(process) if process.worker.may_pause(self.mfc) else None
+        mesh, interruptible = process.worker.mesh_of(self.mfc), process.worker.calls[self.mfc].interruptible
+        updates = Meanwhile(process, mesh) if interruptible else None
         return process.worker.call(self.mfc, self.step, self.minibatches, early, self.weights, updates)
 
 
@@ -104,25 +111,61 @@ class _Announcements:
         self._process.report(Report(self._number, "announced", event))
 
 
-class _Meanwhile:
-    """What was asked for while a call runs, in the order of asking, up to the next call that generates: new weights above all.
-    Implements `Updates`."""
+class Meanwhile:
+    """What was asked for while a call on `mesh` runs, in the order of asking, up to the next call that generates: new weights
+    above all. Implements `Updates`.
 
-    def __init__(self, process: DeviceProcess) -> None:
-        self._process = process
+    Ranks of one data-parallel part stop after the same step: the first of them sees what waits and tells the others. Parts stop
+    each for itself, and go on together: they may bring their weights together to generate, and gather what they measured in the
+    end, so one that is done waits for the others. What they do in between is what all of them are asked for, and whatever is
+    asked for before that: the driver gives all devices their commands in one order.
+    """
+
+    def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
+        self._process, self._ranks = process, mesh.ranks
+        part = mesh.along(process.rank, "tensor", "context", "pipeline")
+        self._part, self._all = self._group(part), self._group(mesh.ranks)
+
+    def _group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        assert self._process.groups is not None, "ranks have met before"
+        return self._process.groups.of(ranks, host=True)
 
     def are_waiting(self) -> bool:
-        while isinstance(self._process.head(), Discard):  # needs no engine
-            self._process.run_head()
-        return self._may_run(self._process.head())
+        while (waiting := self._process.waiting()) and isinstance(waiting[0].command, Discard):  # needs no engine
+            self._process.run_next()
+        found = self._last()
+        if self._part is None:
+            return found is not None
+        told = torch.tensor([found is not None])
+        dist.broadcast(told, group=self._part, group_src=0)
+        return bool(told)
 
-    def take(self) -> None:
-        while self._may_run(self._process.head()):
-            self._process.run_head()
+    def take(self, *, left: bool) -> bool:
+        last = self._last()
+        if self._all is not None:
+            own = torch.tensor([left, NONE if last is None else last])
+            found = [torch.empty_like(own) for _ in self._ranks]
+            dist.all_gather(found, own, group=self._all)
+            left = any(bool(each[0]) for each in found)
+            last = next((int(each[1]) for each in found if each[1] != NONE), None)
+        if not left:
+            return False
+        assert last is not None, "who stops has seen what waits"
+        while self._process.run_next(ASKED_SECONDS) != last:
+            pass
+        return True
 
-    def _may_run(self, command: Command | None) -> bool:
-        samples = isinstance(command, Call) and self._process.worker.calls[command.mfc].method == "generate"
-        return command is not None and not samples
+    def _last(self) -> int | None:
+        """The number of the last command to be run now that all of the ranks get."""
+        last = None
+        for queued in self._process.waiting():
+            if isinstance(queued.command, Call) and self._process.worker.calls[queued.command.mfc].method == "generate":
+                break
+            if set(self._ranks) <= set(queued.ranks) and not isinstance(queued.command, Discard):
+                last = queued.number
+        return last
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import queue
 import socket
 import threading
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -80,6 +81,7 @@ class Command(Protocol):
 class Queued:
     number: int
     command: Command
+    ranks: Sequence[int]  # that get a command of this number
     promises: Sequence[Any]
 
 
@@ -96,7 +98,7 @@ class DeviceProcess:
         self.reallocations: dict[str, Reallocation] = {}
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()
-        self._head: Queued | None = None  # taken out of the queue and not yet run
+        self._next: deque[Queued] = deque()  # taken out of the queue and not yet run
         self._early: dict[int, Queued] = {}
         self._place = 0
         self._lock = threading.Lock()
@@ -132,11 +134,19 @@ class DeviceProcess:
     def worker(self, worker: Worker) -> None:
         self._worker = worker
 
-    def receive(self, place: int, number: int, command: Command, wants: Sequence[Want], shared: Sequence[Any]) -> None:
+    def receive(
+        self,
+        place: int,
+        number: int,
+        command: Command,
+        ranks: Sequence[int],
+        wants: Sequence[Want],
+        shared: Sequence[Any],
+    ) -> None:
         """Take in the command that is to be run as the `place`-th. What it needs of others is asked for now; `shared` is what
         the driver hands out."""
         with self._lock:
-            self._early[place] = Queued(number, command, [*(self.peers.ask(want) for want in wants), *shared])
+            self._early[place] = Queued(number, command, ranks, [*(self.peers.ask(want) for want in wants), *shared])
             while self._place in self._early:
                 self._queue.put(self._early.pop(self._place))
                 self._place += 1
@@ -154,15 +164,19 @@ class DeviceProcess:
             found.append(self._reports.get())
         return found
 
-    def head(self) -> Command | None:
-        """The command that is there to be run next. Asked by the one that runs, as is `run_head`."""
-        if self._head is None and not self._queue.empty():
-            self._head = self._queue.get()
-        return None if self._head is None else self._head.command
+    def waiting(self) -> Sequence[Queued]:
+        """The commands that are there to be run next, in order. Asked by the one that runs, as is `run_next`."""
+        while not self._queue.empty():
+            self._next.append(self._queue.get())
+        return self._next
 
-    def run_head(self) -> None:
-        """Run it in the middle of the one that runs."""
-        queued, self._head = self._head or self._queue.get(), None
+    def run_next(self, seconds: float | None = None) -> int:
+        """Run the next one, whose number is returned: in the middle of the one that runs. Raises `DevicesLost` where it has not
+        come after so many seconds."""
+        try:
+            queued = self._next.popleft() if self._next else self._queue.get(timeout=seconds)
+        except queue.Empty:
+            raise DevicesLost(f"a command that other devices have did not come within {seconds:g} s") from None
         self.report(Report(queued.number, "started"))
         try:
             moved = self._take_in(queued.promises)
@@ -170,10 +184,11 @@ class DeviceProcess:
         except BaseException as error:
             traceback.print_exc()
             self.report(Report(queued.number, "failed", portable(error, self.where(""))))
+        return queued.number
 
     def _work(self) -> None:
         while True:
-            self.run_head()
+            self.run_next()
 
     def _take_in(self, promises: Sequence[Any]) -> int:
         """Put what others send into the store; its bytes."""

@@ -34,7 +34,10 @@ class Devices(Protocol):
 
     @property
     def where(self) -> Sequence[Where]: ...
-    def send(self, rank: int, place: int, number: int, command: Command, given: Given) -> None: ...
+    def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
+        """To one of the `ranks` of a job."""
+        ...
+
     def receive(self) -> Sequence[tuple[int, Sequence[Report] | Lost]]:
         """What any device has to tell; waits a short time for it."""
         ...
@@ -146,7 +149,7 @@ class Dispatch:
         try:
             for rank in job.ranks:
                 command, given = job.make(rank)
-                self._devices.send(rank, self._places[rank], job.number, command, given)
+                self._devices.send(rank, self._places[rank], job.number, command, job.ranks, given)
                 self._places[rank] += 1
         except DevicesLost as error:
             self._break(DevicesLost(f"{error}, in {job.name}"))

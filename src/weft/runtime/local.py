@@ -71,11 +71,12 @@ class LocalGroup:
             self._next.append(self._queue.get())
         return any(work is not None and not work.samples for work in self._next)
 
-    def take(self) -> None:
-        while self.are_waiting():
+    def take(self, *, left: bool) -> bool:
+        while left and self.are_waiting():
             work = next(work for work in self._next if work is not None and not work.samples)
             self._next.remove(work)
             work.do()
+        return left
 
     def sync(self, s: ParamSync, step: int) -> None:
         self._run(lambda: events.run((s.name, step), lambda: self._worker.roles.sync(s), self.events))

@@ -118,8 +118,16 @@ class _Device:
         self._process.join(address, port, len(actors), device)
 
     @ray.method(concurrency_group="control")
-    def receive(self, place: int, number: int, command: Command, wants: Sequence[Want], shared: Sequence[Any]) -> None:
-        self._process.receive(place, number, command, wants, shared)
+    def receive(
+        self,
+        place: int,
+        number: int,
+        command: Command,
+        ranks: Sequence[int],
+        wants: Sequence[Want],
+        shared: Sequence[Any],
+    ) -> None:
+        self._process.receive(place, number, command, ranks, wants, shared)
 
     @ray.method(concurrency_group="poll")
     def next_reports(self, seconds: float) -> list[Report]:
@@ -144,8 +152,8 @@ class RayDevices:
         for rank in range(len(actors)):
             self._poll(rank)
 
-    def send(self, rank: int, place: int, number: int, command: Command, given: Given) -> None:
-        self._actors[rank].receive.remote(place, number, command, list(given.wants), list(given.shared))
+    def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
+        self._actors[rank].receive.remote(place, number, command, tuple(ranks), list(given.wants), list(given.shared))
 
     def receive(self) -> list[tuple[int, Sequence[Report] | Lost]]:
         from weft.runtime.dispatch import Lost
