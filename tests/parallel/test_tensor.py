@@ -40,6 +40,7 @@ class Case:
     family: str
     form: str
     kernels: bool
+    shares_rows: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,11 @@ def narrowed(case: Case) -> Run:
         part.data.copy_(values[name][tensor_slice(name, tuple(values[name].shape), config, size, rank)])
     group = dist.group.WORLD
     assert group is not None
-    tensor.join(network, config, group)
-    return run(network, packs(case), lambda: tensor.sum_gradients(canonical(network), config, group))
+    shares = case.shares_rows
+    tensor.join(network, config, group, shares_rows=shares)
+    return run(
+        network, packs(case), lambda: tensor.sum_gradients(canonical(network), config, group, shares_rows=shares)
+    )
 
 
 CASES = [

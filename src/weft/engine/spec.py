@@ -169,6 +169,11 @@ class ModelSpec:
         "in which order pipeline stages work through micro-batches",
         choices=("gpipe", "1f1b", "zero_bubble"),
     )
+    sequence_parallel: bool = option(
+        True,
+        "tensor-parallel ranks (t) each hold a part of the tokens between attention and MLP: less memory, as many bytes sent; "
+        "with false each holds all of them",
+    )
     device_mesh: str | None = option(
         None, "devices of the layout, numbered over all machines, such as 4-7 or 0,2; absent: the first ones"
     )

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from weft import kernels
 from weft.kernels import Activation
 from weft.models.network.dropout import TokenDropout
+from weft.models.network.shared_rows import RowShare
 
 
 class Adapter(nn.Module):
@@ -48,7 +49,7 @@ class Linear(nn.Module):
     """x W^T + b for one layer or several that read the same input, side by side: [T, in] -> [T, sum of out].
 
     `adapters` by part, where there are any. `reduce` joins what ranks have that hold columns of W each: it is called before the
-    bias is added, which all of them hold.
+    bias is added, which all of them hold. In a pass whose rows the ranks share, `share` does it, and leaves those of this rank.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -60,10 +61,10 @@ class Linear(nn.Module):
         self.adapters = nn.ModuleDict()
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
-    def forward(self, x: Tensor, dropout: TokenDropout | None = None) -> Tensor:
+    def forward(self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None) -> Tensor:
         bias = self.bias if self.reduce is None else None
         y = self._adapted(x, bias, dropout) if len(self.adapters) else kernels.linear(x, self.weight, bias)
-        return self._reduced(y)
+        return self._reduced(y, share)
 
     def rows(self, part: str) -> slice:
         """Rows of the matrix that a part is."""
@@ -77,10 +78,10 @@ class Linear(nn.Module):
         assert found is None or isinstance(found, Adapter)
         return found
 
-    def _reduced(self, y: Tensor) -> Tensor:
+    def _reduced(self, y: Tensor, share: RowShare | None) -> Tensor:
         if self.reduce is None:
             return y
-        y = self.reduce(y)
+        y = self.reduce(y) if share is None else share.scatter(y)
         return y if self.bias is None else y + self.bias
 
     def _adapted(self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None) -> Tensor:
@@ -107,12 +108,12 @@ class DownLinear(Linear):
         super().__init__(inputs, {"down": outputs}, bias=bias)
         self.gated, self.activation = gated, activation
 
-    def forward(self, x: Tensor, dropout: TokenDropout | None = None) -> Tensor:
+    def forward(self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None) -> Tensor:
         """x [T, in], or gate and up side by side [T, 2 in] -> [T, out]."""
         if len(self.adapters):
-            return super().forward(kernels.activated(x, self.gated, self.activation), dropout)
+            return super().forward(kernels.activated(x, self.gated, self.activation), dropout, share)
         bias = self.bias if self.reduce is None else None
-        return self._reduced(kernels.activated_linear(x, self.gated, self.weight, bias, self.activation))
+        return self._reduced(kernels.activated_linear(x, self.gated, self.weight, bias, self.activation), share)
 
 
 class _Adapted(torch.autograd.Function):
