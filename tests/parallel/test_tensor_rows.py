@@ -1,5 +1,5 @@
-"""Ranks that hold parts of every layer and share the rows between attention and MLP, in float64: they are the whole network, and
-take less memory and as many bytes."""
+"""Ranks that hold parts of every layer and share the rows between attention and MLP, in float64: they are the whole network,
+and take less memory and as many bytes."""
 
 from __future__ import annotations
 
@@ -113,30 +113,36 @@ def test_four_ranks_are_as_one(name: str, four_ranks: Ranks) -> None:
 
 
 def short(lengths: list[int]) -> list[tuple[Tensor, Values]]:
-    """Losses and gradients of packs with fewer tokens than there are ranks."""
-    whole, group = tiny(dtype=torch.float64), dist.group.WORLD
+    """Of packs of one sequence each: the loss, and the gradients of what every rank has whole."""
+    whole, group = tiny(head="score", dtype=torch.float64), dist.group.WORLD
     assert group is not None
-    network, found = part_of(whole, True), []
-    for length in lengths:
-        loss, _ = loss_of(network, pack(sequences([length])), group.size())
-        loss.backward()
+    network = part_of(whole, True)
+
+    def complete() -> None:
         tensor.sum_gradients(canonical(network), whole.config, group, shares_rows=True)
-        parts = {n: p.grad.clone() for n, p in canonical(network).items() if "norm" in n and p.grad is not None}
-        found.append((loss.detach(), parts))
+
+    return one_by_one(network, lengths, complete)
+
+
+def one_by_one(
+    network: Transformer, lengths: list[int], complete: Callable[[], None] = lambda: None
+) -> list[tuple[Tensor, Values]]:
+    found = []
+    for length in lengths:
+        loss, _ = loss_of(network, pack(sequences([length])), 1)
+        loss.backward()
+        complete()
+        whole = {name: part.grad for name, part in canonical(network).items() if "norm" in name or "score" in name}
+        found.append((loss.detach(), {name: grad.clone() for name, grad in whole.items() if grad is not None}))
         network.zero_grad()
     return found
 
 
-def test_packs_of_fewer_tokens_than_ranks(four_ranks: Ranks) -> None:
-    network, lengths = tiny(dtype=torch.float64), [2, 3, 5]
-    expected = []
-    for length in lengths:
-        loss, _ = loss_of(network, pack(sequences([length])), 1)
-        loss.backward()
-        parts = {n: p.grad.clone() for n, p in canonical(network).items() if "norm" in n and p.grad is not None}
-        expected.append((loss.detach(), parts))
-        network.zero_grad()
-    for found in four_ranks.run(short, lengths):
+def test_packs_of_fewer_tokens_than_ranks(ranks: Ranks) -> None:
+    lengths = [1, 2, 3]
+    expected = one_by_one(tiny(head="score", dtype=torch.float64), lengths)
+    assert all("score.weight" in gradients for _, gradients in expected)
+    for found in ranks.run(short, lengths):
         for (loss, gradients), (wanted, whole) in zip(found, expected, strict=True):
             assert_close(loss, wanted, **EXACT)
             same(gradients, whole, EXACT)
