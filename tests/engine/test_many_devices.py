@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,6 +45,19 @@ def compare(case: Case, layout: str, ranks: Ranks, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "lora", "mixtral"])
 def test_two_processes_are_as_one(name: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
     compare(CASES[name], layout, ranks, tmp_path)
+
+
+WHOLE = Case(options={"sequence_parallel": False})
+
+
+def test_tensor_ranks_that_share_no_rows(ranks: Ranks, tmp_path: Path) -> None:
+    compare(WHOLE, "t2", ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layout in FOUR if "t" in layout])
+def test_tensor_ranks_that_share_no_rows_more(layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    compare(WHOLE, layout, four_ranks, tmp_path)
 
 
 EXPERTS = {
@@ -151,6 +165,14 @@ def test_four_ranks_of_a_pipeline(schedule: str, four_ranks: Ranks, tmp_path: Pa
     compare(staged(schedule, 9), "p4", four_ranks, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("name", ["gpt2", "recomputed"])
+def test_stages_of_tensor_ranks(name: str, schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    case = replace(CASES[name], options={**CASES[name].options, "pipeline_schedule": schedule})
+    compare(case, "d1t2p2", four_ranks, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("saved", "resumed"), [("d2", "t2"), ("t2", "p2"), ("p2", "c2"), ("c2", "d1"), ("d1", "d2"), ("d2f1", "d2")]
 )
@@ -200,6 +222,18 @@ def test_ranks_without_an_id_work_on(layout: str, family: str, ranks: Ranks, tmp
             assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-10)
     assert (known, others, none) == (["id1"], [], [])
     assert own[0] == pytest.approx(scored[0], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d2t2", "d2f1t2"])
+def test_tensor_ranks_without_an_id_work_on(layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    """Where a rank runs one token, and shares it with another that has none."""
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    steps, *_ = layouts.few(path, "d1")
+    for found, *_ in four_ranks.run(layouts.few, path, layout):
+        for step, wanted in zip(found, steps, strict=True):
+            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-10)
+            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-10)
 
 
 def test_a_broken_loss_of_one_rank_stops_every_rank(ranks: Ranks, tmp_path: Path) -> None:

@@ -42,6 +42,16 @@ def test_activations_by_hand() -> None:
     assert every_second.activations == 4 * (ends + 2 * 100 * layer + 2 * 100 * 8 + working + 100 * layer)
 
 
+def test_ranks_that_share_rows_keep_their_part_of_the_stream() -> None:
+    shared = replace(SHAPE, row_ranks=4)
+    assert SHAPE.kept_per_token() - shared.kept_per_token() == 2 * (8 - 2)
+    assert SHAPE.last_layer(100, 60) - shared.last_layer(100, 60) == (100 + 60) * (8 - 2)
+    every = replace(TRAINED, recompute=1)
+    whole, parts = (estimate(shape, every, [TRAIN]).activations for shape in (SHAPE, shared))
+    # The inputs of all layers, both ends, and the layer that is computed again.
+    assert whole - parts == 4 * 100 * (8 - 2) * (4 + 2 + 2)
+
+
 def test_adapters_keep_their_products_and_open_the_mlp() -> None:
     layer = SHAPE.kept_per_token()
     assert replace(SHAPE, adapters=21).kept_per_token() == layer + 21

@@ -40,6 +40,7 @@ class Case:
     family: str
     form: str
     kernels: bool
+    shares_rows: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,12 @@ def narrowed(case: Case) -> Run:
         part.data.copy_(values[name][tensor_slice(name, tuple(values[name].shape), config, size, rank)])
     group = dist.group.WORLD
     assert group is not None
-    tensor.join(network, config, group)
+    shares, device = case.shares_rows, torch.device("cpu")
+    tensor.join(network, config, group, shares_rows=shares)
     return run(
-        network, packs(case), lambda: tensor.sum_gradients(canonical(network), config, group, torch.device("cpu"))
+        network,
+        packs(case),
+        lambda: tensor.sum_gradients(canonical(network), config, group, device, shares_rows=shares),
     )
 
 

@@ -26,6 +26,8 @@ RENAMED = {
     "zero_stage": "{model}.zero_stage",
     "gradient_checkpointing": "{model}.gradient_checkpointing",
     "activation_checkpointing": "{model}.gradient_checkpointing",
+    "sequence_parallel": "{model}.sequence_parallel",
+    "use_sequence_parallel": "{model}.sequence_parallel",
     "lora_r": "{model}.lora.r",
     "lora_alpha": "{model}.lora.alpha",
     "lora_dropout": "{model}.lora.dropout",
@@ -67,6 +69,7 @@ RENAMED = {
     "rng_seed": "seed",
     "benchmark_steps": "max_steps",
 }
+OF_A_MODEL = {"parallel.use_sequence_parallel": "sequence_parallel"}  # after MODEL.
 # `reward.args` is part of the option `reward`, so `args` is not among what tells that a call is meant.
 CALL_OPTIONS = tuple(spec.name for spec in fields(MFCOptions) if spec.name != "args")
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -148,6 +151,9 @@ def _renamed(name: str, done: Translation) -> list[str]:
         return [config.spellings[last]]
     if f"{group}.gen.{last}" in done.known:
         return [f"{group}.gen.{last}"]
+    for spelling, option in OF_A_MODEL.items():
+        if name.endswith(f".{spelling}") and (target := name.removesuffix(spelling) + option) in done.known:
+            return [target]
     if name.startswith("optimizer."):
         return [_of_the_trained_role(config, name)]
     target = RENAMED.get(name, "")

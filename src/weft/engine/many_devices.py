@@ -39,6 +39,7 @@ class ManyDevices:
     shards: Shards | None = None
     pipeline: Pipeline | None = None
     tied: bool = False  # the embedding is the output matrix too
+    shares_rows: bool = False  # tensor ranks share the rows between attention and MLP
 
     # -- a training step
 
@@ -97,7 +98,8 @@ class ManyDevices:
             )
             sum_tied_gradients([copy for copy in copies if copy.requires_grad], self.mesh.ends, self._device)
         if self.mesh.size("tensor") > 1:
-            tensor.sum_gradients(self.stored(), self.config, self.mesh.group("tensor"), self._device)
+            group = self.mesh.group("tensor")
+            tensor.sum_gradients(self.stored(), self.config, group, self._device, shares_rows=self.shares_rows)
 
     def _experts_apart(self) -> set[int]:
         """The parameters of experts, by identity, where ranks hold some each."""

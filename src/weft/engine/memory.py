@@ -26,7 +26,7 @@ class NetworkShape:
     experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value or score head;
     `embedding`: elements of the embedding's matrix; `adapters`: elements that a layer's adapters keep of a token; `fused`: the
     MLP computes the activation and its product with the gated part again in place of keeping them; `capped`: logits have a
-    soft cap."""
+    soft cap; `row_ranks` that share the rows of the stream of states."""
 
     parameters: int
     trainable: int
@@ -42,18 +42,24 @@ class NetworkShape:
     adapters: int = 0
     fused: bool = True
     capped: bool = False
+    row_ranks: int = 1
 
     def kept_per_token(self) -> int:
         """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
         norms' results, q, k, v, attention's result, what the MLP's first matrices give, and, where it is not fused, as many
-        again: the activation and the product."""
-        return 4 * self.hidden + 2 * self.query + 2 * self.key + self._gate_up + self.adapters
+        again: the activation and the product. Norms' results are kept as attention and MLP read them, of all rows."""
+        return 2 * (self.stream + self.hidden) + 2 * self.query + 2 * self.key + self._gate_up + self.adapters
 
     def last_layer(self, tokens: int, rows: int) -> int:
         """Elements that the last layer keeps, which computes what follows attention for `rows` of its tokens alone: of those
         attention's result once more, of the others neither the stream before the MLP nor what comes of it, adapters' too."""
-        late = 2 * self.hidden + self._gate_up + self.adapters
+        late = self.stream + self.hidden + self._gate_up + self.adapters
         return tokens * (self.kept_per_token() - late) + rows * (late + self.query)
+
+    @property
+    def stream(self) -> int:
+        """Elements of a token's state between attention and MLP, on each of the ranks that share them."""
+        return -(-self.hidden // self.row_ranks)
 
     @property
     def _gate_up(self) -> int:
@@ -156,7 +162,7 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
         logits = (1 if settings.in_place else SAMPLING_CHUNKS) * work.sequences * shape.vocab * WIDE
         return logits, cache, logits + cache
     alone = 1 + CAPPED_CHUNKS * shape.capped
-    ends = 2 * work.tokens * shape.hidden * width + work.rows * shape.hidden * width
+    ends = 2 * work.tokens * shape.stream * width + work.rows * shape.hidden * width
     if not work.backward:
         working = work.tokens * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner)) * width
         chunks = alone if settings.in_place else SCORING_CHUNKS
@@ -164,7 +170,7 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
         return most, 0, most
     again = shape.layers // settings.recompute if settings.recompute else 0
     layer = work.tokens * shape.kept_per_token() * width
-    kept = (shape.layers - again) * layer + again * work.tokens * shape.hidden * width
+    kept = (shape.layers - again) * layer + again * work.tokens * shape.stream * width
     if not again or shape.layers % settings.recompute:
         kept += shape.last_layer(work.tokens, work.rows) * width - layer
     chunks = alone if settings.in_place else TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
@@ -174,7 +180,8 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
     # Early in a backward pass all activations are there and of the gradients that of the output matrix, as large as the
     # embedding (or all, where another micro-batch came before); at its end the gradients and, where its rows are not added in
-    # place, the look-up's apart, with the head's where they are tied.
+    # place, the look-up's apart, with the head's where they are tied; where rows are shared, the states' gradients of all rows.
     early = activations + (gradients + embedding if work.parts > 1 else embedding * (shape.vocab > 1))
+    ends += work.tokens * (shape.hidden - shape.stream) * width
     late = gradients + ends + (0 if settings.adds_rows else embedding * (1 + shape.tied))
     return activations, 0, max(early, late)

@@ -44,6 +44,14 @@ class RowParts:
     number: Tensor  # int64 [rows]: which one of its rank's rows each is
     places: Tensor  # int64 [rows]: where each lies when what the ranks have stands end to end, each filled up to `most` rows
     most: int
+    filled: bool = False  # whether `places` are 0, 1, 2, ...
+
+    @classmethod
+    def stretches(cls, count: int, group: ProcessGroup, device: torch.device) -> RowParts:
+        """`count` rows as consecutive ones for each rank, as many for all but the last that have some."""
+        most, places = -(-count // group.size()), torch.arange(count, device=device)
+        own = places[group.rank() * most : (group.rank() + 1) * most]
+        return cls(group, own, places % max(1, most), places, most, filled=True)
 
     @classmethod
     def of(cls, owner: Tensor, group: ProcessGroup) -> RowParts:
@@ -54,6 +62,19 @@ class RowParts:
         number[order] = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner[order]]
         most = int(counts.max())
         return cls(group, (owner == group.rank()).nonzero().flatten(), number, owner * most + number, most)
+
+    def select(self, rows: Tensor) -> RowParts:
+        """Of some of them, int64 [n], which may repeat: each is its rank's still."""
+        return RowParts.of(self.places[rows] // max(1, self.most), self.group)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return gathered(x, self)
+
+    def gather_alike(self, x: Tensor) -> Tensor:
+        return gathered_alike(x, self)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        return scattered(x, self)
 
 
 def gathered(x: Tensor, rows: RowParts) -> Tensor:
@@ -69,27 +90,54 @@ def gathered_alike(x: Tensor, rows: RowParts) -> Tensor:
     return y
 
 
+def scattered(x: Tensor, rows: RowParts) -> Tensor:
+    """Of all rows [rows, ...], each a sum of which every rank has a part, those of this rank [n, ...]; each rank gets the
+    gradient of all of them."""
+    y: Tensor = _Scatter.apply(x, rows)
+    return y
+
+
+def _all(own: Tensor, rows: RowParts) -> Tensor:
+    every = own.new_empty(rows.group.size() * rows.most, *own.shape[1:])
+    if rows.most:
+        dist.all_gather(list(every.split(rows.most)), _to(rows.most, own), group=rows.group)
+    return every[: len(rows.places)] if rows.filled else every.index_select(0, rows.places)
+
+
+def _own_sum(x: Tensor, rows: RowParts) -> Tensor:
+    own, count = x.new_empty(rows.most, *x.shape[1:]), rows.group.size() * rows.most
+    if rows.most:
+        every = _to(count, x) if rows.filled else x.new_zeros(count, *x.shape[1:]).index_copy(0, rows.places, x)
+        dist.reduce_scatter(own, list(every.split(rows.most)), group=rows.group)
+    return own[: len(rows.own)]
+
+
+def _to(count: int, x: Tensor) -> Tensor:
+    """x [n, ...], filled up to `count` rows."""
+    return x.contiguous() if len(x) == count else torch.cat([x, x.new_zeros(count - len(x), *x.shape[1:])])
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowParts, sums: bool) -> Tensor:
         ctx.rows, ctx.sums = rows, sums
-        padded = x.new_zeros(rows.most, *x.shape[1:])
-        padded[: len(x)] = x
-        every = x.new_empty(rows.group.size() * rows.most, *x.shape[1:])
-        if rows.most:
-            dist.all_gather(list(every.split(rows.most)), padded, group=rows.group)
-        return every.index_select(0, rows.places)
+        return _all(x, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         rows, (grad,) = ctx.rows, gradients
-        if not ctx.sums:
-            return grad.index_select(0, rows.own), None, None
-        own = grad.new_zeros(rows.most, *grad.shape[1:])
-        if rows.most:
-            every = grad.new_zeros(rows.group.size() * rows.most, *grad.shape[1:]).index_copy(0, rows.places, grad)
-            dist.reduce_scatter(own, list(every.split(rows.most)), group=rows.group)
-        return own[: len(rows.own)], None, None
+        return _own_sum(grad, rows) if ctx.sums else grad.index_select(0, rows.own), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowParts) -> Tensor:
+        ctx.rows = rows
+        return _own_sum(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all(gradients[0], ctx.rows), None
 
 
 class _SumForward(torch.autograd.Function):

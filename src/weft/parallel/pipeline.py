@@ -7,7 +7,8 @@
     outputs = pipeline.share_outputs(outputs)               # on every rank
 
 The order is that of `weft.parallel.schedule`. All ranks have the same micro-batches, so each knows the shape of whatever comes:
-[T, hidden] of a pack of T tokens, whose numbers may all differ. Nothing is sent but states and their gradients.
+[T, hidden] of a pack of T tokens, whose numbers may all differ; where tensor ranks share the tokens, of a rank's own ones.
+Nothing is sent but states and their gradients.
 """
 
 from __future__ import annotations
@@ -59,6 +60,11 @@ class Pipeline:
         parameter = next(self.networks[wanted[0]].parameters())
         self.dtype, self.device = dtype or parameter.dtype, parameter.device
         self.width = self.networks[wanted[0]].config.hidden_size
+
+    def num_rows(self, microbatch: Microbatch) -> int:
+        """Of the states that go from stage to stage: of all its tokens, or of this rank's where tensor ranks share them."""
+        sharing = next(iter(self.networks.values())).sharing
+        return microbatch.num_tokens if sharing is None else sharing.count(microbatch.num_tokens)
 
     @property
     def ends(self) -> bool:
@@ -239,7 +245,7 @@ class _Run:
                 tensor, peer = self._made.pop(ends), pipeline.placement.rank_of(message.target)
                 work = dist.isend(tensor, group=pipeline.group, group_dst=peer, tag=tag)
             else:
-                shape = self._microbatches[message.microbatch].num_tokens, pipeline.width
+                shape = pipeline.num_rows(self._microbatches[message.microbatch]), pipeline.width
                 tensor = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
                 peer = pipeline.placement.rank_of(message.source)
                 work = dist.irecv(tensor, group=pipeline.group, group_src=peer, tag=tag)

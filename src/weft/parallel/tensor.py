@@ -1,24 +1,27 @@
 """Tensor parallelism: ranks whose networks hold a part of the heads, of the MLPs' width and of the vocabulary compute as one.
 
     narrow = Transformer(config.narrowed(t, rank))           # its parameters: `weft.topology.tensor_slice`
-    join(narrow, config, group)
+    join(narrow, config, group, shares_rows=True)
     narrow(packed, want)                                     # on every rank the outputs of the whole network
-    sum_gradients(canonical(narrow), config, group, device)  # after the backward passes of a step
+    sum_gradients(canonical(narrow), config, group, device, shares_rows=True)  # after the backward passes of a step
 
-Hidden states are whole on every rank. They enter attention and MLP as they are, and their gradients are summed there; what
-leaves is summed (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
+Hidden states enter attention and MLP whole, and their gradients are summed there; what leaves is summed (Shoeybi et al. 2019,
+"Megatron-LM", arXiv:1909.08053, section 3). With sequence parallelism (Korthikanti et al. 2022, "Reducing activation
+recomputation", arXiv:2205.05198, section 4.2.2) the ranks share the rows: each has its own ones of the states between
+attention and MLP, which are gathered on entering, and the sum that leaves is scattered. As many bytes are sent, for an
+all-reduce is these two one after the other. Generation has whole states.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.models.network import lora
@@ -27,8 +30,9 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear
 from weft.models.network.moe import ExpertStack, MoE
 from weft.models.network.parameters import StoredParameter
+from weft.models.network.shared_rows import SharedRows
 from weft.models.network.transformer import Transformer
-from weft.parallel.collectives import summed, summed_backward, summed_forward
+from weft.parallel.collectives import RowParts, summed, summed_backward, summed_forward
 from weft.parallel.vocabulary import GroupSplit
 from weft.topology import heads_of, vocabulary_of
 
@@ -37,13 +41,19 @@ PARTIAL = (
     r"blocks\.\d+\.(attention\.([qkv]\.lora_a|o\.lora_b|[qk]_norm\.weight)"
     r"|mlp\.(router\.weight|.*(gate|up)\.lora_a|.*down\.lora_b))"
 )
+# Those of what is computed between attention and MLP: where the ranks share its rows each sees a part of these gradients too.
+BETWEEN = (
+    r"(positions|embed_in|embed_out|score)\.weight|norm\.(weight|bias)"
+    r"|blocks\.\d+\.(norm[12](_post)?\.(weight|bias)|(attention\.o|mlp\.down)\.bias)"
+)
 # Of heads that several ranks hold, where there are few; with the norm over all keys, where there is one.
 COPIED = r"blocks\.\d+\.attention\.[kv]\.(weight|bias|lora_b)"
 COPIED_NORM = rf"{COPIED}|blocks\.\d+\.attention\.k_norm\.weight"
 
 
-def join(network: Transformer, config: TransformerConfig, group: ProcessGroup) -> None:
-    """Make the rank's part of a network one with the other ranks' parts; `config` is that of the whole."""
+def join(network: Transformer, config: TransformerConfig, group: ProcessGroup, *, shares_rows: bool) -> None:
+    """Make the rank's part of a network one with the other ranks' parts; `config` is that of the whole. With `shares_rows` each
+    rank has a part of the rows between attention and MLP."""
     rank, size = group.rank(), group.size()
     leaves = partial(summed_forward, group=group)
     first = vocabulary_of(config.vocab_size, size, rank).start
@@ -55,13 +65,31 @@ def join(network: Transformer, config: TransformerConfig, group: ProcessGroup) -
     network.vocab_size = config.vocab_size
     if network.ends and network.kind == "lm":
         network.head.split = GroupSplit(first, config.vocab_size, group)
-        network.head.register_forward_pre_hook(partial(_enter, group=group))
+        network.enter = partial(summed_backward, group=group)
+    network.sharing = Stretches(group) if shares_rows else None
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Implements `weft.models.network.shared_rows.RowSharing`: consecutive tokens of a pack for each rank of the group."""
+
+    group: ProcessGroup
+
+    def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
+        every = RowParts.stretches(len(tokens), self.group, tokens.device)
+        if rows is None:
+            return SharedRows(every, every, torch.arange(len(every.own), device=tokens.device))
+        wanted = every.select(rows)
+        return SharedRows(every, wanted, every.number[rows[wanted.own]])
+
+    def count(self, length: int) -> int:
+        most = -(-length // self.group.size())
+        return min(max(length - self.group.rank() * most, 0), most)
 
 
 def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) -> None:
     leaves = partial(summed_forward, group=group)
-    block.attention.register_forward_pre_hook(partial(_enter, group=group))
-    block.mlp.register_forward_pre_hook(partial(_enter, group=group))
+    block.enter = partial(summed_backward, group=group)
     block.attention.o.reduce = leaves
     heads = heads_of(config, group.size(), group.rank())
     block.attention.first_head = block.attention.layer * config.num_heads + heads.start
@@ -88,16 +116,15 @@ def _number(layer: Linear, channel: int) -> None:
         adapter.channel = channel
 
 
-def _enter(module: nn.Module, arguments: tuple[Any, ...], group: ProcessGroup) -> tuple[Any, ...]:
-    return (summed_backward(arguments[0], group), *arguments[1:])
-
-
 def sum_gradients(
-    stored: Mapping[str, StoredParameter], config: TransformerConfig, group: ProcessGroup, device: torch.device
-) -> None:
+    stored: Mapping[str, StoredParameter], config: TransformerConfig, group: ProcessGroup, device: torch.device, *,
+    shares_rows: bool,
+) -> None:  # fmt: skip
     """Complete the gradients of parameters of which each rank sees a part; `stored` by canonical name. Every rank of the group,
     which joins the ranks' devices, calls it; gradients may lie elsewhere."""
     parts = _partial(stored, config)
+    if shares_rows:
+        parts += [part for name, part in stored.items() if re.fullmatch(BETWEEN, name)]
     gradients = [grad for part in parts if (grad := part.grad) is not None]
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)

@@ -49,7 +49,8 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     network = whole if mesh is None else source.network(mesh)
     for each in {whole, network}:
         each.padding = saving.skipped_padding(tokenizer, spec)
-    cost, sizes = _cost(network, frozen=spec.has_adapters).shared(layout.context), _sizes(network)
+    cost = _cost(network, frozen=spec.has_adapters).shared(layout.context)
+    sizes = _sizes(network) | {"row_ranks": layout.tensor if spec.sequence_parallel else 1}
     part = None
     if mesh is None:
         network.to_empty(device=device)

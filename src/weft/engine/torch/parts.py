@@ -64,7 +64,10 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
             half = shards is not None and (own := DTYPES[dtype_of(source.spec)]) in HALF
             kind = cast(Kind, source.spec.pipeline_schedule)
             staged = Pipeline(stages, kind, mesh.group("pipeline"), own if half else None)
-        return ManyDevices(mesh, network, held, source.shapes, now, source.config, shards, staged, source.tied)
+        return ManyDevices(
+            mesh, network, held, source.shapes, now, source.config, shards, staged, source.tied,
+            shares_rows=source.spec.sequence_parallel,
+        )  # fmt: skip
 
     return Part(
         shapes=source.shapes,

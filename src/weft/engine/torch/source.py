@@ -66,7 +66,7 @@ class Source:
             if spec.mirrors:
                 network.requires_grad_(False)
         if mesh is not None and mesh.size("tensor") > 1:
-            tensor.join(network, self.config, mesh.group("tensor"))
+            tensor.join(network, self.config, mesh.group("tensor"), shares_rows=spec.sequence_parallel)
         if mesh is not None and mesh.size("context") > 1:
             context.join(network, mesh.group("context"))
         return network.eval()

@@ -19,27 +19,51 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.linear import DownLinear, Linear
 from weft.models.network.moe import MoE
+from weft.models.network.shared_rows import RowShare, SharedRows, entered
 
 
 @dataclass(frozen=True)
 class BlockContext:
     """What every block of one pass reads: who attends to whom, the rotation of each token, its dropout; and where experts
-    tell how they are used. Of the last block the states of `rows`, int64 [N], may be all that is wanted."""
+    tell how they are used. Of the last block the states of `rows`, int64 [N], may be all that is wanted.
+
+    Where ranks share the rows of the stream of states, `shared` says how; what is inside attention and MLP has all rows."""
 
     attention: AttentionContext
     rotation: tuple[Tensor, Tensor] | None
     dropout: TokenDropout | None
     aux_loss: MoEAuxLoss | None = None
     rows: Tensor | None = None
+    shared: SharedRows | None = None
 
     def wanted(self, x: Tensor) -> Tensor:
         """x [T, ...] at the tokens whose states are wanted."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
+    def stream(self, x: Tensor) -> Tensor:
+        """The same of the states between attention and MLP, which may be those of this rank's tokens alone."""
+        return self.wanted(x) if self.shared is None or self.rows is None else x.index_select(0, self.shared.kept)
+
+    @property
+    def share(self) -> RowShare | None:
+        """Which of the states are here that come in."""
+        return None if self.shared is None else self.shared.tokens
+
+    @property
+    def late_share(self) -> RowShare | None:
+        """Which of those are here that are wanted."""
+        return self.share if self.shared is None or self.rows is None else self.shared.wanted
+
     @cached_property
     def late_dropout(self) -> TokenDropout | None:
         """The dropout of the tokens whose states are wanted."""
         return self.dropout if self.dropout is None or self.rows is None else self.dropout.select(self.rows)
+
+    @cached_property
+    def stream_dropout(self) -> TokenDropout | None:
+        """That of those among them that are here."""
+        late, share = self.late_dropout, self.late_share
+        return late if late is None or share is None else late.select(share.own)
 
 
 class Norm(nn.Module):
@@ -94,14 +118,14 @@ class Attention(nn.Module):
         self.spec = AttentionSpec(scale, window, config.attention_softcap, config.attention_dropout)
 
     def forward(self, x: Tensor, at: BlockContext) -> Tensor:
-        """x [T, hidden] -> [T, hidden], or [N, hidden] of the rows that are wanted."""
+        """x [T, hidden] -> [T, hidden], or [N, hidden] of the rows that are wanted; where ranks share them, this rank's."""
         heads, kv = self.qkv(x, at.dropout).unflatten(-1, (-1, self.head_dim)), self.num_kv_heads
         if self.qk_norm is not None:
             q, k, v = heads.split([self.num_heads, kv, kv], dim=1)
             heads = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k), v], dim=1)
         dropout = None if at.dropout is None else replace(at.dropout, first_head=self.first_head)
         mixed = attend_heads(heads, kv, at.rotation, at.attention, self.spec, self.layer, dropout).flatten(1)
-        y: Tensor = self.o(at.wanted(mixed), at.late_dropout)
+        y: Tensor = self.o(at.wanted(mixed), at.late_dropout, at.late_share)
         return y
 
     def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
@@ -122,19 +146,21 @@ class MLP(nn.Module):
             self.up = Linear(hidden, {"up": inner}, bias=bias)
         self.down = DownLinear(inner, hidden, bias=bias, gated=gated, activation=config.activation)
 
-    def forward(self, x: Tensor, dropout: TokenDropout | None) -> Tensor:
+    def forward(self, x: Tensor, dropout: TokenDropout | None, share: RowShare | None = None) -> Tensor:
         gate_up = self.gate_up(x, dropout) if self.down.gated else self.up(x, dropout)
-        y: Tensor = self.down(gate_up, dropout)
+        y: Tensor = self.down(gate_up, dropout, share)
         return y
 
 
 class Block(nn.Module):
-    """`layer` counts from 0 in the whole network."""
+    """`layer` counts from 0 in the whole network. Where ranks hold a part of attention and MLP each, `enter` joins their
+    gradients of what comes in; where they share its rows the pass itself does."""
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.dropout = layer, config.hidden_dropout
         self.placement, self.parallel = config.placement, config.parallel_residual
+        self.enter: Callable[[Tensor], Tensor] | None = None
         self.attention = Attention(config, layer)
         self.mlp = MoE(config) if config.has_experts(layer) else MLP(config)
         if config.placement != "post":
@@ -145,31 +171,32 @@ class Block(nn.Module):
     def forward(self, x: Tensor, at: BlockContext) -> Tensor:
         """x [T, hidden] -> [T, hidden], or [N, hidden] of the `rows` that are wanted: the others give their keys and values."""
         if self.parallel:
-            own = at.wanted(x)
+            own = at.stream(x)
             return own + self._attend(self.norm1(x), at) + self._feed(self.norm2(own), at)
         match self.placement:
             case "pre":
-                x = at.wanted(x) + self._attend(self.norm1(x), at)
+                x = at.stream(x) + self._attend(self.norm1(x), at)
                 return x + self._feed(self.norm2(x), at)
             case "post":
-                x = at.wanted(x) + self.norm1_post(self._attend(x, at))
+                x = at.stream(x) + self.norm1_post(self._attend(x, at))
                 return x + self.norm2_post(self._feed(x, at))
             case "both":
-                x = at.wanted(x) + self.norm1_post(self._attend(self.norm1(x), at))
+                x = at.stream(x) + self.norm1_post(self._attend(self.norm1(x), at))
                 return x + self.norm2_post(self._feed(self.norm2(x), at))
             case "after":
-                x = self.norm1(at.wanted(x) + self._attend(x, at))
+                x = self.norm1(at.stream(x) + self._attend(x, at))
                 y: Tensor = self.norm2(x + self._feed(x, at))
                 return y
 
     def _attend(self, x: Tensor, at: BlockContext) -> Tensor:
-        return self._drop(self.attention(x, at), at, dropout.ATTENTION_OUT)
+        return self._drop(self.attention(entered(x, at.share, self.enter), at), at, dropout.ATTENTION_OUT)
 
     def _feed(self, x: Tensor, at: BlockContext) -> Tensor:
-        dropped = at.late_dropout
-        fed = self.mlp(x, dropped, at.aux_loss) if isinstance(self.mlp, MoE) else self.mlp(x, dropped)
+        dropped, share = at.late_dropout, at.late_share
+        x = entered(x, share, self.enter)
+        fed = self.mlp(x, dropped, at.aux_loss, share) if isinstance(self.mlp, MoE) else self.mlp(x, dropped, share)
         return self._drop(fed, at, dropout.MLP_OUT)
 
     def _drop(self, x: Tensor, at: BlockContext, place: int) -> Tensor:
-        keys = at.late_dropout
+        keys = at.stream_dropout
         return x if keys is None else keys.drop(x, self.dropout, dropout.site(self.layer, place))

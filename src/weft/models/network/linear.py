@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from weft import kernels
 from weft.kernels import Activation, GradientSum
 from weft.models.network.dropout import TokenDropout
+from weft.models.network.shared_rows import RowShare
 
 
 class Adapter(nn.Module):
@@ -49,7 +50,7 @@ class Linear(nn.Module):
 
     `adapters` by part, where there are any. `gradient_sum` is where the weight's gradient goes in place of its `grad`, if
     the engine says so. `reduce` joins what ranks have that hold columns of W each: it is called before the bias is added,
-    which all of them hold.
+    which all of them hold. In a pass whose rows the ranks share, `share` does it, and leaves those of this rank.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -62,11 +63,11 @@ class Linear(nn.Module):
         self.gradient_sum: GradientSum | None = None
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
-    def forward(self, x: Tensor, dropout: TokenDropout | None = None) -> Tensor:
+    def forward(self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None) -> Tensor:
         bias = self.bias if self.reduce is None else None
         if len(self.adapters):
-            return self._reduced(self._adapted(x, bias, dropout))
-        return self._reduced(kernels.linear(x, self.weight, bias, self.gradient_sum))
+            return self._reduced(self._adapted(x, bias, dropout), share)
+        return self._reduced(kernels.linear(x, self.weight, bias, self.gradient_sum), share)
 
     def rows(self, part: str) -> slice:
         """Rows of the matrix that a part is."""
@@ -80,10 +81,10 @@ class Linear(nn.Module):
         assert found is None or isinstance(found, Adapter)
         return found
 
-    def _reduced(self, y: Tensor) -> Tensor:
+    def _reduced(self, y: Tensor, share: RowShare | None) -> Tensor:
         if self.reduce is None:
             return y
-        y = self.reduce(y)
+        y = self.reduce(y) if share is None else share.scatter(y)
         return y if self.bias is None else y + self.bias
 
     def _adapted(self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None) -> Tensor:
@@ -110,13 +111,13 @@ class DownLinear(Linear):
         super().__init__(inputs, {"down": outputs}, bias=bias)
         self.gated, self.activation = gated, activation
 
-    def forward(self, x: Tensor, dropout: TokenDropout | None = None) -> Tensor:
+    def forward(self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None) -> Tensor:
         """x [T, in], or gate and up side by side [T, 2 in] -> [T, out]."""
         if len(self.adapters):
-            return super().forward(kernels.activated(x, self.gated, self.activation), dropout)
+            return super().forward(kernels.activated(x, self.gated, self.activation), dropout, share)
         bias = self.bias if self.reduce is None else None
         made = kernels.activated_linear(x, self.gated, self.weight, bias, self.activation, self.gradient_sum)
-        return self._reduced(made)
+        return self._reduced(made, share)
 
 
 class _Adapted(torch.autograd.Function):

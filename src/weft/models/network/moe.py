@@ -14,6 +14,7 @@ from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.linear import Adapter, Linear, adapted
+from weft.models.network.shared_rows import RowShare
 
 Compute = Callable[[Tensor, Groups, TokenDropout | None], Tensor]
 
@@ -57,7 +58,8 @@ class ExpertStack(nn.Module):
 class MoE(nn.Module):
     """[T, hidden] -> [T, hidden]. The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
 
-    `reduce` joins what ranks have that hold columns of every expert each, `exchange` ranks that hold some experts each.
+    `reduce` joins what ranks have that hold columns of every expert each (where they share the rows of a pass, `share` does),
+    and `exchange` ranks that hold some experts each.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -76,7 +78,9 @@ class MoE(nn.Module):
         self.reduce: Callable[[Tensor], Tensor] | None = None
         self.exchange: Exchange | None = None
 
-    def forward(self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None, share: RowShare | None = None
+    ) -> Tensor:
         logits = self.router(x)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
@@ -96,7 +100,9 @@ class MoE(nn.Module):
             outputs = self.exchange(inputs, groups, keys, self._computed)
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
         y = torch.zeros_like(x).index_add(0, token, weighted)
-        return y if self.reduce is None else self.reduce(y)
+        if self.reduce is None:
+            return y
+        return self.reduce(y) if share is None else share.scatter(y)
 
     def _computed(self, x: Tensor, groups: Groups, keys: TokenDropout | None) -> Tensor:
         """[rows, hidden], sorted by expert, through the experts that are here."""

@@ -10,8 +10,8 @@ Parts of it have the same class: `layers=range(8, 16)` holds these blocks alone,
 with the last norm and head where they end at the last. Without the embedding a pass is given `states` [T, hidden]; without the
 head it returns them. Where blocks between are missing, runs of those that are there compute, each a network of its own over the
 same modules (`split`). A network that holds a part of the heads, of the MLP's width or of the vocabulary is built of a config
-with smaller numbers; what joins such parts hangs itself on `embed`, on the blocks' `attention` and `mlp`, and on `head` from
-outside.
+with smaller numbers; what joins such parts hangs itself on `embed`, on the blocks and before the head from outside. It may give
+each rank its own rows of the states between attention and MLP (`sharing`), in `forward` alone: generation goes past it.
 
 Parameters, by their canonical names (`weft.models.network.parameters` says where each is stored): `embed.weight`,
 `positions.weight`, `embed_in.weight`, `embed_out.weight`, `blocks.{i}.attention.{q,k,v,o}.{weight,bias}`,
@@ -40,6 +40,7 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.head import LMHead, Pooling, ValueHead, mean_scores, score_rows
 from weft.models.network.packed import Packed
+from weft.models.network.shared_rows import RowShare, RowSharing, SharedRows, entered
 from weft.models.network.support import Support
 from weft.models.network.token_outputs import Projection
 
@@ -53,7 +54,7 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 
 class Embedding(nn.Module):
     """[V, width] looked up at tokens int64 [T]. Of a rank that holds the ids from `first` on, others give zeros; `reduce` sums
-    what the ranks have."""
+    what the ranks have, or `share` where they share the rows."""
 
     def __init__(self, size: int, width: int) -> None:
         super().__init__()
@@ -61,13 +62,14 @@ class Embedding(nn.Module):
         self.first = 0
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, share: RowShare | None = None) -> Tensor:
         if self.reduce is None:
             return nn.functional.embedding(tokens, self.weight)
         local = tokens - self.first
         here = (local >= 0) & (local < len(self.weight))
         states = nn.functional.embedding(torch.where(here, local, 0), self.weight)
-        return self.reduce(states * here[:, None])
+        states = states * here[:, None]
+        return self.reduce(states) if share is None else share.scatter(states)
 
 
 class Transformer(nn.Module):
@@ -81,6 +83,8 @@ class Transformer(nn.Module):
         self.held_layers = range(config.num_layers) if layers is None else layers  # numbers of its blocks, rising
         self.recompute_every = 0  # every n-th block is computed again in the backward pass; 0 none
         self.repeats_prefixes = False  # also where they could be computed once: ranks share the tokens of a pack
+        self.enter: Callable[[Tensor], Tensor] | None = None  # joins ranks' gradients of what the head reads
+        self.sharing: RowSharing | None = None  # where ranks share the rows of the states of a pack
         self.padding: int | None = None  # padding token; a sequence's score is read at the last token before it
         width, hidden = config.embed_dim or config.hidden_size, config.hidden_size
         self.begins, self.ends = self.held_layers[0] == 0, self.held_layers[-1] == config.num_layers - 1
@@ -122,6 +126,7 @@ class Transformer(nn.Module):
             part.blocks = nn.ModuleList(self.blocks[self.held_layers.index(layer)] for layer in run)
             part.vocab_size, part.padding = self.vocab_size, self.padding
             part.recompute_every, part.repeats_prefixes = self.recompute_every, self.repeats_prefixes
+            part.enter, part.sharing = self.enter, self.sharing
             parts.append(part.train(self.training))
         self.stages = nn.ModuleList(parts)
         return parts
@@ -131,32 +136,41 @@ class Transformer(nn.Module):
         states: Tensor | None = None,
     ) -> dict[Output, Tensor] | Tensor:  # fmt: skip
         """`want` of [N] logprobs, entropy and top1, those of several ids a row (`event_outputs`), [N] values, [S] scores; or
-        the states [T, hidden] of a network that does not end. Raises `ConfigError` for what the head lacks."""
+        the states [T, hidden] of a network that does not end (of those this rank's, where they are shared; so are `states`).
+        Raises `ConfigError` for what the head lacks."""
         if not want <= OUTPUTS[self.kind]:
             lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
+        mean = self.kind == "score" and self.pooling == "mean"
+        rows: Tensor | None = None
+        if self.ends and not mean:
+            rows = score_rows(x, self.padding) if self.kind == "score" else x.rows
+        shared = None if self.sharing is None else self.sharing(x.tokens, rows)
+        found = self.hidden(x, rows, states, shared)
         if not self.ends:
-            return self.hidden(x, states=states)
-        if self.kind == "score" and self.pooling == "mean":
-            return {"scores": mean_scores(self.score(self.hidden(x, states=states)), x.attention)}
-        rows = score_rows(x, self.padding) if self.kind == "score" else x.rows
-        found = self.hidden(x, rows, states)
-        if self.kind != "lm":
-            name: Output = "scores" if self.kind == "score" else "values"
-            return {name: self.score(found)}
-        outputs: dict[Output, Tensor] = self.head(found, x, want, self._tied, temperature, support)
-        return outputs
+            return found
+        if self.kind == "lm":
+            found = entered(found, None if shared is None else shared.wanted, self.enter)
+            outputs: dict[Output, Tensor] = self.head(found, x, want, self._tied, temperature, support)
+            return outputs
+        values: Tensor = self.score(found)
+        values = values if shared is None else shared.wanted.gather_alike(values)
+        if mean:
+            return {"scores": mean_scores(values, x.attention)}
+        return {"scores" if self.kind == "score" else "values": values}
 
-    def hidden(self, x: Packed, rows: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, x: Packed, rows: Tensor | None = None, states: Tensor | None = None, shared: SharedRows | None = None
+    ) -> Tensor:
         """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`, int64 [N], alone. Of a
-        network that does not end what its last block makes."""
+        network that does not end what its last block makes. Of all these this rank's, where they are `shared`."""
         assert self.begins != (states is not None), "states are given where there is no embedding"
         keys = None
         if x.dropout is not None:
             keys = TokenDropout.spread(x.dropout, x.attention.dense.lengths, x.positions)
         if states is None:
-            states = self._embedded(x, keys)
-        at = BlockContext(x.attention, self._rotation(x, states.dtype), keys, x.aux_loss)
+            states = self._embedded(x, keys, shared)
+        at = BlockContext(x.attention, self._rotation(x, states.dtype), keys, x.aux_loss, shared=shared)
         states = self._through(states, at, rows)
         if not self.ends:
             return states
@@ -198,20 +212,22 @@ class Transformer(nn.Module):
     def _tied(self) -> Tensor | None:
         return self.embed.weight if self.config.tied else None
 
-    def _embedded(self, x: Packed, keys: TokenDropout | None) -> Tensor:
-        """[T, hidden]: tokens and positions."""
-        config = self.config
-        states: Tensor = self.embed(x.tokens)
+    def _embedded(self, x: Packed, keys: TokenDropout | None, shared: SharedRows | None) -> Tensor:
+        """[T, hidden]: tokens and positions; of this rank's tokens, where they are shared."""
+        config, share, positions = self.config, None if shared is None else shared.tokens, x.positions
+        states: Tensor = self.embed(x.tokens, share)
+        if share is not None:
+            positions, keys = positions[share.own], None if keys is None else keys.select(share.own)
         if config.embed_scale is not None:
             states = states * torch.full((), config.embed_scale, dtype=states.dtype, device=states.device)
         if config.embed_dim not in (None, config.hidden_size):
             states = self.embed_in(states)
         if config.learned_positions is not None:
-            states = states + self.positions(x.positions + config.position_offset)
+            states = states + self.positions(positions + config.position_offset)
         return states if keys is None else keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
 
     def _through(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
-        """[T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`."""
+        """[T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`; of those that are here."""
         # In the last block only `rows` are read, except by the experts' auxiliary loss.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
@@ -222,7 +238,7 @@ class Transformer(nn.Module):
             else:
                 states = block(states, around)
         applied = len(self.blocks) > 0 and last.rows is rows
-        return states if rows is None or applied else states.index_select(0, rows)
+        return states if rows is None or applied else replace(at, rows=rows).stream(states)
 
     def _rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         settings = self.config.rope
