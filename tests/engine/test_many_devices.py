@@ -70,6 +70,39 @@ def test_experts_of_four_processes(name: str, layout: str, four_ranks: Ranks, tm
     compare(EXPERTS[name], layout, four_ranks, tmp_path)
 
 
+@pytest.mark.parametrize("layout", ["c2p2", "d2p2e2", "d4f4e2"])
+def test_combinations_of_four_processes(layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    compare(CASES["balanced"], layout, four_ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CASES))
+def test_stages_that_share_packs(name: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    compare(CASES[name], "c2p2", four_ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d2p2e2", "d4f2e2", "d4f4e2", "d4f4e4", "d4f2e4"])
+@pytest.mark.parametrize("name", list(EXPERTS))
+def test_experts_in_stages_and_shards(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    compare(EXPERTS[name], layout, four_ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["c2p2", "d2p2e2"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_schedules_of_combinations(schedule: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    case = Case("mixtral", options={"pipeline_schedule": schedule, "router_aux_loss_coef": 0.1})
+    compare(case, layout, four_ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_stages_with_experts(stage: int, ranks: Ranks, tmp_path: Path) -> None:
+    layout = "d2f2e2" if stage else "d2f1e2"
+    compare(Case("mixtral", options={"zero_stage": stage}), layout, ranks, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TWO)
 @pytest.mark.parametrize("name", ["tied", "gpt2", "gemma2", "dropout", "recomputed", "balanced"])
@@ -155,11 +188,8 @@ def test_bfloat16_on_two_processes(layout: str, lora: bool, ranks: Ranks, tmp_pa
 @pytest.mark.parametrize(
     ("layout", "family", "words"),
     [
-        ("c2p2", "llama", "write p1"),
         ("d2e2", "llama", "has no experts"),
         ("d3e3", "mixtral", "does not divide the model's 4 experts"),
-        ("d2f2e2", "mixtral", "write f1"),
-        ("d2p2e2", "mixtral", "write p1"),
     ],
 )
 def test_layouts_that_cannot_be(layout: str, family: str, words: str) -> None:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from weft.models.network.moe import MoE
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.parallel.mesh import RankMesh
 
@@ -22,16 +25,21 @@ def shard(
     network: nn.Module, blocks: Iterable[nn.Module], mesh: RankMesh, device: torch.device, dtype: torch.dtype,
     *, reshard: bool = True,
 ) -> None:  # fmt: skip
-    """Give each rank its rows of every parameter: of each of the `blocks` and of what is left. Gradients are sums over the
-    ranks, in float32 at least; `dtype` is what is computed in. Without `reshard` whole parameters stay from the forward to the
-    backward pass: more memory, half the traffic."""
+    """Give each rank its rows of every parameter: of each of the `blocks` and of what is left. Where ranks hold some experts
+    each, those that hold the same share them. Gradients are sums over the ranks, in float32 at least; `dtype` is what is
+    computed in. Without `reshard` whole parameters stay from the forward to the backward pass: more memory, half the
+    traffic."""
     half = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if half else None, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
-    shards = mesh.shards(device)
-    for part in (*blocks, network):
-        wrapped = fully_shard(part, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
+    apart: list[list[nn.Module]] = []
+    if mesh.layout.expert > 1:
+        apart = [list(module.experts.values()) for module in network.modules() if isinstance(module, MoE)]
+    shards, of_experts = mesh.shards(device), mesh.shards(device, experts=True) if apart else None
+    for modules in (*apart, *([block] for block in blocks), [network]):
+        within = of_experts if modules in apart else shards
+        wrapped, *_ = fully_shard(modules, mesh=within, mp_policy=policy, reshard_after_forward=reshard)
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
 
@@ -84,12 +92,20 @@ def _rows(sharded: Tensor) -> tuple[int, int]:
     return first, min(first + chunk, sharded.shape[0]) - first
 
 
-def gather(network: nn.Module, into: nn.Module) -> None:
-    """Copy the whole parameters of a sharded network into one of the same form that is not sharded. Every rank calls it."""
+def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) -> None:
+    """Copy the whole parameters of a sharded network, or of one whose ranks hold some of the `experts` each, into one of the
+    same form that has them all. Every rank calls it."""
     with torch.no_grad():
-        for (name, sharded), (other, whole) in zip(network.named_parameters(), into.named_parameters(), strict=True):
+        for (name, held), (other, whole) in zip(network.named_parameters(), into.named_parameters(), strict=True):
             assert name == other, f"networks of different forms: {name} and {other}"
-            whole.copy_(sharded.full_tensor() if isinstance(sharded, DTensor) else sharded)
+            own = held.full_tensor() if isinstance(held, DTensor) else held
+            if own.shape == whole.shape:
+                whole.copy_(own)
+                continue
+            assert experts is not None, f"{name} is a part of the whole one"
+            every = [torch.empty_like(own) for _ in range(experts.size())]
+            dist.all_gather(every, own.contiguous(), group=experts)
+            whole.copy_(torch.cat(every))
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:

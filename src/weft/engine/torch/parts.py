@@ -16,7 +16,7 @@ from weft.engine.base import Generator
 from weft.engine.generation.decoder import Decoder
 from weft.engine.generation.generate import default_budget, open_generator
 from weft.engine.generation.scheduler import Budget
-from weft.engine.generation.settings import Settle, drawn_here
+from weft.engine.generation.settings import Drawn, Settle, drawn_here
 from weft.engine.generation.turns import open_turns
 from weft.engine.many_devices import ManyDevices
 from weft.engine.spec import GenerationSpec
@@ -28,7 +28,7 @@ from weft.errors import ConfigError
 from weft.models.network import lora
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Transformer
-from weft.parallel import context, experts, shard
+from weft.parallel import context, shard
 from weft.parallel.mesh import RankMesh
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.pipeline_decoder import StagedDecoder
@@ -69,7 +69,10 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
         if mesh.layout.pipeline > 1:
             half = shards is not None and (own := DTYPES[dtype_of(source.spec)]) in HALF
             kind = cast(Kind, source.spec.pipeline_schedule)
-            staged = Pipeline({mesh.at.pipeline: network}, kind, mesh.group("pipeline"), own if half else None)
+            count_of = partial(context.count_of, group=mesh.group("context")) if mesh.size("context") > 1 else None
+            staged = Pipeline(
+                {mesh.at.pipeline: network}, kind, mesh.group("pipeline"), own if half else None, count_of
+            )
         return ManyDevices(mesh, network, held, source.shapes, now, source.config, shards, staged, source.tied)
 
     return Part(
@@ -109,10 +112,9 @@ def _generating(
     dtype = next(whole.parameters()).dtype
     layers = replace(whole.config, num_layers=len(whole.blocks))
     budget = _agreed(default_budget(layers, device, dtype), mesh)
+    alike = partial(context.drawn_by_first, group=mesh.host_group("context")) if mesh.size("context") > 1 else None
     if mesh.size("pipeline") == 1:
-        settle: Settle = drawn_here
-        if mesh.size("context") > 1:
-            settle = partial(context.drawn_by_first, group=mesh.host_group("context"))
+        settle: Settle = drawn_here if alike is None else alike
         with open_generator(
             whole, spec, device=device, version=version, eos_ids=(), budget=budget, settle=settle
         ) as generator:
@@ -122,10 +124,24 @@ def _generating(
     with (
         StagedDecoder(whole, mesh.group("pipeline"), mesh.host_group("pipeline")) as decoder,
         open_turns(
-            decoder, spec, count, device=device, version=version, eos_ids=(), budget=budget, settle=decoder.settle
+            decoder,
+            spec,
+            count,
+            device=device,
+            version=version,
+            eos_ids=(),
+            budget=budget,
+            settle=decoder.settle
+            if alike is None
+            else lambda draw, rows: decoder.settle(partial(_taken, alike, draw, rows), rows),
         ) as turns,
     ):
         yield turns
+
+
+def _taken(alike: Settle, draw: Callable[[], Drawn], rows: int) -> Drawn:
+    """What the last ranks of several pipelines draw, which generate the same."""
+    return alike(draw, rows)()
 
 
 def _agreed(own: Budget, mesh: RankMesh) -> Budget:
@@ -146,10 +162,7 @@ def _gathered(source: Source, network: Transformer, mesh: RankMesh, device: torc
     if (dtype := DTYPES[dtype_of(source.spec)]) in HALF:
         whole.to(dtype)
     whole.to_empty(device=device)
-    if mesh.layout.expert > 1:
-        experts.gather(network, whole, mesh.experts)
-    else:
-        shard.gather(network, whole)
+    shard.gather(network, whole, mesh.experts if mesh.layout.expert > 1 else None)
     for name, adapter in lora.adapters(whole).items():
         adapter.active = lora.adapters(network)[name].active
     return whole
