@@ -13,7 +13,8 @@ from weft.models.attention.contexts import AttentionContext
 from weft.models.network import event_outputs
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
-from weft.models.network.token_outputs import Projection, Support, VocabularySplit
+from weft.models.network.split import VocabularySplit
+from weft.models.network.token_outputs import Projection, Support
 
 Pooling = Literal["last", "mean"]
 
