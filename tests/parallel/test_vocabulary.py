@@ -15,7 +15,7 @@ from tests.ranks import Ranks
 from weft.algorithms.base import Output
 from weft.models.network.event_outputs import given_outputs, top_outputs
 from weft.models.network.packed import RowGradient, TopIds
-from weft.models.network.token_outputs import Projection
+from weft.models.network.token_outputs import Projection, Support, token_outputs
 from weft.parallel.vocabulary import GroupSplit
 from weft.topology import vocabulary_of
 
@@ -100,6 +100,37 @@ def test_two_parts_are_as_one(name: str, ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_four_parts_are_as_one(name: str, four_ranks: Ranks) -> None:
     check(CASES[name], four_ranks, 4)
+
+
+def supported(size: int, dtype: torch.dtype) -> Values:
+    """Outputs over two kept ids a row, and gradients of a rank's part of the output matrix."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((N, H), (V, H)))
+    labels = torch.arange(N) % V
+    kept = Support(torch.stack([labels, (labels + 1) % V], dim=1).flatten(), torch.full((N,), 2))
+    own, split, group = slice(0, V), None, dist.group.WORLD
+    if size > 1:
+        assert group is not None
+        own = vocabulary_of(V, size, dist.get_rank())
+        split = GroupSplit(own.start, V, group)
+    part = weight[own].clone().requires_grad_()
+    want = frozenset[Output]({"logprobs", "entropy", "top1"})
+    found = token_outputs(hidden, labels, Projection(part, split=split), want, temperature=0.7, support=kept, chunk=4)
+    (found["logprobs"].sum() + 0.3 * found["entropy"].sum()).backward()
+    assert part.grad is not None
+    gradient = torch.zeros_like(weight)
+    gradient[own] = part.grad
+    return {str(name): value.detach() for name, value in found.items()} | {"gradient": gradient}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_whose_kept_ids_are_all_on_one_rank(dtype: torch.dtype, ranks: Ranks) -> None:
+    expected = supported(1, dtype)
+    found = ranks.run(supported, 2, dtype)
+    total = sum(each["gradient"] for each in found)
+    for each in found:
+        for name, value in expected.items():
+            assert_close(total if name == "gradient" else each[name], value, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def check(case: Case, ranks: Ranks, size: int) -> None:
