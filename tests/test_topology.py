@@ -145,7 +145,28 @@ def test_experts_are_held_whole_by_some_of_the_data_ranks() -> None:
         assert held["blocks.1.mlp.router.weight"] == (slice(0, 6), slice(0, 4))
 
 
-@pytest.mark.parametrize(("text", "words"), [("d2e4", "e=4 does not divide d=2"), ("e2", "does not divide d=1")])
+@pytest.mark.parametrize(("layout", "shards"), [("d8f8e2", 4), ("d8f4e2", 2), ("d8f2e4", 1), ("d8f4e4", 1)])
+def test_experts_are_shared_by_the_ranks_that_have_the_same_ones(layout: str, shards: int) -> None:
+    """Of each sharded copy; all else by all of its ranks."""
+    parsed, config = Layout.parse(layout), config_of("mixtral")
+    expert, dense = "blocks.1.mlp.experts.gate.weight", "blocks.1.mlp.router.weight"
+    held = [holdings({expert: (16, 8, 4), dense: (16, 4)}, config, parsed, Coordinates(data=data)) for data in range(8)]
+    size = 16 // parsed.expert // shards
+    for data, parts in enumerate(held):
+        first = 16 // parsed.expert * (data % parsed.expert) + size * (data % parsed.fsdp // parsed.expert)
+        assert parts[expert] == (slice(first, first + size), slice(0, 8), slice(0, 4))
+        first = 16 // parsed.fsdp * (data % parsed.fsdp)
+        assert parts[dense] == (slice(first, first + 16 // parsed.fsdp), slice(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("d2e4", "e=4 does not divide d=2"),
+        ("e2", "does not divide d=1"),
+        ("d6f2e3", "f=2 and e=3: one must divide the other"),
+    ],
+)
 def test_experts_that_do_not_fit(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Layout.parse(text)

@@ -77,6 +77,11 @@ class Layout:
             raise ConfigError(
                 f"layout: e={self.expert} does not divide d={self.data}; e ranks of d share the experts, whole ones each"
             )
+        if self.fsdp % self.expert and self.expert % self.fsdp:
+            raise ConfigError(
+                f"layout: f={self.fsdp} and e={self.expert}: one must divide the other, since ranks that have the same experts "
+                "share these in f / e parts; write another f"
+            )
 
     @classmethod
     def parse(cls, text: str, *, trained: bool = False) -> Layout:
@@ -95,6 +100,11 @@ class Layout:
         return cls(**cast(dict[str, Any], degrees))
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks that share one sharded copy of the same experts; of `fsdp` there are so many, or one."""
+        return max(self.fsdp // self.expert, 1)
+
+    @property
     def num_devices(self) -> int:
         return math.prod((self.data, self.tensor, self.pipeline, self.context))
 
@@ -109,8 +119,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in its layout. Of `data`, `data % fsdp` is the shard that it holds, and `data % expert` the part of
-    the experts."""
+    """Where a rank stands in its layout. Of `data`, `data % fsdp` is the shard that it holds, `data % expert` the part of the
+    experts, and `data % fsdp // expert` the shard of these."""
 
     data: int = 0
     tensor: int = 0
@@ -342,7 +352,8 @@ def holdings(
     nothing of one. `tied`: the embedding is the output matrix too.
 
     An `fsdp` degree above 1 gives each rank rows of a parameter as it is stored, in chunks of one size but the last
-    (`torch.chunk`), after tensor parallelism has taken its part.
+    (`torch.chunk`), after tensor and expert parallelism have taken their parts. Experts are so shared by the ranks that have
+    the same ones.
     """
     own = set(layout.placement.stages_of(at.pipeline))
     found = {
@@ -357,8 +368,11 @@ def holdings(
     sharded: dict[str, Slice] = {}
     for names in _stored(found):
         total = sum(_size(found[name][0]) for name in names)
-        chunk = -(-total // layout.fsdp)
-        start = min((at.data % layout.fsdp) * chunk, total)
+        parts, index = layout.fsdp, at.data % layout.fsdp
+        if of_experts(names[0]):
+            parts, index = layout.expert_shards, index // layout.expert
+        chunk = -(-total // parts)
+        start = min(index * chunk, total)
         stop, offset = min(start + chunk, total), 0
         for name in names:
             rows, *rest = found[name]

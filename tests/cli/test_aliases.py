@@ -86,6 +86,19 @@ def test_batch_size_accumulation_and_ranks_multiply() -> None:
         assert config.dataset.train_bs_n_seqs == 32
 
 
+@pytest.mark.parametrize(
+    ("base", "layouts"),
+    [
+        (SFTConfig, ["train.layout=d2t2"]),
+        (SFTConfig, ["model.layout=d4", "train.layout=d2"]),
+        (PPOConfig, ["actor.layout=d4", "actor_train.layout=d2", "actor_gen.layout=d8", "critic_train.layout=d8"]),
+    ],
+)
+def test_batch_size_counts_the_ranks_of_the_call_that_trains(base: type[RunConfig], layouts: list[str]) -> None:
+    config, _ = made(base(), "per_device_train_batch_size=8", *layouts)
+    assert value(config, "dataset.train_bs_n_seqs") == 16
+
+
 def test_a_rate_reaches_every_trained_role() -> None:
     config, _ = made(PPOConfig(), "learning_rate=0.5")
     assert (config.actor.optimizer.lr, config.critic.optimizer.lr) == (0.5, 0.5)

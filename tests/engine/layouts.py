@@ -21,6 +21,7 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends import common
 from weft.engine.base import Request
+from weft.engine.generation.settings import SettingsTable
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
@@ -208,3 +209,17 @@ def half(path: Path, layout: str, case: Case) -> list[float]:
     steps = made.train(parts, Nll(), max_tokens=MOST)
     assert all(generated(made, ranks, index).values())
     return [step.metrics["loss"] for step in steps]
+
+
+def parted(path: Path, layout: str) -> dict[str, list[int]]:
+    """What is sampled where every process would draw tokens of its own."""
+    draw = SettingsTable.draw
+
+    def moved(*given: Any) -> Any:
+        tokens, *rest = draw(*given)
+        return (tokens + dist.get_rank()) % VOCAB, *rest
+
+    with float64(), pytest.MonkeyPatch.context() as patch:
+        made, _ = engine(path, layout, Case())
+        patch.setattr(SettingsTable, "draw", moved)
+        return generated(made, 1, 0)

@@ -86,8 +86,8 @@ def test_dpo_in_bfloat16_starts_at_log_2(rank: int, root: Path, monkeypatch: pyt
             r"actor_train\.layout=d1f1t1p2c1e1: pipeline_schedule=zbv with 2 stages a rank makes 4 stages of a model with 2",
         ),
         (
-            {"actor_train.layout": "p2c2"},
-            r"actor_train\.layout=d1f1t1p2c2e1: ranks that share the tokens of a pack \(c\) hold the whole network",
+            {"actor_train.layout": "d2e2"},
+            r"actor_train\.layout=d2f1t1p1c1e2: a llama model has no experts to share",
         ),
         (
             {"rew.layout": "t2", "rew.backend": "hf"},

@@ -17,7 +17,7 @@ from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import Packed, pack
 from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
-from weft.parallel import experts
+from weft.parallel import experts, shard
 from weft.topology import expert_slice, of_experts, whole
 
 WANT = frozenset({"logprobs"})
@@ -77,7 +77,7 @@ def apart(case: Case) -> tuple[Values, Values, Values]:
         part.data.copy_(values[name][own])
     found = network(packed(case, group.rank()), WANT)
     (torch.cos(torch.arange(len(found["logprobs"])) * 1.0) * found["logprobs"]).sum().backward()
-    experts.gather(network, known, group)
+    shard.gather(network, known, group)
     gradients = {name: part.grad for name, part in canonical(network).items() if part.grad is not None}
     outputs = {"logprobs": found["logprobs"].detach()}
     return outputs, gradients, {name: part.data for name, part in canonical(known).items()}

@@ -99,6 +99,16 @@ def test_every_pair_of_four_ranks_in_all_forms(form: str, tied: bool) -> None:
     )
 
 
+def test_layouts_with_experts_on_ranks_of_their_own() -> None:
+    """In stages and shards, to each other and to those without."""
+    named = ("d2e2", "d2f2e2", "d4f4e2", "d4f2e2", "d2p2e2", "d4f4p2e2", "d2c2e2", "d2t2e2", "d1", "t2", "d4f4", "p2c2")
+    every = shapes(TINY, form="experts")
+    held = [on(Layout.parse(name), TINY, form="experts") for name in named]
+    for source in held:
+        for target in held:
+            check(every, source, target, plan(source, target, node_of=nodes_of(4)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "tied"), KINDS)
 def test_every_pair_of_layouts_with_all_pipelines(form: str, tied: bool) -> None:

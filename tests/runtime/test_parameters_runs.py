@@ -102,6 +102,7 @@ def set_options(made: PPOConfig, options: dict[str, str]) -> None:
         {"actor_train.layout": "d2t2", "actor_gen.layout": "d2", "actor_gen.device_mesh": "1,3"},
         {"actor.layout": "c2", "actor_gen.layout": "d2", "critic.layout": "c2"},
         {"actor.layout": "c2", "ref.layout": "c2"},
+        {"actor_train.layout": "c2p2", "actor_gen.layout": "t2", "critic.layout": "p2c2"},
     ],
 )
 def test_any_two_layouts(root, one, options):

@@ -194,9 +194,10 @@ def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None
 
 
 def _data_ranks(done: Translation, given: dict[str, Any]) -> Any:
-    """The data-parallel ranks of the first trained role, by any of the options that say so."""
+    """The data-parallel ranks of the call that trains the first trained role, by any of the options that say so."""
     role = done.trained[0]
-    for name in (f"{role}.layout", "allocation_mode"):
+    call = next((name for name in (f"{role}_train", "train") if f"{name}.layout" in done.known), role)
+    for name in (f"{call}.layout", f"{role}.layout", "allocation_mode"):
         layout = given.get(name)
         if isinstance(layout, str) and LAYOUT.fullmatch(layout):
             return Layout.parse(layout).data

@@ -102,8 +102,8 @@ class ManyDevices:
             tensor.sum_gradients(self.stored(), self.config, group, self._device, shares_rows=self.shares_rows)
 
     def _experts_apart(self) -> set[int]:
-        """The parameters of experts, by identity, where ranks hold some each."""
-        if self.mesh.layout.expert == 1:
+        """The parameters of experts, by identity, where ranks hold some each and data-parallel sums are still to be made."""
+        if self.mesh.layout.expert == 1 or self.shards is not None:
             return set()
         return {id(part.parameter) for name, part in self.stored().items() if of_experts(name)}
 

@@ -1,6 +1,6 @@
 """Context parallelism: ranks share the tokens of every pack, so that long sequences fit.
 
-    join(network, group)             # the whole network on every rank
+    join(network, group)             # the whole network on every rank, or the same stage of a pipeline
     network(packed, want)            # called with the same pack on all; on every rank the outputs of all its rows
     # gradients of parameters are then each rank's own part: sum them over the group
 
@@ -36,8 +36,8 @@ from weft.parallel.pipeline_decoder import Drawn, num_ids, packed_tokens, unpack
 
 def join(network: Transformer, group: ProcessGroup) -> None:
     """Let the ranks of `group`, which have the same network, share the tokens of every pack that it is called with. Prefixes
-    are not shared between sequences then, but repeated. Generation, which goes past `forward`, is not touched."""
-    assert network.begins and network.ends, "stages of a pipeline are handed states of whole packs"
+    are not shared between sequences then, but repeated. A stage of a pipeline is given the states of this rank's tokens alone,
+    and hands on those. Generation, which goes past `forward`, is not touched."""
     sharing = _Sharing(group)
     network.register_forward_pre_hook(sharing.enter)
     network.register_forward_hook(sharing.leave)
@@ -51,6 +51,11 @@ def runs_of(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
     if first[1] == second[0]:
         first, second = (first[0], second[1]), (0, 0)
     return tuple(run for run in (first, second) if run[0] < run[1])
+
+
+def count_of(length: int, group: ProcessGroup) -> int:
+    """How many tokens of a pack of `length` this rank has."""
+    return sum(stop - start for start, stop in runs_of(length, group.size(), group.rank()))
 
 
 def _bounds(length: int, size: int) -> list[int]:
@@ -88,9 +93,13 @@ class _Sharing:
             more[1] = more[1].select(outputs.own.cpu().numpy())
         return (_portion(part, tokens, own), want, *more)
 
-    def leave(self, network: nn.Module, arguments: tuple[Any, ...], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All outputs, in the order of the pack's rows."""
+    def leave(
+        self, network: nn.Module, arguments: tuple[Any, ...], outputs: dict[str, Tensor] | Tensor
+    ) -> dict[str, Tensor] | Tensor:
+        """All outputs, in the order of the pack's rows; of a network that does not end its states as they are."""
         own, self._outputs = self._outputs, None
+        if isinstance(outputs, Tensor):
+            return outputs
         if own is None:
             return {name: summed_forward(value, self._group) for name, value in outputs.items()}
         return {name: gathered_alike(value, own) for name, value in outputs.items()}

@@ -6,6 +6,7 @@
 A token goes to its experts by all-to-all, as many as there are for each rank, and comes back (Lepikhin et al. 2020, "GShard",
 arXiv:2006.16668, without capacities: none is dropped). Routers are on every rank. The gradient of an expert is of the tokens of
 all ranks of the group, and is summed over those of other groups that hold the same experts; all else as without experts.
+`weft.parallel.shard.gather` puts all experts together again.
 """
 
 from __future__ import annotations
@@ -33,19 +34,6 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
                 with stack.weight.device:
                     module.experts[name] = ExpertStack(num // group.size(), inputs, outputs).to(stack.weight.dtype)
             module.exchange = Exchange(group)
-
-
-def gather(network: nn.Module, into: nn.Module, group: ProcessGroup) -> None:
-    """Copy a joined network's parameters into one that has all experts. Every rank calls it."""
-    with torch.no_grad():
-        for (name, own), (other, whole) in zip(network.named_parameters(), into.named_parameters(), strict=True):
-            assert name == other, f"networks of different forms: {name} and {other}"
-            if own.shape == whole.shape:
-                whole.copy_(own)
-            else:
-                every = [torch.empty_like(own) for _ in range(group.size())]
-                dist.all_gather(every, own.contiguous(), group=group)
-                whole.copy_(torch.cat(every))
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,9 @@ class RankMesh:
             self._make(self._expert_ranks())
             self._make(self._expert_copies())
         if self.layout.fsdp > 1:
-            self._make(self._shard_ranks())
-            self._make(self._replica_ranks())
+            for shares in (self._shared(1), self._shared(self.layout.expert)):
+                for ranks in shares:
+                    self._make(ranks)
 
     @property
     def layout(self) -> Layout:
@@ -137,10 +138,12 @@ class RankMesh:
     def everyone(self) -> ProcessGroup:
         return self._groups.of(self.mesh.ranks)
 
-    def shards(self, device: torch.device) -> DeviceMesh:
-        """Dims `r` (copies) and `f` (shards of one copy), as FSDP2 takes them; of a layout with shards."""
-        inner, outer = self._shard_ranks(), self._replica_ranks()
-        ranks = torch.tensor(self.mesh.along(self.rank, "data")).view(len(outer), len(inner))
+    def shards(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
+        """Dims `r` (copies) and `f` (shards of one copy), as FSDP2 takes them; of a layout with shards. Those of `experts` are
+        of the ranks that have the same ones."""
+        e = self.layout.expert if experts else 1
+        inner, outer = self._shared(e)
+        ranks = torch.tensor(self._line(e)).view(len(outer), len(inner))
         if len(outer) == 1:
             return DeviceMesh.from_group(self._groups.of(inner), device.type, mesh=ranks[0], mesh_dim_names=("f",))
         both = [self._groups.of(outer), self._groups.of(inner)]
@@ -155,16 +158,15 @@ class RankMesh:
         e, ranks = self.layout.expert, self.mesh.along(self.rank, "data", "context")
         return tuple(rank for rank in ranks if self.mesh.coordinates(rank).data % e == self.at.data % e)
 
-    def _shard_ranks(self) -> tuple[int, ...]:
-        """Those that share one sharded copy with this rank."""
-        line, f = self.mesh.along(self.rank, "data"), self.layout.fsdp
-        start = self.at.data // f * f
-        return line[start : start + f]
+    def _line(self, e: int) -> tuple[int, ...]:
+        """Every e-th data-parallel rank, this one among them: those that have the same of what e ranks share."""
+        return self.mesh.along(self.rank, "data")[self.at.data % e :: e]
 
-    def _replica_ranks(self) -> tuple[int, ...]:
-        """Those that hold the same shard."""
-        line, f = self.mesh.along(self.rank, "data"), self.layout.fsdp
-        return line[self.at.data % f :: f]
+    def _shared(self, e: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of these, those that share one sharded copy with this rank, and those that hold the same shard."""
+        line, parts = self._line(e), max(self.layout.fsdp // e, 1)
+        copy, part = divmod(line.index(self.rank), parts)
+        return line[copy * parts : (copy + 1) * parts], line[part::parts]
 
     def _make(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1:

@@ -7,7 +7,7 @@
     outputs = pipeline.share_outputs(outputs)               # on every rank
 
 The order is that of `weft.parallel.schedule`. All ranks have the same micro-batches, so each knows the shape of whatever comes:
-[T, hidden] of a pack of T tokens, whose numbers may all differ; where tensor ranks share the tokens, of a rank's own ones.
+[T, hidden] of a pack of T tokens, whose numbers may all differ; where ranks share the tokens (c and t), of a rank's own ones.
 Nothing is sent but states and their gradients.
 """
 
@@ -44,10 +44,11 @@ class Pipeline:
 
     def __init__(
         self, networks: Mapping[int, Transformer], kind: Kind, group: ProcessGroup | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, count_of: Callable[[int], int] | None = None,
     ) -> None:  # fmt: skip
         """`group`: the ranks of the pipeline, in order; None where this is the only one. `dtype` is that of the states, by
-        default the parameters'. Raises `ConfigError` for stages that the kind puts elsewhere."""
+        default the parameters'. `count_of` a pack's tokens says how many are here, where pipelines share packs. Raises
+        `ConfigError` for stages that the kind puts elsewhere."""
         self.networks, self.kind, self.group = dict(networks), kind, group
         self.rank = 0 if group is None else group.rank()
         self.placement = placement_of(kind, 1 if group is None else group.size(), len(networks))
@@ -60,16 +61,18 @@ class Pipeline:
         parameter = next(self.networks[wanted[0]].parameters())
         self.dtype, self.device = dtype or parameter.dtype, parameter.device
         self.width = self.networks[wanted[0]].config.hidden_size
-
-    def num_rows(self, microbatch: Microbatch) -> int:
-        """Of the states that go from stage to stage: of all its tokens, or of this rank's where tensor ranks share them."""
-        sharing = next(iter(self.networks.values())).sharing
-        return microbatch.num_tokens if sharing is None else sharing.count(microbatch.num_tokens)
+        self._count_of = count_of
 
     @property
     def ends(self) -> bool:
         """Whether this rank holds the last stage."""
         return self.rank == self.placement.last_rank
+
+    def shape_of(self, microbatch: Microbatch) -> tuple[int, int]:
+        """Of the states that this rank is given and hands on: of all tokens, or of its own where ranks share them."""
+        sharing = next(iter(self.networks.values())).sharing
+        tokens = microbatch.num_tokens if self._count_of is None else self._count_of(microbatch.num_tokens)
+        return tokens if sharing is None else sharing.count(tokens), self.width
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss, stage_loss: StageLoss | None = None) -> None:
         """Forward and backward of every micro-batch. `loss` is called on the rank of the last stage, `stage_loss` on each for
@@ -245,7 +248,7 @@ class _Run:
                 tensor, peer = self._made.pop(ends), pipeline.placement.rank_of(message.target)
                 work = dist.isend(tensor, group=pipeline.group, group_dst=peer, tag=tag)
             else:
-                shape = pipeline.num_rows(self._microbatches[message.microbatch]), pipeline.width
+                shape = pipeline.shape_of(self._microbatches[message.microbatch])
                 tensor = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
                 peer = pipeline.placement.rank_of(message.source)
                 work = dist.irecv(tensor, group=pipeline.group, group_src=peer, tag=tag)

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from weft.models.network.moe import MoE
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
@@ -22,16 +26,24 @@ from weft.parallel.mesh import RankMesh
 def shard(
     networks: Iterable[Transformer], mesh: RankMesh, device: torch.device, dtype: torch.dtype, *, reshard: bool = True
 ) -> None:
-    """Give each rank its rows of every parameter: of each of a network's blocks and of what is left of it. Gradients are sums
-    over the ranks, in float32 at least; `dtype` is what is computed in. Without `reshard` whole parameters stay from the
-    forward to the backward pass: more memory, half the traffic."""
+    """Give each rank its rows of every parameter: of each of a network's blocks and of what is left of it. Where ranks hold
+    some experts each, those that hold the same share them. Gradients are sums over the ranks, in float32 at least; `dtype` is
+    what is computed in. Without `reshard` whole parameters stay from the forward to the backward pass: more memory, half the
+    traffic."""
     half = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if half else None, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
     shards = mesh.shards(device)
-    for part in (part for network in networks for part in (*network.blocks, network)):
-        wrapped = fully_shard(part, mesh=shards, mp_policy=policy, reshard_after_forward=reshard)
+    apart = mesh.shards(device, experts=True) if mesh.layout.expert > 1 else None
+    parts: list[tuple[list[nn.Module], DeviceMesh]] = []
+    for network in networks:
+        if apart is not None:
+            stacks = [module.experts for module in network.modules() if isinstance(module, MoE)]
+            parts += [(list(experts.values()), apart) for experts in stacks]
+        parts += [([part], shards) for part in (*network.blocks, network)]
+    for modules, within in parts:
+        wrapped, *_ = fully_shard(modules, mesh=within, mp_policy=policy, reshard_after_forward=reshard)
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
 
@@ -95,12 +107,20 @@ def _rows(sharded: Tensor) -> tuple[int, int]:
     return first, min(first + chunk, sharded.shape[0]) - first
 
 
-def gather(network: nn.Module, into: nn.Module) -> None:
-    """Copy the whole parameters of a sharded network into one of the same form that is not sharded. Every rank calls it."""
+def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) -> None:
+    """Copy the whole parameters of a sharded network, or of one whose ranks hold some of the `experts` each, into one of the
+    same form that has them all. Every rank calls it."""
     with torch.no_grad():
-        for (name, sharded), (other, whole) in zip(network.named_parameters(), into.named_parameters(), strict=True):
+        for (name, held), (other, whole) in zip(network.named_parameters(), into.named_parameters(), strict=True):
             assert name == other, f"networks of different forms: {name} and {other}"
-            whole.copy_(sharded.full_tensor() if isinstance(sharded, DTensor) else sharded)
+            own = held.full_tensor() if isinstance(held, DTensor) else held
+            if own.shape == whole.shape:
+                whole.copy_(own)
+                continue
+            assert experts is not None, f"{name} is a part of the whole one"
+            every = [torch.empty_like(own) for _ in range(experts.size())]
+            dist.all_gather(every, own.contiguous(), group=experts)
+            whole.copy_(torch.cat(every))
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:

@@ -1,6 +1,6 @@
 """The softmax over a vocabulary of which each rank holds consecutive ids: what ranks tell each other of their own logits.
 
-Per row the log of the sum of exponentials, the label's logit, the best id; the logits themselves where tokens are drawn.
+Per row the log of the sum of exponentials, the label's logit, the best id or ids; the logits themselves where tokens are drawn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.topology import vocabulary_of
 
 @dataclass(frozen=True)
 class GroupSplit:
-    """Implements `weft.models.network.token_outputs.VocabularySplit` over a process group."""
+    """Implements `weft.models.network.split.VocabularySplit` over a process group."""
 
     first: int  # this rank's first id
     size: int  # ids in all
@@ -38,12 +38,8 @@ class GroupSplit:
         return total(own, self.group)
 
     def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
-        count = self.group.size()
-        every, which = ([torch.empty_like(x) for _ in range(count)] for x in (values, ids))
-        dist.all_gather(every, values.contiguous(), group=self.group)
-        dist.all_gather(which, ids.contiguous(), group=self.group)
-        best = torch.stack(every).argmax(dim=0, keepdim=True)  # of equal ones the first rank's
-        return torch.stack(which).gather(0, best)[0]
+        best = self.every(values[:, None]).argmax(dim=1, keepdim=True)  # of equal ones the first rank's
+        return self.every(ids[:, None]).gather(1, best)[:, 0]
 
     def gather(self, own: Tensor) -> Tensor:
         """[R, own ids] -> [R, all ids], the same bits on every rank."""
@@ -51,6 +47,10 @@ class GroupSplit:
         counts = [ids.stop - ids.start for ids in ranks]
         padded = own.new_zeros(len(own), max(counts))
         padded[:, : own.shape[1]] = own
-        every = [torch.empty_like(padded) for _ in ranks]
-        dist.all_gather(every, padded, group=self.group)
-        return torch.cat([part[:, :count] for part, count in zip(every, counts, strict=True)], dim=1)
+        parts = self.every(padded).split(max(counts), dim=1)
+        return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1)
+
+    def every(self, own: Tensor) -> Tensor:
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
+        dist.all_gather(parts, own.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)

@@ -39,6 +39,18 @@ def test_statistics_and_gradients_of_logits(size: int) -> None:
         assert_close(made.double(), expected.nan_to_num(), atol=3e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [2, 40, 300])
+def test_rows_of_which_nothing_is_possible(size: int) -> None:
+    x = torch.full((3, size), -torch.inf)
+    x[1] = 0.0
+    x[2, -1] = torch.nan
+    found = softmax.statistics(x, entropy=True)
+    assert found.entropy is not None
+    assert found.lse[0] == -torch.inf and found.entropy[0] == 0.0
+    assert_close(found.lse[1], torch.tensor(float(size)).log())
+    assert found.lse[2].isnan() and found.entropy[2].isnan()
+
+
 def test_logits_that_are_no_numbers_show() -> None:
     x = torch.zeros(3, 40)
     x[1, 7], x[2, 39] = torch.nan, torch.inf

@@ -144,14 +144,14 @@ def test_half_precision_is_normalised_in_float32() -> None:
 
 def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    project = Projection.logits
+    project = Projection.own_logits
 
     def watch(self: Projection, hidden: Tensor) -> Tensor:
         logits = project(self, hidden)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(Projection, "logits", watch)
+    monkeypatch.setattr(Projection, "own_logits", watch)
     monkeypatch.setattr(by_token, "CHUNK_CELLS", {"cpu": 2 * V})
     monkeypatch.setattr(by_token, "LEAST_CHUNK_ROWS", 1)
     hidden, weight, _, labels = inputs()
@@ -170,8 +170,8 @@ def test_a_gradient_known_by_row_spares_the_logits(
     hidden, weight, bias, labels = inputs(dtype)
     projection, scale = Projection(weight, bias, softcap), torch.linspace(-0.5, 2.0, N, dtype=dtype)
     calls = []
-    project = Projection.logits
-    monkeypatch.setattr(Projection, "logits", lambda self, h: calls.append(1) or project(self, h))
+    project = Projection.own_logits
+    monkeypatch.setattr(Projection, "own_logits", lambda self, h: calls.append(1) or project(self, h))
 
     def loss(out: Mapping[Output, Tensor]) -> Tensor:
         """Each row's gradient depends on its own outputs."""

@@ -16,7 +16,7 @@ from weft.engine.base import Generator
 from weft.engine.generation.decoder import Decoder
 from weft.engine.generation.generate import default_budget, open_generator
 from weft.engine.generation.scheduler import Budget
-from weft.engine.generation.settings import Settle, drawn_here
+from weft.engine.generation.settings import Drawn, Settle, drawn_here
 from weft.engine.generation.turns import open_turns
 from weft.engine.many_devices import ManyDevices
 from weft.engine.spec import GenerationSpec
@@ -27,7 +27,7 @@ from weft.engine.torch.source import Source
 from weft.models.network import lora
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Transformer
-from weft.parallel import context, experts, shard
+from weft.parallel import context, shard
 from weft.parallel.mesh import RankMesh
 from weft.parallel.pipeline import Pipeline
 from weft.parallel.pipeline_decoder import StagedDecoder
@@ -63,7 +63,8 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
         if mesh.layout.pipeline > 1:
             half = shards is not None and (own := DTYPES[dtype_of(source.spec)]) in HALF
             kind = cast(Kind, source.spec.pipeline_schedule)
-            staged = Pipeline(stages, kind, mesh.group("pipeline"), own if half else None)
+            count_of = partial(context.count_of, group=mesh.group("context")) if mesh.size("context") > 1 else None
+            staged = Pipeline(stages, kind, mesh.group("pipeline"), own if half else None, count_of)
         return ManyDevices(
             mesh, network, held, source.shapes, now, source.config, shards, staged, source.tied,
             shares_rows=source.spec.sequence_parallel,
@@ -82,7 +83,13 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
 def _stages(source: Source, network: Transformer, mesh: RankMesh) -> dict[int, Transformer]:
     """The stages of a pipeline that a rank holds, by number; of `network`, which is one of them or has all of them."""
     runs = source.stages(mesh)
-    return dict(zip(runs, [network] if len(runs) == 1 else network.split(list(runs.values())), strict=True))
+    if len(runs) == 1:
+        return dict.fromkeys(runs, network)
+    parts = network.split(list(runs.values()))
+    if mesh.size("context") > 1:
+        for part in parts:
+            context.join(part, mesh.group("context"))
+    return dict(zip(runs, parts, strict=True))
 
 
 def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
@@ -114,10 +121,9 @@ def _generating(
     dtype = next(whole.parameters()).dtype
     layers = replace(whole.config, num_layers=len(whole.blocks))
     budget = _agreed(default_budget(layers, device, dtype), mesh)
+    alike = partial(context.drawn_by_first, group=mesh.host_group("context")) if mesh.size("context") > 1 else None
     if mesh.size("pipeline") == 1:
-        settle: Settle = drawn_here
-        if mesh.size("context") > 1:
-            settle = partial(context.drawn_by_first, group=mesh.host_group("context"))
+        settle: Settle = drawn_here if alike is None else alike
         with open_generator(
             whole, spec, device=device, version=version, eos_ids=(), budget=budget, settle=settle
         ) as generator:
@@ -129,10 +135,24 @@ def _generating(
             whole, stages, mesh.layout.placement, mesh.group("pipeline"), mesh.host_group("pipeline")
         ) as decoder,
         open_turns(
-            decoder, spec, count, device=device, version=version, eos_ids=(), budget=budget, settle=decoder.settle
+            decoder,
+            spec,
+            count,
+            device=device,
+            version=version,
+            eos_ids=(),
+            budget=budget,
+            settle=decoder.settle
+            if alike is None
+            else lambda draw, rows: decoder.settle(partial(_taken, alike, draw, rows), rows),
         ) as turns,
     ):
         yield turns
+
+
+def _taken(alike: Settle, draw: Callable[[], Drawn], rows: int) -> Drawn:
+    """What the last ranks of several pipelines draw, which generate the same."""
+    return alike(draw, rows)()
 
 
 def _agreed(own: Budget, mesh: RankMesh) -> Budget:
@@ -153,10 +173,7 @@ def _gathered(source: Source, network: Transformer, mesh: RankMesh, device: torc
     if (dtype := DTYPES[dtype_of(source.spec)]) in HALF:
         whole.to(dtype)
     whole.to_empty(device=device)
-    if mesh.layout.expert > 1:
-        experts.gather(network, whole, mesh.experts)
-    else:
-        shard.gather(network, whole)
+    shard.gather(network, whole, mesh.experts if mesh.layout.expert > 1 else None)
     for name, adapter in lora.adapters(whole).items():
         adapter.active = lora.adapters(network)[name].active
     return whole

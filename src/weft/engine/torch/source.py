@@ -100,11 +100,6 @@ def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> 
     """Raises `ConfigError` for a layout that this network, or this version, cannot have."""
     if layout.expert > 1:
         _check_experts(layout, config)
-    if layout.context > 1 and layout.pipeline > 1:
-        raise ConfigError(
-            f"layout={layout}: ranks that share the tokens of a pack (c) hold the whole network, not a stage of it (p); "
-            "write p1, and more t"
-        )
     config.narrowed(layout.tensor, 0)
     topology.stage_of(config.num_layers, layout.pipeline, 0)
     count, kind = layout.placement.num_stages, spec.pipeline_schedule
@@ -128,11 +123,6 @@ def _check_experts(layout: Layout, config: TransformerConfig) -> None:
         raise ConfigError(
             f"layout={layout}: e={layout.expert} does not divide the model's {config.experts.num} experts; write an e that does"
         )
-    for letter, degree in (("f", layout.fsdp), ("p", layout.pipeline)):
-        if degree > 1:
-            raise ConfigError(
-                f"layout={layout}: experts on ranks of their own (e) do not go with {letter} above 1; write {letter}1, or e1"
-            )
 
 
 def _set_dropout(network: Transformer, rate: float) -> None:

@@ -58,19 +58,19 @@ INLINE long first_of(const float *x, long count, float value) {
 } // namespace
 
 // For each row of x [rows, size]: lse, and where they are wanted (not null) the entropy of its softmax in nats, and the first
-// of the likeliest ids.
+// of the likeliest ids. A row of minus infinity has lse minus infinity and entropy 0.
 extern "C" void weft_statistics(
     const float *x, float *lse, float *entropy, long *best, long rows, long size, long threads) {
 #pragma omp parallel for schedule(dynamic) num_threads((int)threads)
   for (long r = 0; r < rows; r++) {
-    const float *row = x + r * size, most = highest(row, size);
+    const float *row = x + r * size, most = highest(row, size), from = most == -INFINITY ? 0.f : most;
     double total = 0, weighted = 0;
     for (long i = 0; i < size; i += BLOCK) {
-      const Sums part = sums_of(row + i, size - i < BLOCK ? size - i : BLOCK, most, entropy != nullptr);
+      const Sums part = sums_of(row + i, size - i < BLOCK ? size - i : BLOCK, from, entropy != nullptr);
       total += part.total, weighted += part.weighted;
     }
-    lse[r] = (float)(most + log(total));
-    if (entropy) entropy[r] = (float)(log(total) - weighted / total);
+    lse[r] = (float)(from + log(total));
+    if (entropy) entropy[r] = total == 0 ? 0.f : (float)(log(total) - weighted / total);
     if (best) best[r] = first_of(row, size, most);
   }
 }

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft import kernels
 from weft.algorithms.base import Output
-from weft.errors import ConfigError
 from weft.models.network import token_outputs
 from weft.models.network.packed import Packed, RowGradient, TopIds
+from weft.models.network.split import VocabularySplit, own_ids
 from weft.models.network.support import Support
 from weft.models.network.token_outputs import Gradients, Projection
 
@@ -69,10 +69,23 @@ def top_outputs(
     logprobs = hidden.new_empty(len(hidden), count + 1, dtype=kept)
     for rows in token_outputs.chunks(len(hidden), chunk or projection.chunk_rows()):
         logits, _ = _logits(hidden[rows], projection, temperature)
-        likeliest = logits[:, : top.below].topk(count, dim=1).indices
+        likeliest = _likeliest(logits, count, top.below, projection.split)
         ids[rows] = likeliest
-        logprobs[rows] = _Events.of(logits, likeliest).logprobs
+        own = own_ids(likeliest, logits.shape[1], projection.split)
+        logprobs[rows] = _Events.of(logits, own, projection.split).logprobs
     return {"top_ids": ids, "top_logprobs": logprobs}
+
+
+def _likeliest(logits: Tensor, count: int, below: int | None, split: VocabularySplit | None) -> Tensor:
+    """int64 [R, count]: the likeliest ids below `below`, of the whole vocabulary, of which the logits [R, V] may be a part."""
+    if split is None:
+        return logits[:, :below].topk(count, dim=1).indices
+    here = logits.shape[1] if below is None else min(max(below - split.first, 0), logits.shape[1])
+    best = logits[:, :here].topk(min(count, here), dim=1)
+    lacking = (0, count - best.values.shape[1])  # as many of every rank
+    values = split.every(nn.functional.pad(best.values, lacking, value=float("-inf")))
+    ids = split.every(nn.functional.pad(best.indices + split.first, lacking))
+    return ids.gather(1, values.topk(count, dim=1).indices)
 
 
 def given_outputs(
@@ -82,16 +95,12 @@ def given_outputs(
     """[N, K + 1] `given_logprobs`: those of `ids` int [N, K], distinct in a row, and last that of all other ids; where
     `labelled` also [N] `logprobs` of `labels`. From `hidden` [N, H], and differentiable in it and in the projection.
 
-    Dtypes, `temperature`, `chunk` and `gradient` are those of `weft.models.network.token_outputs.token_outputs`. Raises
-    `ConfigError` where ranks hold parts of the vocabulary.
+    Dtypes, `temperature`, `chunk` and `gradient` are those of `weft.models.network.token_outputs.token_outputs`.
     """
     known = gradient if torch.is_grad_enabled() else None
-    if projection.split is not None:
-        raise ConfigError(
-            "given_logprobs: not of a vocabulary that is split; train this role with t=1, on more data-parallel ranks"
-        )
     rows = chunk or projection.chunk_rows()
-    settings = _Settings(labels, projection.softcap, temperature, rows, labelled, known, projection.gradient_sum)
+    split, sums = projection.split, projection.gradient_sum
+    settings = _Settings(labels, projection.softcap, temperature, rows, labelled, known, split, sums)
     given, logprobs = _GivenLogprobs.apply(hidden, projection.weight, projection.bias, ids, settings)
     return {"given_logprobs": given, "logprobs": logprobs} if labelled else {"given_logprobs": given}
 
@@ -104,13 +113,17 @@ class _Settings:
     chunk: int
     labelled: bool
     gradient: RowGradient | None
+    split: VocabularySplit | None
     gradient_sum: kernels.GradientSum | None
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        return Projection(weight, bias, self.softcap, self.split)
 
 
 def _logits(hidden: Tensor, projection: Projection, temperature: float) -> tuple[Tensor, Tensor]:
-    """(logits over the temperature [R, V], which may be written to, and those before it); one tensor where nobody reads the
-    second after the first is written to: without a cap."""
-    capped = projection.logits(hidden)
+    """(logits over the temperature [R, V] of the ids that are here, which may be written to, and those before it); one tensor
+    where nobody reads the second after the first is written to: without a cap."""
+    capped = projection.own_logits(hidden)
     if projection.softcap is not None:
         return capped / temperature, capped
     return capped if temperature == 1.0 else capped.div_(temperature), capped
@@ -125,21 +138,24 @@ class _Events:
     others: Tensor  # [R]: of those of the other ids
 
     @classmethod
-    def of(cls, logits: Tensor, ids: Tensor) -> _Events:
-        """`ids` int64 [R, K]. Writes minus infinity to `logits` [R, V] there."""
-        own = logits.gather(1, ids)
-        logits.scatter_(1, ids, float("-inf"))
-        if ids.shape[1] == logits.shape[1]:
+    def of(cls, logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> _Events:
+        """`ids` int64 [R, K], as numbers of columns; those of other ranks' parts of the vocabulary are below 0. Writes minus
+        infinity to `logits` [R, V] there."""
+        own = _at(logits, ids, split)
+        _put(logits, ids, torch.full_like(own, float("-inf")), split)
+        if ids.shape[1] == (logits.shape[1] if split is None else split.size):
             others = logits.new_full((len(logits),), float("-inf"))
         else:
             others = kernels.statistics(logits).lse
+            others = others if split is None else split.logsumexp(others)
         each = torch.cat([own, others[:, None]], dim=1)
         lse = each.logsumexp(dim=1)
         return cls(each - lse[:, None], lse, others)
 
     def logits_gradient(
-        self, logits: Tensor, ids: Tensor, grad_event: Tensor, labels: Tensor, grad_label: Tensor | None
-    ) -> Tensor:
+        self, logits: Tensor, ids: Tensor, grad_event: Tensor, labels: Tensor, grad_label: Tensor | None,
+        split: VocabularySplit | None,
+    ) -> Tensor:  # fmt: skip
         """The gradient by the logits [R, V], in the place of `logits` as `of` left them, given those by the events' log-probs
         [R, K + 1] and by the label's [R]:
 
@@ -150,10 +166,29 @@ class _Events:
         total = grad_event.sum(dim=1) if grad_label is None else grad_event.sum(dim=1) + grad_label
         grad_event = grad_event - self.logprobs.exp() * total[:, None]
         made = logits.sub_(self.others[:, None]).exp_().mul_(grad_event[:, -1:])
-        made.scatter_(
-            1, ids, grad_event[:, :-1]
-        )  # also where there are no other ids, and what stood there is no number
-        return made if grad_label is None else made.scatter_add_(1, labels[:, None], grad_label[:, None])
+        # Also where there are no other ids, and what stood there is no number.
+        _put(made, ids, grad_event[:, :-1], split)
+        if grad_label is None:
+            return made
+        own = torch.where(labels >= 0, grad_label, torch.zeros_like(grad_label))
+        return made.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None])
+
+
+def _at(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
+    """[R, K]: the logits of ids, on every rank all of them."""
+    if split is None:
+        return logits.gather(1, ids)
+    own = logits.gather(1, ids.clamp_min(0))
+    return split.sum(torch.where(ids >= 0, own, torch.zeros_like(own)))
+
+
+def _put(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySplit | None) -> None:
+    """Write `values` [R, K] to x [R, V] at those of the ids that are here."""
+    if split is None:
+        x.scatter_(1, ids, values)
+        return
+    row, which = (ids >= 0).nonzero(as_tuple=True)
+    x[row, ids[row, which]] = values[row, which]
 
 
 class _Chunk:
@@ -161,9 +196,10 @@ class _Chunk:
 
     def __init__(self, hidden: Tensor, projection: Projection, ids: Tensor, labels: Tensor, temperature: float) -> None:
         logits, self._capped = _logits(hidden, projection, temperature)
-        self._ids, self._labels, self._projection, self._temperature = ids.long(), labels, projection, temperature
-        own = logits.gather(1, labels[:, None])[:, 0]
-        self.events = _Events.of(logits, self._ids)
+        self._projection, self._temperature, split = projection, temperature, projection.split
+        self._ids, self._labels = (own_ids(each, logits.shape[1], split) for each in (ids.long(), labels))
+        own = _at(logits, self._labels[:, None], split)[:, 0]
+        self.events = _Events.of(logits, self._ids, split)
         self.logprobs = own - self.events.lse
         self._logits = logits
 
@@ -172,7 +208,9 @@ class _Chunk:
         grad_event, grad_label = (given[name][rows] if name in given else None for name in OUTPUTS)
         if grad_event is None:
             grad_event = torch.zeros_like(self.events.logprobs)
-        made = self.events.logits_gradient(self._logits, self._ids, grad_event, self._labels, grad_label)
+        made = self.events.logits_gradient(
+            self._logits, self._ids, grad_event, self._labels, grad_label, self._projection.split
+        )
         scale = torch.full_like(self.logprobs, 1.0 / self._temperature)
         total.add(rows, token_outputs.through_cap(made, self._capped, self._projection.softcap), scale)
 
@@ -185,7 +223,7 @@ class _GivenLogprobs(torch.autograd.Function):
         kept = torch.promote_types(hidden.dtype, torch.float32)
         given = hidden.new_zeros(len(ids), ids.shape[1] + 1, dtype=kept)
         logprobs = hidden.new_zeros(len(ids), dtype=kept)
-        projection = Projection(weight, bias, settings.softcap)
+        projection = settings.projection(weight, bias)
         total, found = None, dict[Output, Tensor]()
         if settings.gradient is not None and any(ctx.needs_input_grad):
             total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
@@ -217,7 +255,7 @@ class _GivenLogprobs(torch.autograd.Function):
             return made[0].cast()
         known = {name: value for name, value in zip(OUTPUTS, gradients, strict=True) if value is not None}
         total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
-        projection = Projection(weight, bias, settings.softcap)
+        projection = settings.projection(weight, bias)
         for rows in token_outputs.chunks(len(ids), settings.chunk):
             chunk = _Chunk(hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature)
             chunk.add(total, rows, known)

@@ -13,8 +13,9 @@ from weft.models.attention.contexts import AttentionContext
 from weft.models.network import event_outputs
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
+from weft.models.network.split import VocabularySplit
 from weft.models.network.support import Support
-from weft.models.network.token_outputs import Projection, VocabularySplit
+from weft.models.network.token_outputs import Projection
 
 Pooling = Literal["last", "mean"]
 

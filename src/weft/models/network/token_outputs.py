@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from weft import kernels
 from weft.algorithms.base import Output
 from weft.models.network.packed import RowGradient
+from weft.models.network.split import VocabularySplit, own_ids
 from weft.models.network.support import Support
 
 # Logits held at once, and rows at least. On a CPU 64 MB in float32, or what few rows of a large vocabulary take; an
@@ -24,35 +25,6 @@ from weft.models.network.support import Support
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
 LEAST_CHUNK_ROWS = 256  # each chunk reads all of the output matrix, which fewer are not worth
-
-
-class VocabularySplit(Protocol):
-    """Joins what ranks have that hold consecutive parts of the vocabulary each; tensors are one number a row."""
-
-    @property
-    def first(self) -> int:
-        """Id of this rank's first row of the output matrix."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Ids in all."""
-        ...
-
-    @property
-    def widest(self) -> int:
-        """Most ids that a rank holds."""
-        ...
-
-    def logsumexp(self, own: Tensor) -> Tensor: ...
-    def sum(self, own: Tensor) -> Tensor: ...
-    def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
-        """The ids of the largest values, the first rank's where several are equal."""
-        ...
-
-    def gather(self, own: Tensor) -> Tensor:
-        """[R, ids of this rank] -> [R, all ids], without a gradient."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,8 +47,12 @@ class Projection:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] in float32 before any temperature, of the whole vocabulary; as many rows as the caller wants to hold."""
-        own = _cap(_project(hidden, self.weight, self.bias), self.softcap)
+        own = self.own_logits(hidden)
         return own if self.split is None else self.split.gather(own)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits`, of the part of the vocabulary that is here."""
+        return _cap(_project(hidden, self.weight, self.bias), self.softcap)
 
 
 def token_outputs(
@@ -231,7 +207,7 @@ def _known_of_part(
 ) -> _Known:
     """As `_known`, where the logits are those of a part of the vocabulary. With lse_r and H_r of a rank's part, the log of the
     sum over all is lse = logsumexp of lse_r, and the entropy lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r)."""
-    labels = _own(labels, logits.shape[1], split)
+    labels = own_ids(labels, logits.shape[1], split)
     found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
     lse = split.logsumexp(found.lse)
     own = logits.gather(1, labels.clamp_min(0)[:, None])[:, 0]
@@ -245,12 +221,6 @@ def _known_of_part(
         best = split.argmax(logits.gather(1, found.best[:, None])[:, 0], found.best + split.first)
     whole = kernels.Statistics(lse, entropy, None)
     return _Known(_Softmax(logits, capped, whole, None), labels, logprobs, lse, entropy, best)
-
-
-def _own(ids: Tensor, size: int, split: VocabularySplit) -> Tensor:
-    """Ids in a rank's part of the vocabulary, of `size`; -1 for those that lie in another."""
-    local = ids - split.first
-    return torch.where((local >= 0) & (local < size), local, torch.full_like(local, -1))
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -328,7 +298,7 @@ def _again(
 ) -> tuple[_Softmax, Tensor]:
     """(the softmax of rows whose statistics are known, their labels as `_Known` has them)."""
     if settings.split is not None:
-        labels = _own(labels, logits.shape[1], settings.split)
+        labels = own_ids(labels, logits.shape[1], settings.split)
     if settings.split is not None or kernels.serves(logits):
         return _Softmax(logits, capped, kernels.Statistics(lse, entropy, None), None), labels
     return _Softmax(logits, capped, None, torch.log_softmax(logits, dim=-1)), labels
