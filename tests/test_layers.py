@@ -14,7 +14,7 @@ import pytest
 SRC = Path(__file__).resolve().parent.parent / "src"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "registry", "options", "randomness", "topology", "observe", "algorithms", "kernels"),
+    ("errors", "registry", "options", "randomness", "placement", "topology", "observe", "algorithms", "kernels"),
     ("data", "graph", "models", "host"),
     ("checkpoints", "parallel", "realloc"),
     ("engine",),
@@ -28,7 +28,7 @@ FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
 # One floor is one row of rooms: a room looks into its neighbour only where this says so. No arrow may close a loop.
 NEIGHBOURS = {
-    ("registry", "errors"), ("options", "errors"), ("randomness", "errors"), ("topology", "errors"),
+    ("registry", "errors"), ("options", "errors"), ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),
     ("observe", "errors"), ("observe", "registry"), ("observe", "options"),
     ("algorithms", "errors"), ("algorithms", "registry"), ("algorithms", "options"),
     ("host", "data"), ("apps", "cli"), ("scripts", "cli"),

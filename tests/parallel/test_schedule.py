@@ -20,7 +20,7 @@ from weft.parallel.schedule import (
     plan,
     with_messages,
 )
-from weft.topology import Placement
+from weft.placement import Placement
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PLACED = [(kind, None) for kind in KINDS] + [("interleaved_1f1b", 3), ("interleaved_zero_bubble", 3)]

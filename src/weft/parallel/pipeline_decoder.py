@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 from weft.errors import RunError
 from weft.models.network.packed import Packed
 from weft.models.network.transformer import Transformer
-from weft.topology import Placement
+from weft.placement import Placement
 
 Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
 

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast, get_args
 
 from weft.errors import ConfigError
-from weft.topology import Placement
+from weft.placement import Placement
 
 Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv"]
 Half = Literal["F", "B", "I", "W"]

@@ -1,0 +1,31 @@
+"""Which rank of a pipeline holds which of its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank of the pipeline holds which stages: rank r has r, r + ranks, ...; where `turns`, every second round of the
+    stages goes back from the last rank to the first (the V of ZBV, which has two)."""
+
+    ranks: int
+    stages_a_rank: int = 1
+    turns: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks * self.stages_a_rank
+
+    def rank_of(self, stage: int) -> int:
+        row, rank = divmod(stage, self.ranks)
+        return self.ranks - 1 - rank if self.turns and row % 2 else rank
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+
+    @property
+    def last_rank(self) -> int:
+        """The one that holds the last stage."""
+        return self.rank_of(self.num_stages - 1)
