@@ -145,6 +145,29 @@ def test_capped_scores_are_those_of_the_written_out_form(spec: AttentionSpec) ->
         assert_close(a, b)
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 6, 7])
+def test_groups_of_decoding_are_filled_up_to_a_power_of_two(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    """The kernel for few queries takes no others; what is filled in changes no number."""
+    asked: list[int] = []
+    attend = flex.attention
+
+    def spy(q: Tensor, k: Tensor, *rest: object) -> Tensor:
+        asked.append(q.shape[1] // k.shape[1])
+        return attend(q, k, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(flex, "attention", spy)
+    torch.manual_seed(0)
+    q = torch.randn(2, 3 * 2 * group, 16, dtype=torch.float64)[:, : 2 * group]  # not contiguous, as after a joint product
+    keys, values = (torch.randn(4, 16, 2, 16, dtype=torch.float64) for _ in range(2))
+    table, used = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), torch.tensor([20, 7], dtype=torch.int32)
+    out = flex.paged(q, keys, values, flex.page_mask(table, used, (4, 16), None), AttentionSpec(0.25))
+    for row, count in enumerate(used.tolist()):
+        k, v = (x[table[row].long()].flatten(0, 1)[:count].repeat_interleave(group, 1) for x in (keys, values))
+        weights = torch.softmax(torch.einsum("hd,khd->hk", q[row], k) * 0.25, -1)
+        assert_close(out[row], torch.einsum("hk,khd->hd", weights, v), rtol=1e-12, atol=1e-12)
+    assert asked == [{1: 1, 2: 2, 3: 4, 6: 8, 7: 8}[group]]
+
+
 def test_few_sizes_are_compiled() -> None:
     assert [flex.padded(n) for n in (1, 128, 129, 1000, 1024, 8000)] == [128, 128, 256, 1024, 1024, 8192]
     from torch._dynamo.testing import CompileCounterWithBackend

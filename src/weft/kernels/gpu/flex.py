@@ -109,7 +109,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def padded(length: int) -> int:
     """Tokens of the pack that the kernel is given: each new size is compiled anew, so sizes are powers of two."""
-    return max(BLOCK, 1 << (length - 1).bit_length())
+    return max(BLOCK, _power_of_two(length))
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
@@ -126,9 +126,19 @@ def pack_mask(cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: in
 
 def paged(q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
     """One new token a row over its pages: q [R, heads, dim], keys and values [pages, page, kv_heads, dim]; as q. By the mask of
-    `page_mask`."""
+    `page_mask`. The kernel for few queries takes groups of 1, 2, 4, ... query heads, so others are filled up with heads of zeros,
+    which nobody reads."""
+    rows, (kv_heads, dim) = len(q), keys.shape[2:]
+    groups = q.reshape(rows, kv_heads, -1, dim)
+    size = groups.shape[2]
+    filled = torch.nn.functional.pad(groups, (0, 0, 0, _power_of_two(size) - size))
     k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (keys, values))  # all pages, of which each row reads its own
-    return attention(q[:, :, None], k, v, mask, spec)[:, :, 0]
+    out = attention(filled.flatten(1, 2)[:, :, None], k, v, mask, spec)[:, :, 0]
+    return out.reshape(rows, kv_heads, -1, dim)[:, :, :size].flatten(1, 2)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | None) -> BlockMask:
