@@ -23,14 +23,21 @@ def install(*, reads_pages: bool) -> None:
     flash.abilities = lambda: flash.Abilities(reads_pages, reads_pages)  # type: ignore[assignment]
     flex._compiles = lambda: True  # type: ignore[assignment]
     flex._compiled = lambda: _flex  # type: ignore[assignment]
-    caches.cuda_capture = graphs.cuda_capture = lambda: _capture
+    caches.cuda_capture = graphs.cuda_capture = lambda _: _capture
     torch.nn.functional.scaled_dot_product_attention = _rectangles  # type: ignore[assignment]
 
 
 def _flash(query: Tensor, *rest: Any, **named: Any) -> Tensor:
     CALLS["flash"] += 1
     assert query.dtype in flash.DTYPES and query.device.type == "cuda"
+    _computes_on(query)
     return varlen_attn(query, *rest, **named)
+
+
+def _computes_on(given: Tensor) -> None:
+    """A kernel runs on the thread's device, wherever the tensors lie that it is given."""
+    here = torch.cuda.current_device()
+    assert given.device.index == here, f"a kernel on device {here} is given tensors of {given.device}"
 
 
 def _flex(
@@ -39,6 +46,7 @@ def _flex(
 ) -> Tensor:  # fmt: skip
     """Keys count that the mask's function admits in a block that the mask lists."""
     CALLS["flex"] += 1
+    _computes_on(q)
     (batch, heads, length, _), keys, device = q.shape, k.shape[2], q.device
     assert enable_gqa or heads == k.shape[1]
     k, v = (x.repeat_interleave(heads // k.shape[1], 1).expand(batch, -1, -1, -1).float() for x in (k, v))
@@ -70,9 +78,11 @@ def _listed(mask: BlockMask, length: int, keys: int) -> Tensor:
 def _capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
     """A replay reads the memory that the capture read, so all of it must be there still."""
     CALLS["captures"] += 1
+    _computes_on(inputs)
     output, known = torch.empty_like(run(inputs)), _addresses(run)
 
     def replay() -> None:
+        _computes_on(inputs)
         assert _addresses(run) == known, "weights or pages lie elsewhere than when the graph was captured"
         output.copy_(run(inputs))
 

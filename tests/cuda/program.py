@@ -36,6 +36,7 @@ def mixed(_: Path) -> None:
         lambda: rows[torch.tensor([1], device="cuda")],
         lambda: weight.detach().index_put_((torch.tensor([1, 2]),), torch.ones(2, 5)),
         lambda: weight.detach().numpy(),
+        lambda: weight.detach() + torch.ones(5, device="cuda:1"),
     ):
         try:
             refused()
@@ -73,6 +74,22 @@ def algorithms(folder: Path) -> None:
         run(config)
 
 
+def second(folder: Path) -> None:
+    """A run on the second device, whose thread and kernels have to be told so."""
+    from tests.launch import cases
+    from tests.tiny import make_llama
+    from weft.launch import run
+
+    cases.prepare(folder)
+    make_llama(folder / "wide", hidden_size=64)
+    config = cases.CASES["grpo"](folder, "second")
+    config.device = "cuda:1"
+    for role in ("model", "actor", "critic", "rew"):
+        if hasattr(config, role):
+            getattr(config, role).path, getattr(config, role).dtype = str(folder / "wide"), "bfloat16"
+    run(config)
+
+
 def marked(folder: Path) -> None:
     """The tests that ask for a CUDA device."""
     files = [f"tests/kernels/gpu/test_{name}.py" for name in ("flash", "flex")]
@@ -82,7 +99,9 @@ def marked(folder: Path) -> None:
     assert pytest.main(["-q", "-k", names, *settings, *files]) == 0
 
 
-PROGRAMS: dict[str, Callable[[Path], None]] = {"mixed": mixed, "gpu": gpu, "algorithms": algorithms, "marked": marked}
+PROGRAMS: dict[str, Callable[[Path], None]] = {
+    "mixed": mixed, "gpu": gpu, "algorithms": algorithms, "second": second, "marked": marked
+}  # fmt: skip
 
 
 def main(name: str, folder: Path, reads_pages: bool) -> None:

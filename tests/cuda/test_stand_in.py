@@ -69,3 +69,9 @@ def test_tests_that_ask_for_a_device_pass(program: Program, flash: str) -> None:
 def test_algorithms_run(program: Program, flash: str) -> None:
     calls = program("algorithms", flash)
     assert calls["flash"] > 0 and ("flex" in calls) == (flash == "plain")
+
+
+@pytest.mark.parametrize("flash", ["plain", "pages"])
+def test_the_second_device_computes_what_lies_there(program: Program, flash: str) -> None:
+    """The current device is a thread's own; a kernel or a capture on another one than its tensors' gives garbage."""
+    assert program("second", flash)["flash"] > 0

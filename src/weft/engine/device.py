@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def _named(name: str) -> torch.device:
             f"device={name!r} cannot be used on this machine ({reason}); leave it out, or say cpu"
         ) from error
     return best_device() if device.type == "cuda" and device.index is None else device
+
+
+def using(device: torch.device) -> AbstractContextManager[None]:
+    """In this thread streams, captures and kernels are the device's meanwhile. CUDA has a current device for each thread, 0 until
+    it is told, and what runs on another one than its tensors' gives garbage without a word."""
+    current: AbstractContextManager[None] = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return current
 
 
 def synchronise(device: torch.device) -> None:

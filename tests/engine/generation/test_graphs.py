@@ -3,7 +3,8 @@ a capture is stood in for by a function that, as a graph does, reads one buffer 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -115,10 +116,46 @@ def test_without_a_capture_steps_are_filled_up_all_the_same() -> None:
     assert sizes == [16]
 
 
+class Device:
+    """What torch.cuda says and does, as far as a capture asks; notes the current device at each call. Stands in for its contexts,
+    streams and graphs, too."""
+
+    def __init__(self) -> None:
+        self.current, self.asked, self.replay = 0, list[tuple[str, int]](), lambda: None
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*_: object, **__: object) -> Device:
+            self.asked.append((name, self.current))
+            return self
+
+        return call
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+    @contextmanager
+    def device(self, which: torch.device) -> Iterator[None]:
+        before, self.current = self.current, which.index
+        yield
+        self.current = before
+
+
+def test_a_capture_is_of_the_device_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device is the thread's, 0 at first."""
+    device = Device()
+    monkeypatch.setattr(torch, "cuda", device)
+    capture = cuda_capture(torch.device("cuda", 1))
+    _, output = capture(run, torch.ones(2, 3))
+    assert torch.equal(output, run(torch.ones(2, 3)))
+    asked = [(name, at) for name, at in device.asked if name != "graph_pool_handle"]
+    assert {name for name, _ in asked} >= {"current_stream", "Stream", "stream", "CUDAGraph", "graph", "set_stream"}
+    assert all(at == 1 for _, at in asked) and device.current == 0
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_on_the_device() -> None:
     weight = torch.randn(5, 7, device="cuda")
-    graphs = DecodeGraphs(lambda numbers: numbers.float() @ weight, torch.device("cuda"), cuda_capture(), after=0)
+    graphs = DecodeGraphs(lambda numbers: numbers.float() @ weight, torch.device("cuda", 0), cuda_capture(torch.device("cuda", 0)), after=0)
     with torch.no_grad():
         for seed in range(4):
             numbers = step(13, seed=seed)

@@ -150,7 +150,7 @@ class PageCaches:
         self._pool = PagePool(config, device, dtype, page=page)
         sizes = SIZES if _flashes(config, device, dtype) else COARSE
         # Experts ask the host how many tokens each has, which no graph can.
-        capture = cuda_capture() if device.type == "cuda" and config.experts is None else None
+        capture = cuda_capture(device) if device.type == "cuda" and config.experts is None else None
         self.graphs = DecodeGraphs(self._run, device, capture, sizes=sizes)
 
     def new(self, room: int | None = None) -> PagedCache:

@@ -26,7 +26,7 @@ from torch import Tensor
 from weft import randomness
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
-from weft.engine.device import memory_bytes
+from weft.engine.device import memory_bytes, using
 from weft.engine.generation.caches import Cache, caches_for
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.decoder import Decoder
@@ -146,9 +146,12 @@ class BatchGenerator:
         self.begin()
         return self.finish()
 
-    @torch.no_grad()
     def begin(self) -> None:
         """A step's passes; nothing but `submit` may come before its `finish`."""
+        with torch.no_grad(), using(self._device):
+            self._begin_step()
+
+    def _begin_step(self) -> None:
         plan = self._scheduler.plan()
         for sequence in plan.preempted:
             self._take_out(self._rows.places[sequence.key])

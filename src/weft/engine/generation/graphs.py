@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from weft.engine.device import using
+
 SIZES = (1, 2, 4, 8, *range(16, 257, 8))  # rows; steps in between are filled up
 COARSE = tuple(1 << n for n in range(10))  # where each size is also compiled, which takes longer than what it saves
 BEYOND = 64  # past the last size, multiples of this
@@ -109,24 +111,25 @@ class DecodeGraphs:
         warnings.warn(self.note, RuntimeWarning, stacklevel=3)
 
 
-def cuda_capture() -> Capture:
-    """Captures on the current CUDA device; all graphs share one memory pool, as no two of their outputs are read at once."""
+def cuda_capture(device: torch.device) -> Capture:
+    """Captures on a CUDA device; all graphs share one memory pool, as no two of their outputs are read at once."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Run, inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                run(inputs)
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (data, host memory) may call CUDA meanwhile; only this one's calls are captured.
-        try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                output = run(inputs)
-        finally:  # torch stays on the capture's stream where the capture fails
-            torch.cuda.set_stream(current)
+        with using(device):  # streams and the capture are of the thread's device
+            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    run(inputs)
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads (data, host memory) may call CUDA meanwhile; only this one's calls are captured.
+            try:
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    output = run(inputs)
+            finally:  # torch stays on the capture's stream where the capture fails
+                torch.cuda.set_stream(current)
         return graph.replay, output
 
     return capture
