@@ -2,8 +2,9 @@
 
 Imported before torch, with the path of `device.cpp`'s library in WEFT_CUDA_STAND_IN. `with StandIn():` tensors can be made on
 `cuda`, and what a device would refuse is refused: operations over tensors of the host and the device, or of both devices, and
-numpy over a device's memory. So code that forgets to bring a tensor to its device fails here as it does there. Whatever has kernels of its
-own (flash attention, FlexAttention, captured graphs) is stood in for by what it is documented to compute, see `kernels.py`.
+numpy over a device's memory. So code that forgets to bring a tensor to its device fails here as it does there. Whatever has
+kernels of its own (flash attention, FlexAttention, captured graphs) is stood in for by what it is documented to compute, see
+`kernels.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import ctypes
 import importlib.util
 import os
 import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,8 +98,41 @@ def values(x: Any) -> Any:
     return x.inner if isinstance(x, OnDevice) else x
 
 
+WAITS: Counter[str] = Counter()  # of the host for the device, by what waited
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What a kernel is stood in for by may wait; the kernel would not."""
+    before = WAITS.copy()
+    yield
+    WAITS.clear()
+    WAITS.update(before)
+
+
+def _count_waits(func: Any, args: Any, kwargs: Any) -> None:
+    """Numbers that are read on the host, sizes that the device finds out, and copies that are not told to go by themselves."""
+    name = str(func)
+    from_device = any(isinstance(x, OnDevice) for x in tree_leaves((args, kwargs)))
+    if func is aten._to_copy.default:
+        asked = torch.device(kwargs.get("device") or args[0].device)
+        moves = from_device != (asked.type == "cuda")
+    elif func is aten.copy_.default:
+        moves = isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice)
+    else:
+        sized = any(
+            word in name for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal")
+        )
+        sized |= "repeat_interleave" in name and kwargs.get("output_size") is None
+        WAITS[name] += from_device and sized
+        return
+    goes = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+    WAITS[name] += moves and not goes
+
+
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation of torch on the values, if the device would do it."""
+    _count_waits(func, args, kwargs)
     asked = kwargs.get("device")
     if func is aten.copy_.default:
         func(values(args[0]), values(args[1]), *args[2:])
@@ -139,11 +176,12 @@ def _refuse_mixed(func: Any, args: Any, given: list[Tensor]) -> None:
 
 # -- what torch says of the device, and does below its dispatcher
 
+
 def current_device() -> int:
     return int(library.stand_in_current())
 
 
-class using:  # noqa: N801 - it stands for torch.cuda.device
+class using:
     """The device that this thread computes on meanwhile."""
 
     def __init__(self, device: Any) -> None:
@@ -170,6 +208,10 @@ SAID: dict[str, Any] = {
     "get_device_capability": lambda *_: (PROPERTIES.major, PROPERTIES.minor),
     "is_bf16_supported": lambda *_, **__: True,
     "synchronize": lambda *_: None,
+    "current_stream": lambda *_: SimpleNamespace(synchronize=lambda: WAITS.update(["stream"])),
+    "mem_get_info": lambda *_: (PROPERTIES.total_memory, PROPERTIES.total_memory),
+    "memory_reserved": lambda *_: 0,
+    "memory_allocated": lambda *_: 0,
     "empty_cache": lambda: None,
     "reset_peak_memory_stats": lambda *_: None,
     "max_memory_allocated": lambda *_: 0,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tests.cuda.device import uncounted
 from tests.kernels.gpu.varlen_contract import varlen_attn
 from weft.engine.generation import caches, graphs
 from weft.kernels import flash, flex
@@ -31,7 +32,8 @@ def _flash(query: Tensor, *rest: Any, **named: Any) -> Tensor:
     CALLS["flash"] += 1
     assert query.dtype in flash.DTYPES and query.device.type == "cuda"
     _computes_on(query)
-    return varlen_attn(query, *rest, **named)
+    with uncounted():
+        return varlen_attn(query, *rest, **named)
 
 
 def _computes_on(given: Tensor) -> None:
@@ -47,6 +49,14 @@ def _flex(
     """Keys count that the mask's function admits in a block that the mask lists."""
     CALLS["flex"] += 1
     _computes_on(q)
+    with uncounted():
+        return _attended(q, k, v, block_mask, scale, enable_gqa, score_mod)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, enable_gqa: bool,
+    score_mod: Callable[..., Tensor] | None,
+) -> Tensor:  # fmt: skip
     (batch, heads, length, _), keys, device = q.shape, k.shape[2], q.device
     assert enable_gqa or heads == k.shape[1]
     k, v = (x.repeat_interleave(heads // k.shape[1], 1).expand(batch, -1, -1, -1).float() for x in (k, v))
@@ -90,7 +100,7 @@ def _capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[
 
 
 def _addresses(run: Any) -> list[int]:
-    owner = getattr(run, "__self__", None)
+    owner = getattr(getattr(run, "func", run), "__self__", None)
     if not isinstance(owner, caches.PageCaches):
         return []
     weights: list[Tensor] = list(owner._network.parameters())

@@ -90,6 +90,31 @@ def second(folder: Path) -> None:
     run(config)
 
 
+def waits(folder: Path) -> None:
+    """A decode step waits for the device once, for its tokens; where ids are left out, once more at most for each such kind of
+    settings."""
+    from tests.cuda.device import WAITS
+    from tests.tiny import make_llama
+    from weft.engine.base import Request
+    from weft.engine.spec import GenerationSpec, ModelSpec
+    from weft.registry import backends
+    from weft.topology import Layout
+
+    path = make_llama(folder / "wide", hidden_size=64)
+    engine = backends.get("torch")(ModelSpec(path=str(path), dtype="bfloat16", device="cuda:0"), Layout())
+    most = {"temperature": 1, "greedy": 1, "top_k": 1}
+    settings = {"temperature": {"temperature": 0.7}, "greedy": {"greedy": True}, "top_k": {"top_k": 5}}
+    for name, own in settings.items():
+        with engine.generating(GenerationSpec(max_new_tokens=8, **own)) as generator:  # type: ignore[arg-type]
+            generator.submit([Request(id=str(i), k=0, prompt=[3, 4, 5 + i]) for i in range(3)])
+            for _ in range(3):  # the prompts, and a capture
+                generator.step()
+            WAITS.clear()
+            for _ in range(4):
+                assert len(generator.step()) == 3
+        assert sum(WAITS.values()) == 4 * most[name], (name, +WAITS)
+
+
 def marked(folder: Path) -> None:
     """The tests that ask for a CUDA device."""
     files = [f"tests/kernels/gpu/test_{name}.py" for name in ("flash", "flex")]
@@ -100,7 +125,7 @@ def marked(folder: Path) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Path], None]] = {
-    "mixed": mixed, "gpu": gpu, "algorithms": algorithms, "second": second, "marked": marked
+    "mixed": mixed, "gpu": gpu, "algorithms": algorithms, "second": second, "waits": waits, "marked": marked
 }  # fmt: skip
 
 

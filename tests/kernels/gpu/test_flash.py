@@ -136,9 +136,7 @@ def pages_of(dtype: torch.dtype, rows: int = 3, device: str = "cpu") -> list[Ten
     return [q, keys, values, table.to(device, torch.int32), used.to(device, torch.int32)]
 
 
-def by_row(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, spec: AttentionSpec
-) -> Tensor:
+def by_row(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, spec: AttentionSpec) -> Tensor:
     """The last token of each row over the pages that it has, by the definition, in float64."""
     rows = []
     for row, count in enumerate(used.tolist()):
@@ -188,7 +186,9 @@ def test_automatic_splits_write_every_row(monkeypatch: pytest.MonkeyPatch, rows:
         pytest.skip("this torch has no block tables")
     q, keys, values, table, used = pages_of(torch.bfloat16, rows, "cuda")
     spec, kernel = AttentionSpec(0.125, window), flash.kernel()
-    monkeypatch.setattr(flash, "kernel", lambda: lambda *given, **named: kernel(*given, **{**named, "num_splits": None}))
+    monkeypatch.setattr(
+        flash, "kernel", lambda: lambda *given, **named: kernel(*given, **{**named, "num_splits": None})
+    )
     poison = torch.full((64, *q.shape), 1e4, device="cuda", dtype=q.dtype)
     del poison
     out = flash.paged(q, keys, values, table, used, spec)
