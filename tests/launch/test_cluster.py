@@ -87,19 +87,16 @@ def test_secrets_go_with_the_environment_and_others_stay(monkeypatch):
 @pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
 def test_processes_of_devices_are_told_how_torch_allocates(root, monkeypatch, own):
     """What the run's own options say wins over the default, by either name."""
-    from weft.runtime import ray
-
     told: list[dict[str, str]] = []
 
     class Here:
         def nodes(self):
-            return [ray.Node("n", "here", 4, 0)]
+            return [Node("n", "here", "127.0.0.1", 4, 0)]
 
         def launch(self, count, kind, environment, nodes):
             told.append(environment)
 
-    monkeypatch.setattr(ray.Cluster, "start", lambda *_: Here())
-    monkeypatch.setattr(cluster, "_enough", lambda *_: [], raising=False)
+    monkeypatch.setattr("weft.runtime.ray.Cluster.start", lambda *_: Here())
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     experiment = placed(root, "told").build()
