@@ -1,9 +1,10 @@
-"""A CUDA device that is not there: tensors that say they are on it, whose values a CPU computes.
+"""Two CUDA devices that are not there: tensors that say they are on one, whose values a CPU computes.
 
 Imported before torch, with the path of `device.cpp`'s library in WEFT_CUDA_STAND_IN. `with StandIn():` tensors can be made on
-`cuda`, and what a device would refuse is refused: operations over tensors of the host and the device, and numpy over the
-device's memory. So code that forgets to bring a tensor to its device fails here as it does there. Whatever has kernels of its
-own (flash attention, FlexAttention, captured graphs) is stood in for by what it is documented to compute, see `kernels.py`.
+`cuda`, and what a device would refuse is refused: operations over tensors of the host and the device, or of both devices, and
+numpy over a device's memory. So code that forgets to bring a tensor to its device fails here as it does there. Whatever has
+kernels of its own (flash attention, FlexAttention, captured graphs) is stood in for by what it is documented to compute, see
+`kernels.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ found = importlib.util.find_spec("torch")
 assert found is not None and found.origin is not None
 for name in ("libc10.so", "libtorch_cpu.so"):
     ctypes.CDLL(str(Path(found.origin).parent / "lib" / name))
-ctypes.CDLL(os.environ["WEFT_CUDA_STAND_IN"])  # torch asks once, while it is imported
+library = ctypes.CDLL(os.environ["WEFT_CUDA_STAND_IN"])  # torch asks once, while it is imported
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -45,10 +47,10 @@ class OnDevice(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> OnDevice:
+    def __new__(cls, inner: Tensor, index: int) -> OnDevice:
         made = torch.Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            device=torch.device("cuda", 0),
+            device=torch.device("cuda", index),
         )  # fmt: skip
         made.inner = inner
         return made
@@ -134,7 +136,11 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         assert self.usual
-        event.synchronize()
+        event.stream.reach(event.number)
+
+    def synchronize(self) -> None:
+        _waits("stream")
+        self.reach(len(self.asked))
 
     @staticmethod
     @contextlib.contextmanager
@@ -251,6 +257,15 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What a kernel is stood in for by may wait; the kernel would not."""
+    before = WAITS.copy()
+    yield
+    WAITS.clear()
+    WAITS.update(before)
+
+
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation of torch on the values, if the device would do it."""
     asked = kwargs.get("device")
@@ -272,18 +287,23 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return out
     if not (bool(of_device) if asked is None else torch.device(asked).type == "cuda"):
         return out
+    index = torch.device(asked).index if asked is not None else of_device[0].device.index
+    if index is None:
+        index = current_device()
     known = {id(x.inner): x for x in of_device}  # an operation in place gives back what it was given
 
     def brought(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, OnDevice):
             return x
-        return known[id(x)] if id(x) in known else OnDevice(x)
+        return known[id(x)] if id(x) in known else OnDevice(x, index)
 
     return tree_map(brought, out)
 
 
 def _refuse_mixed(func: Any, args: Any, given: list[Tensor]) -> None:
     """A number of the host may go with tensors of the device, and so may whole numbers that index one."""
+    if len(places := {x.device.index for x in given if isinstance(x, OnDevice) and x.dim() > 0}) > 1:
+        raise RuntimeError(f"{func}: tensors are on devices {places}")
     indices = {id(x) for x in args[1]} if func in INDEXED and isinstance(args[0], OnDevice) else set()
     others = [x for x in given if not isinstance(x, OnDevice) and x.dim() > 0 and id(x) not in indices]
     if from_host := [tuple(x.shape) for x in others]:
@@ -292,12 +312,33 @@ def _refuse_mixed(func: Any, args: Any, given: list[Tensor]) -> None:
 
 # -- what torch says of the device, and does below its dispatcher
 
+
+def current_device() -> int:
+    return int(library.stand_in_current())
+
+
+class using:
+    """The device that this thread computes on meanwhile."""
+
+    def __init__(self, device: Any) -> None:
+        self.index = device if isinstance(device, int) else torch.device(device).index
+
+    def __enter__(self) -> None:
+        self.before = current_device()
+        if self.index is not None:
+            library.stand_in_set(self.index)
+
+    def __exit__(self, *_: object) -> None:
+        library.stand_in_set(self.before)
+
+
 PROPERTIES = SimpleNamespace(name="stand-in", major=9, minor=0, multi_processor_count=1, total_memory=1 << 34)
 SAID: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
-    "device_count": lambda: 1,
-    "current_device": lambda: 0,
+    "device_count": lambda: 2,
+    "current_device": current_device,
+    "device": using,
     "get_device_name": lambda *_: PROPERTIES.name,
     "get_device_properties": lambda *_: PROPERTIES,
     "get_device_capability": lambda *_: (PROPERTIES.major, PROPERTIES.minor),
@@ -307,6 +348,9 @@ SAID: dict[str, Any] = {
     "Event": Event,
     "stream": Stream.entering,
     "current_stream": lambda *_: Stream.current(),
+    "mem_get_info": lambda *_: (PROPERTIES.total_memory, PROPERTIES.total_memory),
+    "memory_reserved": lambda *_: 0,
+    "memory_allocated": lambda *_: 0,
     "empty_cache": lambda: None,
     "reset_peak_memory_stats": lambda *_: None,
     "max_memory_allocated": lambda *_: 0,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tests.cuda.device import uncounted
 from tests.kernels.gpu.varlen_contract import varlen_attn
 from weft.engine.generation import caches, graphs
 from weft.kernels import flash, flex
@@ -25,7 +26,7 @@ def install(*, reads_pages: bool) -> None:
     flex._compiles = lambda: True  # type: ignore[assignment]
     flex._compiled = lambda: _flex  # type: ignore[assignment]
     compiled.compiled = _counted  # type: ignore[assignment]
-    caches.cuda_capture = graphs.cuda_capture = lambda: _capture
+    caches.cuda_capture = graphs.cuda_capture = lambda _: _capture
     torch.nn.functional.scaled_dot_product_attention = _rectangles  # type: ignore[assignment]
 
 
@@ -38,7 +39,15 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
 def _flash(query: Tensor, *rest: Any, **named: Any) -> Tensor:
     CALLS["flash"] += 1
     assert query.dtype in flash.DTYPES and query.device.type == "cuda"
-    return varlen_attn(query, *rest, **named)
+    _computes_on(query)
+    with uncounted():
+        return varlen_attn(query, *rest, **named)
+
+
+def _computes_on(given: Tensor) -> None:
+    """A kernel runs on the thread's device, wherever the tensors lie that it is given."""
+    here = torch.cuda.current_device()
+    assert given.device.index == here, f"a kernel on device {here} is given tensors of {given.device}"
 
 
 def _flex(
@@ -47,6 +56,15 @@ def _flex(
 ) -> Tensor:  # fmt: skip
     """Keys count that the mask's function admits in a block that the mask lists."""
     CALLS["flex"] += 1
+    _computes_on(q)
+    with uncounted():
+        return _attended(q, k, v, block_mask, scale, enable_gqa, score_mod)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, enable_gqa: bool,
+    score_mod: Callable[..., Tensor] | None,
+) -> Tensor:  # fmt: skip
     (batch, heads, length, _), keys, device = q.shape, k.shape[2], q.device
     assert enable_gqa or heads == k.shape[1]
     k, v = (x.repeat_interleave(heads // k.shape[1], 1).expand(batch, -1, -1, -1).float() for x in (k, v))
@@ -78,9 +96,11 @@ def _listed(mask: BlockMask, length: int, keys: int) -> Tensor:
 def _capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
     """A replay reads the memory that the capture read, so all of it must be there still."""
     CALLS["captures"] += 1
+    _computes_on(inputs)
     output, known = torch.empty_like(run(inputs)), _addresses(run)
 
     def replay() -> None:
+        _computes_on(inputs)
         assert _addresses(run) == known, "weights or pages lie elsewhere than when the graph was captured"
         output.copy_(run(inputs))
 
@@ -88,7 +108,7 @@ def _capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[
 
 
 def _addresses(run: Any) -> list[int]:
-    owner = getattr(run, "__self__", None)
+    owner = getattr(getattr(run, "func", run), "__self__", None)
     if not isinstance(owner, caches.PageCaches):
         return []
     weights: list[Tensor] = list(owner._network.parameters())

@@ -36,6 +36,7 @@ def mixed(_: Path) -> None:
         lambda: rows[torch.tensor([1], device="cuda")],
         lambda: weight.detach().index_put_((torch.tensor([1, 2]),), torch.ones(2, 5)),
         lambda: weight.detach().numpy(),
+        lambda: weight.detach() + torch.ones(5, device="cuda:1"),
     ):
         try:
             refused()
@@ -114,6 +115,47 @@ def offload(folder: Path) -> None:
         assert run(leaves=True, home=home) == run(leaves=False, home=home)
 
 
+def second(folder: Path) -> None:
+    """A run on the second device, whose thread and kernels have to be told so."""
+    from tests.launch import cases
+    from tests.tiny import make_llama
+    from weft.launch import run
+
+    cases.prepare(folder)
+    make_llama(folder / "wide", hidden_size=64)
+    config = cases.CASES["grpo"](folder, "second")
+    config.device = "cuda:1"
+    for role in ("model", "actor", "critic", "rew"):
+        if hasattr(config, role):
+            getattr(config, role).path, getattr(config, role).dtype = str(folder / "wide"), "bfloat16"
+    run(config)
+
+
+def decode_waits(folder: Path) -> None:
+    """A decode step waits for the device once, for its tokens; where ids are left out, once more at most for each such kind of
+    settings."""
+    from tests.cuda.device import WAITS
+    from tests.tiny import make_llama
+    from weft.engine.base import Request
+    from weft.engine.spec import GenerationSpec, ModelSpec
+    from weft.registry import backends
+    from weft.topology import Layout
+
+    path = make_llama(folder / "wide", hidden_size=64)
+    engine = backends.get("torch")(ModelSpec(path=str(path), dtype="bfloat16", device="cuda:0"), Layout())
+    most = {"temperature": 1, "greedy": 1, "top_k": 1}
+    settings = {"temperature": {"temperature": 0.7}, "greedy": {"greedy": True}, "top_k": {"top_k": 5}}
+    for name, own in settings.items():
+        with engine.generating(GenerationSpec(max_new_tokens=8, **own)) as generator:  # type: ignore[arg-type]
+            generator.submit([Request(id=str(i), k=0, prompt=[3, 4, 5 + i]) for i in range(3)])
+            for _ in range(3):  # the prompts, and a capture
+                generator.step()
+            WAITS.clear()
+            for _ in range(4):
+                assert len(generator.step()) == 3
+        assert sum(WAITS.values()) == 4 * most[name], (name, +WAITS)
+
+
 def marked(folder: Path) -> None:
     """The tests that ask for a CUDA device."""
     files = [f"tests/kernels/gpu/test_{name}.py" for name in ("flash", "flex")]
@@ -172,6 +214,8 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
     "offload": offload,
     "marked": marked,
     "waits": waits,
+    "decode_waits": decode_waits,
+    "second": second,
 }
 
 

@@ -84,3 +84,14 @@ def test_a_training_step_waits_for_the_device_twice(program: Program) -> None:
     assert waits == {
         f"{step}: {line}": 1 for step in steps for line in ("tolist in step.now", "synchronize in device.synchronise")
     }
+
+
+@pytest.mark.parametrize("flash", ["plain", "pages"])
+def test_the_second_device_computes_what_lies_there(program: Program, flash: str) -> None:
+    """The current device is a thread's own; a kernel or a capture on another one than its tensors' gives garbage."""
+    assert program("second", flash)["flash"] > 0
+
+
+@pytest.mark.parametrize("flash", ["plain", "pages"])
+def test_a_decode_step_waits_for_the_device_once(program: Program, flash: str) -> None:
+    assert program("decode_waits", flash)["captures"] > 0

@@ -108,6 +108,14 @@ def test_the_gradient_of_an_output_matrix_is_there_with_all_activations() -> Non
     assert scores.call == scores.activations
 
 
+def test_a_cache_that_is_kept_counts_while_others_work_and_has_a_limit() -> None:
+    works = [Work(cache_tokens=64, sequences=2, cache_limit=1000)]
+    freed, kept = (estimate(SHAPE, replace(TRAINED, keeps_cache=keeps), works) for keeps in (False, True))
+    assert freed.cache == kept.cache == 1000
+    assert freed.kept == 0 and kept.kept == 1000 and kept.held == freed.held + 1000
+    assert freed.call == kept.call + 1000, "counted once"
+
+
 def test_a_cache_by_hand() -> None:
     role = estimate(SHAPE, TRAINED, [Work(cache_tokens=64, sequences=2)])
     assert role.cache == 2 * 4 * 4 * 64 * 4 and role.activations == 3 * 2 * 50 * 4

@@ -84,6 +84,27 @@ def test_secrets_go_with_the_environment_and_others_stay(monkeypatch):
     assert {"HF_TOKEN", "WEFT_X", "WANDB_API_KEY", "OPENAI_API_KEY"} <= passed.keys() and "UNRELATED" not in passed
 
 
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
+def test_processes_of_devices_are_told_how_torch_allocates(root, monkeypatch, own):
+    """What the run's own options say wins over the default, by either name."""
+    told: list[dict[str, str]] = []
+
+    class Here:
+        def nodes(self):
+            return [Node("n", "here", "127.0.0.1", 4, 0)]
+
+        def launch(self, count, kind, environment, nodes):
+            told.append(environment)
+
+    monkeypatch.setattr("weft.runtime.ray.Cluster.start", lambda *_: Here())
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    experiment = placed(root, "told").build()
+    start_devices(replace(experiment, control=replace(experiment.control, env=own)), "local")
+    found = {name: value for name, value in told[0].items() if name.startswith("PYTORCH_")}
+    assert found == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
 def test_a_dry_run_says_where_roles_are_and_writes_nothing(root):
     lines = dry_run(placed(root, "dry"))
     assert "actor: layout d1f1t1p1c1e1 on device 0" in lines and "ref: layout d1f1t1p1c1e1 on device 1" in lines

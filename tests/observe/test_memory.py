@@ -67,3 +67,11 @@ def test_a_script_that_trains_and_samples_keeps_its_allocator_as_it_is(tmp_path:
 @glibc
 def test_the_command_line_asks() -> None:
     assert printed(ASKS + COMMAND + "print(len(asked))").splitlines()[-1] == "3"
+
+
+def test_freed_device_memory_serves_other_sizes_unless_the_user_says_how_torch_allocates() -> None:
+    from weft.observe.memory import growing_segments
+
+    assert growing_segments({"HOME": "/"}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert growing_segments({name: "max_split_size_mb:64"}) == {}

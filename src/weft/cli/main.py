@@ -16,7 +16,7 @@ from pathlib import Path
 
 from weft import __version__
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
-from weft.observe.memory import keep_freed_memory
+from weft.observe.memory import growing_segments, keep_freed_memory
 
 COMMANDS = {
     "quickstart": "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a configuration of your own",
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if argv is None:
         keep_freed_memory()
+        os.environ.update(growing_segments(os.environ))
     code = guarded(lambda: _dispatch(words), words)
     if argv is None and code:
         _end(code)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,25 @@ def _named(name: str) -> torch.device:
     return best_device() if device.type == "cuda" and device.index is None else device
 
 
+def using(device: torch.device) -> AbstractContextManager[None]:
+    """In this thread streams, captures and kernels are the device's meanwhile. CUDA has a current device for each thread, 0
+    until it is told, and what runs on another one than its tensors' gives garbage without a word."""
+    current: AbstractContextManager[None] = (
+        torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    )
+    return current
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done everything it was given, so that a clock read next is honest."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def wait(device: torch.device) -> None:
+    """Wait until this thread's stream has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -65,6 +81,11 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *cgroup_limits()])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device that nobody holds, what torch keeps of this process's freed tensors included."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def cgroup_limits(mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[int]:

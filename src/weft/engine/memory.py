@@ -90,12 +90,14 @@ class Settings:
     packs: bool = False
     in_place: bool = False
     adds_rows: bool = False
+    keeps_cache: bool = False  # from one call to the next
 
 
 @dataclass(frozen=True)
 class Work:
     """The most that one call asks of a network at once. `tokens` and `rows` of the largest micro-batch; `parts`: whether a
-    minibatch has more than one; `cache_tokens`: slots of the cache times their length; `sequences` decoded together."""
+    minibatch has more than one; `cache_tokens`: slots of the cache times their length, of which no more than `cache_limit`
+    bytes are held; `sequences` decoded together."""
 
     tokens: int = 0
     rows: int = 0
@@ -103,6 +105,7 @@ class Work:
     parts: int = 1
     entropy: bool = False
     cache_tokens: int = 0
+    cache_limit: int | None = None
     sequences: int = 0
 
 
@@ -118,11 +121,12 @@ class RoleMemory:
     activations: int
     cache: int
     call: int
+    kept: int = 0  # of the cache, between calls
     away: int = 0
 
     @property
     def held(self) -> int:
-        return self.parameters + self.masters + self.optimizer
+        return self.parameters + self.masters + self.optimizer + self.kept
 
 
 def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> RoleMemory:
@@ -134,15 +138,18 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
     calls = [_call(shape, settings, trainable, work) for work in works]
     parameters, masters = shape.parameters * width, trainable * WIDE * apart * on_device
     state = trainable * WIDE * SLOTS[settings.optimizer] * on_device
+    cache = max((cache for _, cache, _ in calls), default=0)
+    kept = cache if settings.keeps_cache else 0
     return RoleMemory(
         parameters=parameters,
         masters=masters,
         optimizer=state,
         gradients=trainable * WIDE * on_device,
         activations=max((activations for activations, _, _ in calls), default=0),
-        cache=max((cache for _, cache, _ in calls), default=0),
+        cache=cache,
         call=max((most for _, _, most in calls), default=0),
-        away=(parameters + masters) * settings.weights_leave + state * settings.optimizer_leaves,
+        kept=kept,
+        away=(parameters + masters + kept) * settings.weights_leave + state * settings.optimizer_leaves,
     )
 
 
@@ -159,8 +166,9 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     packed = int(PACKED * shape.embedding * WIDE) if settings.packs and shape.vocab > 1 else 0
     if work.cache_tokens:
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width
+        cache = cache if work.cache_limit is None else min(cache, work.cache_limit)
         logits = (1 if settings.in_place else SAMPLING_CHUNKS) * work.sequences * shape.vocab * WIDE
-        return logits, cache, logits + cache
+        return logits, cache, logits + (0 if settings.keeps_cache else cache)
     alone = 1 + CAPPED_CHUNKS * shape.capped
     ends = 2 * work.tokens * shape.stream * width + work.rows * shape.hidden * width
     if not work.backward:

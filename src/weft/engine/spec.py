@@ -292,6 +292,11 @@ class GenerationSpec:
     max_support: int = option(
         1024, "most ids a top-k/top-p/min-p limit may keep at a position when it is recorded for training", at_least=1
     )
+    kv_cache_gb: float | None = option(
+        None,
+        "GiB that keys and values take at most; a GPU keeps what they needed from one call to the next; absent: a quarter of "
+        "the device's memory, on a GPU 90% of what is free where that is less",
+    )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
     tokenizer: Any = option(None, "", hidden=True)  # what stop texts are read with; the generate interface sets it
@@ -300,6 +305,10 @@ class GenerationSpec:
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"gen.min_new_tokens={self.min_new_tokens} exceeds gen.max_new_tokens={self.max_new_tokens}; lower the first"
+            )
+        if self.kv_cache_gb is not None and not self.kv_cache_gb > 0.0:
+            raise ConfigError(
+                f"gen.kv_cache_gb={self.kv_cache_gb:g}: keys and values take room; write a number above 0, or leave it out"
             )
         if self.temperature == 0.0 and not self.greedy:
             raise ConfigError("gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token")

@@ -12,12 +12,20 @@ import torch
 
 from weft.errors import ConfigError, RunError
 from weft.experiment import Control, Experiment
+from weft.observe.memory import ALLOCATOR, growing_segments
 
 if TYPE_CHECKING:
     from weft.runtime.ray import Node, RayDevices
 
 # What processes on other machines get of this one's environment; nothing of it is ever printed.
-PASSED = ("WANDB_API_KEY", "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")
+PASSED = (
+    "WANDB_API_KEY",
+    "OPENAI_API_KEY",
+    "TOKENIZERS_PARALLELISM",
+    "PYTHONHASHSEED",
+    "CUBLAS_WORKSPACE_CONFIG",
+    *ALLOCATOR,
+)
 PASSED_PREFIXES = ("WEFT_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 
 
@@ -59,7 +67,8 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
                 "the cluster has GPUs and this machine has none; write device=cuda, or device=cpu to leave them"
             )
         check_enough(count, kind, nodes)
-        return cluster.launch(count, kind, {**environment(), **control.env}, nodes)
+        told = {**environment(), **control.env}
+        return cluster.launch(count, kind, {**told, **growing_segments(told)}, nodes)
     except BaseException:
         cluster.close()
         raise

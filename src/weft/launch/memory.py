@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from weft.data.loader import LoadedData
 from weft.data.sample import SequenceSample
 from weft.engine import memory, microbatches
 from weft.engine.device import peak_memory_gb
-from weft.engine.generation.generate import DEFAULT_SEQUENCES, SEQUENCES
+from weft.engine.generation.budgets import DEFAULT_SEQUENCES, SEQUENCES, kv_bytes
 from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
 from weft.engine.rows import PackLayout
 from weft.engine.spec import GenerationSpec, ModelSpec
@@ -39,6 +39,7 @@ class Forecast:
     device: torch.device
     incomplete: tuple[str, ...]
     baseline: float  # GiB that the process held before the engines were made
+    cache_limits: Mapping[str, int] = field(default_factory=dict)  # bytes of keys and values, by the call that samples
 
     @property
     def total(self) -> float:
@@ -54,11 +55,13 @@ class Forecast:
         """For people, before the run; `on` says which roles each of several devices has."""
         on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
-            parts = [(f.name, getattr(role, f.name)) for f in fields(role) if f.name not in ("call", "away")]
+            parts = [(f.name, getattr(role, f.name)) for f in fields(role) if f.name not in ("call", "away", "kept")]
             shown = ", ".join(f"{what} {size(number)}" for what, number in parts if number)
             if role.away:
                 shown += f"; {size(role.away)} of it in host memory between its calls"
             yield f"memory of {name}: {shown or 'shared with another role'}"
+        for call, limit in self.cache_limits.items():
+            yield f"memory of {call}: keys and values in at most {size(limit)} (gen.kv_cache_gb)"
         for device, names in on.items():
             part = self._of(names)
             yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {size(part.total)} {part._scope}"
@@ -122,7 +125,18 @@ def forecast(
             roles[name] = _estimate(chosen, own, works, device, leaves)
         if any(shares_base(spec, s) and meshes[role].parts_as(meshes[r]) for r, s in experiment.roles.items()):
             roles[role] = replace(roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0)
-    return Forecast(roles, device, tuple(incomplete), baseline)
+    calls = [call for call in experiment.graph.model_calls() if call.method == "generate"]
+    limits = {call.name: limit for call in calls if (limit := _limit(call, device)) is not None}
+    return Forecast(roles, device, tuple(incomplete), baseline, limits)
+
+
+def _limit(call: MFCDef, device: torch.device) -> int | None:
+    """Bytes of keys and values that a call which samples may hold on a device; None where the devices are those of other
+    processes, which alone know what they have, and the user does not say."""
+    asked = call.args.get("kv_cache_gb")
+    if device.type == "cuda" and device.index is None:
+        return None if asked is None else int(asked * GIB)
+    return kv_bytes(device, asked)
 
 
 def place_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
@@ -177,6 +191,7 @@ def _settings(spec: ModelSpec, device: torch.device, vocab_size: int, leaves: fr
         packs=plain and kernels.cpu_library() is None,
         in_place=plain and kernels.cpu_library() is not None,
         adds_rows=plain,
+        keeps_cache=device.type == "cuda",
     )
 
 
@@ -211,7 +226,8 @@ def _works(
         capacity = SLOT
         while capacity < int(layout.lengths.max()):
             capacity *= 2
-        yield Work(tokens=0, cache_tokens=together * capacity, sequences=together)
+        limit = _limit(call, device)
+        yield Work(tokens=0, cache_tokens=together * capacity, cache_limit=limit, sequences=together)
         return
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
     limit = max(limit, int(layout.lengths.max()))  # what is too long is said where it happens: sampling may end earlier

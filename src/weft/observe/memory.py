@@ -6,12 +6,20 @@ import contextlib
 import ctypes
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 GIB = 2**30
 STATUS = Path("/proc/self/status")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 HEAP = {M_TRIM_THRESHOLD: (1 << 31) - 1, M_MMAP_THRESHOLD: 1 << 25, M_ARENA_MAX: 1}  # bytes, the most it takes; arenas
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both; the first is the newer name
+
+
+def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a process needs in its environment, before it imports torch, so that a GPU's memory that was freed serves tensors of
+    any other size: packs and caches of many sizes follow one another. Nothing where the user has set how torch allocates."""
+    return {} if any(name in environment for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def peak_memory_gb() -> float:

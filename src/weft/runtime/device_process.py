@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weft.data.sample import SequenceSample
-from weft.engine.device import peak_memory_gb
+from weft.engine.device import peak_memory_gb, using
 from weft.errors import DevicesLost, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, backend_of
@@ -180,7 +180,9 @@ class DeviceProcess:
         self.report(Report(queued.number, "started"))
         try:
             moved = self._take_in(queued.promises)
-            self.report(Report(queued.number, "finished", queued.command.run(self, queued.number), moved))
+            with using(self.device):
+                made = queued.command.run(self, queued.number)
+            self.report(Report(queued.number, "finished", made, moved))
         except BaseException as error:
             traceback.print_exc()
             self.report(Report(queued.number, "failed", portable(error, self.where(""))))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from weft.data.sample import SequenceSample
-from weft.engine.device import numerics, peak_memory_gb, reset_peak_memory, set_threads
+from weft.engine.device import numerics, peak_memory_gb, reset_peak_memory, set_threads, using
 from weft.errors import RunError
 from weft.graph.mfc import ParamSync
 from weft.runtime import events
@@ -47,9 +47,9 @@ class LocalGroup:
         self._announcing: set[str] = set()  # calls whose early outputs somebody wants
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._next: deque[_Work | None] = deque()  # taken out of the queue and not yet done, by the thread
+        self._device, self._closed = device, False
         self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
         self._thread.start()
-        self._device, self._closed = device, False
         reset_peak_memory(device)
         self._worker = self._run(make).result()
 
@@ -144,5 +144,6 @@ class LocalGroup:
         return future
 
     def _work(self) -> None:
-        while (work := self._next.popleft() if self._next else self._queue.get()) is not None:
-            work.do()
+        with using(self._device):
+            while (work := self._next.popleft() if self._next else self._queue.get()) is not None:
+                work.do()

@@ -17,13 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels.gpu.varlen_contract import varlen_attn
 from tests.models.common import tiny
 from weft.engine.base import Request
+from weft.engine.generation import caches as caches_module
 from weft.engine.generation import generate as generation
-from weft.engine.generation.caches import PageCaches
+from weft.engine.generation.caches import KeptPages, PageCaches, storage_of
 from weft.engine.generation.graphs import DecodeGraphs
 from weft.engine.generation.scheduler import Budget
 from weft.engine.spec import GenerationSpec
 from weft.kernels import flash, flex
 from weft.models.kv.pages import PagedCache, PagePool
+from weft.models.network import lora
 
 from .common import LLAMA, build, drain, generate, opened, tokens
 
@@ -44,14 +46,14 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PageCaches]]:
 
     def caches_for(network: Any, device: torch.device, budget: Budget) -> PageCaches:
         caches = PageCaches(network, device, budget, page=PAGE)
-        caches.graphs = DecodeGraphs(caches._run, device, capture, after=1)
+        caches.graphs = DecodeGraphs(caches.graphs._runs, device, capture, after=1)
         made.append(caches)
         return caches
 
     def switch() -> list[PageCaches]:
         torch._dynamo.reset()  # FlexAttention, unfused, is traced with sizes that vary; other tests' would make more vary
         monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
-        monkeypatch.setattr(generation, "caches_for", caches_for)
+        monkeypatch.setattr(caches_module, "caches_for", caches_for)
         return made
 
     return switch
@@ -140,6 +142,108 @@ def test_with_the_flash_kernels_contract(
     monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(grouped_heads=table, block_table=table))
     monkeypatch.setattr(flash, "kernel", lambda: varlen_attn)
     assert tokens(generate(network, SPEC, requests(), BUDGET)) == tokens(expected)
+
+
+def counted(caches: PageCaches) -> tuple[int, int, int]:
+    counts = caches.graphs.counts
+    return counts["eager"], counts["replayed"], counts["captured"]
+
+
+def ragged(count: int = 24) -> list[Request]:
+    """Completions of 1 to `count` tokens, each as long as its own settings say."""
+    return [
+        Request(id=str(i), k=0, prompt=[3, 4, 6 + i], sampling=replace(SPEC, max_new_tokens=1 + i))
+        for i in range(count)
+    ]
+
+
+def test_calls_of_one_engine_share_pages_and_graphs(paged: Callable[[], list[PageCaches]]) -> None:
+    """A ragged run, three times: each step is replayed, the first too, and later calls capture nothing that is there. What was
+    captured goes once weights lie elsewhere or other adapters are at work, and not before."""
+    network, kept, budget = build(), KeptPages(), replace(BUDGET, max_sequences=24, max_tokens=4000)
+    expected = generate(network, SPEC, ragged(), budget)
+    made = paged()
+
+    def call() -> dict[Any, list[int]]:
+        with generation.open_generator(
+            network, SPEC, device=torch.device("cpu"), version=7, eos_ids=(5,), budget=budget, kept=kept
+        ) as generator:
+            generator.submit(ragged())
+            return tokens(drain(generator))
+
+    assert call() == tokens(expected)
+    (caches,) = made
+    first, steps = counted(caches), max(map(len, expected.values())) - 1
+    assert first[0] == 0 and first[1] == steps > 10 and 1 <= first[2] <= 7
+    pages = kept.num_bytes
+    assert call() == call() == tokens(expected)
+    assert len(made) == 1 and kept.num_bytes == pages > 0
+    after = counted(caches)
+    assert after[:2] == (0, 3 * steps) and after[2] <= 7
+    assert call() == tokens(expected) and counted(caches)[2] == after[2], "nothing is captured anew"
+    with torch.no_grad():
+        network.norm.weight.mul_(1.0)  # the same memory, as after a train step
+    call()
+    assert counted(caches)[2] == after[2]
+    weight = network.norm.weight
+    network.norm.weight = torch.nn.Parameter(weight.detach().clone())  # as after an offload or a move
+    assert call() == tokens(expected) and counted(caches)[2] > after[2]
+    kept.drop()
+    assert kept.num_bytes == 0 and call() == tokens(expected) and len(made) == 2
+
+
+def test_a_switch_of_adapters_drops_what_was_captured() -> None:
+    network = build()
+    before = storage_of(network)
+    lora.attach(network, r=2, alpha=4.0)
+    on = storage_of(network)
+    with lora.adapters_off(network):
+        off = storage_of(network)
+    assert before != on != off != before and storage_of(network) == on
+
+
+def test_pages_are_made_room_for_once_and_never_past_the_budget(paged: Callable[[], list[PageCaches]]) -> None:
+    made, sizes = paged(), list[int]()
+    with opened(build(), SPEC, BUDGET) as generator:
+        generator.submit(requests())
+        while not generator.idle:
+            generator.step()
+            sizes.append(len(made[0]._pool.keys[0]))
+    assert set(sizes) == {128}, "2,000 tokens are 125 pages, 2 for where prefixes end, and the one that nobody owns"
+
+
+DRAWS = {
+    "sampled": [replace(SPEC, temperature=0.6), SPEC, replace(SPEC, temperature=1.7)],
+    "greedy": [replace(SPEC, greedy=True)],
+    "states": [replace(SPEC, top_p=0.8), replace(SPEC, top_k=3)],
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_draws_in_a_graph_are_those_outside(
+    paged: Callable[[], list[PageCaches]], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Rows of several temperatures, and likeliest tokens; those that a graph cannot hold are drawn after it."""
+    network, used, run = build(), list[str](), PageCaches._run
+    specs = DRAWS[kind]
+    asked = [replace(request, sampling=specs[i % len(specs)]) for i, request in enumerate(requests(3, 2))]
+    expected = generate(network, SPEC, asked, BUDGET)
+
+    def spy(caches: PageCaches, kind: str, step: np.ndarray) -> Tensor:
+        used.append(kind)
+        return run(caches, kind, step)
+
+    monkeypatch.setattr(PageCaches, "_run", spy)
+    paged()
+    assert tokens(generate(network, SPEC, asked, BUDGET)) == tokens(expected)
+    assert set(used) == {kind}
+
+
+def test_ends_that_may_not_come_yet_are_kept_from_rows_in_graphs(paged: Callable[[], list[PageCaches]]) -> None:
+    network, early = build(), replace(SPEC, min_new_tokens=5)
+    expected = generate(network, early, requests(3, 2), BUDGET)
+    paged()
+    assert tokens(generate(network, early, requests(3, 2), BUDGET)) == tokens(expected)
 
 
 class Questions(TorchDispatchMode):

@@ -28,7 +28,8 @@ from tests.engine.generation.common import (
 )
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
-from weft.engine.generation.generate import default_budget, open_generator
+from weft.engine.generation.budgets import default_budget
+from weft.engine.generation.generate import open_generator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
@@ -317,7 +318,9 @@ def printable(byte: int) -> str:
 
 
 def say(network: Transformer, tokenizer: Tokenizer, spec: GenerationSpec) -> list[TokenEvent]:
-    with open_generator(network, spec, device=CPU, version=0, eos_ids=[], tokenizer=tokenizer) as generator:
+    with open_generator(
+        network, dataclasses.replace(spec, tokenizer=tokenizer), device=CPU, version=0, eos_ids=[]
+    ) as generator:
         generator.submit([Request("a", 0, tokenizer.encode("once"))])
         return drain(generator)["a", 0]
 
@@ -359,7 +362,9 @@ def test_an_aborted_completion_remembers_its_text() -> None:
     spec = GenerationSpec(max_new_tokens=40, seed=1, stop=[tokenizer.decode(free[20:23])])
     expected = say(network, tokenizer, spec)
     request = Request("a", 0, tokenizer.encode("once"))
-    with open_generator(network, spec, device=CPU, version=0, eos_ids=[], tokenizer=tokenizer) as generator:
+    with open_generator(
+        network, dataclasses.replace(spec, tokenizer=tokenizer), device=CPU, version=0, eos_ids=[]
+    ) as generator:
         generator.submit([request])
         seen = [event for _ in range(len(expected) - 1) for event in generator.step()]
         generator.submit([again([request], partial) for partial in generator.abort(["a"])])

@@ -9,7 +9,8 @@ import torch
 from tests.engine.generation.common import CPU, build, drain, opened
 from weft.engine.base import Request
 from weft.engine.device import memory_bytes
-from weft.engine.generation.generate import BatchGenerator, default_budget
+from weft.engine.generation.budgets import default_budget
+from weft.engine.generation.generate import BatchGenerator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.spec import GenerationSpec
 from weft.kernels.cpu.sizes import VECTOR

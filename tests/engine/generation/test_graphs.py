@@ -3,7 +3,8 @@ a capture is stood in for by a function that, as a graph does, reads one buffer 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -37,26 +38,42 @@ def step(rows: int, columns: int = 5, seed: int = 0) -> np.ndarray:
 
 
 def test_sizes() -> None:
-    assert [filled_up(n, SIZES) for n in (1, 3, 8, 9, 17, 24, 256, 257)] == [1, 4, 8, 16, 24, 24, 256, 320]
+    assert [filled_up(n, SIZES) for n in (1, 3, 8, 9, 17, 24, 256, 257)] == [1, 4, 8, 16, 24, 24, 256, 384]
     assert [filled_up(n, COARSE) for n in (1, 3, 17, 200)] == [1, 4, 32, 256]
 
 
 def test_steps_of_one_size_share_a_graph_and_read_their_own_numbers() -> None:
     recorder = Recorder()
-    graphs = DecodeGraphs(run, CPU, recorder, after=0)
+    graphs = DecodeGraphs({"r": run}, CPU, recorder, after=0)
     for seed, rows in enumerate((13, 16, 9, 13, 2, 1, 2)):
         numbers = step(rows, seed=seed)
-        assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
+        assert torch.equal(graphs("r", numbers, form=0), run(torch.from_numpy(numbers)))
     assert recorder.sizes == [16, 2, 1] and len(graphs) == 3
+
+
+def test_a_ragged_run_is_replayed_from_its_first_step() -> None:
+    """512 completions of 1 to 512 tokens: every step finds a graph with room. Further runs over the same memory capture
+    each size once at most."""
+    recorder = Recorder()
+    graphs = DecodeGraphs({"r": run}, CPU, recorder)
+    for rows in range(511, 0, -1):
+        assert len(graphs("r", step(rows), form=0, expected=512)) == rows
+    assert graphs.counts["eager"] == 0 and graphs.counts["replayed"] == 511
+    assert recorder.sizes == [512, 384, 256, 192, 128, 96], "sizes that more than 16 steps want"
+    for _ in range(2):
+        for rows in range(511, 0, -1):
+            graphs("r", step(rows), form=0, expected=512)
+    assert len(set(recorder.sizes)) == len(recorder.sizes) == graphs.counts["captured"] < len(SIZES)
+    assert graphs.counts["eager"] == 0
 
 
 def test_a_size_is_captured_once_it_is_worth_it() -> None:
     recorder = Recorder()
-    graphs = DecodeGraphs(run, CPU, recorder, after=2)
-    for rows in (4, 3, 8, 4, 4, 8):
+    graphs = DecodeGraphs({"r": run}, CPU, recorder, after=2)
+    for rows in (8, 4, 3, 8, 4, 4, 8):
         numbers = step(rows)
-        assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
-    assert recorder.sizes == [4]
+        assert torch.equal(graphs("r", numbers, form=0), run(torch.from_numpy(numbers)))
+    assert recorder.sizes == [8, 4] and graphs.counts == {"captured": 2, "replayed": 7}
 
 
 def test_rows_left_over_from_a_larger_step_are_cleared() -> None:
@@ -66,23 +83,23 @@ def test_rows_left_over_from_a_larger_step_are_cleared() -> None:
         seen.append(numbers.clone())
         return run(numbers)
 
-    graphs = DecodeGraphs(spy, CPU, Recorder(), after=0)
-    graphs(step(16), form=0)
-    graphs(step(10), form=0)
+    graphs = DecodeGraphs({"r": spy}, CPU, Recorder(), after=0)
+    graphs("r", step(16), form=0)
+    graphs("r", step(10), form=0)
     assert not seen[-1][10:].any() and seen[-1][:10].all()
 
 
 def test_captures_are_dropped_when_memory_moves() -> None:
     recorder = Recorder()
-    graphs = DecodeGraphs(run, CPU, recorder, after=0)
-    graphs(step(4), form=(16, 64))
-    graphs(step(4), form=(16, 64))
-    graphs(step(4), form=(16, 128))
+    graphs = DecodeGraphs({"r": run}, CPU, recorder, after=0)
+    graphs("r", step(4), form=(16, 64))
+    graphs("r", step(4), form=(16, 64))
+    graphs("r", step(4), form=(16, 128))
     graphs.drop()
-    graphs(step(4), form=(16, 128))
+    graphs("r", step(4), form=(16, 128))
     assert recorder.sizes == [4, 4, 4]
     wider = step(4, columns=9)
-    assert torch.equal(graphs(wider, form=(32, 128)), run(torch.from_numpy(wider)))
+    assert torch.equal(graphs("r", wider, form=(32, 128)), run(torch.from_numpy(wider)))
     assert recorder.sizes == [4, 4, 4, 4]
 
 
@@ -94,11 +111,11 @@ def test_a_capture_that_fails_is_told_once_and_steps_go_on() -> None:
         tries += 1
         raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
 
-    graphs = DecodeGraphs(run, CPU, fails, after=0)
+    graphs = DecodeGraphs({"r": run}, CPU, fails, after=0)
     numbers = step(3)
     with pytest.warns(RuntimeWarning, match="without CUDA graphs.*not permitted when stream is capturing"):
-        assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
-    assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
+        assert torch.equal(graphs("r", numbers, form=0), run(torch.from_numpy(numbers)))
+    assert torch.equal(graphs("r", numbers, form=0), run(torch.from_numpy(numbers)))
     assert tries == 1 and len(graphs) == 0 and graphs.note is not None and "more lines" not in graphs.note
 
 
@@ -109,19 +126,60 @@ def test_without_a_capture_steps_are_filled_up_all_the_same() -> None:
         sizes.append(len(numbers))
         return run(numbers)
 
-    graphs = DecodeGraphs(spy, CPU, None)
+    graphs = DecodeGraphs({"r": spy}, CPU, None)
     numbers = step(11)
-    assert torch.equal(graphs(numbers, form=0), run(torch.from_numpy(numbers)))
+    assert torch.equal(graphs("r", numbers, form=0), run(torch.from_numpy(numbers)))
     assert sizes == [16]
+
+
+class Device:
+    """What torch.cuda says and does, as far as a capture asks; notes the current device at each call. Stands in for its
+    contexts, streams and graphs, too."""
+
+    def __init__(self) -> None:
+        self.current, self.asked, self.replay = 0, list[tuple[str, int]](), lambda: None
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*_: object, **__: object) -> Device:
+            self.asked.append((name, self.current))
+            return self
+
+        return call
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+    @contextmanager
+    def device(self, which: torch.device) -> Iterator[None]:
+        before, self.current = self.current, which.index
+        yield
+        self.current = before
+
+
+def test_a_capture_is_of_the_device_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device is the thread's, 0 at first."""
+    device = Device()
+    monkeypatch.setattr(torch, "cuda", device)
+    capture = cuda_capture(torch.device("cuda", 1))
+    _, output = capture(run, torch.ones(2, 3))
+    assert torch.equal(output, run(torch.ones(2, 3)))
+    asked = [(name, at) for name, at in device.asked if name != "graph_pool_handle"]
+    assert {name for name, _ in asked} >= {"current_stream", "Stream", "stream", "CUDAGraph", "graph", "set_stream"}
+    assert all(at == 1 for _, at in asked) and device.current == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_on_the_device() -> None:
     weight = torch.randn(5, 7, device="cuda")
-    graphs = DecodeGraphs(lambda numbers: numbers.float() @ weight, torch.device("cuda"), cuda_capture(), after=0)
+    graphs = DecodeGraphs(
+        {"r": lambda numbers: numbers.float() @ weight},
+        torch.device("cuda", 0),
+        cuda_capture(torch.device("cuda", 0)),
+        after=0,
+    )
     with torch.no_grad():
         for seed in range(4):
             numbers = step(13, seed=seed)
-            out = graphs(numbers, form=0)
+            out = graphs("r", numbers, form=0)
             torch.testing.assert_close(out, torch.from_numpy(numbers).cuda().float() @ weight)
     assert len(graphs) == 1 and graphs.note is None

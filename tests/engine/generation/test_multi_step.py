@@ -18,6 +18,7 @@ from tests.engine.generation.common import CPU, LLAMA, Key, build, drain, genera
 from weft import randomness
 from weft.engine.base import Request, TokenEvent
 from weft.engine.generation import multi_step
+from weft.engine.generation.caches import SlotCaches
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.generate import BatchGenerator
 from weft.engine.generation.multi_step import MultiStepDecoder
@@ -227,21 +228,21 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.now, self.seconds = 0.0, seconds
-        run, decoded = CachedForward.run_ahead, BatchGenerator._decode
+        run, decoded = CachedForward.run_ahead, SlotCaches.decode
 
         def run_ahead(*given: Any) -> tuple[Tensor, Tensor]:
             made = run(*given)
             self.now += self.seconds * len(made[0])
             return made
 
-        def one(generator: BatchGenerator) -> torch.Tensor:
+        def one(*given: Any) -> torch.Tensor:
             self.now += self.seconds
-            return decoded(generator)
+            return decoded(*given)
 
         monkeypatch.setattr(multi_step, "SECONDS", 1.0)
         monkeypatch.setattr(multi_step.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(CachedForward, "run_ahead", run_ahead)
-        monkeypatch.setattr(BatchGenerator, "_decode", one)
+        monkeypatch.setattr(SlotCaches, "decode", one)
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(0.45, 2), (0.7, 1), (0.09, 11)])

@@ -145,6 +145,31 @@ def test_capped_scores_are_those_of_the_written_out_form(spec: AttentionSpec) ->
         assert_close(a, b)
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 6, 7])
+def test_groups_of_decoding_are_filled_up_to_a_power_of_two(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    """The kernel for few queries takes no others; what is filled in changes no number."""
+    asked: list[int] = []
+    attend = flex.attention
+
+    def spy(q: Tensor, k: Tensor, *rest: object) -> Tensor:
+        asked.append(q.shape[1] // k.shape[1])
+        return attend(q, k, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(flex, "attention", spy)
+    torch.manual_seed(0)
+    q = torch.randn(2, 3 * 2 * group, 16, dtype=torch.float64)[
+        :, : 2 * group
+    ]  # not contiguous, as after a joint product
+    keys, values = (torch.randn(4, 16, 2, 16, dtype=torch.float64) for _ in range(2))
+    table, used = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), torch.tensor([20, 7], dtype=torch.int32)
+    out = flex.paged(q, keys, values, flex.page_mask(table, used, (4, 16), None), AttentionSpec(0.25))
+    for row, count in enumerate(used.tolist()):
+        k, v = (x[table[row].long()].flatten(0, 1)[:count].repeat_interleave(group, 1) for x in (keys, values))
+        weights = torch.softmax(torch.einsum("hd,khd->hk", q[row], k) * 0.25, -1)
+        assert_close(out[row], torch.einsum("hk,khd->hd", weights, v), rtol=1e-12, atol=1e-12)
+    assert asked == [{1: 1, 2: 2, 3: 4, 6: 8, 7: 8}[group]]
+
+
 def test_few_sizes_are_compiled() -> None:
     assert [flex.padded(n) for n in (1, 128, 129, 1000, 1024, 8000)] == [128, 128, 256, 1024, 1024, 8192]
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -156,6 +181,32 @@ def test_few_sizes_are_compiled() -> None:
         q, k, v = (torch.randn(1, heads, flex.padded(length), 16) for heads in (4, 2, 2))
         compiled(q, k, v, block_mask=spans_of(context, length, None).mask(), scale=0.25, enable_gqa=True)
     assert counter.frame_count == 2, "one for 512 tokens and one for 256, whatever the sequences in them"
+
+
+@torch.no_grad()
+def test_a_ragged_run_compiles_each_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding over one number of pages, by layers that differ in their scale, as rows end one after the other; and packs of
+    many lengths."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(torch_flex.flex_attention, backend=counter, dynamic=False, fullgraph=True)
+    monkeypatch.setattr(flex, "_runs_unfused", lambda _: False)
+    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    keys, values = (torch.randn(16, 16, 2, 16) for _ in range(2))
+    for length in (40, 30, 20, 12, 3):
+        for rows in (4, 2, 1):
+            table = torch.arange(1, 1 + 3 * rows, dtype=torch.int32).view(rows, 3)
+            mask = flex.page_mask(table, torch.full((rows,), length, dtype=torch.int32), (16, 16), None)
+            for layer in range(1, 4):
+                flex.paged(torch.randn(rows, 6, 16), keys, values, mask, AttentionSpec(0.25 / layer))
+    assert counter.frame_count == 3, "one for each number of rows"
+    for length in (200, 150, 130, 100, 40):
+        context = Dense(torch.tensor([0, 7, length], dtype=torch.int32), length)
+        q, k, v = (torch.randn(length, heads, 16) for heads in (4, 2, 2))
+        for layer in range(1, 4):
+            attend(q, k, v, context, AttentionSpec(0.25 / layer))
+    assert counter.frame_count == 5, "one more for packs of up to 256 tokens and one for up to 128"
 
 
 def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

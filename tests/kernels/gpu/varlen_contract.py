@@ -12,8 +12,9 @@ def varlen_attn(
     block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """query [T, H, D]; key and value [U, Hkv, D], or [pages, page, Hkv, D] with a table int32 [S, W]. The last query of a
-    sequence stands at its last key; each sees `window_size[0]` keys to the left of its place (-1: all) and none beyond."""
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and window_size[1] == 0
+    sequence stands at its last key; each sees `window_size[0]` keys to the left of its place and `window_size[1]` to the right
+    (-1: all)."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     heads = key.shape[-2]
     assert enable_gqa or query.shape[1] == heads
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
@@ -34,7 +35,9 @@ def varlen_attn(
         k, v = (x.repeat_interleave(query.shape[1] // heads, dim=1) for x in (k, v))
         places = torch.arange(length, device=query.device)
         own = places[length - count :, None]
-        seen = places <= own
+        seen = torch.ones(count, length, dtype=torch.bool, device=query.device)
+        if window_size[1] >= 0:
+            seen &= places <= own + window_size[1]
         if window_size[0] >= 0:
             seen &= places >= own - window_size[0]
         scores = torch.einsum("qhd,khd->hqk", query[start:stop], k) * scale

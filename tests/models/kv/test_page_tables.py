@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,3 +101,16 @@ def test_rows_read_back_what_they_wrote_and_no_page_is_lost(todo: list[tuple[str
 
 def test_order() -> None:
     assert order(rows(2, 0, 3)).tolist() == [0, 1, 0, 1, 2]
+
+
+def test_pages_grow_up_to_their_limit_and_no_further() -> None:
+    pages = Pages(PAGE, count=4, most=11)
+    pages.reserve(100)
+    assert len(pages) == 11
+    pages = Pages(PAGE, count=4, most=11)
+    pages.take(7)
+    assert len(pages) <= 11
+    pages.take(3)
+    assert len(pages) == 11 and pages.num_used == 10
+    with pytest.raises(AssertionError, match="10 pages are in use and 1 more are asked for, of 11"):
+        pages.take(1)

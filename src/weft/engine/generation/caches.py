@@ -5,7 +5,8 @@ Slots everywhere (`models/kv/slots.py`), but pages (`models/kv/pages.py`) on a G
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,21 +14,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from weft.engine.device import wait
+from weft.engine.generation import sampling
 from weft.engine.generation.blocks import Blocks, Slots
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.decoder import Decoder
-from weft.engine.generation.graphs import COARSE, SIZES, DecodeGraphs, cuda_capture
+from weft.engine.generation.graphs import COARSE, SIZES, DecodeGraphs, Run, cuda_capture
 from weft.engine.generation.multi_step import MultiStepDecoder
 from weft.engine.generation.page_blocks import PageBlocks
 from weft.engine.generation.passes import Passes, reads_only_written
 from weft.engine.generation.scheduler import Budget
-from weft.engine.generation.settings import SettingsTable
+from weft.engine.generation.settings import Drawn, SettingsTable
 from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors
+from weft.models.kv.page_tables import FIRST_WIDTH
 from weft.models.kv.pages import PAGE, PagedCache, PagePool
 from weft.models.kv.slots import KVCache
 from weft.models.network.config import TransformerConfig
+from weft.models.network.linear import Adapter
 from weft.models.network.packed import Packed
 from weft.models.network.rope import CHANGING
+
+DRAWING = 4  # columns of a step that is drawn of, before those of `PagedCache.step`
 
 
 class Cache(Protocol):
@@ -62,6 +69,11 @@ class Caches(Protocol):
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:
         """Hidden states [R, hidden] of one more token each in the rows 0 .. R - 1 of `cache`; read before the next call."""
+        ...
+
+    def draw(self, cache: Any, rows: DecodeBatch, settings: SettingsTable) -> Callable[[], Drawn] | None:
+        """As `decode`, with the tokens that are drawn of it, in one go; returns what waits for them. None, and nothing is
+        computed, where these rows are not drawn so."""
         ...
 
     def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
@@ -131,6 +143,9 @@ class SlotCaches:
             cache.release(slot)
         return states[:count] if fillers else states
 
+    def draw(self, cache: KVCache, rows: DecodeBatch, settings: SettingsTable) -> None:
+        """The head and the draws are passes of their own, or part of several steps in a call."""
+
     def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
         return MultiStepDecoder(self.passes, rows, settings) if self.passes.multi_step else None
 
@@ -142,35 +157,154 @@ class SlotCaches:
 
 
 class PageCaches:
+    """Pages with the graphs that were captured over them; `KeptPages` hands both from one generator to the next."""
+
     def __init__(self, network: Decoder, device: torch.device, budget: Budget, page: int = PAGE) -> None:
         self._network, config, dtype = network, network.config, next(network.parameters()).dtype
-        self.least_rows, self.passes = 1, Passes(network)
-        self.blocks = PageBlocks(budget.max_sequences, budget.max_tokens, page, least_spared=page)
-        self._pool = PagePool(config, device, dtype, page=page)
+        self.least_rows, self.passes, self._page = 1, Passes(network), page
+        self.blocks = self._blocks(budget)
+        self._pool = PagePool(config, device, dtype, page=page, most=self.blocks.num_pages + 1)
         sizes = SIZES if _flashes(config, device, dtype) else COARSE
         # Experts ask the host how many tokens each has, which no graph can.
-        capture = cuda_capture() if device.type == "cuda" and config.experts is None else None
-        self.graphs = DecodeGraphs(self._run, device, capture, sizes=sizes)
+        capture = cuda_capture(device) if device.type == "cuda" and config.experts is None else None
+        self._device, self._width, self._results = device, FIRST_WIDTH, dict[int, Tensor]()
+        self._weights = storage_of(network)
+        runs: dict[str, Run] = {
+            "states": self._states,
+            "sampled": self._drawn,
+            "greedy": partial(self._drawn, greedy=True),
+        }
+        self.graphs = DecodeGraphs(runs, device, capture, sizes=sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pool.num_bytes
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether every page has come back."""
+        return not self._pool.pages.num_used
+
+    def renew(self, network: Decoder, budget: Budget) -> bool:
+        """Be the memory of another generator; False where its network is another one, or its budget is smaller than what is
+        held."""
+        blocks, dtype = self._blocks(budget), next(network.parameters()).dtype
+        if network is not self._network or dtype != self._pool.dtype or blocks.num_pages + 1 < len(self._pool.pages):
+            return False
+        self.blocks, self._pool.pages.most = blocks, blocks.num_pages + 1
+        self.weights_changed()
+        return True
+
+    def _blocks(self, budget: Budget) -> PageBlocks:
+        return PageBlocks(budget.max_sequences, budget.max_tokens, self._page, least_spared=self._page)
 
     def new(self, room: int | None = None) -> PagedCache:
-        return PagedCache(self._pool)
+        self._reserve()
+        return PagedCache(self._pool, self._width)
 
     def fit(self, cache: PagedCache) -> None:
-        """The pool grows by what is written."""
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Have at once what is expected to be needed: graphs, and what is compiled, are of one number of pages and one
+        width."""
+        self._pool.reserve(self.blocks.num_wanted)
+        while self._width * self._page < self.blocks.longest:
+            self._width *= 2
 
     def decode(self, cache: PagedCache, tokens: npt.NDArray[np.int64]) -> Tensor:
-        step = cache.step(range(len(tokens)), tokens)
-        return self.graphs(step, form=(step.shape[1], len(self._pool.pages)))
+        return self._run("states", cache.step(range(len(tokens)), tokens))
+
+    def draw(self, cache: PagedCache, rows: DecodeBatch, settings: SettingsTable) -> Callable[[], Drawn] | None:
+        count = len(rows)
+        how = settings.in_graph(rows.settings[:count], rows.count[:count])
+        if how is None:
+            return None
+        numbers = np.stack([rows.uniforms(1)[0], how.temperatures], axis=1)
+        step = np.concatenate([numbers.view(np.int32), cache.step(range(count), rows.last[:count])], axis=1)
+        made = self._run("greedy" if how.greedy else "sampled", step)
+
+        def drawn() -> Drawn:
+            wait(self._device)
+            tokens, logprobs = made.numpy().T.copy()
+            return tokens.astype(np.int64), logprobs, None
+
+        return drawn
 
     def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> None:
         """A GPU's steps are captured as graphs; the host waits for each one's tokens."""
 
     def weights_changed(self) -> None:
-        self.graphs.drop()
+        self.passes.forget()
+        self._weights = storage_of(self._network)
 
     def close(self) -> None:
         self.graphs.drop()
         self._pool.keys, self._pool.values = [], []
+        self._results.clear()
 
-    def _run(self, step: Tensor) -> Tensor:
+    def _run(self, kind: str, step: npt.NDArray[np.int32]) -> Tensor:
+        form = (step.shape[1] - (DRAWING if kind != "states" else 0), len(self._pool.pages), self._weights)
+        return self.graphs(kind, step, form=form, expected=self.blocks.rows)
+
+    def _states(self, step: Tensor) -> Tensor:
+        """[B, hidden]."""
         return self._network.hidden(self._pool.packed(step))
+
+    def _drawn(self, step: Tensor, *, greedy: bool = False) -> Tensor:
+        """float64 [B, 2] on the host, once the device is waited for: the token of each row and its log-prob. In front of a
+        row's step stand its random number and its temperature, two columns each."""
+        uniforms, temperatures = (
+            step[:, :DRAWING].clone(memory_format=torch.contiguous_format).view(torch.float64).unbind(1)
+        )
+        logits = self._network.next_token_logits(self._states(step[:, DRAWING:]))
+        drawn = sampling.draw_rows(logits, uniforms, None if greedy else temperatures)
+        if len(step) not in self._results:
+            self._results[len(step)] = torch.zeros(
+                len(step), 2, dtype=torch.float64, pin_memory=self._device.type == "cuda"
+            )
+        return self._results[len(step)].copy_(drawn.packed, non_blocking=True)
+
+
+class KeptPages:
+    """What one engine's generators leave to the next: pages, and the graphs over them, which cost as much as many steps. While
+    no generator is open they stay where they are until `drop`."""
+
+    def __init__(self) -> None:
+        self._kept: PageCaches | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._kept is None else self._kept.num_bytes
+
+    def take(self, network: Decoder, device: torch.device, budget: Budget) -> Caches:
+        """Those of the last generator, where they serve this one, or new ones."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            if kept.renew(network, budget):
+                return kept
+            kept.close()
+        return caches_for(network, device, budget)
+
+    def give_back(self, caches: Caches) -> None:
+        if isinstance(caches, PageCaches) and caches.is_unused:
+            self.drop()  # of another generator that was open at the same time
+            self._kept = caches
+        else:
+            caches.close()
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+
+def storage_of(network: Decoder) -> Hashable:
+    """What differs once a captured pass would read other memory than the network does, or compute another thing: where its
+    tensors lie, and which adapters are at work."""
+    tensors = [x.data_ptr() for x in network.parameters()]
+    if isinstance(network, torch.nn.Module):
+        tensors += [x.data_ptr() for x in network.buffers()]
+        tensors += [module.active for module in network.modules() if isinstance(module, Adapter)]
+    return tuple(tensors)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import reduce
 from itertools import repeat
 from typing import Literal
 
@@ -24,29 +24,21 @@ import torch
 from torch import Tensor
 
 from weft import randomness
-from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
-from weft.engine.device import memory_bytes
-from weft.engine.generation.caches import Cache, caches_for
+from weft.engine.device import using
+from weft.engine.generation.budgets import default_budget
+from weft.engine.generation.caches import Cache, KeptPages
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.decoder import Decoder, PutsOff
 from weft.engine.generation.prefixes import Prefix
 from weft.engine.generation.requests import check_partial, limit_of
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
-from weft.engine.generation.settings import Drawn, SettingsTable, Settle, drawn_here
+from weft.engine.generation.settings import Drawn, SettingsTable, Settle, drawn_here, joined
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError
 from weft.kernels import put
-from weft.models.network.config import TransformerConfig
-from weft.models.network.rope import CHANGING
-
-KV_SHARE = 0.25  # of the device's memory that keys and values may take
-SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
-DEFAULT_SEQUENCES = 512  # a step of a GPU reads the weights once, however many rows it has
-PREFILL = {"cpu": 2048}  # prompt tokens of a step; more gain nothing on a CPU, and what runs waits for them
-DEFAULT_PREFILL = 8192
 
 
 @contextmanager
@@ -57,31 +49,33 @@ def open_generator(
     device: torch.device,
     version: int,
     eos_ids: Iterable[int],
-    tokenizer: Tokenizer | None = None,
     budget: Budget | None = None,
     settle: Settle = drawn_here,
+    kept: KeptPages | None = None,
 ) -> Iterator[BatchGenerator]:
     """A generator on `network`, which is in evaluation mode while it is open. `version` is what the tokens carry.
 
-    A completion ends with one of `eos_ids`, `spec.stop_ids` or `spec.stop`, which needs a `tokenizer` (that of the spec where
-    none is given; `ConfigError` without any). `budget` defaults to what the device's memory allows. Ranks that generate
-    together do so in step: with equal budgets, and a `settle` that gives all of them the same tokens.
+    A completion ends with one of `eos_ids`, `spec.stop_ids` or `spec.stop`, which needs the spec's tokenizer (`ConfigError`
+    without it). `budget` defaults to what the device's memory allows. Ranks that generate together do so in step: with equal
+    budgets, and a `settle` that gives all of them the same tokens. What generators of one network leave to the next lies in
+    `kept`.
     """
-    tokenizer = tokenizer or spec.tokenizer
-    if spec.stop and tokenizer is None:
+    if spec.stop and spec.tokenizer is None:
         raise ConfigError(f"gen.stop={spec.stop}: stop texts need a tokenizer, and this role has none")
     mode = network.training
     network.train(False)
     try:
         stop_ids = frozenset([*eos_ids, *spec.stop_ids])
-        with_budget = budget or default_budget(network.config, device, next(network.parameters()).dtype)
-        generator = BatchGenerator(
-            network, replace(spec, tokenizer=tokenizer), device, version, stop_ids, with_budget, settle
-        )
+        kept_outside, kept = kept is not None, kept or KeptPages()
+        dtype = next(network.parameters()).dtype
+        budget = budget or default_budget(network.config, device, dtype, spec.kv_cache_gb, kept.num_bytes)
+        generator = BatchGenerator(network, spec, device, version, stop_ids, budget, settle, kept)
         try:
             yield generator
         finally:
             generator.close()
+            if not kept_outside:
+                kept.drop()
     finally:
         network.train(mode)
 
@@ -91,10 +85,10 @@ class BatchGenerator:
 
     def __init__(
         self, network: Decoder, spec: GenerationSpec, device: torch.device, version: int,
-        stop_ids: frozenset[int], budget: Budget, settle: Settle,
+        stop_ids: frozenset[int], budget: Budget, settle: Settle, kept: KeptPages,
     ) -> None:  # fmt: skip
         self._network, self._device, self._version, self._settle = network, device, version, settle
-        self._caches = caches_for(network, device, budget)
+        self._kept, self._caches = kept, kept.take(network, device, budget)
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._least_rows = self._caches.least_rows
         self._settings = SettingsTable(spec, stop_ids, network.vocab_size)
@@ -111,12 +105,12 @@ class BatchGenerator:
         return self._scheduler.idle
 
     def close(self) -> None:
-        """Give all memory back and forget where weights lie: they may move from now on. No step comes after it."""
+        """Give all memory back, to the next generator what is kept for it. No step comes after it."""
         self._let_go(list(self._held))
         if self._cache is not None:
             self._cache.close()
             self._cache = None
-        self._caches.close()
+        self._kept.give_back(self._caches)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises `DataError` for a prompt that is empty, leaves no room or has unknown ids and for `generated`
@@ -146,28 +140,30 @@ class BatchGenerator:
         self.begin()
         return self.finish()
 
-    @torch.no_grad()
     def begin(self) -> None:
         """A step's passes; nothing but `submit` may come before its `finish`."""
+        with torch.no_grad(), using(self._device):
+            self._begin_step()
+
+    def _begin_step(self) -> None:
         plan = self._scheduler.plan()
         for sequence in plan.preempted:
             self._take_out(self._rows.places[sequence.key])
         self._let_go_unused(plan.chunks)
         if self._cache is not None:
             self._caches.fit(self._cache)
-        if (
-            self._multi_step
-            and len(self._rows)
-            and (drawn := self._multi_step.take(self._kv(), joined=bool(plan.chunks)))
-        ):
-            self._drawn = drawn_here(lambda: drawn, len(self._rows))
+        ahead, count = self._multi_step, len(self._rows)
+        taken = ahead.take(self._kv(), joined=bool(plan.chunks)) if ahead and count else None
+        if taken:
+            self._drawn = drawn_here(lambda: taken, count)
         else:
-            states = [self._decode()] if len(self._rows) else []
+            first = self._caches.draw(self._kv(), self._rows, self._settings) if count else None
+            states = [self._caches.decode(self._kv(), self._rows.last[:count])] if count and first is None else []
             if plan.chunks and isinstance(self._network, PutsOff):
                 self._network.catch_up()
             states += self._prefill(plan.chunks)
             self._let_go_unused()
-            self._drawn = self._draw(states[0] if len(states) == 1 else torch.cat(states)) if states else None
+            self._drawn = self._settled(first, states) if first or states else None
 
     def finish(self) -> list[TokenEvent]:
         """Book the tokens of the step that has begun."""
@@ -198,10 +194,6 @@ class BatchGenerator:
             self._let_go(list(self._held))
 
     # -- one step
-
-    def _decode(self) -> Tensor:
-        """Hidden states [n, hidden] of the last tokens of all rows."""
-        return self._caches.decode(self._kv(), self._rows.last[: len(self._rows)])
 
     def _prefill(self, chunks: list[Chunk]) -> list[Tensor]:
         """Compute parts of prompts; the hidden states [m, hidden] from which the sequences that begin now, the last rows,
@@ -261,18 +253,23 @@ class BatchGenerator:
             cache.truncate(slots[-1], lengths[-1])
         return slots, last
 
-    def _draw(self, states: Tensor) -> Callable[[], Drawn]:
-        """Sample one token for every row from its hidden state, on the rank that does."""
-        rows, count = self._rows, len(self._rows)
-        missing = max(0, self._least_rows - count)
-        numbers = rows.uniforms(1)[0]
+    def _settled(self, first: Callable[[], Drawn] | None, states: list[Tensor]) -> Callable[[], Drawn]:
+        """One token for every row: the last ones are drawn from `states`, those before them are `first`."""
 
         def draw() -> Drawn:
-            filled = torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
-            logits = self._network.next_token_logits(filled)[:count]
-            return self._settings.draw(logits, put(numbers, self._device), rows.settings[:count], rows.count[:count])
+            drawn = [self._draw(torch.cat(states))] if states else []
+            return reduce(joined, [first(), *drawn] if first else drawn)
 
-        return self._settle(draw, count)
+        return self._settle(draw, len(self._rows))
+
+    def _draw(self, states: Tensor) -> Drawn:
+        """Sample one token for each of the last rows from its hidden state."""
+        rows, count = self._rows, len(states)
+        own, missing = slice(len(rows) - count, len(rows)), max(0, self._least_rows - count)
+        numbers = np.ascontiguousarray(rows.uniforms(1)[0, own])
+        filled = torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
+        logits = self._network.next_token_logits(filled)[:count]
+        return self._settings.draw(logits, put(numbers, self._device), rows.settings[own], rows.count[own])
 
     def _book(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], supports: list[tuple[int, ...]] | None
@@ -358,14 +355,3 @@ def _stopped_by_text(
     for row in np.flatnonzero(rows.watched[:count]).tolist():
         stopped[row] = stops[rows.sequences[row].key].feed(int(tokens[row]))
     return stopped & (rows.count[:count] >= least[rows.settings[:count]])
-
-
-def default_budget(config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> Budget:
-    """Keys and values in a quarter of the memory that this process may use on the device."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return Budget(
-        max_sequences=SEQUENCES.get(device.type, DEFAULT_SEQUENCES),
-        max_tokens=max(1, int(KV_SHARE * memory_bytes(device) / per_token)),
-        max_prefill_tokens=PREFILL.get(device.type, DEFAULT_PREFILL),
-        divides=config.rope is None or config.rope.scaling not in CHANGING,
-    )

@@ -1,15 +1,15 @@
 """Decode steps as captured graphs: one launch in place of hundreds, at a few fixed numbers of rows.
 
-A step arrives as a matrix of numbers (`weft.models.kv.pages.PagedCache.step`), is filled up with rows of zeros to the next
-size, copied into a fixed buffer, and replayed. What is captured holds addresses of weights and pages, so it is dropped where
-these may have moved: with the generator, when weights change, and when pages or the table grow.
+A step arrives as a matrix of numbers (`weft.models.kv.pages.PagedCache.step`), is filled up with rows of zeros to the size of
+a graph, copied into its fixed buffer, and replayed. What is captured holds addresses of weights and pages, so it is dropped
+where these have moved, and only then.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-SIZES = (1, 2, 4, 8, *range(16, 257, 8))  # rows; steps in between are filled up
+from weft.engine.device import using
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows: none is over 2 times the one before
 COARSE = tuple(1 << n for n in range(10))  # where each size is also compiled, which takes longer than what it saves
-BEYOND = 64  # past the last size, multiples of this
-AFTER = 16  # steps of a size before it is captured, which takes about as long; a batch that drains passes through many sizes
+BEYOND = 128  # past the last size, multiples of this
+AFTER = 16  # steps in a graph that is too large before a size has its own, which takes about as long as it saves
 WARM_UPS = 2  # runs before a capture, in which kernels are chosen, compiled and given their workspaces
 
 Steps = npt.NDArray[np.int32]
@@ -29,7 +31,7 @@ Capture = Callable[[Run, Tensor], tuple[Callable[[], object], Tensor]]  # -> (re
 
 
 def filled_up(rows: int, sizes: tuple[int, ...]) -> int:
-    """Rows of the graph that a step of `rows` runs in."""
+    """Rows of the graph that is made for a step of `rows`."""
     return next((size for size in sizes if size >= rows), -(-rows // BEYOND) * BEYOND)
 
 
@@ -42,27 +44,38 @@ class Captured:
     replay: Callable[[], object]
     output: Tensor
 
+    def __call__(self, step: Steps) -> Tensor:
+        """What it makes of a step of as many rows as it has, or fewer."""
+        self.host.zero_()
+        self.host[: len(step)] = torch.from_numpy(step)
+        self.inputs.copy_(self.host, non_blocking=True)
+        self.replay()
+        return self.output[: len(step)]
+
 
 class DecodeGraphs:
-    """`run` maps a step int32 [B, C] on the device to hidden states [B, hidden]; it has no other inputs that change.
+    """`runs[kind]` maps a step int32 [B, C] on the device to [B, ...]; it has no other inputs that change.
 
-    `capture` is None where nothing is captured. A size is captured after `after` steps. A capture that fails is told once
-    (`RuntimeWarning`, and `note`), and steps then run one kernel after the other.
+    A step runs in the smallest graph of its kind that is there and has room for it. Where none has room one is captured at
+    once, with room for all rows that are expected; a size that ran in a larger graph for `after` steps gets its own. `capture`
+    is None where nothing is captured. A capture that fails is told once (`RuntimeWarning`, and `note`), and steps then run one
+    kernel after the other. `counts` says how many steps were "eager" or "replayed", and how many sizes "captured".
     """
 
     def __init__(
         self,
-        run: Run,
+        runs: Mapping[str, Run],
         device: torch.device,
         capture: Capture | None,
         *,
         sizes: tuple[int, ...] = SIZES,
         after: int = AFTER,
     ) -> None:
-        self._run, self._device, self._capture, self._sizes, self._after = run, device, capture, sizes, after
-        self._seen: Counter[int] = Counter()
-        self._captured: dict[int, Captured] = {}
+        self._runs, self._device, self._capture, self._sizes, self._after = runs, device, capture, sizes, after
+        self._seen: Counter[tuple[str, int]] = Counter()
+        self._captured: dict[tuple[str, int], Captured] = {}
         self._form: Hashable = None
+        self.counts: Counter[str] = Counter()
         self.note: str | None = None
 
     def __len__(self) -> int:
@@ -72,61 +85,78 @@ class DecodeGraphs:
         """Forget all graphs: addresses may have changed."""
         self._captured.clear()
 
-    def __call__(self, step: Steps, form: Hashable) -> Tensor:
-        """Hidden states [R, hidden] of a step [R, C], to be read before the next call. `form` is anything that differs once
-        the memory behind the step has moved."""
+    def __call__(self, kind: str, step: Steps, *, form: Hashable, expected: int = 0) -> Tensor:
+        """What the run of this kind makes of a step [R, C], to be read before the next call. `form` is anything that differs
+        once the memory behind the step has moved, `expected` the most rows that are to come."""
         if form != self._form:
             self.drop()
             self._form = form
-        rows, size = len(step), filled_up(len(step), self._sizes)
-        captured = self._captured.get(size)
-        if captured is not None and captured.inputs.shape[1] == step.shape[1]:
-            captured.host.zero_()
-            captured.host[:rows] = torch.from_numpy(step)
-            captured.inputs.copy_(captured.host, non_blocking=True)
-            captured.replay()
-            return captured.output[:rows]
-        host = torch.zeros(size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        host[:rows] = torch.from_numpy(step)
-        inputs = host.to(self._device, non_blocking=True)
-        self._seen[size] += 1
-        if self._capture is None or self._seen[size] <= self._after:
-            return self._run(inputs)[:rows]
+        graph = self._graph(kind, step, max(expected, len(step)))
+        self.counts["eager" if graph is None else "replayed"] += 1
+        if graph is not None:
+            return graph(step)
+        _, inputs = self._put(step, filled_up(len(step), self._sizes))
+        return self._runs[kind](inputs)[: len(step)]
+
+    def _graph(self, kind: str, step: Steps, most: int) -> Captured | None:
+        """The one to run a step in; None where there are no graphs."""
+        size = filled_up(len(step), self._sizes)
+        found = min((own for of, own in self._captured if of == kind and own >= size), default=None)
+        if found == size:
+            return self._captured[kind, size]
+        self._seen[kind, size] += 1
+        if self._capture is not None and (found is None or self._seen[kind, size] > self._after):
+            made = filled_up(most, self._sizes) if found is None else size
+            if self._add(kind, step, made):
+                return self._captured[kind, made]
+        return self._captured.get((kind, found)) if found is not None else None
+
+    def _add(self, kind: str, step: Steps, size: int) -> bool:
+        """Capture a size; whether that worked."""
+        assert self._capture is not None
+        host, inputs = self._put(step, size)
         try:
-            replay, output = self._capture(self._run, inputs)
+            replay, output = self._capture(self._runs[kind], inputs)
         except RuntimeError as error:
             self._give_up(error)
-            return self._run(inputs)[:rows]
-        self._captured[size] = Captured(inputs, host, replay, output)
-        replay()
-        return output[:rows]
+            return False
+        self._captured[kind, size] = Captured(inputs, host, replay, output)
+        self.counts["captured"] += 1
+        return True
+
+    def _put(self, step: Steps, size: int) -> tuple[Tensor, Tensor]:
+        """(host memory, a copy on the device) of a step that is filled up."""
+        host = torch.zeros(size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        host[: len(step)] = torch.from_numpy(step)
+        return host, host.to(self._device, non_blocking=True, copy=True)
 
     def _give_up(self, error: RuntimeError) -> None:
         self._capture = None
         self.drop()
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         self.note = f"decode steps run without CUDA graphs, which makes small batches slower: {reason}"
-        warnings.warn(self.note, RuntimeWarning, stacklevel=3)
+        warnings.warn(self.note, RuntimeWarning, stacklevel=4)
 
 
-def cuda_capture() -> Capture:
-    """Captures on the current CUDA device; all graphs share one memory pool, as no two of their outputs are read at once."""
+def cuda_capture(device: torch.device) -> Capture:
+    """Captures on a CUDA device; all graphs share one memory pool, as no two of their outputs are read at once."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Run, inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                run(inputs)
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (data, host memory) may call CUDA meanwhile; only this one's calls are captured.
-        try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                output = run(inputs)
-        finally:  # torch stays on the capture's stream where the capture fails
-            torch.cuda.set_stream(current)
+        with using(device):  # streams and the capture are of the thread's device
+            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    run(inputs)
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads (data, host memory) may call CUDA meanwhile; only this one's calls are captured.
+            try:
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    output = run(inputs)
+            finally:  # torch stays on the capture's stream where the capture fails
+                torch.cuda.set_stream(current)
         return graph.replay, output
 
     return capture

@@ -21,14 +21,20 @@ class PageBlocks:
         self.max_sequences, self.page, self.least_spared = max_sequences, page, least_spared
         self.num_pages = -(-max_tokens // page) + 2  # a sequence of `max_tokens` fits, wherever its prefix ends
         self.num_used = 0
+        self.rows = self.longest = 0  # sequences that may run at once, and the most tokens that one of them will have
         self._clock = 0
         self._waiting: dict[Key, int] = {}  # tokens
         self._started: dict[Key, int] = {}  # tokens - clock
         self._prefixes: dict[Key, int] = {}  # tokens
         self._opening: Counter[int] = Counter()  # started sequences by clock % page at which they need a page more
 
+    @property
+    def num_wanted(self) -> int:
+        """Pages to have at once: for all that may come, as far as the limit goes."""
+        return min(self.num_pages, max(self.num_used, self.rows * self._own(self.longest)))
+
     def expect(self, count: int, longest: int) -> None:
-        """Pages are taken as they are written."""
+        self.rows, self.longest = min(count, self.max_sequences), longest
 
     def admit(self, key: Key, length: int) -> bool:
         full = len(self._waiting) + len(self._started) == self.max_sequences

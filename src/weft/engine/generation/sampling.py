@@ -34,6 +34,11 @@ class Draw:
     logprobs: Tensor
     kept: Tensor | None = None
 
+    @property
+    def packed(self) -> Tensor:
+        """float64 [R, 2]: tokens and log-probs, which one copy brings to the host."""
+        return torch.stack([self.tokens.double(), self.logprobs.double()], dim=1)
+
 
 @dataclass(frozen=True)
 class Ban:
@@ -79,6 +84,16 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
         torch.cat([part.logprobs for part in parts]),
         torch.cat(kept) if kept else None,
     )
+
+
+def draw_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> Draw:
+    """As `draw` of the whole vocabulary, each row at its own temperature ([R]; rows of 0 only fill up), or where there are none
+    the likeliest ids. Nothing in it depends on the host, so that a graph can hold it."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperatures is None:
+        return Draw(tokens := scores.argmax(dim=-1), _logprobs(scores, tokens))
+    scores = scores / temperatures.where(temperatures > 0.0, 1.0).to(scores.dtype)[:, None]
+    return Draw(*_sample(scores, scores, uniforms))
 
 
 def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None) -> Draw:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,25 @@ def drawn_here(draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
     """The `Settle` of one rank."""
     drawn = draw()
     return lambda: drawn
+
+
+@dataclass(frozen=True)
+class InGraph:
+    """Either every row's likeliest token, or draws from the whole vocabulary at `temperatures` [R]."""
+
+    greedy: bool
+    temperatures: npt.NDArray[np.float64]
+
+
+def joined(first: Drawn, second: Drawn) -> Drawn:
+    """Those rows, then these."""
+    supports = [[()] * len(drawn[0]) if drawn[2] is None else drawn[2] for drawn in (first, second)]
+    recorded = first[2] is not None or second[2] is not None
+    return (
+        np.concatenate([first[0], second[0]]),
+        np.concatenate([first[1], second[1]]),
+        [*supports[0], *supports[1]] if recorded else None,
+    )
 
 
 class SettingsTable:
@@ -59,6 +78,7 @@ class SettingsTable:
                 tokenizer=own.tokenizer,
                 record_support=own.record_support,
                 max_support=own.max_support,
+                kv_cache_gb=own.kv_cache_gb,
             )
             if spec.stop and spec.tokenizer is None:
                 raise ConfigError(f"sampling.stop={spec.stop}: stop texts need a tokenizer, and this role has none")
@@ -93,7 +113,24 @@ class SettingsTable:
             if drawn.kept is not None:
                 kept = sampling.supports(drawn.kept, spec.max_support)
             supports = [tuple(ids) for ids in kept]
-        return drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy().astype(np.float64), supports
+        if drawn.tokens.is_cpu:
+            return drawn.tokens.numpy(), drawn.logprobs.numpy().astype(np.float64), supports
+        tokens, logprobs = drawn.packed.cpu().numpy().T
+        return tokens.astype(np.int64), logprobs.copy(), supports
+
+    def in_graph(self, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]) -> InGraph | None:
+        """How rows are drawn in a captured graph; None where it cannot hold that: limits, ends that may not come yet, kept ids
+        that are recorded, and rows of both kinds."""
+        if self._own.record_support or (done < self.least[settings]).any():
+            return None
+        specs = {kind: self.specs[kind] for kind in np.unique(settings).tolist()}
+        greedy = {spec.greedy for spec in specs.values()}
+        if len(greedy) > 1 or any(sampling.limits(spec, self.vocab_size) for spec in specs.values()):
+            return None
+        temperatures = np.ones(len(self.specs))
+        for kind, spec in specs.items():
+            temperatures[kind] = spec.temperature
+        return InGraph(greedy.pop(), temperatures[settings])
 
     def _banned(self, kind: int, done: npt.NDArray[np.int64], device: torch.device) -> sampling.Ban | None:
         """The ends that rows with too few tokens may not come to."""

@@ -18,6 +18,7 @@ from weft.engine import checkpoint, microbatches
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.device import keep_sums_wide, matmul_rate
 from weft.engine.flops import Cost, ProductRate
+from weft.engine.generation.caches import KeptPages
 from weft.engine.generation.generate import Decoder, open_generator
 from weft.engine.rows import PackLayout, SampleRows
 from weft.engine.spec import GenerationSpec, ModelSpec
@@ -85,7 +86,8 @@ class Part:
     places: Mapping[str, Slice]  # what this rank holds of them
     spread: Callable[[Callable[[], Mapping[str, StoredParameter]]], Spread]  # given where its part lies
     shards: Shards | None
-    generating: Callable[[GenerationSpec, int], AbstractContextManager[Generator]]  # given the weights' version
+    # Given the weights' version, and what generators leave to the next.
+    generating: Callable[[GenerationSpec, int, KeptPages], AbstractContextManager[Generator]]
 
 
 def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | None:
@@ -115,6 +117,7 @@ class TorchEngine:
         self.layout, self.version = layout, 0
         self.notes = (*built.notes, *_notes(spec, device))
         self._built, self._spec, self._device = built, spec, device
+        self._kept = KeptPages()
         self._checked: list[Loss] = []  # losses whose `by_row` is known to be true
         self._network = built.network.eval()
         keep_sums_wide(device)
@@ -234,11 +237,11 @@ class TorchEngine:
         self._masters.ready()
         part = self._built.part
         if part is not None:
-            opened = part.generating(spec, self.version)
+            opened = part.generating(spec, self.version, self._kept)
         else:
             opened = open_generator(
                 cast(Decoder, self._network), spec,
-                device=self._device, version=self.version, eos_ids=(), tokenizer=spec.tokenizer,
+                device=self._device, version=self.version, eos_ids=(), kept=self._kept,
             )  # fmt: skip
         with opened as generator:
             yield generator
@@ -269,8 +272,10 @@ class TorchEngine:
     # -- memory
 
     def offload(self, what: What) -> None:
-        """Move weights, masters with them, or optimizer state to host memory, if the device has memory of its own."""
+        """Move weights, masters with them, or optimizer state to host memory, if the device has memory of its own. With weights
+        goes what generators kept."""
         if what == "weights":
+            self._kept.drop()
             self._masters.leave()
         elif self._optimizer is not None:
             self._optimizer.leave()

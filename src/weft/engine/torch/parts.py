@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.engine.base import Generator
+from weft.engine.generation.budgets import default_budget
+from weft.engine.generation.caches import KeptPages
 from weft.engine.generation.decoder import Decoder
-from weft.engine.generation.generate import default_budget, open_generator
+from weft.engine.generation.generate import open_generator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.generation.settings import Drawn, Settle, drawn_here
 from weft.engine.generation.turns import open_turns
@@ -76,7 +78,7 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
         places=held[mesh.rank],
         spread=ranks,
         shards=shards,
-        generating=lambda spec, version: _generating(source, network, stages, mesh, device, spec, version),
+        generating=lambda spec, version, kept: _generating(source, network, stages, mesh, device, spec, version, kept),
     )
 
 
@@ -103,8 +105,8 @@ def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
         places=places,
         spread=lambda now: ManyDevices(mesh, network, dict.fromkeys(mesh.mesh.ranks, places), shapes, now),
         shards=None,
-        generating=lambda spec, version: open_generator(
-            cast(Decoder, network), spec, device=device, version=version, eos_ids=()
+        generating=lambda spec, version, kept: open_generator(
+            cast(Decoder, network), spec, device=device, version=version, eos_ids=(), kept=kept
         ),
     )
 
@@ -112,21 +114,22 @@ def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
 @contextmanager
 def _generating(
     source: Source, network: Transformer, held: Mapping[int, Transformer], mesh: RankMesh, device: torch.device,
-    spec: GenerationSpec, version: int,
+    spec: GenerationSpec, version: int, kept: KeptPages,
 ) -> Iterator[Generator]:  # fmt: skip
     """Ranks of one data-parallel part generate in step, those of different parts each for themselves. `held` are the stages of
-    `network`."""
+    `network`. What is gathered for one call leaves nothing to the next, whose weights lie elsewhere."""
     apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
     whole = _gathered(source, network, mesh, device) if apart else network
     dtype = next(whole.parameters()).dtype
     layers = replace(whole.config, num_layers=len(whole.blocks))
-    budget = _agreed(default_budget(layers, device, dtype), mesh)
+    budget = _agreed(default_budget(layers, device, dtype, spec.kv_cache_gb, kept.num_bytes), mesh)
     alike = partial(context.drawn_by_first, group=mesh.host_group("context")) if mesh.size("context") > 1 else None
     if mesh.size("pipeline") == 1:
         settle: Settle = drawn_here if alike is None else alike
         with open_generator(
-            whole, spec, device=device, version=version, eos_ids=(), budget=budget, settle=settle
-        ) as generator:
+            whole, spec, device=device, version=version, eos_ids=(), budget=budget, settle=settle,
+            kept=None if apart else kept,
+        ) as generator:  # fmt: skip
             yield generator
         return
     count, stages = mesh.size("pipeline"), _stages(source, whole, mesh) if apart else held

@@ -77,14 +77,18 @@ def packed(q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSp
 def paged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, spec: AttentionSpec) -> Tensor:
     """One new token a row over its pages: q [R, heads, dim], keys and values [pages, page, kv_heads, dim] -> [R, heads, dim].
 
-    `table` int32 [R, W] holds the rows' pages in order, `used` int32 [R] their tokens, the new ones included. The keys are
-    never split among thread blocks: some builds of torch leave rows unwritten then (pytorch issue 194167), and unsplit rows
-    do not depend on their company. Only where `abilities().block_table`.
+    `table` int32 [R, W] holds the rows' pages in order, `used` int32 [R] their tokens, the new ones included. A row's one query
+    is its last token, so without a window nothing has to be kept from it: said as no window at all, the kernel computes the
+    query heads of a key head together and reads its keys once. Only where `abilities().block_table`.
+
+    The keys are never split among thread blocks: some builds of torch leave rows unwritten then (pytorch issue 194167), and
+    unsplit rows do not depend on their company. `test_automatic_splits_write_every_row` says which builds of torch are right.
     """
     rows, most = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32), table.shape[1] * keys.shape[1]
     grouped = q.shape[1] != keys.shape[2]
+    reach = (-1, -1) if spec.window is None else _reach(spec.window)
     return kernel()(
-        q.contiguous(), keys, values, rows, rows * most, 1, most, scale=spec.scale, window_size=_reach(spec.window),
+        q.contiguous(), keys, values, rows, rows * most, 1, most, scale=spec.scale, window_size=reach,
         enable_gqa=grouped, seqused_k=used, block_table=table, num_splits=1,
     )  # fmt: skip
 

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from weft.kernels.transfer import put
 from weft.kernels.types import AttentionSpec
 
 BLOCK = 128  # tokens of a mask block in training
 LEAST_DIM = 16  # of a head: the kernels multiply tiles of so many columns
-RECOMPILE_LIMIT = 256  # shapes and scales a process may meet; torch's own limit is 8, past which it would stop
+RECOMPILE_LIMIT = 256  # shapes a process may meet; torch's own limit is 8, past which it would stop
 
 Mod = Callable[..., Tensor]
 Join = tuple[
@@ -68,7 +69,7 @@ class Spans:
         far = np.zeros((2, whole), np.int32)
         for prefix, rest in joins:
             far[:, slice(*rest)] = np.array(prefix, np.int32)[:, None]
-        start, stop = torch.from_numpy(far).to(device)
+        start, stop = put(far, device)
         return cls(near, start, stop)
 
     @property
@@ -109,7 +110,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def padded(length: int) -> int:
     """Tokens of the pack that the kernel is given: each new size is compiled anew, so sizes are powers of two."""
-    return max(BLOCK, 1 << (length - 1).bit_length())
+    return max(BLOCK, _power_of_two(length))
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
@@ -126,9 +127,19 @@ def pack_mask(cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: in
 
 def paged(q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
     """One new token a row over its pages: q [R, heads, dim], keys and values [pages, page, kv_heads, dim]; as q. By the mask of
-    `page_mask`."""
+    `page_mask`. The kernel for few queries takes groups of 1, 2, 4, ... query heads, so others are filled up with heads of
+    zeros, which nobody reads."""
+    rows, (kv_heads, dim) = len(q), keys.shape[2:]
+    groups = q.reshape(rows, kv_heads, -1, dim)
+    size = groups.shape[2]
+    filled = torch.nn.functional.pad(groups, (0, 0, 0, _power_of_two(size) - size))
     k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (keys, values))  # all pages, of which each row reads its own
-    return attention(q[:, :, None], k, v, mask, spec)[:, :, 0]
+    out = attention(filled.flatten(1, 2)[:, :, None], k, v, mask, spec)[:, :, 0]
+    return out.reshape(rows, kv_heads, -1, dim)[:, :, :size].flatten(1, 2)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | None) -> BlockMask:
@@ -157,13 +168,17 @@ def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
     """q [B, heads, T, dim], k and v [B or 1, kv_heads, U, dim] -> [B, heads, T, dim]."""
-    settings: dict[str, Any] = {"scale": spec.scale, "block_mask": mask, "enable_gqa": q.shape[1] != k.shape[1]}
-    if spec.softcap is not None:
-        settings["score_mod"] = _capped(spec.softcap)
-    if q.device.type == "cpu":
+    settings: dict[str, Any] = {"scale": 1.0, "block_mask": mask, "enable_gqa": q.shape[1] != k.shape[1]}
+    scale = torch.full((), spec.scale, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+    settings["score_mod"] = _scored(scale, spec.softcap)
+    if _runs_unfused(q.device):
         return flex_attention(q, k, v, **settings)
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
         return _compiled()(q, k, v, **settings)
+
+
+def _runs_unfused(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 @functools.cache
@@ -171,9 +186,16 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-@functools.cache
-def _capped(softcap: float) -> Mod:
-    def cap(score: Tensor, *_: Tensor) -> Tensor:
-        return torch.tanh(score / softcap) * softcap
+def _scored(scale: Tensor, softcap: float | None) -> Mod:
+    """The scale is a tensor, so that layers which differ in it share what is compiled."""
 
-    return cap
+    def scaled(score: Tensor, *_: Tensor) -> Tensor:
+        return score * scale
+
+    if softcap is None:
+        return scaled
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return torch.tanh(score * scale / softcap) * softcap
+
+    return capped

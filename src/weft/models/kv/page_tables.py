@@ -17,10 +17,11 @@ Ids = npt.NDArray[np.int32]
 
 
 class Pages:
-    """The pages of one device: free ones, and how many rows use each of the others. Their number doubles as needed."""
+    """The pages of one device: free ones, and how many rows use each of the others. There are as many as were made room for
+    (`reserve`); where that is too few their number doubles, up to `most`."""
 
-    def __init__(self, page: int, count: int = FIRST_PAGES) -> None:
-        self.page = page
+    def __init__(self, page: int, count: int = FIRST_PAGES, most: int | None = None) -> None:
+        self.page, self.most = page, most
         self.users = np.zeros(max(count, 1), np.int32)
         self.users[SCRATCH] = 1
         self._free = list(range(len(self.users) - 1, SCRATCH, -1))
@@ -33,12 +34,20 @@ class Pages:
         """Pages that rows hold."""
         return len(self) - 1 - len(self._free)
 
+    def reserve(self, count: int) -> None:
+        """Have `count` pages for rows, or as many as there may be."""
+        old, new = len(self), count + 1 if self.most is None else min(count + 1, self.most)
+        if new > old:
+            self.users = np.concatenate([self.users, np.zeros(new - old, np.int32)])
+            self._free = [*range(new - 1, old - 1, -1), *self._free]
+
     def take(self, count: int) -> Ids:
         """New pages, each with one user."""
         if count > len(self._free):
-            old, new = len(self), max(2 * len(self), self.num_used + 1 + count)
-            self.users = np.concatenate([self.users, np.zeros(new - old, np.int32)])
-            self._free = [*range(new - 1, old - 1, -1), *self._free]
+            self.reserve(max(2 * len(self) - 1, self.num_used + count))
+        assert count <= len(self._free), (
+            f"{self.num_used} pages are in use and {count} more are asked for, of {len(self)}"
+        )
         taken = np.array([self._free.pop() for _ in range(count)], np.int32)
         self.users[taken] = 1
         return taken
@@ -60,6 +69,10 @@ class Copies:
 
     source: Ids
     target: Ids
+
+    @classmethod
+    def none(cls) -> Copies:
+        return cls(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 class Tables:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.kernels import put
 from weft.models.attention.contexts import Dense
-from weft.models.kv.page_tables import Copies, Pages, Tables, order
+from weft.models.kv.page_tables import FIRST_PAGES, FIRST_WIDTH, Copies, Pages, Tables, order
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
 
@@ -90,13 +90,29 @@ class PagePool:
         *,
         page: int = PAGE,
         first_layer: int = 0,
+        most: int | None = None,
     ) -> None:
+        """`most` pages are held at most, the one that nobody owns included."""
         self.first_layer = first_layer
         self.device, self.dtype, self.config = torch.device(device), dtype, config
-        self.pages = Pages(page)
-        shape = (len(self.pages), page, config.num_kv_heads, config.head_dim)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self.pages = Pages(page, FIRST_PAGES if most is None else min(FIRST_PAGES, most), most)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        config, shape = self.config, (len(self.pages), self.pages.page, self.config.num_kv_heads, self.config.head_dim)
+        made = [torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in range(2 * config.num_layers)]
+        self.keys, self.values = made[: config.num_layers], made[config.num_layers :]
+
+    def reserve(self, count: int) -> None:
+        """Have room for `count` pages, or as many as there may be: of a power of two, so that few sizes are ever met."""
+        if count < len(self.pages):
+            return
+        unused = not self.pages.num_used
+        self.pages.reserve((1 << count.bit_length()) - 1)
+        if unused and len(self.keys[0]) < len(self.pages):  # nothing to copy: what was there goes first
+            self.keys, self.values = [], []
+            self._allocate()
+        self.fit(Copies.none())
 
     @property
     def num_bytes(self) -> int:
@@ -140,9 +156,10 @@ class PagePool:
 class PagedCache:
     """Rows over the pages of a pool; row r holds `before[r] + used[r]` tokens, the first `before[r]` those of its prefix."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, width: int = FIRST_WIDTH) -> None:
+        """`width` pages of a row are made room for at first."""
         self.pool, self.device, self.dtype = pool, pool.device, pool.dtype
-        self.tables = Tables(pool.pages)
+        self.tables = Tables(pool.pages, width=width)
         self.used, self.before = np.zeros(len(self.tables.held), np.int64), np.zeros(len(self.tables.held), np.int64)
         self.num_active = 0
 
