@@ -127,6 +127,11 @@ def test_experts_are_held_whole_by_some_of_the_data_ranks() -> None:
         assert held["blocks.1.mlp.router.weight"] == (slice(0, 6), slice(0, 4))
 
 
+def test_copies_of_a_whole_network_are_independent() -> None:
+    assert Layout.parse("d4").independent and Layout().independent
+    assert not any(Layout.parse(each).independent for each in ("d4f2", "d4e2", "d2t2", "d2p2", "d2c2"))
+
+
 @pytest.mark.parametrize(("layout", "shards"), [("d8f8e2", 4), ("d8f4e2", 2), ("d8f2e4", 1), ("d8f4e4", 1)])
 def test_experts_are_shared_by_the_ranks_that_have_the_same_ones(layout: str, shards: int) -> None:
     """Of each sharded copy; all else by all of its ranks."""

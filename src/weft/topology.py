@@ -77,6 +77,11 @@ class Layout:
         return max(self.fsdp // self.expert, 1)
 
     @property
+    def independent(self) -> bool:
+        """Whether each device has the whole network, and computes without the others."""
+        return self.num_devices == self.data and self.fsdp == self.expert == 1
+
+    @property
     def num_devices(self) -> int:
         return math.prod((self.data, self.tensor, self.pipeline, self.context))
 

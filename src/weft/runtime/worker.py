@@ -131,9 +131,7 @@ class Worker:
     def may_pause(self, name: str) -> bool:
         """Whether this device may do other things in the middle of the call `name`: it is one that can be interrupted, and the
         devices of its layout do not compute together, so that each can stop where it is."""
-        layout = self._meshes[name].layout
-        alone = layout.fsdp == layout.tensor == layout.pipeline == layout.context == 1
-        return self.calls[name].interruptible and alone
+        return self.calls[name].interruptible and self._meshes[name].layout.independent
 
     def save(self, role: str, directory: Path) -> None:
         """A Hugging Face directory: by the interface that trains the role where it implements `save`, else by the engine."""

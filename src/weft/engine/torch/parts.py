@@ -137,10 +137,8 @@ def _generating(
         yield turns
 
 
-def _settled(
-    decoder: StagedDecoder, alike: Settle | None, draw: Callable[[], Drawn], rows: int
-) -> Callable[[], Drawn]:  # fmt: skip
-    """As the decoder settles a step's tokens; of several pipelines that generate the same (`alike`), with the first one's draws."""
+def _settled(decoder: StagedDecoder, alike: Settle | None, draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
+    """As the decoder settles a step's tokens; of several pipelines that generate the same, by `alike` with the first one's."""
     return decoder.settle(draw if alike is None else lambda: alike(draw, rows)(), rows)
 
 
