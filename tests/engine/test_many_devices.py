@@ -99,7 +99,7 @@ def test_ranks_that_share_packs_sample_the_same(ranks: Ranks, four_ranks: Ranks,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["d2f2p2c2e2", "d4f4p2e2", "d4f4t2e2"])
+@pytest.mark.parametrize("layout", ["d2f2p2c2e2", "d4f4p2e2", "d4f4c2e2"])
 def test_eight_processes_are_as_one(layout: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     with Ranks(8, tmp_path_factory.mktemp("ranks")) as eight:
         compare(CASES["balanced"], layout, eight, tmp_path)

@@ -145,17 +145,15 @@ def _generating(
             version=version,
             eos_ids=(),
             budget=budget,
-            settle=decoder.settle
-            if alike is None
-            else lambda draw, rows: decoder.settle(partial(_taken, alike, draw, rows), rows),
+            settle=partial(_settled, decoder, alike),
         ) as turns,
     ):
         yield turns
 
 
-def _taken(alike: Settle, draw: Callable[[], Drawn], rows: int) -> Drawn:
-    """What the last ranks of several pipelines draw, which generate the same."""
-    return alike(draw, rows)()
+def _settled(decoder: StagedDecoder, alike: Settle | None, draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
+    """As the decoder settles a step's tokens; of several pipelines that generate the same, by `alike` with the first one's."""
+    return decoder.settle(draw if alike is None else lambda: alike(draw, rows)(), rows)
 
 
 def _agreed(own: Budget, mesh: RankMesh) -> Budget:
