@@ -189,10 +189,6 @@ def _compiled() -> Callable[..., Tensor]:
 def _scored(scale: Tensor, softcap: float | None) -> Mod:
     """The scale is a tensor, so that layers which differ in it share what is compiled."""
 
-    def scaled(score: Tensor, *_: Tensor) -> Tensor:
-        return score * scale
-
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return torch.tanh(score * scale / softcap) * softcap
-
-    return scaled if softcap is None else capped
+    if softcap is None:
+        return lambda score, *_: score * scale
+    return lambda score, *_: torch.tanh(score * scale / softcap) * softcap
