@@ -189,13 +189,6 @@ def _compiled() -> Callable[..., Tensor]:
 def _scored(scale: Tensor, softcap: float | None) -> Mod:
     """The scale is a tensor, so that layers which differ in it share what is compiled."""
 
-    def scaled(score: Tensor, *_: Tensor) -> Tensor:
-        return score * scale
-
     if softcap is None:
-        return scaled
-
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return torch.tanh(score * scale / softcap) * softcap
-
-    return capped
+        return lambda score, *_: score * scale
+    return lambda score, *_: torch.tanh(score * scale / softcap) * softcap
