@@ -179,8 +179,8 @@ class ModelSpec:
     )
     sequence_parallel: bool = option(
         True,
-        "tensor-parallel ranks (t) each hold a part of the tokens between attention and MLP: less memory, as many bytes sent; "
-        "with false each holds all of them",
+        "tensor-parallel ranks (t) each hold a part of the tokens between attention and MLP: less memory, as many bytes sent "
+        "(with recomputation a tenth more); with false each holds all of them",
     )
     device_mesh: str | None = option(
         None, "devices of the layout, numbered over all machines, such as 4-7 or 0,2; absent: the first ones"
