@@ -117,8 +117,7 @@ class BatchGenerator:
         that is another completion's or leaves nothing to sample, `RunError` for one given twice, `ConfigError` for settings of
         its own that cannot be."""
         for request in requests:
-            settings = self._settings.index(request.sampling)
-            spec = self._settings.specs[settings]
+            spec = self._settings.specs[settings := self._settings.index(request.sampling)]
             limit = limit_of(self._network.config, self._network.vocab_size, request, spec.most_new_tokens)
             live = Live(request.id, request.k, tuple(map(int, request.prompt)), limit)
             if request.generated is not None:
@@ -156,14 +155,14 @@ class BatchGenerator:
         taken = ahead.take(self._kv(), joined=bool(plan.chunks)) if ahead and count else None
         if taken:
             self._drawn = drawn_here(lambda: taken, count)
-        else:
-            first = self._caches.draw(self._kv(), self._rows, self._settings) if count else None
-            states = [self._caches.decode(self._kv(), self._rows.last[:count])] if count and first is None else []
-            if plan.chunks and isinstance(self._network, PutsOff):
-                self._network.catch_up()
-            states += self._prefill(plan.chunks)
-            self._let_go_unused()
-            self._drawn = self._settled(first, states) if first or states else None
+            return
+        first = self._caches.draw(self._kv(), self._rows, self._settings) if count else None
+        states = [self._caches.decode(self._kv(), self._rows.last[:count])] if count and first is None else []
+        if plan.chunks and isinstance(self._network, PutsOff):
+            self._network.catch_up()
+        states += self._prefill(plan.chunks)
+        self._let_go_unused()
+        self._drawn = self._settled(first, states) if first or states else None
 
     def finish(self) -> list[TokenEvent]:
         """Book the tokens of the step that has begun."""

@@ -239,10 +239,8 @@ class TorchEngine:
         if part is not None:
             opened = part.generating(spec, self.version, self._kept)
         else:
-            opened = open_generator(
-                cast(Decoder, self._network), spec,
-                device=self._device, version=self.version, eos_ids=(), kept=self._kept,
-            )  # fmt: skip
+            network, kept = cast(Decoder, self._network), self._kept
+            opened = open_generator(network, spec, device=self._device, version=self.version, eos_ids=(), kept=kept)
         with opened as generator:
             yield generator
 
@@ -272,8 +270,7 @@ class TorchEngine:
     # -- memory
 
     def offload(self, what: What) -> None:
-        """Move weights, masters with them, or optimizer state to host memory, if the device has memory of its own. With weights
-        goes what generators kept."""
+        """Move weights, with masters and what generators kept, or optimizer state to host memory, if the device has its own."""
         if what == "weights":
             self._kept.drop()
             self._masters.leave()
