@@ -25,8 +25,9 @@ from weft.checkpoints import hf_io
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, decayed
-from weft.kernels import flash
+from weft.kernels import flash, lane_of
 from weft.models.attention.contexts import Dense
+from weft.models.network import gradient_sums
 from weft.models.network.packed import Packed
 from weft.models.network.transformer import Transformer
 
@@ -176,13 +177,8 @@ def step(raw: dict[str, Any], lengths: list[int], counted: Counted) -> float:
     """A step of SFT, counted; how many operations the model's products alone are (6 a parameter and token)."""
     config = hf_io.find_family(raw, None).config(raw)
     network = Transformer.empty(config, device="meta").train()
-    masters = MasterWeights(network, torch.bfloat16)
-    try:
-        from weft.models.network import gradient_sums
-
-        gradient_sums.add_to(network, masters.masters)
-    except ImportError:  # an older tree has none
-        pass
+    masters = MasterWeights(network, torch.bfloat16, lane_of(torch.device("meta")))
+    gradient_sums.add_to(network, masters.masters)
     trained = masters.trained
     optimizer = Optimizer(OptimizerSpec(lr=1e-5, max_grad_norm=1.0), Schedule(10, 0), trained, decayed(network))
     total = sum(lengths)

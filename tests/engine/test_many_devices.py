@@ -174,7 +174,7 @@ def test_several_stages_on_each_of_two_processes_more(name: str, ranks: Ranks, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["d2p2", "d2f1p2", "t2p2"])
+@pytest.mark.parametrize("layout", ["d2p2", "d2f1p2", "t2p2", "c2p2"])
 @pytest.mark.parametrize("name", list(SEVERAL))
 def test_several_stages_beside_other_degrees(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
     case = SEVERAL[name]
@@ -185,6 +185,13 @@ def test_several_stages_beside_other_degrees(name: str, layout: str, four_ranks:
             check_layout(spec, spec.resolve_layout(), config)
         return
     compare(case, layout, four_ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_several_stages_whose_experts_are_spread(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    case = staged(schedule, family="mixtral", options={"router_aux_loss_coef": 0.1})
+    compare(case, "d2p2e2", four_ranks, tmp_path)
 
 
 @pytest.mark.slow

@@ -218,5 +218,7 @@ def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) 
     assert away(ref_inf__post_hooks=["offload"]) == [0, 0], "until its first call it is on the device"
     assert away(actor_train__post_hooks=["offload_optimizer"]) == [state, 0]
     assert away(actor__offload=True, actor_train__post_hooks=["offload", "offload_optimizer"]) == [weights + state, 0]
-    lines = list(Forecast({"ref": RoleMemory(2**30, 0, 0, 0, 0, 0, 0, 2**30)}, torch.device("cuda"), (), 0.0).lines())
+    lines = list(
+        Forecast({"ref": RoleMemory(2**30, 0, 0, 0, 0, 0, 0, away=2**30)}, torch.device("cuda"), (), 0.0).lines()
+    )
     assert lines[0] == "memory of ref: parameters 1.00 GiB; 1.00 GiB of it in host memory between its calls"

@@ -84,7 +84,7 @@ def shared(case: Case, shares_rows: bool) -> Run:
     network = part_of(whole, shares_rows)
 
     def complete() -> None:
-        tensor.sum_gradients(canonical(network), whole.config, group, shares_rows=shares_rows)
+        tensor.sum_gradients(canonical(network), whole.config, group, torch.device("cpu"), shares_rows=shares_rows)
 
     return run(case, network, complete, group.size())
 
@@ -119,7 +119,7 @@ def short(lengths: list[int]) -> list[tuple[Tensor, Values]]:
     network = part_of(whole, True)
 
     def complete() -> None:
-        tensor.sum_gradients(canonical(network), whole.config, group, shares_rows=True)
+        tensor.sum_gradients(canonical(network), whole.config, group, torch.device("cpu"), shares_rows=True)
 
     return one_by_one(network, lengths, complete)
 

@@ -19,6 +19,11 @@ def put(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def address(tensor: Tensor) -> int:
+    """Where a tensor's values begin; another place once it has moved."""
+    return tensor.data_ptr()
+
+
 def storage_of(tensor: Tensor) -> tuple[int, int]:
     """(address, bytes) of the memory that a tensor's values lie in, which views share."""
     storage = tensor.untyped_storage()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from weft import kernels
 from weft.engine.device import wait
 from weft.engine.generation import sampling
 from weft.engine.generation.blocks import Blocks, Slots
@@ -303,8 +304,8 @@ class KeptPages:
 def storage_of(network: Decoder) -> Hashable:
     """What differs once a captured pass would read other memory than the network does, or compute another thing: where its
     tensors lie, and which adapters are at work."""
-    tensors = [x.data_ptr() for x in network.parameters()]
+    tensors = [kernels.address(x) for x in network.parameters()]
     if isinstance(network, torch.nn.Module):
-        tensors += [x.data_ptr() for x in network.buffers()]
+        tensors += [kernels.address(x) for x in network.buffers()]
         tensors += [module.active for module in network.modules() if isinstance(module, Adapter)]
     return tuple(tensors)
