@@ -26,6 +26,7 @@ from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, decayed
 from weft.kernels import flash, lane_of
+from weft.kernels.gpu import compiled
 from weft.models.attention.contexts import Dense
 from weft.models.network import gradient_sums
 from weft.models.network.packed import Packed
@@ -153,10 +154,6 @@ def install(counted: Counted, lengths: list[int], *, fused: bool) -> None:
     flash.kernel = lambda: varlen  # type: ignore[assignment]
     flash.abilities = lambda: flash.Abilities(True, True)  # type: ignore[assignment]
     torch.nn.functional.rms_norm = lambda x, _, weight, eps: Norm.apply(x, weight, counted)  # type: ignore[assignment]
-    try:
-        from weft.kernels.gpu import compiled
-    except ImportError:  # an older tree has none
-        return
     compiled.serves = lambda *_: fused  # type: ignore[assignment]
     compiled.one_kernel = lambda f: counted.as_one(f.__name__, f)  # type: ignore[assignment]
 
