@@ -361,7 +361,7 @@ def _check_same_keys(samples: Sequence[SequenceSample]) -> None:
 
 def _check(sample: SequenceSample) -> None:
     ids = sample.ids
-    if not set(map(type, ids)) <= {str} and not all(isinstance(id, str) for id in ids):
+    if not set(map(type, ids)) <= {str} and not all(isinstance(id, str) for id in ids):  # the first is fast
         raise DataError(f"ids are texts, but one is {next(id for id in ids if not isinstance(id, str))!r}")
     if len(set(ids)) < len(ids):
         twice = sorted({id for id in ids if ids.count(id) > 1})[:5]

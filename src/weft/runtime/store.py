@@ -133,7 +133,7 @@ class TensorStore:
             tensors, metadata = (readers[number] > 0 for readers in self._readers)
             if not tensors and not metadata:
                 del self._batches[number], self._readers[0][number], self._readers[1][number]
-            elif not tensors:
+            elif not tensors and self._batches[number].sample.keys:
                 whole = self._batches[number].sample
                 self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
 

@@ -13,7 +13,7 @@ from torch import nn
 from tests.engine.generation.common import LLAMA, build
 from weft.engine import checkpoint
 from weft.engine.spec import OptimizerSpec, Schedule
-from weft.engine.torch.optimizer import FUSED, Optimizer, decayed, learning_rate
+from weft.engine.torch.optimizer import FUSED, Optimizer, clip_divisor, decayed, learning_rate
 from weft.errors import CheckpointError
 from weft.models.network.parameters import StoredParameter, canonical, values
 
@@ -110,6 +110,22 @@ def test_gradients_are_clipped_to_the_norm_and_0_turns_it_off() -> None:
         optimizer, w = optimizer_of(OptimizerSpec(**plain, max_grad_norm=limit), [0.0, 0.0])
         assert step(optimizer, w, [3.0, 4.0]) == 5.0
         torch.testing.assert_close(w.detach(), torch.tensor(moved), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [0.5, 100.0])
+def test_clipping_inside_adamw_is_clipping_before_it(most: float) -> None:
+    """A CPU's fused AdamW divides by `grad_scale` as a GPU's does."""
+    inside, before = (nn.Parameter(torch.arange(1.0, 7.0)) for _ in range(2))
+    divided, clipped = (torch.optim.AdamW([each], lr=0.1, fused=True) for each in (inside, before))
+    for step in range(3):
+        inside.grad, before.grad = (torch.tensor([3.0, -4.0, 0.5, 2.0, -1.0, 7.0]) * (step + 1) for _ in range(2))
+        norm = before.grad.norm()
+        divided.grad_scale = clip_divisor(norm, most)  # type: ignore[attr-defined]
+        nn.utils.clip_grads_with_norm_([before], most, norm)
+        for optimizer in (divided, clipped):
+            optimizer.step()
+    torch.testing.assert_close(divided.state[inside]["exp_avg"], clipped.state[before]["exp_avg"], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(inside, before, rtol=1e-6, atol=0.0)
 
 
 def test_matrices_decay_and_nothing_else() -> None:

@@ -184,8 +184,7 @@ class Optimizer:
     def _clip(self, norm: Tensor) -> None:
         """To `max_grad_norm`. A GPU's fused AdamW divides by a number as it reads the gradients, which saves a pass."""
         if isinstance(self._optimizer, torch.optim.AdamW) and self._parameters[0].device.type == "cuda":
-            over = (norm.float() + CLIP_EPS) / self.spec.max_grad_norm
-            self._optimizer.grad_scale = over.clamp(min=1.0)  # type: ignore[attr-defined]
+            self._optimizer.grad_scale = clip_divisor(norm, self.spec.max_grad_norm)  # type: ignore[attr-defined]
         else:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)
 
@@ -263,6 +262,11 @@ class Optimizer:
         if self._memory is not None:
             self._memory.fetch()
             self._memory.hold()
+
+
+def clip_divisor(norm: Tensor, most: float) -> Tensor:
+    """What gradients of this norm are divided by so that it is `most` at most; 1 where it is."""
+    return ((norm.float() + CLIP_EPS) / most).clamp(min=1.0)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
