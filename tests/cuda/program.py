@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tests.cuda.device import WAITS, StandIn  # before torch
+from tests.cuda.device import ADDED, WAITS, StandIn  # before torch
 
 # isort: split
 import pytest
@@ -192,8 +192,10 @@ def waits(folder: Path) -> None:
         batch = batch_of(groups, loss_mask=mask, **(extra if name == "grpo" else {}))
         engine.train([batch], loss, max_tokens=most)
         WAITS.clear()
+        ADDED.clear()
         engine.train([batch], loss, max_tokens=most)
         kernels.CALLS.update({f"{name}: {where}": count for where, count in WAITS.items()})
+        kernels.CALLS[f"added in {name}"] = ADDED["products"]
 
 
 def save_experts(path: Path) -> None:
