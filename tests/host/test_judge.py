@@ -305,14 +305,14 @@ def test_one_failure_ends_what_is_still_asked(stub: Stub) -> None:
     def reply(text: str, number: int) -> Reply:
         if text == "a":
             return 400, {}, {}
-        gone.wait(5)
+        gone.wait(60)
         return said("5")
 
     stub.reply = reply
     begin = time.monotonic()
     with pytest.raises(UserError, match="status 400"):
         judged(stub.url, "b", "c", "a", prompt="{completion}")
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 30
     gone.set()
 
 

@@ -379,7 +379,7 @@ def test_the_deadline_holds_while_a_worker_starts_again(make: Make, tmp_path: Pa
     """The first call ends the only process, and the second would hang in the next one."""
     source = tmp_path / "slow_to_import.py"
     source.write_text(
-        f"import os, time\nif os.path.exists({str(tmp_path / 'died')!r}):\n    time.sleep(6)\n"
+        f"import os, time\nif os.path.exists({str(tmp_path / 'died')!r}):\n    time.sleep(60)\n"
         "def f(prompts, completions, **columns):\n    if completions == ['x']:\n        time.sleep(600)\n"
         f"    open({str(tmp_path / 'died')!r}, 'w')\n    os._exit(5)\n"
     )
@@ -387,7 +387,7 @@ def test_the_deadline_holds_while_a_worker_starts_again(make: Make, tmp_path: Pa
     begin = time.monotonic()
     with pytest.raises(UserError, match="it ended its process"):
         function(batch([["a"], ["x"]]), context())
-    assert time.monotonic() - begin < 5.5
+    assert time.monotonic() - begin < 30
     function.pool.close()
 
 

@@ -1,0 +1,24 @@
+"""How much Python a call does, counted: the same on a busy machine as on an idle one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """How many functions, of Python or of C, run inside `function()`."""
+    count = 0
+
+    def seen(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
