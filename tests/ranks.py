@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -60,12 +62,21 @@ class Ranks:
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    """Each function begins with a process group of its own: every group has threads that look for messages, and those of a
+    hundred functions would leave no time for the next."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=DEADLINE)
-    )
-    while True:
+    for number in itertools.count():
         function, arguments = pipe.recv()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            gc.collect()
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}-{number}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=DEADLINE),
+        )
         try:
             pipe.send((True, function(*arguments)))
         except BaseException:
