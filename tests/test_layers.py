@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("interfaces",),
     ("experiment",),
     ("experiments", "runtime"),
-    ("launch",),
+    ("launch", "evaluation"),
     ("cli", "apps", "scripts", "testing"),
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

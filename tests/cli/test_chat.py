@@ -351,3 +351,26 @@ def test_help_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert "MODEL_DIR" in done.stdout
+
+
+def test_a_conversation_longer_than_the_context_loses_its_oldest_turns(chat_model: Path) -> None:
+    view = Seen("One one one", "Two two two", "Three")
+    chat, engine = talk(chat_model, view, "First.", "Second.", "Third.", system="Be kind.", context=60)
+    last = chat.tokenizer.decode(engine.requests[-1].prompt)
+    assert "One one one" not in last and last.startswith("<|system|>Be kind.</s><|user|>") and "Three" in last
+    assert "it does not see the oldest" in " ".join(view.text.split())
+    assert len(chat.messages) == 6, "the conversation itself is whole"
+    assert all(len(request.prompt) + (request.max_new_tokens or 0) == 60 for request in engine.requests)
+
+
+def test_a_message_longer_than_the_context_is_refused_and_forgotten(chat_model: Path) -> None:
+    view = Seen("Hello " * 40, "Hi")
+    chat, _ = talk(chat_model, view, "Yes?", context=40)
+    assert "the model takes 40 with its answer" in " ".join(view.text.split())
+    assert [m["content"] for m in chat.messages] == ["Hi", "Yes?"]
+
+
+def test_without_history_every_message_stands_alone(chat_model: Path) -> None:
+    _, engine = talk(chat_model, Seen("Hello", "Who?"), "Hi!", "Me.", system="Be brief.", history=False)
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
+    assert tokenizer.decode(engine.requests[1].prompt) == "<|system|>Be brief.</s><|user|>Who?</s><|assistant|>"

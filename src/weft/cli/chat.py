@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.conversation import Chat
-from weft.data.spec import TokenizerSpec
 from weft.engine.spec import GenerationSpec, ModelSpec
-from weft.errors import CheckpointError
+from weft.errors import ConfigError
+from weft.evaluation.models import locate, open_policy
 from weft.options import validate
 
 if TYPE_CHECKING:
     from weft.cli.chat_view import View
-    from weft.engine.base import Engine
-
-ROLES = ("actor", "model")  # whose checkpoint of a run is talked to: the first of these that it saved
-STEP = re.compile(r"step(\d+)")
-ADAPTER = "adapter_config.json"
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="weft chat", description=__doc__)
     made.add_argument(
-        "model", metavar="MODEL_DIR", help="model directory, adapter directory, run directory or hub name"
+        "model", nargs="?", metavar="MODEL_DIR", help="model directory, adapter directory, run directory or hub name"
+    )
+    made.add_argument(
+        "--model-path", "--model_path", dest="model_path", metavar="MODEL_DIR", help="the same as MODEL_DIR"
     )
     made.add_argument("--system", metavar="TEXT", help="system prompt")
     made.add_argument(
@@ -40,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-new-tokens", type=int, default=512, help="most tokens of an answer (default 512)")
     made.add_argument("--seed", type=int, help="seed of the draws (default: another one each time)")
     made.add_argument("--plain", action="store_true", help="continue text as it stands, without the chat template")
+    made.add_argument("--no-history", "--no_history", action="store_true", help="answer every message by itself")
     made.add_argument("--backend", default="torch", help="torch (default) or hf")
     made.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
     made.add_argument(
@@ -51,8 +47,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Parse, load, converse. Raises `UserError` (exit code 2) for a model or an option that cannot be used."""
     given = parser().parse_args(list(argv))
+    named = [name for name in (given.model, given.model_path) if name is not None]
+    if len(named) != 1:
+        raise ConfigError("name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same)")
     spec = _generation_spec(given)
-    path, note = locate(given.model)
+    path, note = locate(named[0])
     model = ModelSpec(path=path, backend=given.backend, device=given.device, dtype=given.dtype)
     validate(model)
 
@@ -62,30 +61,9 @@ def main(argv: Sequence[str]) -> int:
     if note:
         view.note(note)
     chat = _load(model, spec, view, plain=given.plain)
-    chat.system = given.system
+    chat.system, chat.history = given.system, not given.no_history
     chat.converse()
     return 0
-
-
-def locate(given: str) -> tuple[str, str]:
-    """(model path or hub name, what to tell the user). A run stands for its newest checkpoint. Raises `CheckpointError`."""
-    folder = Path(given).expanduser()
-    if not folder.exists():
-        if folder.is_absolute() or given.startswith((".", "~")) or given.count("/") != 1:
-            raise CheckpointError(f"{given}: no such directory; name a model directory, or a run such as runs/E/T")
-        return given, ""
-    if folder.is_dir() and ((folder / "config.json").exists() or (folder / ADAPTER).exists()):
-        return str(folder), ""
-    parents = [folder / "checkpoints" / role for role in ROLES] + [folder / role for role in ROLES] + [folder]
-    for parent in parents:
-        steps = [(int(match[1]), path) for path in parent.glob("step*") if (match := STEP.fullmatch(path.name))]
-        if steps:
-            newest = max(steps)[1]
-            return str(newest), f"newest checkpoint: {newest}"
-    raise CheckpointError(
-        f"{given} holds neither a model (config.json) nor checkpoints of {' or '.join(ROLES)}; "
-        "a run that saved none needs save_freq_steps or save_freq_epochs"
-    )
 
 
 def _generation_spec(given: argparse.Namespace) -> GenerationSpec:
@@ -104,24 +82,13 @@ def _generation_spec(given: argparse.Namespace) -> GenerationSpec:
 
 def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool) -> Chat:
     """The model with its tokenizer, and the lines at the top. Raises `UserError` for what cannot be talked to."""
-    _check_talks(str(model.path))
-    from weft.data.tokenizer import Tokenizer
-    from weft.registry import backends
-    from weft.topology import Layout
-
-    adapter = Path(str(model.path)) if (Path(str(model.path)) / ADAPTER).exists() else None
-    if adapter:
-        model = _base_of(adapter, model)
-    tokenizer = Tokenizer.load(model.tokenizer, model.path)
-    engine = backends.get(model.backend)(model, Layout())
-    if adapter:
-        _add_adapter(engine, adapter, str(model.path))
-    facts = engine.description
-    chat = Chat(engine, tokenizer, replace(spec, stop_ids=tokenizer.stop_ids()), view)
-    chat.plain = plain or tokenizer.chat_template is None
-    view.title(f"weft chat  {adapter or model.path}")
-    if adapter:
-        view.note(f"adapter of {model.path}")
+    opened = open_policy(model)
+    tokenizer, facts = opened.tokenizer, opened.engine.description
+    chat = Chat(opened.engine, tokenizer, replace(spec, stop_ids=tokenizer.stop_ids()), view)
+    chat.plain, chat.context = plain or tokenizer.chat_template is None, opened.context
+    view.title(f"weft chat  {opened.name}")
+    if opened.adapter:
+        view.note(f"adapter of {opened.path}")
     device = facts.get("device", model.device or "")
     view.note(
         f"{facts['family']}, {_amount(facts['num_parameters'])} parameters, {facts.get('dtype', '')} {device}".rstrip()
@@ -134,52 +101,6 @@ def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool) ->
         view.note("the tokenizer has no end-of-sequence token: answers end at max_new_tokens")
     view.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     return chat
-
-
-def _check_talks(path: str) -> None:
-    """Raises `CheckpointError` for a model with a score head: it has no words."""
-    config = Path(path) / "config.json"
-    if not config.is_file():
-        return
-    try:
-        kinds = json.loads(config.read_text()).get("architectures") or []
-    except ValueError as error:
-        raise CheckpointError(f"{config} is no JSON: {error}") from error
-    if any("ForSequenceClassification" in kind or "ForTokenClassification" in kind for kind in kinds):
-        raise CheckpointError(
-            f"{path} is a reward or value model ({kinds[0]}): it gives scores, not text; name an actor"
-        )
-
-
-def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
-    """The model that an adapter belongs to, with the adapter's tokenizer where it has one. Raises `CheckpointError`."""
-    from weft.checkpoints.peft_io import read_adapter_config
-
-    settings = read_adapter_config(adapter)
-    if settings["task_type"] != "CAUSAL_LM":
-        raise CheckpointError(f"{adapter} is the adapter of a reward or value model: it gives scores, not text")
-    base = settings.get("base_model_name_or_path")
-    if not base:
-        raise CheckpointError(
-            f"{adapter / ADAPTER} does not name its base model; merge it with weft convert merge --base"
-        )
-    own = TokenizerSpec(path=str(adapter)) if (adapter / "tokenizer_config.json").exists() else model.tokenizer
-    return replace(model, path=str(base), tokenizer=own)
-
-
-def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
-    """Add what the adapter changes to the engine's weights."""
-    from weft.checkpoints import hf_io, peft_io
-    from weft.models.network import lora
-    from weft.models.network.parameters import values
-    from weft.topology import whole
-
-    network = hf_io.load(base, "lm")
-    peft_io.load_adapter(adapter, network)
-    scales = lora.scales(network)
-    merged = lora.merge(values(network), scales)
-    changed = ((name, merged[name]) for name in (f"{layer}.weight" for layer in scales))
-    engine.write(((name, whole(tuple(value.shape)), value) for name, value in changed), version=0)
 
 
 def _amount(count: int) -> str:

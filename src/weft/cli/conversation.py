@@ -33,7 +33,11 @@ Ctrl-C           stop the answer"""
 @dataclass
 class Chat:
     """One conversation. `prompt` and `said` are the token ids of the last request and of what came; `ended` says whether the
-    model was done."""
+    model was done.
+
+    `context` is the most tokens that the model takes: older messages are left out where a conversation has more. Without
+    `history` every message is answered by itself.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -41,6 +45,8 @@ class Chat:
     view: View
     system: str | None = None
     plain: bool = False
+    context: int | None = None
+    history: bool = True
     messages: list[dict[str, str]] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
     said: list[int] = field(default_factory=list)
@@ -162,16 +168,37 @@ class Chat:
 
     # -- answers
 
-    def _conversation(self) -> list[dict[str, str]]:
+    def _conversation(self, start: int = 0) -> list[dict[str, str]]:
         first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.messages]
+        return [*first, *self.messages[start:]]
+
+    def _within_context(self) -> list[int]:
+        """The conversation's token ids, without the oldest turns where they leave the answer less than a quarter of the context
+        (or less than it may have)."""
+        start = first = 0 if self.history else len(self.messages) - 1
+        prompt = self.tokenizer.encode_chat(self._conversation(start), add_generation_prompt=True)
+        if self.context is None:
+            return prompt
+        most = self.context - min(self.spec.most_new_tokens, self.context // 4)
+        while len(prompt) > most and start + 2 < len(self.messages):
+            start += 2
+            prompt = self.tokenizer.encode_chat(self._conversation(start), add_generation_prompt=True)
+        if start > first:
+            self.view.note(
+                f"the model takes {self.context} tokens: it does not see the oldest {start} messages any more"
+            )
+        return prompt
 
     def _answer(self) -> None:
         if self.plain:
             text = self.messages[-1]["content"]
             prompt = self.tokenizer.encode(f"{self.system}\n\n{text}" if self.system else text)
         else:
-            prompt = self.tokenizer.encode_chat(self._conversation(), add_generation_prompt=True)
+            prompt = self._within_context()
+        if self.context is not None and len(prompt) >= self.context:
+            raise ConfigError(
+                f"the message has {len(prompt)} tokens, and the model takes {self.context} with its answer; shorten it"
+            )
         self._stream(prompt, [])
 
     def _stream(self, prompt: list[int], said: list[int]) -> None:
@@ -185,13 +212,15 @@ class Chat:
         new, text = list[int](), decoder.feed(said)
         finish: str | None = None
         started = time.perf_counter()
+        room = None if self.context is None else max(1, self.context - len(prompt) - len(said))
         with self.view.answer() as answer:
             if self.plain:
                 answer.write(self.messages[-1]["content"], style="dim")
             answer.write(text, style="dim")
             try:
                 with self.engine.generating(self.spec) as generator:
-                    generator.submit([Request("chat", 0, [*prompt, *said], step=self.draws)])
+                    asked = Request("chat", 0, [*prompt, *said], step=self.draws, max_new_tokens=room)
+                    generator.submit([asked])
                     while not generator.idle:
                         for event in generator.step():
                             new.append(event.token)

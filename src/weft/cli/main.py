@@ -25,6 +25,8 @@ COMMANDS = {
     "logs": "what a run and its workers have written, the first failure first",
     "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
     "chat": "talk to a model directory",
+    "sample": "answers of models to a file of prompts: report, score, best of n",
+    "eval": "how well a reward model orders replies: rm",
     "data": "look at data as a run would see them: inspect, counts, scan",
     "plan": "what a run would do: realloc, parameters from one layout to another",
     "convert": "bring checkpoints in and out",

@@ -72,8 +72,10 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     return kept
 
 
-def read_rows(file: Path) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
+def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
     """Every row of a file with its place; what cannot be read comes as `Unreadable`.
+
+    `texts_as`: a row that is a text alone is a row with that column.
 
     Raises `DataError` where the file as a whole is empty or of another kind than its name says.
     """
@@ -86,6 +88,8 @@ def read_rows(file: Path) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadabl
     count = 0
     for line, value in rows:
         count += 1
+        if texts_as is not None and isinstance(value, str):
+            value = {texts_as: value}
         if not isinstance(value, Mapping | Unreadable):
             value = Unreadable(f"a row must be a JSON object, not {type(value).__name__}")
         yield Place(str(file), line), value

@@ -1,0 +1,60 @@
+"""Options and messages that commands over models share: `weft sample`, `weft eval`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from weft.data.spec import TokenizerSpec
+from weft.engine.spec import ModelSpec
+from weft.evaluation.models import POLICIES, SCORERS, locate, open_policy, open_scorer
+
+if TYPE_CHECKING:
+    from weft.evaluation.models import Opened
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", default="torch", help="torch (default) or hf")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
+    parser.add_argument(
+        "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
+    )
+    parser.add_argument("--chat-template", help="a jinja file, or a template by name; the model's own when absent")
+
+
+def policy(name: str, given: argparse.Namespace) -> Opened:
+    """The model that answers. A run stands for its newest checkpoint."""
+    return open_policy(_spec(name, given, POLICIES))
+
+
+def scorer(name: str, given: argparse.Namespace) -> Opened:
+    """The reward model, with its own tokenizer and template."""
+    return open_scorer(_spec(name, argparse.Namespace(**{**vars(given), "chat_template": None}), SCORERS))
+
+
+def _spec(name: str, given: argparse.Namespace, roles: Sequence[str]) -> ModelSpec:
+    path, note = locate(name, roles)
+    if note:
+        say(note)
+    tokenizer = TokenizerSpec(chat_template=given.chat_template)
+    return ModelSpec(path=path, backend=given.backend, device=given.device, dtype=given.dtype, tokenizer=tokenizer)
+
+
+def say(text: str) -> None:
+    """A note, beside what goes to the standard output."""
+    print(text, file=sys.stderr)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the standard error while something is counted, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

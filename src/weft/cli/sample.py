@@ -1,0 +1,228 @@
+"""`weft sample`: answers of models to a file of prompts, to read side by side, to score, or to train on.
+
+report   answers under named sampling settings, as JSON and as one HTML page that compares models
+score    the mean reward that a reward model gives each model and setting of such reports
+best     the best of n answers by a reward model, as SFT rows and preference pairs (rejection sampling)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.cli import _models
+from weft.engine.spec import GenerationSpec
+from weft.errors import ConfigError
+from weft.options import validate
+
+if TYPE_CHECKING:
+    from weft.evaluation.settings import Settings
+
+EPILOG = """examples:
+  weft sample report runs/E/T OTHER_MODEL --prompts prompts.jsonl --settings greedy,k50 --samples 2 --out answers
+  weft sample score answers/*.json --reward RM_DIR
+  weft sample best runs/E/T --reward RM_DIR --prompts prompts.jsonl --samples 8 --out best
+  weft quickstart sft ... dataset.path=best/selected.jsonl dataset.type=chat"""
+
+
+def parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog="weft sample", description=__doc__, epilog=EPILOG, formatter_class=form)
+    commands = made.add_subparsers(dest="command", metavar="{report,score,best}", required=True)
+    parts: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
+        ("report", report, "answers under named settings, as JSON and as one HTML page that compares models"),
+        ("score", score, "the mean reward of each model and setting of reports"),
+        ("best", best, "the best of n answers by a reward model, as SFT rows and preference pairs"),
+    )
+    for name, run, help in parts:
+        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG, formatter_class=form)
+        command.set_defaults(run=run)
+        _models.add_options(command)
+    reporting, scoring, choosing = (commands.choices[name] for name, *_ in parts)
+    reporting.add_argument("models", nargs="+", metavar="MODEL|REPORT.json", help="models or runs; reports made before")
+    scoring.add_argument(
+        "reports", nargs="+", type=Path, metavar="REPORT.json", help="reports; scores are written into them"
+    )
+    scoring.add_argument("--reward", required=True, metavar="MODEL", help="reward model or run of one")
+    choosing.add_argument("model", metavar="MODEL", help="model or run that answers")
+    choosing.add_argument("--reward", required=True, metavar="MODEL", help="reward model or run of one")
+    choosing.add_argument(
+        "--least", type=float, help="lowest score of an answer to train on (default: the best of each prompt)"
+    )
+    choosing.add_argument(
+        "--keep-cut", action="store_true", help="let answers that were cut by their length compete with whole ones"
+    )
+    for command, samples in ((reporting, 1), (choosing, 4)):
+        _add_sampling(command, samples)
+    reporting.add_argument(
+        "--prompts", metavar="FILE", help="prompts: JSONL rows or texts, JSON, Parquet, or .txt with one a line"
+    )
+    choosing.add_argument("--prompts", required=True, metavar="FILE", help="prompts, as for report")
+    return made
+
+
+def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
+    from weft.evaluation.settings import SHIPPED
+
+    one = command.prog.endswith("best")
+    command.add_argument(
+        "--settings", default="warm" if one else "greedy,k50", metavar="NAME|FILE,...",
+        help=f"sampling settings: {', '.join(SHIPPED)}, or those of a YAML or JSON file (default %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--samples", type=_positive, default=samples, metavar="N", help="answers a prompt (default %(default)s)"
+    )
+    command.add_argument("-n", type=_positive, metavar="N", help="use the first N prompts only")
+    command.add_argument("--max-new-tokens", type=_positive, default=256, help="most tokens of an answer (default 256)")
+    command.add_argument("--system", metavar="TEXT", help="system prompt of conversations that have none")
+    command.add_argument(
+        "--plain", action="store_true", help="continue the texts as they stand, without the chat template"
+    )
+    command.add_argument("--seed", type=int, default=1, help="seed of the draws (default 1)")
+    command.add_argument("--out", type=Path, default=Path("best" if one else "answers"), metavar="DIR",
+                         help="folder of what is written (default %(default)s)")  # fmt: skip
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `weft sample ...`; returns the exit code. Raises `UserError` for input that cannot be used."""
+    given = parser().parse_args(list(argv))
+    run: Callable[[argparse.Namespace], None] = given.run
+    run(given)
+    return 0
+
+
+def _settings(given: argparse.Namespace) -> list[Settings]:
+    from weft.evaluation.settings import choose
+
+    base = GenerationSpec(max_new_tokens=given.max_new_tokens, seed=given.seed)
+    validate(base)
+    chosen, notes = choose([word for word in given.settings.split(",") if word], base)
+    for note in notes:
+        _models.say(note)
+    return chosen
+
+
+# -- report
+
+
+def report(given: argparse.Namespace) -> None:
+    """Answer the prompts with each model; write `OUT/MODEL.json` and `OUT/report.html`."""
+    from weft.evaluation import sampling_report
+    from weft.evaluation.answers import sample
+    from weft.evaluation.prompts import read_prompts
+
+    made = [name for name in given.models if name.endswith(".json")]
+    asked = [name for name in given.models if name not in made]
+    reports = {name: sampling_report.read(Path(name)) for name in made}
+    if asked and given.prompts is None:
+        raise ConfigError("--prompts is missing: name a file of prompts (reports made before need none)")
+    settings = _settings(given)
+    prompts = read_prompts(given.prompts, given.n) if asked else []
+    for name in asked:
+        opened = _models.policy(name, given)
+        with _models.progress(sampling_report.short(opened.name)) as bar:
+            answers = sample(
+                opened, prompts, settings, samples=given.samples, system=given.system, plain=given.plain, progress=bar
+            )
+        built = sampling_report.build(opened.name, _arguments(given), prompts, settings, answers)
+        file = _free(given.out, sampling_report.short(opened.name), reports)
+        sampling_report.write(file, json.dumps(built, ensure_ascii=False, indent=1) + "\n")
+        reports[str(file)] = built
+        print(file)
+    page = given.out / "report.html"
+    sampling_report.write(
+        page, sampling_report.page([reports[name] for name in sorted(reports, key=list(reports).index)])
+    )
+    print(page)
+
+
+def _arguments(given: argparse.Namespace) -> dict[str, Any]:
+    """What the report says of how it was made."""
+    return {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items() if name != "run"
+    }
+
+
+def _free(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
+    """A file name for a model's report that no other model of this command has."""
+    stem = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
+    numbered = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
+    return next(path for each in numbered if str(path := folder / f"{each}.json") not in taken)
+
+
+# -- score
+
+
+def score(given: argparse.Namespace) -> None:
+    """Score every answer of the reports; write the scores into them, and print the means."""
+    from weft.evaluation import rewards, sampling_report
+
+    reports = [(path, sampling_report.read(path)) for path in given.reports]
+    opened = _models.scorer(given.reward, given)
+    rows = list[tuple[str, str, float, float, int]]()
+    for path, read in reports:
+        prompts = sampling_report.prompts_of(read)
+        outputs = [[text for result in row["results"] for text in result["outputs"]] for row in read["prompts"]]
+        sampling_report.add_scores(read, rewards.score(opened, prompts, outputs))
+        read["reward_model"] = opened.name
+        sampling_report.write(path, json.dumps(read, ensure_ascii=False, indent=1) + "\n")
+        rows += [(str(read["model_name"]), name, *found) for name, found in sampling_report.means(read).items()]
+    rows.sort(key=lambda row: -row[2])
+    shown = [
+        (sampling_report.short(model), setting, f"{mean:.4f} \u00b1 {error:.4f}", str(count))
+        for model, setting, mean, error, count in rows
+    ]
+    _print_table(("model", "setting", "mean reward", "answers"), shown)
+    again = " ".join(str(path) for path, _ in reports)
+    print(f"the scores are in the reports; weft sample report {again} makes the page anew")
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index < 2 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+# -- best
+
+
+def best(given: argparse.Namespace) -> None:
+    """Sample, score, keep the best."""
+    from weft.evaluation import best_of, rewards
+    from weft.evaluation.answers import Answer, sample
+    from weft.evaluation.prompts import read_prompts
+
+    settings = _settings(given)
+    prompts = read_prompts(given.prompts, given.n)
+    reward = _models.scorer(given.reward, given)
+    opened = _models.policy(given.model, given)
+    with _models.progress("answers") as bar:
+        sampled = sample(
+            opened, prompts, settings, samples=given.samples, system=given.system, plain=given.plain, progress=bar
+        )
+    answers: list[list[Answer]] = [[answer for said in of_prompt for answer in said] for of_prompt in sampled]
+    scores = rewards.score(reward, prompts, [[answer.text for answer in said] for said in answers])
+    choices = best_of.choose(prompts, answers, scores, finished_only=not given.keep_cut)
+    for name, count in best_of.save(choices, given.out, least=given.least).items():
+        print(f"{given.out / name}  {count} rows")
+    if choices:
+        top = sum(choice.scores[0] for choice in choices) / len(choices)
+        mean = sum(sum(found) / len(found) for found in scores) / len(scores)
+        print(f"mean reward {mean:.4f}, of the best of each prompt {top:.4f}")

@@ -1,0 +1,1 @@
+"""Looking at models from outside a run: open them, sample, score, compare."""

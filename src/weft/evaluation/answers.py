@@ -1,0 +1,88 @@
+"""Answers of a model to prompts, under several sampling settings at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from weft.engine.base import Request
+from weft.errors import DataError
+from weft.evaluation.models import Opened
+from weft.evaluation.prompts import Prompt
+from weft.evaluation.settings import Settings
+
+Progress = Callable[[int, int], None]  # (answers that have ended, all)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion: its text without end tokens, its token ids, and "stop" or "length"."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: str
+
+
+def sample(
+    opened: Opened,
+    prompts: Sequence[Prompt],
+    settings: Sequence[Settings],
+    *,
+    samples: int = 1,
+    system: str | None = None,
+    plain: bool = False,
+    progress: Progress | None = None,
+) -> list[list[list[Answer]]]:
+    """`[prompt][setting][sample]`. Greedy settings give one answer, for the others would be the same.
+
+    All requests share one generator, so a slow answer holds up no other. Raises `DataError` for a prompt that leaves no room in
+    the model's context.
+    """
+    tokenizer = opened.tokenizer
+    asked = [prompt.token_ids(tokenizer, system=system, plain=plain) for prompt in prompts]
+    specs = [replace(each.spec, stop_ids=[*each.spec.stop_ids, *tokenizer.stop_ids()]) for each in settings]
+    requests = [
+        Request(
+            f"{index}/{kind}",
+            k,
+            ids,
+            k,
+            max_new_tokens=_room(opened, prompts[index], ids, spec.most_new_tokens),
+            sampling=spec,
+        )
+        for index, ids in enumerate(asked)
+        for kind, spec in enumerate(specs)
+        for k in range(1 if spec.greedy else samples)
+    ]
+    tokens: dict[tuple[str, int], list[int]] = {(request.id, request.k): [] for request in requests}
+    ends: dict[tuple[str, int], str] = {}
+    most = max(spec.most_new_tokens for spec in specs)
+    with opened.engine.generating(
+        replace(specs[0], max_new_tokens=most, min_new_tokens=0, tokenizer=tokenizer)
+    ) as generator:
+        generator.submit(requests)
+        while not generator.idle:
+            for event in generator.step():
+                tokens[event.id, event.k].append(event.token)
+                if event.finish is not None:
+                    ends[event.id, event.k] = event.finish
+                    if progress is not None:
+                        progress(len(ends), len(requests))
+    made: list[list[list[Answer]]] = [[[] for _ in settings] for _ in prompts]
+    for request in requests:
+        index, kind = map(int, request.id.split("/"))
+        ids = tokens[request.id, request.k]
+        text = tokenizer.decode_after(list(request.prompt), ids, skip_special=True)
+        made[index][kind].append(Answer(text.strip(), tuple(ids), ends[request.id, request.k]))
+    return made
+
+
+def _room(opened: Opened, prompt: Prompt, ids: Sequence[int], most: int) -> int:
+    """`most` new tokens, or what the model's context leaves of them."""
+    if opened.context is None:
+        return most
+    if len(ids) >= opened.context:
+        raise DataError(
+            f"prompt {prompt.id!r} has {len(ids)} tokens, and {opened.name} takes {opened.context} with its answer; shorten it"
+        )
+    return min(most, opened.context - len(ids))

@@ -1,0 +1,84 @@
+"""Rejection sampling: of several answers to a prompt the one that a reward model likes best, as rows to train on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.evaluation.answers import Answer
+from weft.evaluation.prompts import Prompt
+from weft.evaluation.sampling_report import write
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answers to one prompt with their scores, best first."""
+
+    prompt: Prompt
+    answers: tuple[Answer, ...]
+    scores: tuple[float, ...]
+
+
+def choose(
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Answer]],
+    scores: Sequence[npt.NDArray[np.float64]],
+    *,
+    finished_only: bool = True,
+) -> list[Choice]:
+    """A choice for each prompt that has an answer with words in it; with `finished_only` one that was cut by its length
+    counts only where none ended by itself. Equal answers are one."""
+    made = []
+    for prompt, said, found in zip(prompts, answers, scores, strict=True):
+        distinct = {
+            answer.text: (answer, float(value)) for answer, value in zip(said, found, strict=True) if answer.text
+        }
+        kept = list(distinct.values())
+        whole = [pair for pair in kept if pair[0].finish == "stop"]
+        kept = whole if finished_only and whole else kept
+        if kept:
+            kept.sort(key=lambda pair: -pair[1])
+            made.append(Choice(prompt, tuple(answer for answer, _ in kept), tuple(value for _, value in kept)))
+    return made
+
+
+def save(choices: Sequence[Choice], folder: Path, *, least: float | None = None) -> dict[str, int]:
+    """Write three files and return how many rows each has.
+
+    `selected.jsonl`: rows of the `chat` form, the prompt with its best answer, to train on with SFT (with `least`, those whose
+    score reaches it). `rejected.jsonl`: the same with the worst. `comparison.jsonl`: rows of the `preference` form, best and
+    worst where their scores differ, for a reward model or DPO. Each row keeps its scores.
+    """
+    good = [choice for choice in choices if least is None or choice.scores[0] >= least]
+    several = [choice for choice in choices if choice.scores[0] > choice.scores[-1]]
+    files = {
+        "selected.jsonl": [_chat(choice, 0) for choice in good],
+        "rejected.jsonl": [_chat(choice, -1) for choice in several],
+        "comparison.jsonl": [_pair(choice) for choice in several],
+    }
+    for name, rows in files.items():
+        write(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return {name: len(rows) for name, rows in files.items()}
+
+
+def _chat(choice: Choice, index: int) -> dict[str, Any]:
+    reply = {"role": "assistant", "content": choice.answers[index].text}
+    messages: Iterable[Mapping[str, Any]] = [*choice.prompt.messages, reply]
+    return {"id": choice.prompt.id, "messages": list(messages), "score": choice.scores[index]}
+
+
+def _pair(choice: Choice) -> dict[str, Any]:
+    return {
+        "id": choice.prompt.id,
+        "prompt": list(choice.prompt.messages),
+        "chosen": choice.answers[0].text,
+        "rejected": choice.answers[-1].text,
+        "score_chosen": choice.scores[0],
+        "score_rejected": choice.scores[-1],
+    }

@@ -1,0 +1,165 @@
+"""Models as a command names them: a directory, an adapter, a run, a hub name; opened to sample from or to score with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.data.spec import TokenizerSpec
+from weft.engine.spec import ModelSpec
+from weft.errors import CheckpointError
+from weft.options import validate
+
+if TYPE_CHECKING:
+    from weft.data.tokenizer import Tokenizer
+    from weft.engine.base import Engine
+
+POLICIES = ("actor", "model")  # whose checkpoint of a run is talked to: the first of these that it saved
+SCORERS = ("rew", "model")  # and whose scores
+STEP = re.compile(r"step(\d+)")
+ADAPTER = "adapter_config.json"
+SCORED = ("ForSequenceClassification", "ForTokenClassification")  # architectures that give scores, not text
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with its tokenizer. `name` is what the user knows it by; `adapter` the folder whose changes were added to it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    path: str
+    adapter: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.adapter or self.path)
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens that the model takes, where its config says so."""
+        return context_length(self.path)
+
+
+def locate(given: str, roles: Sequence[str] = POLICIES) -> tuple[str, str]:
+    """(model path or hub name, what to tell the user). A run stands for its newest checkpoint. Raises `CheckpointError`."""
+    folder = Path(given).expanduser()
+    if not folder.exists():
+        if folder.is_absolute() or given.startswith((".", "~")) or given.count("/") != 1:
+            raise CheckpointError(f"{given}: no such directory; name a model directory, or a run such as runs/E/T")
+        return given, ""
+    if folder.is_dir() and ((folder / "config.json").exists() or (folder / ADAPTER).exists()):
+        return str(folder), ""
+    parents = [folder / "checkpoints" / role for role in roles] + [folder / role for role in roles] + [folder]
+    for parent in parents:
+        steps = [(int(match[1]), path) for path in parent.glob("step*") if (match := STEP.fullmatch(path.name))]
+        if steps:
+            newest = max(steps)[1]
+            return str(newest), f"newest checkpoint: {newest}"
+    raise CheckpointError(
+        f"{given} holds neither a model (config.json) nor checkpoints of {' or '.join(roles)}; "
+        "a run that saved none needs save_freq_steps or save_freq_epochs"
+    )
+
+
+def open_policy(spec: ModelSpec) -> Opened:
+    """The model at `spec.path`, to sample from. Raises `UserError` for what has no words to give."""
+    check_talks(str(spec.path))
+    adapter = Path(str(spec.path)) if (Path(str(spec.path)) / ADAPTER).exists() else None
+    if adapter:
+        spec = _base_of(adapter, spec)
+    opened = _open(spec, adapter)
+    if adapter:
+        _add_adapter(opened.engine, adapter, str(spec.path))
+    return opened
+
+
+def open_scorer(spec: ModelSpec) -> Opened:
+    """The reward model at `spec.path`. Raises `UserError` where it has no score head."""
+    path = str(spec.path)
+    if (Path(path) / ADAPTER).exists():
+        raise CheckpointError(f"{path} is an adapter; merge it into its reward model first: weft convert merge")
+    kinds = _architectures(path)
+    if kinds and "ForSequenceClassification" not in kinds[0]:
+        raise CheckpointError(
+            f"{path} is no reward model ({kinds[0]} has no score head); train one with weft quickstart rw"
+        )
+    return _open(spec.with_head("score", trained=False), None)
+
+
+def _open(spec: ModelSpec, adapter: Path | None) -> Opened:
+    from weft.data.tokenizer import Tokenizer
+    from weft.registry import backends
+    from weft.topology import Layout
+
+    validate(spec)
+    tokenizer = Tokenizer.load(spec.tokenizer, spec.path)
+    return Opened(backends.get(spec.backend)(spec, Layout()), tokenizer, str(spec.path), adapter)
+
+
+def context_length(path: str) -> int | None:
+    """`max_position_embeddings` of a model directory's config.json, by any of its names; None where nothing says."""
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        return None
+    values = _json(config)
+    found = (values.get(name) for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"))
+    return next((value for value in found if isinstance(value, int)), None)
+
+
+def _json(config: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(config.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{config} is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{config} is no JSON object")
+    return values
+
+
+def _architectures(path: str) -> list[str]:
+    config = Path(path) / "config.json"
+    return list(_json(config).get("architectures") or []) if config.is_file() else []
+
+
+def check_talks(path: str) -> None:
+    """Raises `CheckpointError` for a model with a score head: it has no words."""
+    for kind in _architectures(path):
+        if any(name in kind for name in SCORED):
+            raise CheckpointError(
+                f"{path} is a reward or value model ({kind}): it gives scores, not text; name an actor"
+            )
+
+
+def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
+    """The model that an adapter belongs to, with the adapter's tokenizer where it has one. Raises `CheckpointError`."""
+    from weft.checkpoints.peft_io import read_adapter_config
+
+    settings = read_adapter_config(adapter)
+    if settings["task_type"] != "CAUSAL_LM":
+        raise CheckpointError(f"{adapter} is the adapter of a reward or value model: it gives scores, not text")
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        raise CheckpointError(
+            f"{adapter / ADAPTER} does not name its base model; merge it with weft convert merge --base"
+        )
+    own = TokenizerSpec(path=str(adapter)) if (adapter / "tokenizer_config.json").exists() else model.tokenizer
+    return replace(model, path=str(base), tokenizer=own)
+
+
+def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
+    """Add what the adapter changes to the engine's weights."""
+    from weft.checkpoints import hf_io, peft_io
+    from weft.models.network import lora
+    from weft.models.network.parameters import values
+    from weft.topology import whole
+
+    network = hf_io.load(base, "lm")
+    peft_io.load_adapter(adapter, network)
+    scales = lora.scales(network)
+    merged = lora.merge(values(network), scales)
+    changed = ((name, merged[name]) for name in (f"{layer}.weight" for layer in scales))
+    engine.write(((name, whole(tuple(value.shape)), value) for name, value in changed), version=0)

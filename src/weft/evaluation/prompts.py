@@ -1,0 +1,84 @@
+"""Files of prompts: what a model is asked, as texts or as conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.data.asked import conversation, need_prompt, prompt_text
+from weft.data.messages import Message
+from weft.data.rows import BadRow
+from weft.data.sources import Unreadable, find_files, read_rows
+from weft.data.tokenizer import Tokenizer
+from weft.errors import DataError
+
+MOST_REPORTED = 20
+TEXT = (".txt", ".text")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question: `text` as it stands in the file, `messages` as a chat model is asked it."""
+
+    id: str
+    text: str
+    messages: tuple[Message, ...]
+
+    def token_ids(self, tokenizer: Tokenizer, *, system: str | None = None, plain: bool = False) -> list[int]:
+        """What the model goes on from. `plain`, or a tokenizer without a chat template: the text as it stands."""
+        if plain or tokenizer.chat_template is None:
+            return tokenizer.encode(f"{system}\n\n{self.text}" if system else self.text)
+        own = any(message["role"] == "system" for message in self.messages)
+        first: list[Message] = [{"role": "system", "content": system}] if system and not own else []
+        return tokenizer.encode_chat([*first, *self.messages], add_generation_prompt=True)
+
+
+def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a JSON, JSONL(.gz) or Parquet file, a text in JSON quotes a line, or a .txt file with a prompt a line.
+
+    Rows hold a prompt or messages in the columns that datasets go by. Raises `DataError` naming each row that does not.
+    """
+    rows = _texts(path) if path.endswith(TEXT) else _rows(path)
+    prompts, wrong = list[Prompt](), list[str]()
+    for place, row in rows:
+        if limit is not None and len(prompts) >= limit:
+            break
+        try:
+            prompts.append(_prompt(row, str(len(prompts))))
+        except BadRow as error:
+            wrong.append(f"{place}: {error}")
+            if len(wrong) == MOST_REPORTED:
+                break
+    if wrong:
+        raise DataError("\n".join(["these rows are no prompts:", *wrong]))
+    if not prompts:
+        raise DataError(f"{path}: there are no prompts in it")
+    return prompts
+
+
+def _texts(path: str) -> Iterator[tuple[str, Any]]:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"{path}: no such file")
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            yield f"{path}:{number}", {"prompt": line}
+
+
+def _rows(path: str) -> Iterator[tuple[str, Any]]:
+    for file in find_files(path):
+        for place, row in read_rows(file, texts_as="prompt"):
+            yield str(place), row
+
+
+def _prompt(row: Any, number: str) -> Prompt:
+    if isinstance(row, Unreadable):
+        raise BadRow(row.wrong)
+    if not isinstance(row, Mapping):
+        raise BadRow("it is no JSON object")
+    key = need_prompt(row, None, "prompt")
+    asked = tuple(conversation(row, key))
+    text = prompt_text(row, key) if isinstance(row[key], str) else str(asked[-1]["content"])
+    return Prompt(str(row.get("id", number)), text, asked)

@@ -1,0 +1,132 @@
+"""How well a reward model orders replies that people have ordered: accuracy and Kendall's tau, over all and by category."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.algorithms.base import host_array
+from weft.data.datasets.base import DatasetUtility, TableDataset
+from weft.data.sources import Unreadable, find_files, read_rows
+from weft.errors import ConfigError, DataError
+from weft.evaluation.models import Opened
+from weft.registry import datasets
+
+ORDERED = ("preference", "paired_comparison", "ranking")
+IDS_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a reward model made of one row: its pairs' outcomes, and how far the best was above the worst."""
+
+    category: str
+    right: int
+    wrong: int
+    tied: int
+    gap: float  # score of the best reply less that of the worst
+
+    @property
+    def pairs(self) -> int:
+        return self.right + self.wrong + self.tied
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How the replies of all rows were ordered.
+
+    `accuracy`: share of pairs in the right order (a tie is wrong), `error` its standard error over rows. `best_accuracy`: share
+    of rows whose best reply scores above the worst. `kendalltau`: mean over rows of (right - wrong) / pairs. `margin`: mean of
+    the best reply's score less the worst's.
+    """
+
+    rows: int
+    pairs: int
+    accuracy: float
+    error: float
+    best_accuracy: float
+    kendalltau: float
+    margin: float
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Summary:
+        pairs = np.array([group.pairs for group in groups], dtype=np.float64)
+        right = np.array([group.right for group in groups], dtype=np.float64)
+        wrong = np.array([group.wrong for group in groups], dtype=np.float64)
+        gaps = np.array([group.gap for group in groups])
+        accuracy = float(right.sum() / pairs.sum())
+        spread = np.sqrt(((right - accuracy * pairs) ** 2).sum()) / pairs.sum()
+        best, tau = float((gaps > 0).mean()), float(((right - wrong) / pairs).mean())
+        return cls(len(groups), int(pairs.sum()), accuracy, float(spread), best, tau, float(gaps.mean()))
+
+
+def evaluate(
+    opened: Opened,
+    path: str,
+    kind: str,
+    *,
+    category: str | None = None,
+    split: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Group]:
+    """Score every row of `path`, which is of the form `kind`; `category` is the column that groups rows.
+
+    Raises `ConfigError` for a form without an order of replies, `DataError` for rows that cannot be used.
+    """
+    if kind not in ORDERED:
+        raise ConfigError(f"--type {kind}: a reward model is tried on ordered replies; use {', '.join(ORDERED)}")
+    made: type[TableDataset] = datasets.get(kind)
+    limits = {} if opened.context is None else {"max_seqlen": opened.context}
+    table = made(DatasetUtility(opened.tokenizer), path=path, split=split, **limits, **(args or {})).table
+    categories = _categories(path, split, category)
+    groups = list[Group]()
+    for start in range(0, len(table), IDS_AT_ONCE):
+        indices = range(start, min(start + IDS_AT_ONCE, len(table)))
+        batch = table.at(indices)
+        out = opened.engine.forward(batch, frozenset({"scores"}))
+        scores, owner = host_array(out.data["scores"]).astype(np.float64), batch.group_of("rank")
+        rank, comparison = host_array(batch.data["rank"]), host_array(batch.data["comparison"])
+        for place, index in enumerate(indices):
+            at = owner == place
+            name = categories[int(table.rows[index])] if categories else ""
+            groups += _groups(name, scores[at], rank[at], comparison[at])
+        if progress is not None:
+            progress(indices[-1] + 1, len(table))
+    if not groups:
+        raise DataError(f"{path}: no row has two replies of different rank")
+    return groups
+
+
+def _groups(
+    category: str, scores: npt.NDArray[np.float64], rank: npt.NDArray[np.int64], comparison: npt.NDArray[np.int64]
+) -> list[Group]:
+    """One group a row, over all pairs within a comparison that differ in rank; none where there is no such pair."""
+    better = (rank[:, None] < rank[None, :]) & (comparison[:, None] == comparison[None, :])
+    if not better.any():
+        return []
+    gap = (scores[:, None] - scores[None, :])[better]
+    ends = scores[rank == rank.min()].mean() - scores[rank == rank.max()].mean()
+    return [Group(category, int((gap > 0).sum()), int((gap < 0).sum()), int((gap == 0).sum()), float(ends))]
+
+
+def _categories(path: str, split: str | None, column: str | None) -> list[str]:
+    """The column's value in every row. Raises `DataError` where no row has it."""
+    if column is None:
+        return []
+    rows = [row for file in find_files(path, split) for _, row in read_rows(file)]
+    values = [None if isinstance(row, Unreadable) else row.get(column) for row in rows]
+    if all(value is None for value in values):
+        known = sorted({str(key) for row in rows if isinstance(row, Mapping) for key in row})
+        raise DataError(f"{path}: no row has a column {column!r}; the rows have {', '.join(known)}")
+    return ["none" if value is None else str(value) for value in values]
+
+
+def by_category(groups: Sequence[Group]) -> dict[str, Summary]:
+    """Category -> summary, sorted by name; one entry "" where there are no categories."""
+    names = sorted({group.category for group in groups})
+    return {name: Summary.of([group for group in groups if group.category == name]) for name in names}

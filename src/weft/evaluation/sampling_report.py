@@ -1,0 +1,213 @@
+"""Sampling reports: what a model answers to a file of prompts under named settings, as JSON and as one HTML page.
+
+The JSON is in the form of Open-Assistant's sampling reports, `{model_name, date, args, prompts: [{prompt, results:
+[{sampling_config, sampling_params, outputs}]}]}`, with `scores` beside `outputs` once a reward model has read them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.errors import DataError
+from weft.evaluation.answers import Answer
+from weft.evaluation.prompts import Prompt
+from weft.evaluation.settings import Settings
+
+HERE = Path(__file__).parent
+Report = dict[str, Any]
+
+
+def build(
+    model: str,
+    args: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    settings: Sequence[Settings],
+    answers: Sequence[Sequence[Sequence[Answer]]],
+) -> Report:
+    """The report of one model; `answers` is `[prompt][setting][sample]`."""
+    rows = []
+    for prompt, of_prompt in zip(prompts, answers, strict=True):
+        results = [
+            {
+                "sampling_config": chosen.name,
+                "sampling_params": _params(chosen),
+                "outputs": [answer.text for answer in said],
+                "finish": [answer.finish for answer in said],
+            }
+            for chosen, said in zip(settings, of_prompt, strict=True)
+        ]
+        rows.append({"id": prompt.id, "prompt": prompt.text, "messages": list(prompt.messages), "results": results})
+    return {"model_name": model, "date": time.strftime("%Y-%m-%dT%H:%M:%S"), "args": dict(args), "prompts": rows}
+
+
+def _params(settings: Settings) -> dict[str, Any]:
+    spec = settings.spec
+    names = ("temperature", "top_p", "top_k", "min_p", "greedy", "max_new_tokens", "min_new_tokens", "stop", "seed")
+    return {name: getattr(spec, name) for name in names}
+
+
+def read(path: Path) -> Report:
+    """A report that was written before, by weft or by Open-Assistant. Raises `DataError` for another file."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path} cannot be read as a sampling report: {error}") from error
+    wrong = _problem(report)
+    if wrong:
+        raise DataError(f"{path} is no sampling report: {wrong}; weft sample report writes one")
+    return dict(report)
+
+
+def _problem(report: Any) -> str | None:
+    if not isinstance(report, Mapping) or not isinstance(report.get("prompts"), list) or not report["prompts"]:
+        return "it has no list of prompts"
+    for number, row in enumerate(report["prompts"], 1):
+        if (
+            not isinstance(row, Mapping)
+            or not isinstance(row.get("prompt"), str)
+            or not isinstance(row.get("results"), list)
+        ):
+            return f"prompt {number} has no text or no results"
+        for result in row["results"]:
+            fits = isinstance(result, Mapping) and isinstance(result.get("sampling_config"), str)
+            outputs = result.get("outputs") if fits else None
+            if not isinstance(outputs, list) or not all(isinstance(each, str) for each in outputs):
+                return f"prompt {number} has a result without sampling_config or outputs"
+    return None
+
+
+def prompts_of(report: Report) -> list[Prompt]:
+    """The prompts of a report; those of Open-Assistant's are texts alone."""
+    found = []
+    for number, row in enumerate(report["prompts"]):
+        messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+        found.append(Prompt(str(row.get("id", number)), row["prompt"], tuple(messages)))
+    return found
+
+
+def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> None:
+    """Put `scores` (one array a prompt: all outputs of its results in order) beside the outputs."""
+    for row, found in zip(report["prompts"], scores, strict=True):
+        at = 0
+        for result in row["results"]:
+            count = len(result["outputs"])
+            result["scores"] = [float(value) for value in found[at : at + count]]
+            at += count
+
+
+def means(report: Report) -> dict[str, tuple[float, float, int]]:
+    """Setting -> (mean, standard error over prompts, outputs) of the scores that the report holds."""
+    by_setting: dict[str, list[list[float]]] = {}
+    for row in report["prompts"]:
+        for result in row["results"]:
+            if result.get("scores"):
+                by_setting.setdefault(result["sampling_config"], []).append(result["scores"])
+    made = {}
+    for name, groups in by_setting.items():
+        each = np.array([np.mean(group) for group in groups])
+        error = float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else 0.0
+        made[name] = (float(each.mean()), error, sum(map(len, groups)))
+    return made
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(temporary, path)
+
+
+# -- the page
+
+
+def page(reports: Sequence[Report]) -> str:
+    """One HTML page that lays models and settings side by side, prompt by prompt. It asks the network for nothing."""
+    columns = _columns(reports)
+    script = (HERE / "sampling_report.js").read_text(encoding="utf-8")
+    return Template((HERE / "sampling_report.html").read_text(encoding="utf-8")).substitute(
+        title=escape(", ".join(dict.fromkeys(short(report["model_name"]) for report in reports))),
+        models=_models(reports),
+        columns="".join(
+            f'<label><input type="checkbox" checked data-column="{index}"> {escape(name)}</label>'
+            for index, name in enumerate(columns)
+        ),
+        prompts="".join(_prompt(text, reports, columns) for text in _texts(reports)),
+        css=(HERE / "sampling_report.css").read_text(encoding="utf-8"),
+        js=script,
+        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def short(name: str) -> str:
+    """The end of a model's path that tells it from others: `actor/step40`, or the folder's name."""
+    parts = [part for part in name.split("/") if part]
+    wanted = 2 if len(parts) > 1 and parts[-1].startswith("step") else 1
+    return "/".join(parts[-wanted:]) or name
+
+
+def _columns(reports: Sequence[Report]) -> list[str]:
+    """Model and setting of each column, in the order of the reports; a setting that one model lacks has no column there."""
+    found: dict[str, None] = {}
+    for index, report in enumerate(reports):
+        for row in report["prompts"]:
+            found |= {_column(reports, index, result["sampling_config"]): None for result in row["results"]}
+    return list(found)
+
+
+def _column(reports: Sequence[Report], index: int, setting: str) -> str:
+    name = short(reports[index]["model_name"])
+    same = [other for other, report in enumerate(reports) if short(report["model_name"]) == name]
+    return f"{name if len(same) == 1 else f'{name} ({same.index(index) + 1})'} / {setting}"
+
+
+def _texts(reports: Sequence[Report]) -> list[str]:
+    return list(dict.fromkeys(row["prompt"] for report in reports for row in report["prompts"]))
+
+
+def _models(reports: Sequence[Report]) -> str:
+    rows = []
+    for index, report in enumerate(reports):
+        scored = means(report)
+        settings = dict.fromkeys(result["sampling_config"] for row in report["prompts"] for result in row["results"])
+        for setting in settings:
+            mean, error, _ = scored.get(setting, (None, None, 0))
+            shown = "" if mean is None else f"{mean:.3f} &plusmn; {error:.3f}"
+            rows.append(f"<tr><td>{escape(_column(reports, index, setting))}</td><td>{shown}</td></tr>")
+    return "".join(rows)
+
+
+def _prompt(text: str, reports: Sequence[Report], columns: Sequence[str]) -> str:
+    cells = []
+    for index, report in enumerate(reports):
+        row = next((row for row in report["prompts"] if row["prompt"] == text), None)
+        for result in row["results"] if row else ():
+            column = _column(reports, index, result["sampling_config"])
+            cells.append(
+                f'<div class="cell" data-column="{columns.index(column)}"><h3>{escape(column)}</h3>{_outputs(result)}</div>'
+            )
+    return f'<article><p class="prompt">{escape(text)}</p><div class="answers">{"".join(cells)}</div></article>'
+
+
+def _outputs(result: Mapping[str, Any]) -> str:
+    outputs, scores = result["outputs"], result.get("scores") or []
+    finishes = result.get("finish") or []
+    made = []
+    for number, output in enumerate(outputs):
+        facts = [f"reward {scores[number]:.3f}"] if number < len(scores) else []
+        facts += ["cut"] if number < len(finishes) and finishes[number] == "length" else []
+        note = f'<p class="facts">{", ".join(facts)}</p>' if facts else ""
+        made.append(f"<blockquote>{escape(output) or '<i>nothing</i>'}</blockquote>{note}")
+    return "".join(made)

@@ -1,0 +1,128 @@
+"""Named sampling settings: those that weft brings, and those of a user's YAML or JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from weft.engine.spec import GenerationSpec
+from weft.errors import ConfigError, nearest, unknown_name
+from weft.options import leaves, read, validate
+
+# By the names that Open-Assistant's sampling reports made known.
+SHIPPED: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {"greedy": True},
+    "k50": {"top_k": 50, "top_p": 0.95},
+    "magic_numbers": {"top_k": 9607, "top_p": 0.242},
+    "nucleus9": {"top_p": 0.9, "temperature": 0.8},
+    "warm": {"temperature": 0.7, "top_p": 0.9},
+    "free": {},
+}
+# Options of `transformers` that weft's sampler has no part for, and the value at which they do nothing.
+NEUTRAL: Mapping[str, Any] = {
+    "num_beams": 1, "typical_p": 1.0, "repetition_penalty": 1.0, "penalty_alpha": 0.0, "no_repeat_ngram_size": 0,
+    "diversity_penalty": 0.0, "length_penalty": 1.0, "early_stopping": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to sample, by name; `given` is what its file says."""
+
+    name: str
+    spec: GenerationSpec
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shipped(name: str, base: GenerationSpec) -> Settings:
+    """The settings of that name over `base`. Raises `ConfigError` with the nearest names."""
+    if name not in SHIPPED:
+        raise unknown_name("sampling setting", name, SHIPPED)
+    return _settings(name, SHIPPED[name], base, name)
+
+
+def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[Settings], list[str]]:
+    """(settings, notes on those left out) of names and files, in order. Raises `ConfigError`, and where two have one name."""
+    chosen, notes = list[Settings](), list[str]()
+    for word in words:
+        if word.endswith((".yaml", ".yml", ".json")):
+            found, left_out = read_file(word, base)
+            chosen += found
+            notes += left_out
+        else:
+            chosen.append(shipped(word, base))
+    names = [settings.name for settings in chosen]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two sampling settings are called {twice!r}; give one of them another name")
+    if not chosen:
+        raise ConfigError("\n".join(["no sampling setting is left", *notes]))
+    return chosen, notes
+
+
+def read_file(path: str, base: GenerationSpec) -> tuple[list[Settings], list[str]]:
+    """(settings, notes) of a file `{NAME: {top_k: 50, ...}}`, or in Open-Assistant's form: `{default: {generate_args},
+    configurations: [{name, generate_args}]}`.
+
+    A setting that needs beam search, a repetition penalty or another thing that weft does not sample with is left out, with a
+    note. Raises `ConfigError` for unknown names and values off their rules.
+    """
+    import yaml
+
+    file = Path(path).expanduser()
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, Mapping) or not values:
+        raise ConfigError(f"{path}: must hold settings by name, such as {{warm: {{temperature: 0.7}}}}")
+    found, notes = list[Settings](), list[str]()
+    for name, given in _entries(path, values):
+        missing = [f"{key}={given[key]}" for key, value in NEUTRAL.items() if key in given and given[key] != value]
+        if missing:
+            notes.append(f"{path}: {name} is left out: weft does not sample with {', '.join(missing)}")
+            continue
+        found.append(_settings(name, given, base, f"{path}: {name}"))
+    return found, notes
+
+
+def _entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    if "configurations" not in values:
+        entries = [(str(name), value) for name, value in values.items()]
+    else:
+        common = _mapping(path, "default", (values.get("default") or {}).get("generate_args") or {})
+        listed = values["configurations"]
+        if not isinstance(listed, Sequence) or not all(isinstance(each, Mapping) and "name" in each for each in listed):
+            raise ConfigError(f"{path}: configurations must be a list of {{name, generate_args}}")
+        entries = [(str(each["name"]), {**common, **(each.get("generate_args") or {})}) for each in listed]
+    return [(name, _mapping(path, name, value)) for name, value in entries]
+
+
+def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"{path}: {name} must be a mapping of sampling options, not {value!r}")
+    return value or {}
+
+
+def _settings(name: str, given: Mapping[str, Any], base: GenerationSpec, where: str) -> Settings:
+    values = {key: value for key, value in given.items() if key not in NEUTRAL and value is not None}
+    sampled = values.pop("do_sample", None)
+    if sampled is not None and "greedy" not in values:
+        values["greedy"] = not sampled
+    if values.get("temperature") == 0:
+        values |= {"temperature": 1.0, "greedy": True}
+    known = [leaf.name for leaf in leaves(base)]
+    for key in values:
+        if key not in known:
+            close = nearest(key, known)
+            raise ConfigError(
+                f"{where}: no sampling option {key!r}; {f'did you mean {close[0]}?' if close else ', '.join(known)}"
+            )
+    try:
+        spec = read(replace(base), values)
+        validate(spec)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return Settings(name, spec, dict(given))

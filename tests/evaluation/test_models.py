@@ -1,0 +1,45 @@
+"""What a name on the command line stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_llama
+from weft.engine.spec import ModelSpec
+from weft.errors import CheckpointError
+from weft.evaluation.models import SCORERS, context_length, locate, open_policy, open_scorer
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("policy") / "model")
+
+
+def test_a_run_of_a_reward_model_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step in (2, 10):
+        folder = tmp_path / "checkpoints" / "rew" / f"step{step}"
+        folder.mkdir(parents=True)
+    (tmp_path / "checkpoints" / "actor" / "step30").mkdir(parents=True)
+    assert locate(str(tmp_path), SCORERS)[0].endswith("rew/step10")
+    assert locate(str(tmp_path))[0].endswith("actor/step30")
+
+
+def test_a_policy_is_no_scorer(policy: Path) -> None:
+    with pytest.raises(CheckpointError, match="no reward model"):
+        open_scorer(ModelSpec(path=str(policy)))
+
+
+def test_the_context_is_what_the_config_says(policy: Path, tmp_path: Path) -> None:
+    assert context_length(str(policy)) == open_policy(ModelSpec(path=str(policy))).context == 512
+    (tmp_path / "config.json").write_text(json.dumps({"n_positions": 64}))
+    assert context_length(str(tmp_path)) == 64
+    assert context_length("owner/name") is None
+
+
+def test_a_broken_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is no JSON"):
+        open_policy(ModelSpec(path=str(tmp_path)))
