@@ -43,8 +43,8 @@ class Words:
     help: str | None = None  # a group of options, "" for all
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code 0. Raises `UserError` for input that cannot be used."""
+def main(argv: Sequence[str], *, supervise: bool = False) -> int:
+    """The exit code. Raises `UserError` for input that cannot be used. `supervise`: what Ray may end, another process makes."""
     words = sort(argv)
     registry.import_user_folder()
     registry.import_user_code(words.imports)
@@ -83,11 +83,14 @@ def main(argv: Sequence[str]) -> int:
         print(slurm.start(config.build(), command, print_only=words.print_script))
         return 0
     from weft.launch import dry_run, run  # checks first, and loads torch once they have passed
+    from weft.launch.supervise import Supervisor, uses_ray
 
     if words.dry_run:
         print("\n".join(dry_run(config)))
-    else:
-        run(config)
+        return 0
+    if supervise and uses_ray(experiment := config.build(), config.mode):
+        return Supervisor(experiment).run()
+    run(config)
     return 0
 
 

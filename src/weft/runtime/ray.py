@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from weft.errors import ConfigError, DevicesLost, RunError
 from weft.runtime.processes import Process, descendants, kill
 from weft.runtime.scratch import Scratch, remove_leftovers
+from weft.runtime.supervised import Wire
 from weft.runtime.watch import Watch
 
 if TYPE_CHECKING:
@@ -148,11 +149,17 @@ class RayDevices:
     def __init__(self, actors: Sequence[Any], where: Sequence[Where], cluster: Cluster, group: Any) -> None:
         self._actors, self.where = list(actors), list(where)
         self._cluster, self._group = cluster, group
+        self._wire = Wire.of(os.environ)
+        self._wire.anew()
         self._polls: dict[Any, tuple[int, float]] = {}  # what is asked for -> its rank, and since when
         for rank in range(len(actors)):
             self._poll(rank)
 
     def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
+        from weft.runtime.commands import Call
+
+        if isinstance(command, Call):
+            self._wire.began(number, command.mfc, command.step, ranks, [str(self.where[each]) for each in ranks])
         self._actors[rank].receive.remote(place, number, command, tuple(ranks), list(given.wants), list(given.shared))
 
     def receive(self) -> list[tuple[int, Sequence[Report] | Lost]]:
@@ -168,8 +175,12 @@ class RayDevices:
         for each in ready:
             rank, _ = self._polls.pop(each)
             try:
-                found.append((rank, ray.get(each)))
+                reports: Sequence[Report] = ray.get(each)
+                found.append((rank, reports))
                 self._poll(rank)
+                for report in reports:
+                    if report.kind in ("finished", "failed"):
+                        self._wire.over(report.number, rank)
             except RayError as error:
                 found.append((rank, Lost(_first_line(error))))
         for each, (rank, since) in list(self._polls.items()):

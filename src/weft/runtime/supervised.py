@@ -1,0 +1,73 @@
+"""What a run's process tells the one that supervises it (`weft.launch.supervise`): which calls are under way, and its end.
+
+A process that ends without having told so was ended by something else: by Ray, whose library ends whoever uses a raylet that is
+gone, or by the system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+SUPERVISED = "WEFT_SUPERVISED"  # the descriptor to write to, and how many processes of the run were lost before: "5:0"
+
+
+class Wire:
+    """One line of JSON for each thing told; nothing where nobody supervises."""
+
+    def __init__(self, descriptor: int | None = None, restarts: int = 0) -> None:
+        self.restarts = restarts
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._waits_for: dict[int, set[int]] = {}  # job -> ranks
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Wire:
+        descriptor, _, restarts = environment.get(SUPERVISED, "").partition(":")
+        return cls(int(descriptor), int(restarts)) if restarts else cls()
+
+    @property
+    def supervised(self) -> bool:
+        return self._descriptor is not None
+
+    def keep_to_itself(self) -> None:
+        """Processes that this one starts do not hold the wire open."""
+        if self._descriptor is not None:
+            os.set_inheritable(self._descriptor, False)
+
+    def began(self, number: int, call: str, firing: int, ranks: Sequence[int], where: Sequence[str]) -> None:
+        """The job `number` is a call on these ranks; told once however often it is said."""
+        with self._lock:
+            if self._descriptor is None or number in self._waits_for:
+                return
+            self._waits_for[number] = set(ranks)
+            self._tell({"began": number, "call": call, "firing": firing, "where": list(where)})
+
+    def over(self, number: int, rank: int) -> None:
+        """On one of its ranks."""
+        with self._lock:
+            if number not in self._waits_for:
+                return
+            self._waits_for[number].discard(rank)
+            if not self._waits_for[number]:
+                del self._waits_for[number]
+                self._tell({"over": number})
+
+    def anew(self) -> None:
+        """The devices were let go of, and their calls with them."""
+        with self._lock:
+            self._waits_for.clear()
+            self._tell({"anew": True})
+
+    def ends(self, code: int) -> None:
+        with self._lock:
+            self._tell({"ends": code})
+
+    def _tell(self, what: Mapping[str, Any]) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):  # the supervisor is gone, and this process with it in a moment
+                os.write(self._descriptor, json.dumps(what).encode() + b"\n")
