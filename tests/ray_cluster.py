@@ -54,7 +54,9 @@ class Nodes:
             self.nodes.append(subprocess.Popen(line, env=environment, stdout=file, stderr=subprocess.STDOUT))
         end = time.monotonic() + 120.0
         while b"Ray runtime started" not in log.read_bytes():
-            assert time.monotonic() < end and self.nodes[-1].poll() is None, f"a node does not start:\n{log.read_text()}"
+            assert time.monotonic() < end and self.nodes[-1].poll() is None, (
+                f"a node does not start:\n{log.read_text()}"
+            )
             time.sleep(0.2)
 
     def processes(self, sign: str = "", node: int | None = None) -> list[int]:

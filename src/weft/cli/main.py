@@ -26,7 +26,7 @@ COMMANDS = {
     "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
     "chat": "talk to a model directory",
     "data": "look at data as a run would see them: inspect, counts, scan",
-    "plan": "what a run would do: realloc, parameters from one layout to another",
+    "plan": "what a run would do: search, calls onto devices; realloc, parameters from one layout to another",
     "convert": "bring checkpoints in and out",
     "report": "build report.html of a run anew",
 }

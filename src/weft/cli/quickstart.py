@@ -51,10 +51,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     if not words.name:
         print(overview())
         return 0 if words.help is not None else 2
-    values = [override for file in words.files for override in overrides.flatten(overrides.read_file(file))]
-    values += overrides.parse(words.assignments)
-    registry.import_user_code(_imports(values))
-    base = registry.quickstarts.get(words.name)()
+    base, values = _named(words)
     if words.help is not None:
         print(_help(words.name, base, words.help), end="")
         return 0
@@ -92,6 +89,28 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         return Supervisor(experiment).run()
     run(config)
     return 0
+
+
+def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """(the configuration that `weft quickstart ARGV` runs, notes on other spellings). Raises `UserError`."""
+    words = sort(argv)
+    registry.import_user_folder()
+    registry.import_user_code(words.imports)
+    base, values = _named(words)
+    config, notes = configure(base, values, words.imports)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"{words.name}: its configuration is no weft.experiments.RunConfig, and has no placement to search"
+        )
+    return config, notes
+
+
+def _named(words: Words) -> tuple[Config, list[overrides.Override]]:
+    """The quickstart's own configuration, and what files and words assign."""
+    values = [override for file in words.files for override in overrides.flatten(overrides.read_file(file))]
+    values += overrides.parse(words.assignments)
+    registry.import_user_code(_imports(values))
+    return registry.quickstarts.get(words.name)(), values
 
 
 def configure(

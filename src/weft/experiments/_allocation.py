@@ -17,7 +17,9 @@ class SearchSpec:
 
     gpu: str | None = option(None, "GPU that the devices are, such as H100; absent: the one of this machine")
     memory_gb: float | None = option(
-        None, "GiB of a device's memory that may be filled; absent: nine tenths, of a CPU's an equal share", at_least=0.0
+        None,
+        "GiB of a device's memory that may be filled; absent: nine tenths, of a CPU's an equal share",
+        at_least=0.0,
     )
     prompt_tokens: int | None = option(
         None, "tokens of a prompt; absent: dataset.max_prompt_len where it is set, else 512", at_least=1

@@ -80,7 +80,8 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     experiment = _with_options(experiment, config)
     found = searched(experiment, config, plan.roles) if config.allocation_mode == SEARCH else None
     if found is not None:
-        experiment = replace(found.experiment, plan_notes=(*experiment.plan_notes, *found.lines()))
+        notes = (*experiment.plan_notes, *found.lines())
+        experiment = replace(found.experiment, plan_notes=notes, search=found.facts())
     placement = {node.name: experiment.mesh_of(node).layout for node in experiment.graph.model_calls()}
     _check_calls(experiment)
     return replace(experiment, placement=placement)
@@ -88,7 +89,9 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
 
 def _allocation_notes(config: RunConfig) -> list[str]:
     if config.allocation_mode in (HEURISTIC, SEARCH) and config.n_gpus_per_node is None:
-        return [f"allocation_mode={config.allocation_mode}: n_gpus_per_node is not set, so one device of each machine is used"]
+        return [
+            f"allocation_mode={config.allocation_mode}: n_gpus_per_node is not set, so one device of each machine is used"
+        ]
     return []
 
 

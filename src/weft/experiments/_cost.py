@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.engine import memory
 from weft.engine.memory import BYTES, SLOTS, WIDE, NetworkShape, RoleMemory, Settings, Work
@@ -93,26 +93,22 @@ class Load:
 # -- seconds
 
 
-def call_seconds(network: Network, load: Load, mesh: Mesh, rates: Rates, per_node: int) -> float:
+def call_seconds(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
     """One step's share of a call on this mesh, without what moves parameters there."""
     if load.method == "generate":
-        return _generation(network, load, mesh, rates, per_node)
-    passes = (4.0 if network.recompute else 3.0) if load.trains else 1.0
-    part = _forward(network, load.tokens, load.length, load.new, load.microbatch, mesh, rates, per_node, passes)
-    if load.trains:
-        part += load.updates * _update(network, mesh.layout, rates, _bandwidth(mesh, rates, per_node))
-    return part * (load.epochs if load.trains else 1)
+        return _generation(network, load, mesh, rates)
+    once = _forward(network, load, mesh, rates)
+    if not load.trains:
+        return once
+    return load.epochs * (once + load.updates * _update(network, mesh, rates))
 
 
-def moving_seconds(network: Network, source: Mesh, target: Mesh, rates: Rates, per_node: int) -> float:
+def moving_seconds(network: Network, source: Mesh, target: Mesh, rates: Rates) -> float:
     """For a copy on `target` to get the weights that were trained on `source`: the busiest device's bytes."""
-    if source == target:
-        return 0.0
     size = float((network.parameters if network.trainable is None else network.trainable) * network.width)
     wanted = {rank: size * _held(target.layout) * (1.0 - _there(source, target, rank)) for rank in target.ranks}
     most = max(max(wanted.values()), sum(wanted.values()) / len(source.ranks))
-    joined = Mesh(Layout(data=len(both := sorted({*source.ranks, *target.ranks}))), tuple(both))
-    return most / _bandwidth(joined, rates, per_node) + (rates.latency if most else 0.0)
+    return most / rates.bandwidth({*source.ranks, *target.ranks}) + (rates.latency if most else 0.0)
 
 
 def _held(layout: Layout) -> float:
@@ -121,7 +117,7 @@ def _held(layout: Layout) -> float:
 
 
 def _there(source: Mesh, target: Mesh, rank: int) -> float:
-    """The share of what a device is to hold that it has: all in the same layout's same place, by chance where the parts differ."""
+    """The share of what a device is to hold that it has: the whole of it at the same place of the same layout."""
     if rank not in source.ranks:
         return 0.0
     a, b = source.layout, target.layout
@@ -137,26 +133,17 @@ def _there(source: Mesh, target: Mesh, rank: int) -> float:
     return share
 
 
-def _forward(
-    network: Network,
-    tokens: float,
-    length: float,
-    new: float,
-    microbatch: int,
-    mesh: Mesh,
-    rates: Rates,
-    per_node: int,
-    passes: float,
-) -> float:
-    """`passes`: how much the layers' products are of one forward pass's; above 1 there is a backward pass."""
-    layout, trains = mesh.layout, passes > 1.0
-    own = tokens / (layout.data * layout.context)  # tokens that go by one device
-    parts = max(1, math.ceil(own / microbatch))
-    rows = tokens * (new / length if new else 1.0)
-    products = passes * network.operations(tokens, length, rows) / len(mesh.ranks) / rates.products
+def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
+    """Over all tokens once, and back where it trains."""
+    layout, trains = mesh.layout, load.trains
+    passes = (4.0 if network.recompute else 3.0) if trains else 1.0  # in products of one forward pass
+    own = load.tokens / (layout.data * layout.context)  # that go by one device
+    parts = max(1, math.ceil(own / load.microbatch))
+    rows = load.sequences * (load.new or load.prompt)
+    products = passes * network.operations(load.tokens, load.length, rows) / len(mesh.ranks) / rates.products
     layers, rounds = network.layers / layout.pipeline, 3 if trains else 1
     busy = products + layers * parts * rounds * rates.launch
-    band, states = _bandwidth(mesh, rates, per_node), own * network.hidden * network.width
+    band, states = rates.bandwidth(mesh.ranks), own * network.hidden * network.width
     if layout.tensor > 1:
         sums = 2 * layers * (passes - 1 if trains else 1)  # after attention and after the MLP
         busy += sums * (2 * states * (layout.tensor - 1) / layout.tensor / band + parts * 2 * rates.latency)
@@ -164,7 +151,9 @@ def _forward(
         kv = own * 2 * network.key * network.width
         busy += layers * rounds * (kv * (layout.context - 1) / band + parts * layout.context * rates.latency)
     if layout.fsdp > 1:
-        gathered = network.parameters * network.width / (layout.tensor * layout.pipeline) * (layout.fsdp - 1) / layout.fsdp
+        gathered = (
+            network.parameters * network.width / (layout.tensor * layout.pipeline) * (layout.fsdp - 1) / layout.fsdp
+        )
         busy += parts * (2 if trains else 1) * (gathered / band + layers * rates.latency)
     if layout.pipeline > 1:
         busy *= 1 + (layout.pipeline - 1) / parts
@@ -172,8 +161,9 @@ def _forward(
     return busy
 
 
-def _update(network: Network, layout: Layout, rates: Rates, band: float) -> float:
+def _update(network: Network, mesh: Mesh, rates: Rates) -> float:
     """Sum the gradients, and one optimizer step."""
+    layout, band = mesh.layout, rates.bandwidth(mesh.ranks)
     parts = layout.tensor * layout.pipeline
     gradients = network.num_trained * WIDE / parts
     own = network.num_trained / parts / layout.fsdp
@@ -181,15 +171,17 @@ def _update(network: Network, layout: Layout, rates: Rates, band: float) -> floa
     copies = layout.data // layout.fsdp * layout.context
     exchanged += 2 * gradients / layout.fsdp * (copies - 1) / copies
     exchanges = network.layers / layout.pipeline if layout.data * layout.context > 1 else 0
-    return exchanged / band + exchanges * rates.latency + own * WIDE * (2 + SLOTS[network.optimizer]) * STATE_READS / rates.memory
-
-
-def _generation(network: Network, load: Load, mesh: Mesh, rates: Rates, per_node: int) -> float:
-    """Prompts, then a token of all sequences after another; stages of a pipeline wait for each other."""
-    layout, band = mesh.layout, _bandwidth(mesh, rates, per_node)
-    prefill = _forward(
-        network, load.sequences * load.prompt, load.prompt, 0, load.microbatch, mesh, rates, per_node, 1.0
+    return (
+        exchanged / band
+        + exchanges * rates.latency
+        + own * WIDE * (2 + SLOTS[network.optimizer]) * STATE_READS / rates.memory
     )
+
+
+def _generation(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
+    """Prompts, then a token of all sequences after another; stages of a pipeline wait for each other."""
+    layout, band = mesh.layout, rates.bandwidth(mesh.ranks)
+    prefill = _forward(network, replace(load, new=0), mesh, rates)
     own = math.ceil(load.sequences / (layout.data * layout.context))
     together = min(own, rates.most_sequences)
     weights = (network.layers * network.active + network.outputs) * network.width / layout.tensor
@@ -205,14 +197,12 @@ def _generation(network: Network, load: Load, mesh: Mesh, rates: Rates, per_node
     return prefill + load.new * step * math.ceil(own / together)
 
 
-def _bandwidth(mesh: Mesh, rates: Rates, per_node: int) -> float:
-    return rates.link if len({rank // per_node for rank in mesh.ranks}) == 1 else rates.net
-
-
 # -- memory
 
 
-def role_memory(network: Network, loads: Iterable[Load], layout: Layout, rates: Rates, *, own: bool = True) -> RoleMemory:
+def role_memory(
+    network: Network, loads: Iterable[Load], layout: Layout, rates: Rates, *, own: bool = True
+) -> RoleMemory:
     """Bytes on one device of the role's weights and what these calls need beside them; not `own`: of a copy of a trained role,
     which has no optimizer."""
     parts, t = layout.tensor * layout.pipeline, layout.tensor
@@ -241,7 +231,9 @@ def _work(load: Load, layout: Layout, rates: Rates) -> Work:
     own = math.ceil(load.sequences / layout.data)
     if load.method == "generate":
         together = min(own, rates.most_sequences)
-        return Work(cache_tokens=together * load.length, cache_limit=int(CACHE_SHARE * rates.capacity), sequences=together)
+        return Work(
+            cache_tokens=together * load.length, cache_limit=int(CACHE_SHARE * rates.capacity), sequences=together
+        )
     tokens = math.ceil(own * load.length / max(1, load.updates if load.trains else 1))
     most = max(min(load.microbatch, tokens), load.length)
     rows = math.ceil(most * load.new / load.length) if load.new else most

@@ -1,7 +1,8 @@
-"""How fast the devices of a run are, for estimates of placements: constants by name, so that every start finds the same. Pure."""
+"""How fast the devices of a run are, for estimates of placements: constants, so that every start finds the same. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.errors import ConfigError, nearest
@@ -13,7 +14,8 @@ GIB = 2.0**30
 class Rates:
     """One device and what joins it to others. `products` are floating-point operations a second that a run reaches, in the
     model's dtype; `memory`, `link` (within a node) and `net` (to another node) are bytes a second; `latency` seconds of one
-    exchange; `launch` seconds that a layer takes however few tokens it has; `capacity` bytes that a run may fill."""
+    exchange; `launch` seconds that a layer takes however few tokens it has; `capacity` bytes that a run may fill; `per_node`
+    devices of one node."""
 
     name: str
     products: float
@@ -24,10 +26,15 @@ class Rates:
     launch: float
     capacity: float
     most_sequences: int  # that are decoded together
+    per_node: int = 8
+
+    def bandwidth(self, ranks: Iterable[int]) -> float:
+        """Bytes a second between these devices."""
+        return self.link if len({rank // self.per_node for rank in ranks}) == 1 else self.net
 
 
-# Dense products in bfloat16 (or float16) and float32 in TFLOP/s, memory in TB/s and GiB, links in GB/s each way: the makers' data
-# sheets of the SXM form where there is one.
+# Dense products in bfloat16 (or float16) and float32 in TFLOP/s, memory in TB/s and GiB, links in GB/s each way: the makers'
+# data sheets of the SXM form where there is one.
 GPUS: dict[str, tuple[float, float, float, float, float]] = {
     "B200": (2250, 75, 7.7, 180, 900), "H200": (989, 67, 4.8, 141, 450), "H100": (989, 67, 3.35, 80, 450),
     "H800": (989, 67, 3.35, 80, 200), "A100": (312, 19.5, 2.0, 80, 300), "A800": (312, 19.5, 2.0, 80, 200),
@@ -46,21 +53,24 @@ LOOPBACK, LOOPBACK_LATENCY, ETHERNET = 1e9, 3e-4, 1e9
 CPU_LAUNCH = 2e-4  # the interpreter's part of a layer
 
 
-def cpu_rates(cores: float, memory_gb: float) -> Rates:
+def cpu_rates(cores: float, memory_gb: float, per_node: int) -> Rates:
     """Of a process with a share of a machine's cores (below 1 where processes outnumber them) and of its memory."""
     return Rates(
         name="cpu", products=CORE_PRODUCTS * cores, memory=CORE_MEMORY * cores, link=LOOPBACK, net=ETHERNET,
         latency=LOOPBACK_LATENCY, launch=CPU_LAUNCH / min(1.0, cores), capacity=memory_gb * GIB, most_sequences=128,
+        per_node=per_node,
     )  # fmt: skip
 
 
-def gpu_rates(name: str, dtype: str, memory_gb: float | None = None) -> Rates:
+def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: int = 8) -> Rates:
     """Of a GPU by the name that its driver gives it, or a part of it. Raises `ConfigError` for one that is not known."""
     found = next((known for known in GPUS if known.lower() in name.lower()), None)
     if found is None:
         close = nearest(name, GPUS, 1)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(GPUS)}"
-        raise ConfigError(f"search.gpu={name!r}: no figures of such a GPU are here; name the one that is most like it ({hint})")
+        raise ConfigError(
+            f"search.gpu={name!r}: no figures of such a GPU are here; name the one that is most like it ({hint})"
+        )
     half, single, memory, gib, link = GPUS[found]
     return Rates(
         name=found,
@@ -72,4 +82,5 @@ def gpu_rates(name: str, dtype: str, memory_gb: float | None = None) -> Rates:
         launch=2e-5,
         capacity=(memory_gb if memory_gb is not None else USABLE * gib) * GIB,
         most_sequences=512,
+        per_node=per_node,
     )

@@ -1,7 +1,7 @@
 """Where each call of a graph runs: the placement whose step is estimated to be shortest, of those that fit the devices' memory.
 
-As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5): a call has devices and a layout of its own; a step is simulated over the
-graph, calls that share a device one after another; few placements are all tried, of many some, by descent and simulated
+As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5): a call has devices and a layout of its own; a step is simulated over
+the graph, calls that share a device one after another; few placements are all tried, of many some, by descent and simulated
 annealing with a fixed seed. Pure.
 """
 
@@ -19,7 +19,10 @@ from weft.experiments._rates import Rates
 from weft.topology import Layout, Mesh
 
 ALL, ANNEALED = 20_000, 10_000  # placements that are all tried; and that are drawn where there are more
-HOT, COLD = 0.3, 0.003  # the worsening of a step's time, as its logarithm, that annealing takes in its beginning and end
+HOT, COLD = (
+    0.3,
+    0.003,
+)  # the worsening of a step's time, as its logarithm, that annealing takes in its beginning and end
 SEED = 1
 
 
@@ -52,8 +55,8 @@ class Estimate:
 
 @dataclass
 class Problem:
-    """`order` and `producers` are those of the graph, host functions (which take no time here) among them. `lag`: how many steps
-    sampling may be ahead of training. `shares`: a role that has no weights of its own where it is on its base's mesh."""
+    """`order` and `producers` are those of the graph, host functions (which take no time here) among them. `lag`: how many
+    steps sampling may be ahead of training. `shares`: a role that has no weights of its own where it is on its base's mesh."""
 
     units: Sequence[Unit]
     networks: Mapping[str, Network]
@@ -62,7 +65,6 @@ class Problem:
     producers: Mapping[str, Sequence[str]]
     rates: Rates
     num_devices: int
-    per_node: int
     lag: int = 0
     shares: Mapping[str, str] = field(default_factory=dict)
     _seconds: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -94,9 +96,8 @@ class Problem:
         key = (call, number)
         if key not in self._seconds:
             unit = self.units[self._unit_of[call]]
-            self._seconds[key] = call_seconds(
-                self.networks[unit.role], self.loads[call], unit.meshes[number], self.rates, self.per_node
-            )
+            network, load = self.networks[unit.role], self.loads[call]
+            self._seconds[key] = call_seconds(network, load, unit.meshes[number], self.rates)
         return self._seconds[key]
 
     def _move(self, unit: int, choice: Sequence[int]) -> float:
@@ -107,7 +108,9 @@ class Problem:
         key = (home, choice[home], unit, choice[unit])
         if key not in self._moving:
             source, target = self.units[home].meshes[choice[home]], self.units[unit].meshes[choice[unit]]
-            self._moving[key] = moving_seconds(self.networks[role], source, target, self.rates, self.per_node)
+            self._moving[key] = (
+                moving_seconds(self.networks[role], source, target, self.rates) if source != target else 0.0
+            )
         return self._moving[key]
 
     def _step(self, meshes: Mapping[str, Mesh], seconds: Mapping[str, float], moving: Mapping[str, float]) -> float:
@@ -155,7 +158,7 @@ class Problem:
 def ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
     """Devices that may form a mesh: neighbours, as many as divide a node or some whole nodes."""
     for size in _divisors(num_devices):
-        if size <= per_node and per_node % size == 0 or size % per_node == 0:
+        if (size <= per_node and per_node % size == 0) or size % per_node == 0:
             for first in range(0, num_devices, size):
                 yield tuple(range(first, first + size))
 
@@ -224,7 +227,8 @@ def _descend(problem: Problem, start: Sequence[int], look: Callable[[Sequence[in
         before = look(now).order
         for number, unit in enumerate(problem.units):
             now[number] = min(
-                range(len(unit.meshes)), key=lambda mesh, at=number: (look([*now[:at], mesh, *now[at + 1 :]]).order, mesh)
+                range(len(unit.meshes)),
+                key=lambda mesh, at=number: (look([*now[:at], mesh, *now[at + 1 :]]).order, mesh),
             )
         if look(now).order >= before:
             return now
@@ -248,4 +252,4 @@ def _anneal(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int
 
 
 def _energy(problem: Problem, estimate: Estimate) -> float:
-    return math.log(max(estimate.step, 1e-12)) + 10.0 * estimate.over / problem.rates.capacity
+    return math.log(max(estimate.step, 1e-12)) + 10.0 * estimate.over / max(problem.rates.capacity, 1.0)

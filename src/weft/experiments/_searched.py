@@ -1,10 +1,10 @@
-"""`allocation_mode=search`: the experiment with the placement that the search finds, and the lines that say what it reckoned."""
+"""`allocation_mode=search`: the experiment with the placement that the search finds, and the lines that say how it was found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec
 from weft.errors import ConfigError
@@ -34,14 +34,30 @@ class Searched:
     rates: Rates
     loads: Mapping[str, Load]
 
+    def facts(self) -> dict[str, Any]:
+        """Plain values: of each call, and of the same calls where the search began."""
+        made = self.found
+        return {
+            "device": self.rates.name,
+            "device_memory_gb": self.rates.capacity / GIB,
+            "tried": made.tried,
+            "exhaustive": made.exhaustive,
+            "search": _facts(made.best),
+            "heuristic": _facts(made.first),
+        }
+
     def lines(self) -> list[str]:
         """For people, before the run."""
         best, first, made = self.found.best, self.found.first, self.found
         how = f"all {made.tried:,} placements" if made.exhaustive else f"{made.tried:,} placements by annealing"
-        fits = "" if not first.over else f", which does not fit: {first.bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
+        fits = (
+            ""
+            if not first.over
+            else f", which does not fit: {first.bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
+        )
         lines = [
-            f"allocation_mode=search: {_seconds(best.step)} a step on {self.rates.name} as estimated, {_seconds(first.step)} with "
-            f"allocation_mode=heuristic{fits}; {how} looked at"
+            f"allocation_mode=search: {_seconds(best.step)} a step on {self.rates.name} as estimated, {_seconds(first.step)} "
+            f"with allocation_mode=heuristic{fits}; {how} looked at"
         ]
         for call, mesh in best.meshes.items():
             load = self.loads[call]
@@ -54,8 +70,8 @@ class Searched:
 
 
 def searched(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]) -> Searched | None:
-    """`given`: the roles as the user wrote them; those that name no layout, and their calls that name none, are placed. None where
-    there is nothing to choose, or a model's config.json is not here yet. Raises `ConfigError` where nothing fits."""
+    """`given`: the roles as the user wrote them; those that name no layout, and their calls that name none, are placed. None
+    where there is nothing to choose, or a model's config.json is not here yet. Raises `ConfigError` where nothing fits."""
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
     roles = {call.role for call in experiment.graph.model_calls()}
@@ -77,15 +93,14 @@ def searched(experiment: Experiment, config: RunConfig, given: Mapping[str, Mode
         producers={name: graph.producers(name) for name in graph.order},
         rates=rates,
         num_devices=max([count, *(1 + max(mesh.ranks) for unit in placed for mesh in unit.meshes)]),
-        per_node=per_node,
         lag=max((edge.max_staleness for edge in graph.version_edges), default=0),
         shares=_sharing(experiment),
     )
     found = search(problem, [start[unit.calls] for unit in placed])
     if found.best.over:
         raise ConfigError(
-            f"allocation_mode=search: no placement on {count} devices fits; the least takes {found.best.bytes / GIB:.1f} GiB of a "
-            f"device's {rates.capacity / GIB:.1f} (search.memory_gb); lower max_tokens_per_microbatch, set "
+            f"allocation_mode=search: no placement on {count} devices fits; the least takes {found.best.bytes / GIB:.1f} GiB of "
+            f"a device's {rates.capacity / GIB:.1f} (search.memory_gb); lower max_tokens_per_microbatch, set "
             "gradient_checkpointing=true, or take more devices"
         )
     return Searched(_placed(experiment, found.best, placed, free), found, rates, loads)
@@ -132,7 +147,9 @@ def _allowed(spec: ModelSpec, at_once: int, *, trains: bool) -> Callable[[Layout
     network = read_config(spec.path, spec.type)[1]
 
     def allowed(layout: Layout) -> Layout | None:
-        other_stage = trains and layout.data > 1 and spec.zero_stage is not None and (spec.zero_stage > 0) != (layout.fsdp > 1)
+        other_stage = (
+            trains and layout.data > 1 and spec.zero_stage is not None and (spec.zero_stage > 0) != (layout.fsdp > 1)
+        )
         if layout.data > at_once or other_stage:
             return None
         try:
@@ -159,7 +176,9 @@ def _devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]:
     import torch
 
     asked = experiment.control.device
-    on_gpu = config.search.gpu is not None or (asked or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda")
+    on_gpu = config.search.gpu is not None or (asked or ("cuda" if torch.cuda.is_available() else "cpu")).startswith(
+        "cuda"
+    )
     return on_gpu, "bfloat16" if on_gpu else "float32"
 
 
@@ -173,12 +192,14 @@ def _rates(config: RunConfig, on_gpu: bool, networks: Mapping[str, Network], per
     memory = config.search.memory_gb
     if not on_gpu:
         share = memory if memory is not None else 0.9 * memory_bytes(torch.device("cpu")) / GIB / per_node
-        return cpu_rates(len(os.sched_getaffinity(0)) / per_node, share)
+        return cpu_rates(len(os.sched_getaffinity(0)) / per_node, share, per_node)
     if config.search.gpu is None and not torch.cuda.is_available():
-        raise ConfigError("allocation_mode=search: this machine has no GPU to look at; name the cluster's by search.gpu, such as H100")
+        raise ConfigError(
+            "allocation_mode=search: this machine has no GPU to look at; name the cluster's by search.gpu, such as H100"
+        )
     name = config.search.gpu or torch.cuda.get_device_name(0)
     dtype = "float32" if all(network.dtype == "float32" for network in networks.values()) else "bfloat16"
-    return gpu_rates(name, dtype, memory)
+    return gpu_rates(name, dtype, memory, per_node)
 
 
 def _network(spec: ModelSpec, dtype: str) -> Network:
@@ -186,9 +207,15 @@ def _network(spec: ModelSpec, dtype: str) -> Network:
 
     assert spec.path is not None
     config = read_config(spec.path, spec.type)[1]
-    query, key, matrices = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, 3 if config.gated else 2
+    query, key, matrices = (
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        3 if config.gated else 2,
+    )
     experts, attention = config.experts, 2 * config.hidden_size * (query + key)
-    inner, num = (config.intermediate_size, 1) if experts is None else (experts.top_k * experts.intermediate_size, experts.num)
+    inner, num = (
+        (config.intermediate_size, 1) if experts is None else (experts.top_k * experts.intermediate_size, experts.num)
+    )
     whole = matrices * config.hidden_size * (inner if experts is None else num * experts.intermediate_size)
     embedding = config.vocab_size * (config.embed_dim or config.hidden_size)
     outputs = embedding if spec.head == "lm" else config.hidden_size
@@ -254,6 +281,19 @@ def _sharing(experiment: Experiment) -> dict[str, str]:
 
 
 # -- for people
+
+
+def _facts(estimate: Estimate) -> dict[str, Any]:
+    calls = {
+        call: {
+            "layout": str(mesh.layout),
+            "devices": list(mesh.ranks),
+            "seconds": estimate.seconds[call],
+            "seconds_for_its_weights": estimate.moving[call],
+        }
+        for call, mesh in estimate.meshes.items()
+    }
+    return {"step_seconds": estimate.step, "memory_gb": estimate.bytes / GIB, "fits": not estimate.over, "calls": calls}
 
 
 def _short(mesh: Mesh) -> str:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
-from weft.experiments._allocation import SearchSpec
 from weft.experiments import _checks as checks
+from weft.experiments._allocation import SearchSpec
 from weft.experiments._machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
 from weft.options import option, read

@@ -53,7 +53,7 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
             "install it with: pip install 'weft[ray]'"
         )
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # its processes' messages stay in their logs
-    from weft.runtime.ray import Cluster
+    from weft.runtime.ray import LEAST_SILENT_SECONDS, SILENT_SECONDS, Cluster
 
     count, kind, control = experiment.num_devices, device_kind(experiment), experiment.control
     if mode == "local":
@@ -68,7 +68,9 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
             )
         check_enough(count, kind, nodes)
         told = {**environment(), **control.env}
-        return cluster.launch(count, kind, {**told, **growing_segments(told)}, nodes)
+        deadlines = [call.deadline_s for call in experiment.calls() if call.deadline_s is not None]
+        silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
+        return cluster.launch(count, kind, {**told, **growing_segments(told)}, nodes, silent_s)
     except BaseException:
         cluster.close()
         raise

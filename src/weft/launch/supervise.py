@@ -79,8 +79,10 @@ class Supervisor:
         """One child from its beginning to its end."""
         self._calls, self._code = {}, None
         ours, its = os.pipe()
-        environment = {**os.environ, SUPERVISED: f"{its}:{restarts}"}
-        self._child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment, pass_fds=[its], process_group=0)
+        environment = {**os.environ, SUPERVISED: f"{its}:{restarts}:{os.getpid()}"}
+        self._child = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]], env=environment, pass_fds=[its], process_group=0
+        )
         os.close(its)
         if self._asked is not None:
             self._pass_on(self._asked)
@@ -131,8 +133,8 @@ class Supervisor:
             calls.append(f"call {name!r} of role {roles[name]!r} (firing {each['firing']}, {', '.join(each['where'])})")
         at = f" in {' or '.join(calls)}" if calls else ""
         return (
-            f"the run's process {self._child.pid} on {socket.gethostname()} was ended {how}{at}; Ray ends it where the raylet of "
-            "its machine dies, the system where memory runs out"
+            f"the run's process {self._child.pid} on {socket.gethostname()} was ended {how}{at}; Ray ends it where the raylet "
+            "of its machine dies, the system where memory runs out"
         )
 
     def _why_not(self, left: int, step: int) -> str | None:

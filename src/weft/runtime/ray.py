@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -28,17 +27,17 @@ from weft.errors import ConfigError, DevicesLost, RunError
 from weft.runtime.processes import Process, descendants, kill
 from weft.runtime.scratch import Scratch, remove_leftovers
 from weft.runtime.supervised import Wire
-from weft.runtime.watch import Watch
+from weft.runtime.watch import Watch, check_listens
 
 if TYPE_CHECKING:
     from weft.runtime.device_process import Command, Report, Want, Where
     from weft.runtime.dispatch import Given, Lost
 
 START_SECONDS = 300.0  # for the devices' processes to be there, with all that they import
-ANSWER_SECONDS = 20.0  # for a cluster to be listening
 PLACE_SECONDS = 600.0  # for a cluster to have the devices free
 POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
-SILENT_SECONDS = 300.0  # one that does not even say that counts as dead
+SILENT_SECONDS = 300.0  # one that does not even say that counts as dead, after the shortest deadline of a call if that is less
+LEAST_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
 HERE = "Ray's raylet on this machine"
 # Ray's own processes count as gone when nobody listens for so long; after 60 s Ray would end this process.
@@ -146,9 +145,11 @@ class _Device:
 class RayDevices:
     """Implements `weft.runtime.dispatch.Devices`. `close` ends the actors, and the Ray that was started for them."""
 
-    def __init__(self, actors: Sequence[Any], where: Sequence[Where], cluster: Cluster, group: Any) -> None:
+    def __init__(
+        self, actors: Sequence[Any], where: Sequence[Where], cluster: Cluster, group: Any, silent_s: float
+    ) -> None:
         self._actors, self.where = list(actors), list(where)
-        self._cluster, self._group = cluster, group
+        self._cluster, self._group, self._silent_s = cluster, group, silent_s
         self._wire = Wire.of(os.environ)
         self._wire.anew()
         self._polls: dict[Any, tuple[int, float]] = {}  # what is asked for -> its rank, and since when
@@ -178,15 +179,15 @@ class RayDevices:
                 reports: Sequence[Report] = ray.get(each)
                 found.append((rank, reports))
                 self._poll(rank)
-                for report in reports:
-                    if report.kind in ("finished", "failed"):
-                        self._wire.over(report.number, rank)
+                self._wire.heard(rank, reports)
             except RayError as error:
+                if not self._cluster.answers():  # which says more than what became of a device by it
+                    raise DevicesLost(self._cluster.gone or "") from error
                 found.append((rank, Lost(_first_line(error))))
         for each, (rank, since) in list(self._polls.items()):
-            if time.monotonic() - since > SILENT_SECONDS:
+            if time.monotonic() - since > self._silent_s:
                 del self._polls[each]
-                found.append((rank, Lost(f"it has said nothing for {SILENT_SECONDS:g} s")))
+                found.append((rank, Lost(f"it has said nothing for {self._silent_s:g} s")))
         return found
 
     def share(self, raw: bytes) -> Any:
@@ -254,11 +255,12 @@ class Cluster:
         remove_leftovers()
         scratch, before = Scratch(), frozenset(descendants())
         # Its token is in this environment alone, which the processes that it starts inherit.
-        _set_unless_set(
-            RAY_USAGE_STATS_ENABLED="0",
-            RAY_AUTH_TOKEN=secrets.token_hex(32),
-            RAY_gcs_rpc_server_reconnect_timeout_s="20",  # what is left of a Ray whose head is gone ends after this
-        )
+        wanted = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # what is left of a Ray whose head is gone ends after this
+        }
+        os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
         with _quiet():
             ray.init(
                 address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1",
@@ -270,7 +272,7 @@ class Cluster:
     def join(cls, address: str) -> Cluster:
         """Raises `ConfigError` where no cluster answers at the address."""
         try:
-            _check_answers(address)
+            check_listens(address)  # Ray itself would try for minutes
             with _quiet():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (OSError, RayError, RuntimeError, ValueError) as error:
@@ -294,11 +296,18 @@ class Cluster:
             if node["Alive"]
         ]
 
-    def launch(self, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]) -> RayDevices:
+    def launch(
+        self,
+        count: int,
+        device: str,
+        environment: Mapping[str, str],
+        chosen: Sequence[Node],
+        silent_s: float = SILENT_SECONDS,
+    ) -> RayDevices:
         """Start a process for each of `count` devices, neighbours on one node where that can be.
 
-        Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. Raises `RunError` where they do not
-        start in time.
+        Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. One that says nothing for `silent_s`
+        counts as dead. Raises `RunError` where they do not start in time.
         """
         bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
         group = placement_group([bundle] * count, strategy="PACK")
@@ -329,7 +338,7 @@ class Cluster:
         asked = [actor.join.remote(actors, address, port, device) for actor in actors]
         _ask(self, asked, "the other ranks", START_SECONDS)
         self._processes = descendants() - self._before
-        return RayDevices(actors, where, self, group)
+        return RayDevices(actors, where, self, group, silent_s)
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
         """Those that are late. Raises `DevicesLost` as soon as Ray itself is gone."""
@@ -369,21 +378,9 @@ def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -
     return found
 
 
-def _check_answers(address: str) -> None:
-    """Raises `OSError` at once where nobody listens at HOST:PORT; Ray itself would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit() and "/" not in address:
-        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
-
-
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__
-
-
-def _set_unless_set(**values: str) -> None:
-    """Variables that a Ray begins with, and that this process reads once; what the user has set wins."""
-    os.environ.update({name: value for name, value in values.items() if name not in os.environ})
 
 
 @contextmanager

@@ -11,9 +11,14 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-SUPERVISED = "WEFT_SUPERVISED"  # the descriptor to write to, and how many processes of the run were lost before: "5:0"
+if TYPE_CHECKING:
+    from weft.runtime.device_process import Report
+
+# The descriptor to write to, how many processes of the run were lost before, and the supervisor: "5:0:4711". Processes further down
+# have it too, and are not meant.
+SUPERVISED = "WEFT_SUPERVISED"
 
 
 class Wire:
@@ -27,8 +32,8 @@ class Wire:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Wire:
-        descriptor, _, restarts = environment.get(SUPERVISED, "").partition(":")
-        return cls(int(descriptor), int(restarts)) if restarts else cls()
+        told = environment.get(SUPERVISED, "").split(":")
+        return cls(int(told[0]), int(told[1])) if told[2:] == [str(os.getppid())] else cls()
 
     @property
     def supervised(self) -> bool:
@@ -46,6 +51,11 @@ class Wire:
                 return
             self._waits_for[number] = set(ranks)
             self._tell({"began": number, "call": call, "firing": firing, "where": list(where)})
+
+    def heard(self, rank: int, reports: Sequence[Report]) -> None:
+        for report in reports:
+            if report.kind in ("finished", "failed"):
+                self.over(report.number, rank)
 
     def over(self, number: int, rank: int) -> None:
         """On one of its ranks."""
