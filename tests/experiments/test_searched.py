@@ -11,7 +11,7 @@ import pytest
 from tests.launch.cases import prepare
 from tests.runtime.placed import Command
 from weft.errors import ConfigError
-from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig, _search
 from weft.experiments._cost import Network
 from weft.experiments._searched import _load, _network
 
@@ -20,6 +20,12 @@ LLAMA_8B = {
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annealing, whose own tests are elsewhere."""
+    monkeypatch.setattr(_search, "ANNEALED", 200)
 
 
 @pytest.fixture

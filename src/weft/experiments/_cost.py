@@ -7,7 +7,7 @@ between devices, host functions, the head's softmax) is small beside them or the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from weft.engine import memory
@@ -241,8 +241,3 @@ def _work(load: Load, layout: Layout, rates: Rates) -> Work:
     return Work(
         tokens=math.ceil(most / size), rows=math.ceil(rows / size), backward=load.trains, parts=math.ceil(tokens / most)
     )
-
-
-def device_bytes(on_device: Mapping[str, RoleMemory]) -> int:
-    """Of all roles and copies on one device at the worst moment."""
-    return memory.total(on_device)

@@ -13,12 +13,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.engine.memory import RoleMemory
-from weft.experiments._cost import Load, Network, call_seconds, device_bytes, moving_seconds, role_memory
+from weft.experiments._cost import Load, Network, call_seconds, moving_seconds, role_memory
 from weft.experiments._rates import Rates
 from weft.topology import Layout, Mesh
 
-ALL, ANNEALED = 20_000, 10_000  # placements that are all tried; and that are drawn where there are more
+ALL, ANNEALED = 20_000, 6_000  # placements that are all tried; and that are drawn where there are more
 HOT, COLD = (
     0.3,
     0.003,
@@ -47,10 +46,8 @@ class Estimate:
     bytes: float  # of the device that holds most
     over: float  # beyond its capacity
 
-    @property
-    def order(self) -> tuple[float, float, int]:
-        """Less is better: memory first, then time, then devices."""
-        return self.over, self.step, sum(len(mesh.ranks) for mesh in self.meshes.values())
+
+Score = tuple[float, float, int]  # bytes beyond the capacity, seconds of a step, devices: less is better, in this order
 
 
 @dataclass
@@ -67,9 +64,6 @@ class Problem:
     num_devices: int
     lag: int = 0
     shares: Mapping[str, str] = field(default_factory=dict)
-    _seconds: dict[tuple[str, int], float] = field(default_factory=dict)
-    _moving: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
-    _held: dict[tuple[str, Layout, frozenset[str], bool], RoleMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._unit_of = {call: number for number, unit in enumerate(self.units) for call in unit.calls}
@@ -77,78 +71,97 @@ class Problem:
         for number, unit in enumerate(self.units):
             if unit.trains or unit.role not in self._home:
                 self._home[unit.role] = number
+        # Meshes have numbers, since many thousand placements are looked at.
+        self._meshes = list(dict.fromkeys(mesh for unit in self.units for mesh in unit.meshes))
+        numbers = {mesh: number for number, mesh in enumerate(self._meshes)}
+        self._numbers = [[numbers[mesh] for mesh in unit.meshes] for unit in self.units]
+        self._seconds: dict[tuple[str, int], float] = {}
+        self._moving: dict[tuple[str, int, int], float] = {}
+        self._held: dict[tuple[str, int, tuple[str, ...], bool, bool], tuple[int, int]] = {}
 
     @property
     def size(self) -> int:
         return math.prod(len(unit.meshes) for unit in self.units)
 
-    def estimate(self, choice: Sequence[int]) -> Estimate:
+    def score(self, choice: Sequence[int]) -> Score:
         """`choice`: the number of its mesh, by unit."""
-        meshes = {call: self.units[u].meshes[choice[u]] for call, u in self._unit_of.items()}
-        seconds = {call: self._call(call, choice[self._unit_of[call]]) for call in meshes}
-        moving = {call: self._move(self._unit_of[call], choice) for call in meshes}
-        most = self._bytes(choice)
+        numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
+        devices = sum(len(self._meshes[number].ranks) for number in numbers)
+        return max(0.0, self._bytes(numbers) - self.rates.capacity), self._step(numbers), devices
+
+    def estimate(self, choice: Sequence[int]) -> Estimate:
+        numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
+        most = self._bytes(numbers)
         return Estimate(
-            meshes, seconds, moving, self._step(meshes, seconds, moving), most, max(0.0, most - self.rates.capacity)
+            meshes={call: self._meshes[numbers[unit]] for call, unit in self._unit_of.items()},
+            seconds={call: self._call(call, numbers[unit]) for call, unit in self._unit_of.items()},
+            moving={call: self._move(unit, numbers) for call, unit in self._unit_of.items()},
+            step=self._step(numbers),
+            bytes=most,
+            over=max(0.0, most - self.rates.capacity),
         )
 
     def _call(self, call: str, number: int) -> float:
-        key = (call, number)
-        if key not in self._seconds:
-            unit = self.units[self._unit_of[call]]
-            network, load = self.networks[unit.role], self.loads[call]
-            self._seconds[key] = call_seconds(network, load, unit.meshes[number], self.rates)
-        return self._seconds[key]
+        found = self._seconds.get((call, number))
+        if found is None:
+            network = self.networks[self.units[self._unit_of[call]].role]
+            found = call_seconds(network, self.loads[call], self._meshes[number], self.rates)
+            self._seconds[call, number] = found
+        return found
 
-    def _move(self, unit: int, choice: Sequence[int]) -> float:
+    def _move(self, unit: int, numbers: Sequence[int]) -> float:
         role = self.units[unit].role
         home = self._home[role]
-        if not self.units[home].trains:
+        source, target = numbers[home], numbers[unit]
+        if source == target or not self.units[home].trains:
             return 0.0  # frozen weights move once
-        key = (home, choice[home], unit, choice[unit])
-        if key not in self._moving:
-            source, target = self.units[home].meshes[choice[home]], self.units[unit].meshes[choice[unit]]
-            self._moving[key] = (
-                moving_seconds(self.networks[role], source, target, self.rates) if source != target else 0.0
-            )
-        return self._moving[key]
+        found = self._moving.get((role, source, target))
+        if found is None:
+            found = moving_seconds(self.networks[role], self._meshes[source], self._meshes[target], self.rates)
+            self._moving[role, source, target] = found
+        return found
 
-    def _step(self, meshes: Mapping[str, Mesh], seconds: Mapping[str, float], moving: Mapping[str, float]) -> float:
+    def _step(self, numbers: Sequence[int]) -> float:
         free, busy, ends = [0.0] * self.num_devices, [0.0] * self.num_devices, dict[str, float]()
         for name in self.order:
-            begin = max((ends[other] for other in self.producers[name]), default=0.0)
-            if name not in meshes:
+            begin = max([ends[other] for other in self.producers[name]], default=0.0)
+            unit = self._unit_of.get(name)
+            if unit is None:
                 ends[name] = begin
                 continue
-            ranks, takes = meshes[name].ranks, seconds[name] + moving[name]
-            begin = max(begin, *(free[rank] for rank in ranks))
-            ends[name] = begin + takes
+            ranks = self._meshes[numbers[unit]].ranks
+            takes = self._call(name, numbers[unit]) + self._move(unit, numbers)
+            end = ends[name] = max(begin, max([free[rank] for rank in ranks])) + takes
             for rank in ranks:
-                free[rank] = ends[name]
+                free[rank] = end
                 busy[rank] += takes
         last = max(ends.values(), default=0.0)
         return last if not self.lag else max(max(busy), last / (self.lag + 1))
 
-    def _bytes(self, choice: Sequence[int]) -> float:
-        places: dict[tuple[str, Mesh], set[str]] = {}
-        for number, unit in enumerate(self.units):
-            places.setdefault((unit.role, unit.meshes[choice[number]]), set()).update(unit.calls)
-        homes = {role: self.units[number].meshes[choice[number]] for role, number in self._home.items()}
-        on: list[dict[str, RoleMemory]] = [{} for _ in range(self.num_devices)]
-        for (role, mesh), calls in places.items():
-            held = self._memory(role, mesh.layout, frozenset(calls), own=homes[role] == mesh)
-            base = self.shares.get(role)
-            if base is not None and homes[base].parts_as(mesh):
-                held = RoleMemory(**{**vars(held), "parameters": 0, "masters": 0, "optimizer": 0, "gradients": 0})
+    def _bytes(self, numbers: Sequence[int]) -> float:
+        """Of the device that holds most, as `weft.engine.memory.total` counts."""
+        places: dict[tuple[str, int], tuple[str, ...]] = {}
+        for unit, number in zip(self.units, numbers, strict=True):
+            places[unit.role, number] = places.get((unit.role, number), ()) + unit.calls
+        stay, most = [0] * self.num_devices, [0] * self.num_devices
+        for (role, number), calls in places.items():
+            own, base = numbers[self._home[role]] == number, self.shares.get(role)
+            mesh = self._meshes[number]
+            shared = base is not None and self._meshes[numbers[self._home[base]]].parts_as(mesh)
+            stays, call = self._memory(role, number, calls, own=own, shared=shared)
             for rank in mesh.ranks:
-                on[rank][f"{role} {mesh.layout} {mesh.ranks}"] = held
-        return float(max(device_bytes(each) for each in on))
+                stay[rank] += stays
+                most[rank] = max(most[rank], call)
+        return float(max(a + b for a, b in zip(stay, most, strict=True)))
 
-    def _memory(self, role: str, layout: Layout, calls: frozenset[str], *, own: bool) -> RoleMemory:
-        key = (role, layout, calls, own)
+    def _memory(self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool) -> tuple[int, int]:
+        """(what stays on a device, what comes to it while the role is called); `shared`: the weights are another role's."""
+        key = (role, number, calls, own, shared)
         if key not in self._held:
-            loads = [self.loads[call] for call in sorted(calls)]
-            self._held[key] = role_memory(self.networks[role], loads, layout, self.rates, own=own)
+            loads, layout = [self.loads[call] for call in calls], self._meshes[number].layout
+            held = role_memory(self.networks[role], loads, layout, self.rates, own=own)
+            stays = held.kept if shared else held.held - held.away
+            self._held[key] = stays, held.call + (0 if shared else held.away)
         return self._held[key]
 
 
@@ -200,41 +213,38 @@ class Found:
 
 def search(problem: Problem, start: Sequence[int]) -> Found:
     """Never worse than `start` by its own estimate, and the same for the same problem."""
-    seen: dict[tuple[int, ...], Estimate] = {}
+    seen: dict[tuple[int, ...], Score] = {}
 
-    def look(choice: Sequence[int]) -> Estimate:
+    def look(choice: Sequence[int]) -> Score:
         key = tuple(choice)
         if key not in seen:
-            seen[key] = problem.estimate(key)
+            seen[key] = problem.score(key)
         return seen[key]
 
-    first = look(start)
+    look(start)
     exhaustive = problem.size <= ALL
     if exhaustive:
         for choice in itertools.product(*(range(len(unit.meshes)) for unit in problem.units)):
             look(choice)
     else:
-        descended = _descend(problem, start, look)
-        _descend(problem, _anneal(problem, descended, look), look)
-    best = min(seen.items(), key=lambda each: (*each[1].order, each[0]))[1]
-    return Found(best, first, len(seen), exhaustive)
+        _descend(problem, _anneal(problem, _descend(problem, start, look), look), look)
+    best = min(seen, key=lambda choice: (seen[choice], choice))
+    return Found(problem.estimate(best), problem.estimate(start), len(seen), exhaustive)
 
 
-def _descend(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Estimate]) -> list[int]:
+def _descend(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]) -> list[int]:
     """Change one unit at a time, to its best mesh, as long as that helps."""
     now = list(start)
     while True:
-        before = look(now).order
+        before = look(now)
         for number, unit in enumerate(problem.units):
-            now[number] = min(
-                range(len(unit.meshes)),
-                key=lambda mesh, at=number: (look([*now[:at], mesh, *now[at + 1 :]]).order, mesh),
-            )
-        if look(now).order >= before:
+            rest = now[:number], now[number + 1 :]
+            now[number] = min((look([*rest[0], mesh, *rest[1]]), mesh) for mesh in range(len(unit.meshes)))[1]
+        if look(now) >= before:
             return now
 
 
-def _anneal(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Estimate]) -> list[int]:
+def _anneal(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]) -> list[int]:
     draw = random.Random(SEED)
     movable = [number for number, unit in enumerate(problem.units) if len(unit.meshes) > 1]
     now, best = list(start), list(start)
@@ -246,10 +256,11 @@ def _anneal(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int
         worse = _energy(problem, look(new)) - _energy(problem, look(now))
         if worse <= 0 or draw.random() < math.exp(-worse / heat):
             now = new
-            if look(now).order < look(best).order:
+            if look(now) < look(best):
                 best = list(now)
     return best
 
 
-def _energy(problem: Problem, estimate: Estimate) -> float:
-    return math.log(max(estimate.step, 1e-12)) + 10.0 * estimate.over / max(problem.rates.capacity, 1.0)
+def _energy(problem: Problem, score: Score) -> float:
+    over, step, _ = score
+    return math.log(max(step, 1e-12)) + 10.0 * over / max(problem.rates.capacity, 1.0)

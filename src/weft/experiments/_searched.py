@@ -1,4 +1,4 @@
-"""`allocation_mode=search`: the experiment with the placement that the search finds, and the lines that say how it was found."""
+"""`allocation_mode=search`: the experiment with the placement that is found, and the lines that say how."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def searched(experiment: Experiment, config: RunConfig, given: Mapping[str, Mode
     found = search(problem, [start[unit.calls] for unit in placed])
     if found.best.over:
         raise ConfigError(
-            f"allocation_mode=search: no placement on {count} devices fits; the least takes {found.best.bytes / GIB:.1f} GiB of "
-            f"a device's {rates.capacity / GIB:.1f} (search.memory_gb); lower max_tokens_per_microbatch, set "
-            "gradient_checkpointing=true, or take more devices"
+            f"allocation_mode=search: no placement on {count} devices fits; the least takes "
+            f"{found.best.bytes / GIB:.1f} GiB of a device's {rates.capacity / GIB:.1f} (search.memory_gb); lower "
+            "max_tokens_per_microbatch, set gradient_checkpointing=true, or take more devices"
         )
     return Searched(_placed(experiment, found.best, placed, free), found, rates, loads)
 

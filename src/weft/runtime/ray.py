@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 START_SECONDS = 300.0  # for the devices' processes to be there, with all that they import
 PLACE_SECONDS = 600.0  # for a cluster to have the devices free
 POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
-SILENT_SECONDS = 300.0  # one that does not even say that counts as dead, after the shortest deadline of a call if that is less
+SILENT_SECONDS = (
+    300.0  # one that does not even say that counts as dead, after the shortest deadline of a call if that is less
+)
 LEAST_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
 HERE = "Ray's raylet on this machine"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.runtime.device_process import Report
 
-# The descriptor to write to, how many processes of the run were lost before, and the supervisor: "5:0:4711". Processes further down
-# have it too, and are not meant.
+# The descriptor to write to, how many processes of the run were lost before, and the supervisor: "5:0:4711". Processes further
+# down have it too, and are not meant.
 SUPERVISED = "WEFT_SUPERVISED"
 
 
