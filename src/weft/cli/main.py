@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return guarded(lambda: _dispatch(words), words)
     keep_freed_memory()
     os.environ.update(growing_segments(os.environ))
-    from weft.launch.supervise import begin_as_child
+    from weft.runtime.supervised import Wire
 
-    wire = begin_as_child()
+    wire = Wire.begin(os.environ)
     code = guarded(lambda: _dispatch(words, supervise=not wire.supervised), words)
     wire.ends(code)
     if code:

@@ -105,7 +105,7 @@ def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
     return config, notes
 
 
-def _named(words: Words) -> tuple[Config, list[overrides.Override]]:
+def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
     """The quickstart's own configuration, and what files and words assign."""
     values = [override for file in words.files for override in overrides.flatten(overrides.read_file(file))]
     values += overrides.parse(words.assignments)

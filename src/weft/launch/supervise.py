@@ -5,7 +5,6 @@ It goes on at the last recovery point. A run that this process alone computes ne
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -24,23 +23,12 @@ from weft.observe.jsonl import read_rows
 from weft.observe.logs import append
 from weft.observe.observer import METRICS
 from weft.runtime.directory import RunDirectory
-from weft.runtime.processes import descendants, kill
-from weft.runtime.supervised import SUPERVISED, Wire
-
-DIES_WITH_PARENT, ADOPTS = 1, 36  # of prctl(2)
+from weft.runtime.processes import adopt_orphans, descendants, kill
+from weft.runtime.supervised import SUPERVISED
 
 
 def uses_ray(experiment: Experiment, mode: str) -> bool:
     return mode == "ray" or experiment.num_devices > 1
-
-
-def begin_as_child() -> Wire:
-    """Called first by every command: where a supervisor started it, it ends with that, and tells it how it ends."""
-    wire = Wire.of(os.environ)
-    if wire.supervised:
-        wire.keep_to_itself()
-        _prctl(DIES_WITH_PARENT, signal.SIGKILL)
-    return wire
 
 
 class Supervisor:
@@ -57,7 +45,7 @@ class Supervisor:
     def run(self) -> int:
         """The exit code. Raises `RunError` where the child was lost, and does not come back: who, where, in which call."""
         lost, restarts, left, furthest = "", 0, RESTARTS, -1
-        _prctl(ADOPTS, 1)  # what a lost child leaves behind is this process's to end
+        adopt_orphans()  # what a lost child leaves behind is this process's to end
         with self._signals_passed_on():
             while True:
                 self._follow(restarts)
@@ -160,8 +148,3 @@ class Supervisor:
     def _note(self, line: str) -> None:
         append(self._directory.path, line)
         print(line, file=sys.stderr, flush=True)
-
-
-def _prctl(what: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(what, value, 0, 0, 0)

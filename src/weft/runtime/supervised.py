@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from weft.runtime.processes import die_with_parent
+
 if TYPE_CHECKING:
     from weft.runtime.device_process import Report
 
@@ -39,10 +41,14 @@ class Wire:
     def supervised(self) -> bool:
         return self._descriptor is not None
 
-    def keep_to_itself(self) -> None:
-        """Processes that this one starts do not hold the wire open."""
-        if self._descriptor is not None:
-            os.set_inheritable(self._descriptor, False)
+    @classmethod
+    def begin(cls, environment: Mapping[str, str]) -> Wire:
+        """Called first by every command: one that a supervisor started ends with it, and does not hand the wire on."""
+        wire = cls.of(environment)
+        if wire._descriptor is not None:
+            os.set_inheritable(wire._descriptor, False)
+            die_with_parent()
+        return wire
 
     def began(self, number: int, call: str, firing: int, ranks: Sequence[int], where: Sequence[str]) -> None:
         """The job `number` is a call on these ranks; told once however often it is said."""
