@@ -14,7 +14,7 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
     assert gpu_rates("NVIDIA L40S", "float32").name == "L40S" and gpu_rates("NVIDIA L4", "float32").name == "L4"
     assert gpu_rates("h100", "float32", memory_gb=10).capacity == 10 * GIB
     assert gpu_rates("h100", "float32").products < found.products / 10
-    with pytest.raises(ConfigError, match=r"search.gpu='H101': .* did you mean H100"):
+    with pytest.raises(ConfigError, match=r"search.gpu='H101': .*did you mean H100"):
         gpu_rates("H101", "bfloat16")
 
 

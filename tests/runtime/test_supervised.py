@@ -18,6 +18,7 @@ def test_calls_are_told_once_and_over_on_the_last_rank() -> None:
     wire.over(5, 0)
     wire.over(7, 1)
     wire.began(8, "actor_gen", 3, (0,), ("device 0",))
+    wire.gone("Ray's head is gone")
     wire.anew()
     wire.over(8, 0)
     wire.ends(143)
@@ -28,6 +29,7 @@ def test_calls_are_told_once_and_over_on_the_last_rank() -> None:
         {"began": 7, "call": "ref_inf", "firing": 3, "where": ["device 0", "device 1"]},
         {"over": 7},
         {"began": 8, "call": "actor_gen", "firing": 3, "where": ["device 0"]},
+        {"gone": "Ray's head is gone"},
         {"anew": True},
         {"ends": 143},
     ]

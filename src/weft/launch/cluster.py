@@ -69,8 +69,8 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
         check_enough(count, kind, nodes)
         told = {**environment(), **control.env}
         deadlines = [call.deadline_s for call in experiment.calls() if call.deadline_s is not None]
-        silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
-        return cluster.launch(count, kind, {**told, **growing_segments(told)}, nodes, silent_s)
+        cluster.silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
+        return cluster.launch(count, kind, {**told, **growing_segments(told)}, nodes)
     except BaseException:
         cluster.close()
         raise

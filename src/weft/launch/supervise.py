@@ -40,6 +40,7 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._asked: int | None = None  # the signal by which somebody has asked the run to end
         self._calls: dict[int, dict[str, Any]] = {}  # under way, by the number of their job
+        self._gone: str | None = None  # of Ray
         self._code: int | None = None
 
     def run(self) -> int:
@@ -65,7 +66,7 @@ class Supervisor:
 
     def _follow(self, restarts: int) -> None:
         """One child from its beginning to its end."""
-        self._calls, self._code = {}, None
+        self._calls, self._gone, self._code = {}, None, None
         ours, its = os.pipe()
         environment = {**os.environ, SUPERVISED: f"{its}:{restarts}:{os.getpid()}"}
         self._child = subprocess.Popen(
@@ -86,7 +87,9 @@ class Supervisor:
         elif "over" in told:
             self._calls.pop(told["over"], None)
         elif "anew" in told:
-            self._calls = {}
+            self._calls, self._gone = {}, None
+        elif "gone" in told:
+            self._gone = told["gone"]
         elif "ends" in told:
             self._code = told["ends"]
 
@@ -120,10 +123,8 @@ class Supervisor:
             name = each["call"].rpartition("/")[2]
             calls.append(f"call {name!r} of role {roles[name]!r} (firing {each['firing']}, {', '.join(each['where'])})")
         at = f" in {' or '.join(calls)}" if calls else ""
-        return (
-            f"the run's process {self._child.pid} on {socket.gethostname()} was ended {how}{at}; Ray ends it where the raylet "
-            "of its machine dies, the system where memory runs out"
-        )
+        why = self._gone or "Ray ends it where the raylet of its machine dies, the system where memory runs out"
+        return f"the run's process {self._child.pid} on {socket.gethostname()} was ended {how}{at}; {why}"
 
     def _why_not(self, left: int, step: int) -> str | None:
         """Why no other process takes its place."""

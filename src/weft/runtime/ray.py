@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 START_SECONDS = 300.0  # for the devices' processes to be there, with all that they import
 PLACE_SECONDS = 600.0  # for a cluster to have the devices free
 POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
-SILENT_SECONDS = (
-    300.0  # one that does not even say that counts as dead, after the shortest deadline of a call if that is less
-)
+# One that does not even say that counts as dead, after the shortest deadline of a call where that is less.
+SILENT_SECONDS = 300.0
 LEAST_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
 HERE = "Ray's raylet on this machine"
@@ -147,11 +146,9 @@ class _Device:
 class RayDevices:
     """Implements `weft.runtime.dispatch.Devices`. `close` ends the actors, and the Ray that was started for them."""
 
-    def __init__(
-        self, actors: Sequence[Any], where: Sequence[Where], cluster: Cluster, group: Any, silent_s: float
-    ) -> None:
+    def __init__(self, actors: Sequence[Any], where: Sequence[Where], cluster: Cluster, group: Any) -> None:
         self._actors, self.where = list(actors), list(where)
-        self._cluster, self._group, self._silent_s = cluster, group, silent_s
+        self._cluster, self._group = cluster, group
         self._wire = Wire.of(os.environ)
         self._wire.anew()
         self._polls: dict[Any, tuple[int, float]] = {}  # what is asked for -> its rank, and since when
@@ -168,8 +165,7 @@ class RayDevices:
     def receive(self) -> list[tuple[int, Sequence[Report] | Lost]]:
         from weft.runtime.dispatch import Lost
 
-        if self._cluster.gone is not None:
-            raise DevicesLost(self._cluster.gone)
+        self._cluster.check_there()
         if not self._polls:
             time.sleep(POLL_SECONDS)
             return []
@@ -183,13 +179,13 @@ class RayDevices:
                 self._poll(rank)
                 self._wire.heard(rank, reports)
             except RayError as error:
-                if not self._cluster.answers():  # which says more than what became of a device by it
-                    raise DevicesLost(self._cluster.gone or "") from error
+                self._cluster.answers()
+                self._cluster.check_there()  # what became of it says more than what became of a device
                 found.append((rank, Lost(_first_line(error))))
         for each, (rank, since) in list(self._polls.items()):
-            if time.monotonic() - since > self._silent_s:
+            if time.monotonic() - since > self._cluster.silent_s:
                 del self._polls[each]
-                found.append((rank, Lost(f"it has said nothing for {self._silent_s:g} s")))
+                found.append((rank, Lost(f"it has said nothing for {self._cluster.silent_s:g} s")))
         return found
 
     def share(self, raw: bytes) -> Any:
@@ -220,10 +216,11 @@ class RayDevices:
 
 
 class Cluster:
-    """A Ray that this process is joined to. `scratch` is the folder of one that it started itself."""
+    """A Ray that this process is joined to. `scratch` is the folder of one that it started itself. A device that says nothing
+    for `silent_s` counts as dead."""
 
     def __init__(self, scratch: Scratch | None = None, before: frozenset[Process] = frozenset()) -> None:
-        self._scratch, self._before = scratch, before
+        self._scratch, self._before, self.silent_s = scratch, before, SILENT_SECONDS
         self._processes: set[Process] = set()
         context = ray.get_runtime_context()
         here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
@@ -247,7 +244,12 @@ class Cluster:
     def check_here(self) -> None:
         """Raises `DevicesLost` where the raylet of this machine is gone: Ray ends a process that uses its store then."""
         self._watch.check(HERE)
+        self.check_there()
+
+    def check_there(self) -> None:
+        """Raises `DevicesLost` where it is known that something of Ray is gone; Ray may end this process in a moment."""
         if self.gone is not None:
+            Wire.of(os.environ).gone(self.gone)
             raise DevicesLost(self.gone)
 
     @classmethod
@@ -298,18 +300,11 @@ class Cluster:
             if node["Alive"]
         ]
 
-    def launch(
-        self,
-        count: int,
-        device: str,
-        environment: Mapping[str, str],
-        chosen: Sequence[Node],
-        silent_s: float = SILENT_SECONDS,
-    ) -> RayDevices:
+    def launch(self, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]) -> RayDevices:
         """Start a process for each of `count` devices, neighbours on one node where that can be.
 
-        Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. One that says nothing for `silent_s`
-        counts as dead. Raises `RunError` where they do not start in time.
+        Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. Raises `RunError` where they do not
+        start in time.
         """
         bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
         group = placement_group([bundle] * count, strategy="PACK")
@@ -340,14 +335,13 @@ class Cluster:
         asked = [actor.join.remote(actors, address, port, device) for actor in actors]
         _ask(self, asked, "the other ranks", START_SECONDS)
         self._processes = descendants() - self._before
-        return RayDevices(actors, where, self, group, silent_s)
+        return RayDevices(actors, where, self, group)
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
         """Those that are late. Raises `DevicesLost` as soon as Ray itself is gone."""
         late, end = list(promises), time.monotonic() + seconds
         while late and time.monotonic() < end:
-            if self.gone is not None:
-                raise DevicesLost(self.gone)
+            self.check_there()
             _, late = ray.wait(late, num_returns=len(late), timeout=POLL_SECONDS)
         return late
 

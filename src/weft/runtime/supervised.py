@@ -79,6 +79,11 @@ class Wire:
             self._waits_for.clear()
             self._tell({"anew": True})
 
+    def gone(self, what: str) -> None:
+        """What Ray has lost, told before it may end this process."""
+        with self._lock:
+            self._tell({"gone": what})
+
     def ends(self, code: int) -> None:
         with self._lock:
             self._tell({"ends": code})
