@@ -82,6 +82,7 @@ class Experiment:
     steps_follow: str = ""
     updates_per_firing: Mapping[str, int] = field(default_factory=dict)  # trained node -> optimizer steps of one firing
     plan_notes: Sequence[str] = ()  # lines printed before the run: sizes and counts
+    search: Mapping[str, Any] = field(default_factory=dict)  # what allocation_mode=search reckoned, as plain values
 
     def node(self, name: str) -> Node:
         for node in self.graph.nodes:

@@ -1,4 +1,4 @@
-"""`weft plan realloc`: its table, its JSON, and layouts that cannot be."""
+"""`weft plan`: `realloc`'s table, its JSON, and layouts that cannot be; `search`."""
 
 from __future__ import annotations
 
@@ -105,3 +105,39 @@ def test_a_wrong_command_line_is_exit_2(words: list[str], capsys: pytest.Capture
     with pytest.raises(SystemExit) as stopped:
         weft.main(["plan", *words])
     assert stopped.value.code == 2 and "usage: weft plan" in capsys.readouterr().err
+
+
+def searched(model: Path, *more: str) -> list[str]:
+    rows = model / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    paths = [f"{role}.path={model}" for role in ("actor", "critic", "ref", "rew")]
+    scratch = [f"{role}.init_from_scratch=true" for role in ("actor", "critic", "ref", "rew")]
+    return ["plan", "search", "ppo", *paths, *scratch, f"dataset.path={rows}", "dataset.train_bs_n_seqs=8", *more]
+
+
+def test_search_shows_each_call_and_what_the_heuristic_takes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = searched(model, "n_gpus_per_node=2", "device=cpu", "dataset.max_prompt_len=16", "ppo.gen.max_new_tokens=8")
+    assert weft.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["search"]["step_seconds"] <= found["heuristic"]["step_seconds"] and found["search"]["fits"]
+    calls = {"actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train"}
+    assert set(found["search"]["calls"]) == set(found["heuristic"]["calls"]) == calls
+    assert found["heuristic"]["calls"]["actor_train"]["layout"] == "d2f2t1p1c1e1"
+    assert weft.main(words) == 0
+    page = capsys.readouterr().out
+    assert "allocation_mode=search:" in page and "a step on cpu as estimated" in page
+    for call in calls:
+        assert f"  {call}: d" in page
+    assert "(8 x (16 + 8) tokens)" in page
+
+
+def test_search_of_a_gpu_that_is_not_here(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main([*searched(model, "n_nodes=2", "n_gpus_per_node=2", "search.gpu=H100"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "H100"
+    assert weft.main(searched(model, "n_gpus_per_node=2", "search.gpu=H101")) == 2
+    assert "did you mean H100" in capsys.readouterr().err
+
+
+def test_search_of_one_device_has_nothing_to_choose(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(searched(model)) == 2
+    assert "there is nothing to choose" in capsys.readouterr().err

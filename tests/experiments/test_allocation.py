@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from weft.engine.spec import ModelSpec, ParallelSpec
-from weft.errors import ConfigError
 from weft.experiments._allocation import allocated
 
 ROLES = {
@@ -37,12 +36,8 @@ OWN = {"critic": "d1f1t2", "rew": "d2f1t1", "judge": "d1f1t1"}
         ("heuristic", 1, "d1f1t1", "d1f1t1"),
         ("heuristic", 4, "d4f4t1", "d4f1t1"),
         ("search", 1, "d1f1t1", "d1f1t1"),
+        ("search", 4, "d4f4t1", "d4f1t1"),
     ],
 )
 def test_layouts_by_role(mode: str, num_devices: int, actor: str, ref: str) -> None:
     assert layouts(mode, num_devices) == {"actor": actor, "ref": ref, **OWN}
-
-
-def test_a_search_over_several_devices_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"allocation_mode=search: .* 8 devices yet; write allocation_mode=heuristic"):
-        allocated(ROLES, "search", 8)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import ray_cluster
 from tests.launch.cases import dpo, prepare
 from tests.runtime.placed import Command, timeless
 from weft.errors import ConfigError
@@ -122,48 +117,12 @@ def test_more_machines_than_this_one_are_refused_where_the_run_is_local(root):
         run(config)
 
 
-class TwoNodes:
-    """A head and a second node, with one CPU each, under addresses of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.address = f"127.0.0.1:{port}"
-        self.environment = {"RAY_AUTH_TOKEN": "weft" * 8, "RAY_AUTH_MODE": "token"}
-        self.nodes: list[subprocess.Popen[bytes]] = []
-        self._folder = folder
-        head = f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--include-dashboard=false"
-        self._start("--head", *head)
-        self._start(f"--address={self.address}", "--node-ip-address=127.0.0.2")
-
-    def _start(self, *words: str) -> None:
-        line = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"]
-        line += ["--num-cpus=1", "--num-gpus=0", "--disable-usage-stats"]
-        with (self._folder / f"node{len(self.nodes)}.log").open("wb") as log:
-            environment = {**os.environ, **self.environment}
-            self.nodes.append(subprocess.Popen(line, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        end = time.monotonic() + 90.0
-        while b"Ray runtime started" not in (self._folder / f"node{len(self.nodes) - 1}.log").read_bytes():
-            assert time.monotonic() < end and self.nodes[-1].poll() is None, "a node does not start"
-            time.sleep(0.2)
-
-    def close(self) -> None:
-        for process in reversed(self.nodes):
-            process.terminate()
-        for process in self.nodes:
-            process.wait(60)
-
-
 @pytest.fixture
 def two_nodes(monkeypatch):
-    folder = Path(tempfile.mkdtemp(prefix="two-"))  # the name of a socket is short
-    nodes = TwoNodes(folder)
-    for name, value in nodes.environment.items():
-        monkeypatch.setenv(name, value)
-    yield nodes
-    nodes.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    with ray_cluster.cluster(2) as nodes:
+        for name, value in nodes.environment.items():
+            monkeypatch.setenv(name, value)
+        yield nodes
 
 
 def words(root: Path, folder: str, *more: str) -> list[str]:

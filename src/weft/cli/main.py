@@ -28,11 +28,12 @@ COMMANDS = {
     "sample": "answers of models to a file of prompts: report, score, best of n",
     "eval": "how well a reward model orders replies: rm",
     "data": "look at data as a run would see them: inspect, counts, scan",
-    "plan": "what a run would do: realloc, parameters from one layout to another",
+    "plan": "what a run would do: search, calls onto devices; realloc, parameters from one layout to another",
     "convert": "bring checkpoints in and out",
     "report": "build report.html of a run anew",
 }
 TRAINING = ("quickstart", "start", "demo")
+SUPERVISED = ("quickstart", "start")
 INTERRUPTED = 130
 WORKER = "weft-worker"  # the thread in which a run's calls are made
 
@@ -46,12 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"weft {__version__}")
         return 0
-    if argv is None:
-        keep_freed_memory()
-        os.environ.update(growing_segments(os.environ))
-    code = guarded(lambda: _dispatch(words), words)
-    if argv is None and code:
+    if argv is not None:
+        return guarded(lambda: _dispatch(words), words)
+    keep_freed_memory()
+    os.environ.update(growing_segments(os.environ))
+    from weft.runtime.supervised import Wire
+
+    wire = Wire.begin(os.environ)
+    code = guarded(lambda: _dispatch(words, supervise=not wire.supervised), words)
+    wire.ends(code)
+    if code:
         _end(code)
+    if wire.supervised:
+        raise SystemExit(code)  # what a program does after this is for the process that supervises it
     return code
 
 
@@ -105,7 +113,7 @@ def _show(message: str, words: Sequence[str]) -> None:
     print(message, file=sys.stderr)
 
 
-def _dispatch(words: Sequence[str]) -> int:
+def _dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
     name, rest = words[0], [word for word in words[1:] if word != "--debug"]
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
@@ -120,8 +128,8 @@ def _dispatch(words: Sequence[str]) -> int:
     if name == "report":
         return _report(rest)
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
-    command: Callable[[Sequence[str]], int] = module.stop if name == "stop" else module.main
-    return command(rest)
+    command: Callable[..., int] = module.stop if name == "stop" else module.main
+    return command(rest, supervise=supervise) if name in SUPERVISED else command(rest)
 
 
 def _report(words: Sequence[str]) -> int:

@@ -1,9 +1,11 @@
-"""`weft plan`: what a run would do, without doing it; `realloc`: what moving parameters between two layouts sends."""
+"""`weft plan`: what a run would do, without doing it. `search`: which devices each call of an experiment would work on, and how
+long; `realloc`: what moving parameters between two layouts sends."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,13 @@ SMALL_LLAMA = {
     "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0, "tie_word_embeddings": True, "hidden_act": "silu",
 }  # fmt: skip
+
+SEARCH_EPILOG = """Seconds are estimates from sizes: products, reads of memory, messages. They serve to compare placements.
+search.* says what is reckoned with: a GPU that this machine has not, its memory, lengths of prompts and answers.
+
+examples:
+  weft plan search ppo actor.path=MODEL critic.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl n_gpus_per_node=8
+  weft plan search sft model.path=MODEL dataset.train_path=sft.jsonl n_nodes=2 n_gpus_per_node=8 search.gpu=H100 --json"""
 
 EPILOG = """layouts: letters d f t p, each followed by its degree, such as d2f2t2; a letter that is left out is 1. A trained
 role is sharded over its data-parallel ranks unless told otherwise: d4t2 of a trained actor is d4f4t2 here.
@@ -45,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
+    if arguments.command == "search":
+        search(arguments.words, as_json=arguments.json)
+        return 0
     if arguments.devices_per_node < 1:
         realloc_parser.error(f"--devices-per-node={arguments.devices_per_node}: a node has at least one device")
     realloc(arguments)
@@ -54,7 +66,13 @@ def main(argv: Sequence[str]) -> int:
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="weft plan", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="{realloc}")
+    commands = parser.add_subparsers(dest="command", metavar="{search,realloc}")
+    told = "the placement that allocation_mode=search finds for an experiment"
+    looked = commands.add_parser(
+        "search", help=told, description=f"Print {told}.", epilog=SEARCH_EPILOG, formatter_class=form
+    )
+    looked.add_argument("words", nargs="+", metavar="WORD", help="those of weft quickstart: NAME key=value ...")
+    looked.add_argument("--json", action="store_true", help="print everything as one JSON object")
     told = "what moving a role's parameters from one layout to another sends"
     made = commands.add_parser("realloc", help=told, description=f"Print {told}.", epilog=EPILOG, formatter_class=form)
     made.add_argument("source", metavar="FROM", help="layout that has the parameters, such as d4f4t2")
@@ -70,6 +88,30 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     made.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices of one node (%(default)s)")
     made.add_argument("--json", action="store_true", help="print everything as one JSON object")
     return parser, made
+
+
+def search(words: Sequence[str], *, as_json: bool) -> None:
+    """Build the experiment of `weft quickstart WORDS` and print where the search places its calls."""
+    from weft.cli.quickstart import configured
+    from weft.launch.hub import fetch_configs
+
+    given = {word.partition("=")[0] for word in words}
+    names = [f"{name}=plan" for name in ("experiment_name", "trial_name") if name not in given]
+    config, notes = configured([*words, *names, "allocation_mode=search"])
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    experiment = config.build()
+    if fetch_configs(experiment):
+        experiment = config.build()  # again, with what the models' own files say
+    if not experiment.search:
+        raise ConfigError(
+            "plan search: there is nothing to choose, with one device, or with a layout for every role; write "
+            "n_gpus_per_node=8 (or n_nodes), and leave layouts out"
+        )
+    if as_json:
+        print(json.dumps(experiment.search, indent=2))
+        return
+    print("\n".join(line for line in experiment.plan_notes if line.startswith(("allocation_mode", "  "))))
 
 
 def realloc(arguments: argparse.Namespace) -> None:

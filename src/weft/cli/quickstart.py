@@ -43,18 +43,15 @@ class Words:
     help: str | None = None  # a group of options, "" for all
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code 0. Raises `UserError` for input that cannot be used."""
+def main(argv: Sequence[str], *, supervise: bool = False) -> int:
+    """The exit code. Raises `UserError` for input that cannot be used. `supervise`: what Ray may end, another process makes."""
     words = sort(argv)
     registry.import_user_folder()
     registry.import_user_code(words.imports)
     if not words.name:
         print(overview())
         return 0 if words.help is not None else 2
-    values = [override for file in words.files for override in overrides.flatten(overrides.read_file(file))]
-    values += overrides.parse(words.assignments)
-    registry.import_user_code(_imports(values))
-    base = registry.quickstarts.get(words.name)()
+    base, values = _named(words)
     if words.help is not None:
         print(_help(words.name, base, words.help), end="")
         return 0
@@ -83,12 +80,37 @@ def main(argv: Sequence[str]) -> int:
         print(slurm.start(config.build(), command, print_only=words.print_script))
         return 0
     from weft.launch import dry_run, run  # checks first, and loads torch once they have passed
+    from weft.launch.supervise import Supervisor, uses_ray
 
     if words.dry_run:
         print("\n".join(dry_run(config)))
-    else:
-        run(config)
+        return 0
+    if supervise and uses_ray(experiment := config.build(), config.mode):
+        return Supervisor(experiment).run()
+    run(config)
     return 0
+
+
+def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """(the configuration that `weft quickstart ARGV` runs, notes on other spellings). Raises `UserError`."""
+    words = sort(argv)
+    registry.import_user_folder()
+    registry.import_user_code(words.imports)
+    base, values = _named(words)
+    config, notes = configure(base, values, words.imports)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"{words.name}: its configuration is no weft.experiments.RunConfig, and has no placement to search"
+        )
+    return config, notes
+
+
+def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
+    """The quickstart's own configuration, and what files and words assign."""
+    values = [override for file in words.files for override in overrides.flatten(overrides.read_file(file))]
+    values += overrides.parse(words.assignments)
+    registry.import_user_code(_imports(values))
+    return registry.quickstarts.get(words.name)(), values
 
 
 def configure(

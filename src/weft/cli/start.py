@@ -21,8 +21,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code 0. Raises `UserError` for input that cannot be used."""
+def main(argv: Sequence[str], *, supervise: bool = False) -> int:
+    """The exit code. Raises `UserError` for input that cannot be used. `supervise`: what Ray may end, another process makes."""
     parser = named_parser("weft start", "Run an experiment registered with register_experiment(name), or list them.")
     parser.add_argument("--list", action="store_true", help="list the registered experiments and stop")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     _check(given, "start")
     from weft.launch import check_machines, dry_run, registered, run, scheduling, slurm
+    from weft.launch.supervise import Supervisor, uses_ray
 
     experiment = _as_told(registered(given.experiment, given.trial), given)
     if given.print_script and given.mode != "slurm":
@@ -58,8 +59,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     if given.dry_run:
         print("\n".join(dry_run(experiment, mode=given.mode)))
-    else:
-        run(experiment, mode=given.mode)
+        return 0
+    if supervise and uses_ray(experiment, given.mode):
+        return Supervisor(experiment).run()
+    run(experiment, mode=given.mode)
     return 0
 
 

@@ -1,14 +1,33 @@
-"""What `allocation_mode` makes of roles that name no layout of their own. Pure."""
+"""What `allocation_mode` makes of roles that name no layout of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from weft.engine.spec import ModelSpec, ParallelSpec
-from weft.errors import ConfigError
+from weft.options import option
 
 MANUAL, HEURISTIC, SEARCH = MODES = ("manual", "heuristic", "search")
+
+
+@dataclass
+class SearchSpec:
+    """What `allocation_mode=search` reckons with, where it is not what this machine and the other options say."""
+
+    gpu: str | None = option(None, "GPU that the devices are, such as H100; absent: the one of this machine")
+    memory_gb: float | None = option(
+        None,
+        "GiB of a device's memory that may be filled; absent: nine tenths, of a CPU's an equal share",
+        at_least=0.0,
+    )
+    prompt_tokens: int | None = option(
+        None, "tokens of a prompt; absent: dataset.max_prompt_len where it is set, else 512", at_least=1
+    )
+    answer_tokens: int | None = option(
+        None, "tokens of an answer; absent: what is sampled at most, of rows what dataset.max_seqlen leaves where it is set, "
+        "else 512", at_least=1,
+    )  # fmt: skip
 
 
 def allocated(roles: Mapping[str, ModelSpec], mode: str, num_devices: int) -> dict[str, ModelSpec]:
@@ -16,18 +35,14 @@ def allocated(roles: Mapping[str, ModelSpec], mode: str, num_devices: int) -> di
 
     A role that names a layout keeps it, and so does one whose backend runs on one device. `manual` leaves the others on the
     first device, a layout is given to all of them, and `heuristic` has each work on all devices, data-parallel: trained roles
-    sharded, the others whole on each. Raises `ConfigError` for `search`, where there is something to search for.
+    sharded, the others whole on each. `search` begins there.
     """
-    if mode == SEARCH and num_devices > 1:
-        raise ConfigError(
-            f"allocation_mode=search: there is no search over the layouts of {num_devices} devices yet; write "
-            "allocation_mode=heuristic, or MODEL.layout"
-        )
-    layout = f"d{num_devices}" if mode == HEURISTIC else None if mode in MODES else mode
+    layout = f"d{num_devices}" if mode in (HEURISTIC, SEARCH) else None if mode in MODES else mode
     if layout is None:
         return dict(roles)
-    return {name: spec if _is_placed(spec) else replace(spec, layout=layout) for name, spec in roles.items()}
+    return {name: spec if is_placed(spec) else replace(spec, layout=layout) for name, spec in roles.items()}
 
 
-def _is_placed(spec: ModelSpec) -> bool:
+def is_placed(spec: ModelSpec) -> bool:
+    """Whether a role says where it is, or has no choice."""
     return spec.layout is not None or spec.parallel != ParallelSpec() or spec.backend in ("hf", "null")

@@ -11,7 +11,8 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, unknown_name
 from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import _checks as checks
-from weft.experiments._allocation import HEURISTIC, allocated
+from weft.experiments._allocation import HEURISTIC, SEARCH, allocated
+from weft.experiments._searched import searched
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
@@ -77,14 +78,20 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
         plan_notes=(*plan.notes, *_allocation_notes(config)),
     )
     experiment = _with_options(experiment, config)
+    found = searched(experiment, config, plan.roles) if config.allocation_mode == SEARCH else None
+    if found is not None:
+        notes = (*experiment.plan_notes, *found.lines())
+        experiment = replace(found.experiment, plan_notes=notes, search=found.facts())
     placement = {node.name: experiment.mesh_of(node).layout for node in experiment.graph.model_calls()}
     _check_calls(experiment)
     return replace(experiment, placement=placement)
 
 
 def _allocation_notes(config: RunConfig) -> list[str]:
-    if config.allocation_mode == HEURISTIC and config.n_gpus_per_node is None:
-        return ["allocation_mode=heuristic: n_gpus_per_node is not set, so one device of each machine is used"]
+    if config.allocation_mode in (HEURISTIC, SEARCH) and config.n_gpus_per_node is None:
+        return [
+            f"allocation_mode={config.allocation_mode}: n_gpus_per_node is not set, so one device of each machine is used"
+        ]
     return []
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments import _checks as checks
+from weft.experiments._allocation import SearchSpec
 from weft.experiments._machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
 from weft.options import option, read
@@ -171,9 +172,10 @@ class RunConfig(ABC):
     allocation_mode: str = option(
         "manual",
         "for roles without a layout: manual (the first device), heuristic (data-parallel over n_nodes x n_gpus_per_node "
-        "devices), or a layout such as d4t2; search has nothing to search for but one device yet",
+        "devices), search (the placement of each call that is estimated to be fastest there), or a layout such as d4t2",
         check=checks.allocation_problem,
     )
+    search: SearchSpec = option(SearchSpec(), "what allocation_mode=search reckons with")
     total_train_epochs: int = option(1, "passes over the training data", at_least=1)
     max_steps: int | None = option(None, "stop after this many steps", at_least=1)
     save_freq_steps: int | None = option(

@@ -53,7 +53,7 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
             "install it with: pip install 'weft[ray]'"
         )
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # its processes' messages stay in their logs
-    from weft.runtime.ray import Cluster
+    from weft.runtime.ray import LEAST_SILENT_SECONDS, SILENT_SECONDS, Cluster
 
     count, kind, control = experiment.num_devices, device_kind(experiment), experiment.control
     if mode == "local":
@@ -68,6 +68,8 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
             )
         check_enough(count, kind, nodes)
         told = {**environment(), **control.env}
+        deadlines = [call.deadline_s for call in experiment.calls() if call.deadline_s is not None]
+        cluster.silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
         return cluster.launch(count, kind, {**told, **growing_segments(told)}, nodes)
     except BaseException:
         cluster.close()

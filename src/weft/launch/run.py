@@ -115,9 +115,10 @@ def check_mode(mode: str) -> None:
 
 def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool) -> RunResult:
     from weft.launch.assemble import assemble
+    from weft.runtime.supervised import Wire
 
     driven = Driven(
-        assemble(experiment, directory, mode),
+        assemble(experiment, directory, mode, anew=Wire.of(os.environ).restarts > 0),
         lambda: assemble(experiment, directory, mode, anew=True),
         comes_back=experiment.control.recover_mode == "auto",
     )

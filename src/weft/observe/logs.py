@@ -49,6 +49,13 @@ class Failure:
         return next((line for line in reversed(self.text) if line.strip()), "")
 
 
+def append(run: Path, line: str) -> None:
+    """Add to the run's own log, with the time."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    with (run / RUN_LOG).open("a", encoding="utf-8") as file:
+        file.writelines(f"{stamp}  {part}\n" for part in line.splitlines() or [""])
+
+
 def log_files(run: Path) -> list[LogFile]:
     """The run's own log, its workers', and those of its Slurm jobs, oldest job first."""
     found = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,13 +10,14 @@ from typing import Any
 
 from weft.errors import RunError
 from weft.observe.jsonl import StepFile, read_rows
+from weft.observe.logs import RUN_LOG, append
 from weft.observe.memory import peak_memory_gb
 from weft.observe.metrics import finite
 from weft.observe.progress import View, make_view
 from weft.observe.sinks import RunInfo, Sink, make_sinks
 from weft.observe.timeline import RUN, Timeline
 
-METRICS, SAMPLES, TIMELINE, LOG = "metrics.jsonl", "samples.jsonl", "timeline.json", "log.txt"
+METRICS, SAMPLES, TIMELINE, LOG = "metrics.jsonl", "samples.jsonl", "timeline.json", RUN_LOG
 
 
 class Observer:
@@ -141,9 +141,8 @@ class Observer:
             sink.close()
 
     def _log(self, line: str) -> None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        with self._told(LOG), (self.directory / LOG).open("a", encoding="utf-8") as file:
-            file.writelines(f"{stamp}  {part}\n" for part in line.splitlines() or [""])
+        with self._told(LOG):
+            append(self.directory, line)
 
     @contextmanager
     def _told(self, file: str) -> Iterator[None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +43,21 @@ def kill(processes: Iterable[Process]) -> None:
         if found is not None and found[1] == process:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
+
+
+def die_with_parent() -> None:
+    """This process is killed when the one that started it ends."""
+    _prctl(1, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """What the children of this process leave behind becomes its own children."""
+    _prctl(36, 1)
+
+
+def _prctl(what: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(what, value, 0, 0, 0)
 
 
 def _look(pid: int) -> tuple[int, Process] | None:

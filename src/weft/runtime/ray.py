@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,17 +26,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from weft.errors import ConfigError, DevicesLost, RunError
 from weft.runtime.processes import Process, descendants, kill
 from weft.runtime.scratch import Scratch, remove_leftovers
-from weft.runtime.watch import Watch
+from weft.runtime.supervised import Wire
+from weft.runtime.watch import Watch, check_listens
 
 if TYPE_CHECKING:
     from weft.runtime.device_process import Command, Report, Want, Where
     from weft.runtime.dispatch import Given, Lost
 
 START_SECONDS = 300.0  # for the devices' processes to be there, with all that they import
-ANSWER_SECONDS = 20.0  # for a cluster to be listening
 PLACE_SECONDS = 600.0  # for a cluster to have the devices free
 POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
-SILENT_SECONDS = 300.0  # one that does not even say that counts as dead
+# One that does not even say that counts as dead, after the shortest deadline of a call where that is less.
+SILENT_SECONDS = 300.0
+LEAST_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
 HERE = "Ray's raylet on this machine"
 # Ray's own processes count as gone when nobody listens for so long; after 60 s Ray would end this process.
@@ -148,18 +149,23 @@ class RayDevices:
     def __init__(self, actors: Sequence[Any], where: Sequence[Where], cluster: Cluster, group: Any) -> None:
         self._actors, self.where = list(actors), list(where)
         self._cluster, self._group = cluster, group
+        self._wire = Wire.of(os.environ)
+        self._wire.anew()
         self._polls: dict[Any, tuple[int, float]] = {}  # what is asked for -> its rank, and since when
         for rank in range(len(actors)):
             self._poll(rank)
 
     def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
+        from weft.runtime.commands import Call
+
+        if isinstance(command, Call):
+            self._wire.began(number, command.mfc, command.step, ranks, [str(self.where[each]) for each in ranks])
         self._actors[rank].receive.remote(place, number, command, tuple(ranks), list(given.wants), list(given.shared))
 
     def receive(self) -> list[tuple[int, Sequence[Report] | Lost]]:
         from weft.runtime.dispatch import Lost
 
-        if self._cluster.gone is not None:
-            raise DevicesLost(self._cluster.gone)
+        self._cluster.check_there()
         if not self._polls:
             time.sleep(POLL_SECONDS)
             return []
@@ -168,14 +174,18 @@ class RayDevices:
         for each in ready:
             rank, _ = self._polls.pop(each)
             try:
-                found.append((rank, ray.get(each)))
+                reports: Sequence[Report] = ray.get(each)
+                found.append((rank, reports))
                 self._poll(rank)
+                self._wire.heard(rank, reports)
             except RayError as error:
+                self._cluster.answers()
+                self._cluster.check_there()  # what became of it says more than what became of a device
                 found.append((rank, Lost(_first_line(error))))
         for each, (rank, since) in list(self._polls.items()):
-            if time.monotonic() - since > SILENT_SECONDS:
+            if time.monotonic() - since > self._cluster.silent_s:
                 del self._polls[each]
-                found.append((rank, Lost(f"it has said nothing for {SILENT_SECONDS:g} s")))
+                found.append((rank, Lost(f"it has said nothing for {self._cluster.silent_s:g} s")))
         return found
 
     def share(self, raw: bytes) -> Any:
@@ -206,10 +216,11 @@ class RayDevices:
 
 
 class Cluster:
-    """A Ray that this process is joined to. `scratch` is the folder of one that it started itself."""
+    """A Ray that this process is joined to. `scratch` is the folder of one that it started itself. A device that says nothing
+    for `silent_s` counts as dead."""
 
     def __init__(self, scratch: Scratch | None = None, before: frozenset[Process] = frozenset()) -> None:
-        self._scratch, self._before = scratch, before
+        self._scratch, self._before, self.silent_s = scratch, before, SILENT_SECONDS
         self._processes: set[Process] = set()
         context = ray.get_runtime_context()
         here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
@@ -233,7 +244,12 @@ class Cluster:
     def check_here(self) -> None:
         """Raises `DevicesLost` where the raylet of this machine is gone: Ray ends a process that uses its store then."""
         self._watch.check(HERE)
+        self.check_there()
+
+    def check_there(self) -> None:
+        """Raises `DevicesLost` where it is known that something of Ray is gone; Ray may end this process in a moment."""
         if self.gone is not None:
+            Wire.of(os.environ).gone(self.gone)
             raise DevicesLost(self.gone)
 
     @classmethod
@@ -243,11 +259,12 @@ class Cluster:
         remove_leftovers()
         scratch, before = Scratch(), frozenset(descendants())
         # Its token is in this environment alone, which the processes that it starts inherit.
-        _set_unless_set(
-            RAY_USAGE_STATS_ENABLED="0",
-            RAY_AUTH_TOKEN=secrets.token_hex(32),
-            RAY_gcs_rpc_server_reconnect_timeout_s="20",  # what is left of a Ray whose head is gone ends after this
-        )
+        wanted = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # what is left of a Ray whose head is gone ends after this
+        }
+        os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
         with _quiet():
             ray.init(
                 address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1",
@@ -259,7 +276,7 @@ class Cluster:
     def join(cls, address: str) -> Cluster:
         """Raises `ConfigError` where no cluster answers at the address."""
         try:
-            _check_answers(address)
+            check_listens(address)  # Ray itself would try for minutes
             with _quiet():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (OSError, RayError, RuntimeError, ValueError) as error:
@@ -324,8 +341,7 @@ class Cluster:
         """Those that are late. Raises `DevicesLost` as soon as Ray itself is gone."""
         late, end = list(promises), time.monotonic() + seconds
         while late and time.monotonic() < end:
-            if self.gone is not None:
-                raise DevicesLost(self.gone)
+            self.check_there()
             _, late = ray.wait(late, num_returns=len(late), timeout=POLL_SECONDS)
         return late
 
@@ -358,21 +374,9 @@ def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -
     return found
 
 
-def _check_answers(address: str) -> None:
-    """Raises `OSError` at once where nobody listens at HOST:PORT; Ray itself would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit() and "/" not in address:
-        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
-
-
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__
-
-
-def _set_unless_set(**values: str) -> None:
-    """Variables that a Ray begins with, and that this process reads once; what the user has set wins."""
-    os.environ.update({name: value for name, value in values.items() if name not in os.environ})
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 EVERY_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
+BEGIN_SECONDS = 20.0
 
 
 class Watch:
@@ -41,6 +42,13 @@ class Watch:
     def _told(self, name: str) -> str:
         host, port = self._places[name]
         return f"{name} ({host}:{port}) is gone"
+
+
+def check_listens(address: str) -> None:
+    """Raises `OSError` where the address is HOST:PORT and nobody listens there."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "/" not in address:
+        socket.create_connection((host, int(port)), timeout=BEGIN_SECONDS).close()
 
 
 def _listens(place: tuple[str, int]) -> bool:

@@ -1,0 +1,86 @@
+"""How fast the devices of a run are, for estimates of placements: constants, so that every start finds the same. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weft.errors import ConfigError, nearest
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One device and what joins it to others. `products` are floating-point operations a second that a run reaches, in the
+    model's dtype; `memory`, `link` (within a node) and `net` (to another node) are bytes a second; `latency` seconds of one
+    exchange; `launch` seconds that a layer takes however few tokens it has; `capacity` bytes that a run may fill; `per_node`
+    devices of one node."""
+
+    name: str
+    products: float
+    memory: float
+    link: float
+    net: float
+    latency: float
+    launch: float
+    capacity: float
+    most_sequences: int  # that are decoded together
+    per_node: int = 8
+
+    def bandwidth(self, ranks: Iterable[int]) -> float:
+        """Bytes a second between these devices."""
+        return self.link if len({rank // self.per_node for rank in ranks}) == 1 else self.net
+
+
+# Dense products in bfloat16 (or float16) and float32 in TFLOP/s, memory in TB/s and GiB, links in GB/s each way: the makers'
+# data sheets of the SXM form where there is one.
+GPUS: dict[str, tuple[float, float, float, float, float]] = {
+    "B200": (2250, 75, 7.7, 180, 900), "H200": (989, 67, 4.8, 141, 450), "H100": (989, 67, 3.35, 80, 450),
+    "H800": (989, 67, 3.35, 80, 200), "A100": (312, 19.5, 2.0, 80, 300), "A800": (312, 19.5, 2.0, 80, 200),
+    "V100": (125, 15.7, 0.9, 32, 150), "L40S": (362, 91.6, 0.864, 48, 32), "L40": (181, 90.5, 0.864, 48, 32),
+    "A40": (150, 37.4, 0.696, 48, 32), "A10": (125, 31.2, 0.6, 24, 32), "L4": (121, 30.3, 0.3, 24, 32),
+    "T4": (65, 8.1, 0.3, 16, 16), "4090": (165, 82.6, 1.0, 24, 32), "3090": (71, 35.6, 0.936, 24, 32),
+}  # fmt: skip
+REACHED, REACHED_LINK = 0.45, 0.7  # of the products and of the bytes a second that a data sheet names
+NET = 40e9  # a 400 Gb/s port a device
+USABLE = 0.9  # of the memory: the rest is the library's, and holes
+
+# A core's float32 products with wide vector instructions reach 30 to 60 GFLOP/s; half of what memory gives a whole socket is
+# each of four cores'. gloo on one machine copies through the kernel's loopback: about 1 GB/s and 0.3 ms an exchange.
+CORE_PRODUCTS, CORE_MEMORY = 40e9, 8e9
+LOOPBACK, LOOPBACK_LATENCY, ETHERNET = 1e9, 3e-4, 1e9
+CPU_LAUNCH = 2e-4  # the interpreter's part of a layer
+
+
+def cpu_rates(cores: float, memory_gb: float, per_node: int) -> Rates:
+    """Of a process with a share of a machine's cores (below 1 where processes outnumber them) and of its memory."""
+    return Rates(
+        name="cpu", products=CORE_PRODUCTS * cores, memory=CORE_MEMORY * cores, link=LOOPBACK, net=ETHERNET,
+        latency=LOOPBACK_LATENCY, launch=CPU_LAUNCH / min(1.0, cores), capacity=memory_gb * GIB, most_sequences=128,
+        per_node=per_node,
+    )  # fmt: skip
+
+
+def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: int = 8) -> Rates:
+    """Of a GPU by the name that its driver gives it, or a part of it. Raises `ConfigError` for one that is not known."""
+    found = next((known for known in GPUS if known.lower() in name.lower()), None)
+    if found is None:
+        close = nearest(name, GPUS, 1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(GPUS)}"
+        raise ConfigError(
+            f"search.gpu={name!r}: no figures of such a GPU are here; name the one that is most like it ({hint})"
+        )
+    half, single, memory, gib, link = GPUS[found]
+    return Rates(
+        name=found,
+        products=1e12 * REACHED * (single if dtype == "float32" else half),
+        memory=1e12 * REACHED_LINK * memory,
+        link=1e9 * REACHED_LINK * link,
+        net=min(NET, 1e9 * link),
+        latency=2e-5,
+        launch=2e-5,
+        capacity=(memory_gb if memory_gb is not None else USABLE * gib) * GIB,
+        most_sequences=512,
+        per_node=per_node,
+    )

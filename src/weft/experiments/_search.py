@@ -1,0 +1,266 @@
+"""Where each call of a graph runs: the placement whose step is estimated to be shortest, of those that fit the devices' memory.
+
+As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5): a call has devices and a layout of its own; a step is simulated over
+the graph, calls that share a device one after another; few placements are all tried, of many some, by descent and simulated
+annealing with a fixed seed. Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weft.experiments._cost import Load, Network, call_seconds, moving_seconds, role_memory
+from weft.experiments._rates import Rates
+from weft.topology import Layout, Mesh
+
+ALL, ANNEALED = 20_000, 6_000  # placements that are all tried; and that are drawn where there are more
+HOT, COLD = (
+    0.3,
+    0.003,
+)  # the worsening of a step's time, as its logarithm, that annealing takes in its beginning and end
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Calls that are made in one place: those that train a role, or one other. `meshes` that they may have."""
+
+    role: str
+    calls: tuple[str, ...]
+    meshes: tuple[Mesh, ...]
+    trains: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A placement by call: its mesh, the seconds of one step's work, and those of getting its weights; and what comes of it."""
+
+    meshes: Mapping[str, Mesh]
+    seconds: Mapping[str, float]
+    moving: Mapping[str, float]
+    step: float
+    bytes: float  # of the device that holds most
+    over: float  # beyond its capacity
+
+
+Score = tuple[float, float, int]  # bytes beyond the capacity, seconds of a step, devices: less is better, in this order
+
+
+@dataclass
+class Problem:
+    """`order` and `producers` are those of the graph, host functions (which take no time here) among them. `lag`: how many
+    steps sampling may be ahead of training. `shares`: a role that has no weights of its own where it is on its base's mesh."""
+
+    units: Sequence[Unit]
+    networks: Mapping[str, Network]
+    loads: Mapping[str, Load]
+    order: Sequence[str]
+    producers: Mapping[str, Sequence[str]]
+    rates: Rates
+    num_devices: int
+    lag: int = 0
+    shares: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._unit_of = {call: number for number, unit in enumerate(self.units) for call in unit.calls}
+        self._home: dict[str, int] = {}  # the unit whose mesh is the role's own
+        for number, unit in enumerate(self.units):
+            if unit.trains or unit.role not in self._home:
+                self._home[unit.role] = number
+        # Meshes have numbers, since many thousand placements are looked at.
+        self._meshes = list(dict.fromkeys(mesh for unit in self.units for mesh in unit.meshes))
+        numbers = {mesh: number for number, mesh in enumerate(self._meshes)}
+        self._numbers = [[numbers[mesh] for mesh in unit.meshes] for unit in self.units]
+        self._seconds: dict[tuple[str, int], float] = {}
+        self._moving: dict[tuple[str, int, int], float] = {}
+        self._held: dict[tuple[str, int, tuple[str, ...], bool, bool], tuple[int, int]] = {}
+
+    @property
+    def size(self) -> int:
+        return math.prod(len(unit.meshes) for unit in self.units)
+
+    def score(self, choice: Sequence[int]) -> Score:
+        """`choice`: the number of its mesh, by unit."""
+        numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
+        devices = sum(len(self._meshes[number].ranks) for number in numbers)
+        return max(0.0, self._bytes(numbers) - self.rates.capacity), self._step(numbers), devices
+
+    def estimate(self, choice: Sequence[int]) -> Estimate:
+        numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
+        most = self._bytes(numbers)
+        return Estimate(
+            meshes={call: self._meshes[numbers[unit]] for call, unit in self._unit_of.items()},
+            seconds={call: self._call(call, numbers[unit]) for call, unit in self._unit_of.items()},
+            moving={call: self._move(unit, numbers) for call, unit in self._unit_of.items()},
+            step=self._step(numbers),
+            bytes=most,
+            over=max(0.0, most - self.rates.capacity),
+        )
+
+    def _call(self, call: str, number: int) -> float:
+        found = self._seconds.get((call, number))
+        if found is None:
+            network = self.networks[self.units[self._unit_of[call]].role]
+            found = call_seconds(network, self.loads[call], self._meshes[number], self.rates)
+            self._seconds[call, number] = found
+        return found
+
+    def _move(self, unit: int, numbers: Sequence[int]) -> float:
+        role = self.units[unit].role
+        home = self._home[role]
+        source, target = numbers[home], numbers[unit]
+        if source == target or not self.units[home].trains:
+            return 0.0  # frozen weights move once
+        found = self._moving.get((role, source, target))
+        if found is None:
+            found = moving_seconds(self.networks[role], self._meshes[source], self._meshes[target], self.rates)
+            self._moving[role, source, target] = found
+        return found
+
+    def _step(self, numbers: Sequence[int]) -> float:
+        free, busy, ends = [0.0] * self.num_devices, [0.0] * self.num_devices, dict[str, float]()
+        for name in self.order:
+            begin = max([ends[other] for other in self.producers[name]], default=0.0)
+            unit = self._unit_of.get(name)
+            if unit is None:
+                ends[name] = begin
+                continue
+            ranks = self._meshes[numbers[unit]].ranks
+            takes = self._call(name, numbers[unit]) + self._move(unit, numbers)
+            end = ends[name] = max(begin, max([free[rank] for rank in ranks])) + takes
+            for rank in ranks:
+                free[rank] = end
+                busy[rank] += takes
+        last = max(ends.values(), default=0.0)
+        return last if not self.lag else max(max(busy), last / (self.lag + 1))
+
+    def _bytes(self, numbers: Sequence[int]) -> float:
+        """Of the device that holds most, as `weft.engine.memory.total` counts."""
+        places: dict[tuple[str, int], tuple[str, ...]] = {}
+        for unit, number in zip(self.units, numbers, strict=True):
+            places[unit.role, number] = places.get((unit.role, number), ()) + unit.calls
+        stay, most = [0] * self.num_devices, [0] * self.num_devices
+        for (role, number), calls in places.items():
+            own, base = numbers[self._home[role]] == number, self.shares.get(role)
+            mesh = self._meshes[number]
+            shared = base is not None and self._meshes[numbers[self._home[base]]].parts_as(mesh)
+            stays, call = self._memory(role, number, calls, own=own, shared=shared)
+            for rank in mesh.ranks:
+                stay[rank] += stays
+                most[rank] = max(most[rank], call)
+        return float(max(a + b for a, b in zip(stay, most, strict=True)))
+
+    def _memory(self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool) -> tuple[int, int]:
+        """(what stays on a device, what comes to it while the role is called); `shared`: the weights are another role's."""
+        key = (role, number, calls, own, shared)
+        if key not in self._held:
+            loads, layout = [self.loads[call] for call in calls], self._meshes[number].layout
+            held = role_memory(self.networks[role], loads, layout, self.rates, own=own)
+            stays = held.kept if shared else held.held - held.away
+            self._held[key] = stays, held.call + (0 if shared else held.away)
+        return self._held[key]
+
+
+# -- candidates
+
+
+def ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
+    """Devices that may form a mesh: neighbours, as many as divide a node or some whole nodes."""
+    for size in _divisors(num_devices):
+        if (size <= per_node and per_node % size == 0) or size % per_node == 0:
+            for first in range(0, num_devices, size):
+                yield tuple(range(first, first + size))
+
+
+def layouts(size: int, per_node: int) -> Iterator[Layout]:
+    """All of d, t and p on so many devices, t within a node, whole copies and shards alike."""
+    for t in _divisors(size):
+        for p in _divisors(size // t):
+            d = size // t // p
+            if t <= per_node:
+                for f in dict.fromkeys((d, 1)):
+                    yield Layout(data=d, fsdp=f, tensor=t, pipeline=p)
+
+
+def candidates(num_devices: int, per_node: int, allowed: Callable[[Layout], Layout | None]) -> list[Mesh]:
+    """Every mesh with every layout that `allowed` lets through, in the form that it gives it."""
+    found = []
+    for ranks in ranges(num_devices, per_node):
+        found += [Mesh(made, ranks) for each in layouts(len(ranks), per_node) if (made := allowed(each)) is not None]
+    return list(dict.fromkeys(found))
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+# -- search
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best placement and that which the search began with; how many were `tried`, all of them or not."""
+
+    best: Estimate
+    first: Estimate
+    tried: int
+    exhaustive: bool
+
+
+def search(problem: Problem, start: Sequence[int]) -> Found:
+    """Never worse than `start` by its own estimate, and the same for the same problem."""
+    seen: dict[tuple[int, ...], Score] = {}
+
+    def look(choice: Sequence[int]) -> Score:
+        key = tuple(choice)
+        if key not in seen:
+            seen[key] = problem.score(key)
+        return seen[key]
+
+    look(start)
+    exhaustive = problem.size <= ALL
+    if exhaustive:
+        for choice in itertools.product(*(range(len(unit.meshes)) for unit in problem.units)):
+            look(choice)
+    else:
+        _descend(problem, _anneal(problem, _descend(problem, start, look), look), look)
+    best = min(seen, key=lambda choice: (seen[choice], choice))
+    return Found(problem.estimate(best), problem.estimate(start), len(seen), exhaustive)
+
+
+def _descend(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]) -> list[int]:
+    """Change one unit at a time, to its best mesh, as long as that helps."""
+    now = list(start)
+    while True:
+        before = look(now)
+        for number, unit in enumerate(problem.units):
+            rest = now[:number], now[number + 1 :]
+            now[number] = min((look([*rest[0], mesh, *rest[1]]), mesh) for mesh in range(len(unit.meshes)))[1]
+        if look(now) >= before:
+            return now
+
+
+def _anneal(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]) -> list[int]:
+    draw = random.Random(SEED)
+    movable = [number for number, unit in enumerate(problem.units) if len(unit.meshes) > 1]
+    now, best = list(start), list(start)
+    for turn in range(ANNEALED):
+        heat = HOT * (COLD / HOT) ** (turn / ANNEALED)
+        new = list(now)
+        for number in draw.sample(movable, min(len(movable), draw.choice((1, 1, 2)))):
+            new[number] = draw.randrange(len(problem.units[number].meshes))
+        worse = _energy(problem, look(new)) - _energy(problem, look(now))
+        if worse <= 0 or draw.random() < math.exp(-worse / heat):
+            now = new
+            if look(now) < look(best):
+                best = list(now)
+    return best
+
+
+def _energy(problem: Problem, score: Score) -> float:
+    over, step, _ = score
+    return math.log(max(step, 1e-12)) + 10.0 * over / max(problem.rates.capacity, 1.0)

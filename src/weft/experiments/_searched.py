@@ -1,0 +1,314 @@
+"""`allocation_mode=search`: the experiment with the placement that is found, and the lines that say how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.experiments import _checks as checks
+from weft.experiments._allocation import is_placed
+from weft.experiments._cost import Load, Network
+from weft.experiments._rates import GIB, Rates, cpu_rates, gpu_rates
+from weft.experiments._search import Estimate, Found, Problem, Unit, candidates, search
+from weft.experiments.common import RunConfig
+from weft.graph.mfc import MFCDef
+from weft.topology import LETTERS, Layout, Mesh
+
+if TYPE_CHECKING:
+    from weft.models.network.config import TransformerConfig
+
+PROMPT, ANSWER = 512, 512  # tokens, where nobody says
+PAIRED = ("paired_comparison", "preference", "ranking")  # datasets with two answers a row at least
+
+
+@dataclass(frozen=True)
+class Searched:
+    """`experiment` has the placement; `found` says how it was found, on devices of these `rates`."""
+
+    experiment: Experiment
+    found: Found
+    rates: Rates
+    loads: Mapping[str, Load]
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values: of each call, and of the same calls where the search began."""
+        made = self.found
+        return {
+            "device": self.rates.name,
+            "device_memory_gb": self.rates.capacity / GIB,
+            "tried": made.tried,
+            "exhaustive": made.exhaustive,
+            "search": _facts(made.best),
+            "heuristic": _facts(made.first),
+        }
+
+    def lines(self) -> list[str]:
+        """For people, before the run."""
+        best, first, made = self.found.best, self.found.first, self.found
+        how = f"all {made.tried:,} placements" if made.exhaustive else f"{made.tried:,} placements by annealing"
+        fits = (
+            ""
+            if not first.over
+            else f", which does not fit: {first.bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
+        )
+        lines = [
+            f"allocation_mode=search: {_seconds(best.step)} a step on {self.rates.name} as estimated, {_seconds(first.step)} "
+            f"with allocation_mode=heuristic{fits}; {how} looked at"
+        ]
+        for call, mesh in best.meshes.items():
+            load = self.loads[call]
+            lines.append(
+                f"  {call}: {_short(mesh)}, {_with_moving(best, call)}; heuristic {_short(first.meshes[call])}, "
+                f"{_with_moving(first, call)} ({load.sequences:,} x ({load.prompt:,} + {load.new:,}) tokens)"
+            )
+        lines.append(f"  memory: {best.bytes / GIB:.2f} GiB at most of {self.rates.capacity / GIB:.2f} on a device")
+        return lines
+
+
+def searched(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]) -> Searched | None:
+    """`given`: the roles as the user wrote them; those that name no layout, and their calls that name none, are placed. None
+    where there is nothing to choose, or a model's config.json is not here yet. Raises `ConfigError` where nothing fits."""
+    per_node = config.n_gpus_per_node or 1
+    count = config.n_nodes * per_node
+    roles = {call.role for call in experiment.graph.model_calls()}
+    free = {role for role in roles if not is_placed(given[role])}
+    if count == 1 or not free or not all(checks.model_config(given[role]) for role in roles if given[role].path):
+        return None
+    on_gpu, dtypes = _devices(experiment, config)
+    networks = {role: _network(experiment.roles[role], dtypes) for role in roles if experiment.roles[role].path}
+    rates = _rates(config, on_gpu, networks, per_node)
+    units, start = _units(experiment, free, count, per_node)
+    loads = {call.name: _load(experiment, config, call) for call in experiment.graph.model_calls()}
+    graph = experiment.graph
+    placed = [unit for unit in units if unit.role in networks]
+    problem = Problem(
+        units=placed,
+        networks=networks,
+        loads=loads,
+        order=graph.order,
+        producers={name: graph.producers(name) for name in graph.order},
+        rates=rates,
+        num_devices=max([count, *(1 + max(mesh.ranks) for unit in placed for mesh in unit.meshes)]),
+        lag=max((edge.max_staleness for edge in graph.version_edges), default=0),
+        shares=_sharing(experiment),
+    )
+    found = search(problem, [start[unit.calls] for unit in placed])
+    if found.best.over:
+        raise ConfigError(
+            f"allocation_mode=search: no placement on {count} devices fits; the least takes "
+            f"{found.best.bytes / GIB:.1f} GiB of a device's {rates.capacity / GIB:.1f} (search.memory_gb); lower "
+            "max_tokens_per_microbatch, set gradient_checkpointing=true, or take more devices"
+        )
+    return Searched(_placed(experiment, found.best, placed, free), found, rates, loads)
+
+
+def _placed(experiment: Experiment, best: Estimate, units: Sequence[Unit], free: set[str]) -> Experiment:
+    for unit in units:
+        if unit.role in free and len(unit.meshes) > 1:
+            for call in unit.calls:
+                mesh = best.meshes[call]
+                ranks = ",".join(map(str, mesh.ranks))
+                experiment = experiment.with_mfc(call, layout=str(mesh.layout), device_mesh=ranks)
+    return experiment
+
+
+def _units(
+    experiment: Experiment, free: set[str], count: int, per_node: int
+) -> tuple[list[Unit], dict[tuple[str, ...], int]]:
+    """What is placed, and where the heuristic has it: the number of its mesh by calls."""
+    groups: dict[tuple[str, str], list[MFCDef]] = {}
+    for call in experiment.graph.model_calls():
+        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
+    units, start = [], {}
+    for (role, _), calls in groups.items():
+        named = any(call.layout is not None or call.device_mesh is not None for call in calls)
+        now, names = experiment.mesh_of(calls[0]), tuple(call.name for call in calls)
+        meshes = [now]
+        if role in free and not named:
+            spec = experiment.roles[role]
+            at_once = min(_at_once(experiment, call) for call in calls)
+            found = candidates(count, per_node, _allowed(spec, at_once, trains=calls[0].trains))
+            meshes = list(dict.fromkeys([*found, now]))
+        units.append(Unit(role, names, tuple(meshes), trains=calls[0].trains))
+        start[names] = meshes.index(now)
+    return units, start
+
+
+def _allowed(spec: ModelSpec, at_once: int, *, trains: bool) -> Callable[[Layout], Layout | None]:
+    """The layout as the role's schedule has it, None where network, batch or options do not take it."""
+    from weft.checkpoints.hf_io import read_config
+    from weft.engine.torch.source import check_layout
+
+    assert spec.path is not None
+    network = read_config(spec.path, spec.type)[1]
+
+    def allowed(layout: Layout) -> Layout | None:
+        other_stage = (
+            trains and layout.data > 1 and spec.zero_stage is not None and (spec.zero_stage > 0) != (layout.fsdp > 1)
+        )
+        if layout.data > at_once or other_stage:
+            return None
+        try:
+            made = spec.placed(layout)
+            check_layout(spec, made, network)
+        except ConfigError:
+            return None
+        return made
+
+    return allowed
+
+
+def _at_once(experiment: Experiment, call: MFCDef) -> int:
+    """Ids that a call has at a time, one of which each data-parallel rank needs."""
+    updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1)) if call.trains else 1
+    return max(1, (call.batch_size or _ids(experiment)) // max(1, updates))
+
+
+# -- what the estimate is made of
+
+
+def _devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]:
+    """(whether they are GPUs, the dtype of a role that names none)"""
+    import torch
+
+    asked = experiment.control.device
+    on_gpu = config.search.gpu is not None or (asked or ("cuda" if torch.cuda.is_available() else "cpu")).startswith(
+        "cuda"
+    )
+    return on_gpu, "bfloat16" if on_gpu else "float32"
+
+
+def _rates(config: RunConfig, on_gpu: bool, networks: Mapping[str, Network], per_node: int) -> Rates:
+    import os
+
+    import torch
+
+    from weft.engine.device import memory_bytes
+
+    memory = config.search.memory_gb
+    if not on_gpu:
+        share = memory if memory is not None else 0.9 * memory_bytes(torch.device("cpu")) / GIB / per_node
+        return cpu_rates(len(os.sched_getaffinity(0)) / per_node, share, per_node)
+    if config.search.gpu is None and not torch.cuda.is_available():
+        raise ConfigError(
+            "allocation_mode=search: this machine has no GPU to look at; name the cluster's by search.gpu, such as H100"
+        )
+    name = config.search.gpu or torch.cuda.get_device_name(0)
+    dtype = "float32" if all(network.dtype == "float32" for network in networks.values()) else "bfloat16"
+    return gpu_rates(name, dtype, memory, per_node)
+
+
+def _network(spec: ModelSpec, dtype: str) -> Network:
+    from weft.checkpoints.hf_io import read_config
+
+    assert spec.path is not None
+    config = read_config(spec.path, spec.type)[1]
+    query, key, matrices = (
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        3 if config.gated else 2,
+    )
+    experts, attention = config.experts, 2 * config.hidden_size * (query + key)
+    inner, num = (
+        (config.intermediate_size, 1) if experts is None else (experts.top_k * experts.intermediate_size, experts.num)
+    )
+    whole = matrices * config.hidden_size * (inner if experts is None else num * experts.intermediate_size)
+    embedding = config.vocab_size * (config.embed_dim or config.hidden_size)
+    outputs = embedding if spec.head == "lm" else config.hidden_size
+    adapters = _adapters(spec, config) if spec.has_adapters else None
+    return Network(
+        layers=config.num_layers, hidden=config.hidden_size, query=query, key=key, inner=inner,
+        vocab=config.vocab_size if spec.head == "lm" else 1, active=attention + matrices * config.hidden_size * inner,
+        whole=attention + whole, embedding=embedding, outputs=outputs, gated=config.gated,
+        tied=config.tied and spec.head == "lm", dtype=spec.dtype or dtype, trained=spec.trained, trainable=adapters,
+        optimizer=spec.optimizer.type, recompute=spec.recomputed_layers, offload_weights=spec.offload and dtype != "float32",
+        offload_optimizer=spec.optimizer.offload and dtype != "float32",
+    )  # fmt: skip
+
+
+def _adapters(spec: ModelSpec, config: TransformerConfig) -> int:
+    """Elements of adapters of every matrix of every layer: at most what `lora.*` asks for."""
+    query, key, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
+    ends = 2 * (hidden + query) + 2 * (hidden + key) + (3 if config.gated else 2) * (hidden + config.intermediate_size)
+    return spec.lora.r * config.num_layers * ends
+
+
+def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> Load:
+    prompt, new, samples = _lengths(experiment, config)
+    rows = samples * (2 if experiment.dataset_type in PAIRED else 1)
+    epochs = int(call.args.get("epochs", 1)) if call.trains else 1
+    updates = max(1, experiment.updates_per_firing.get(call.name, 1) // epochs) if call.trains else 1
+    limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
+    return Load(call.method, _ids(experiment) * rows, prompt, new, updates, epochs, limit)
+
+
+def _ids(experiment: Experiment) -> int:
+    """Of one step."""
+    size, dataset = experiment.node(experiment.steps_follow).batch_size, experiment.dataset
+    return size or max(1, (dataset.train_tokens_per_batch or 0) // (dataset.max_seqlen or PROMPT + ANSWER))
+
+
+def _lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
+    """(tokens of a prompt, of an answer, answers that are sampled a prompt)"""
+    samplers = [call for call in experiment.graph.model_calls() if call.method == "generate"]
+    spec, written = config.search, getattr(config, "dataset", experiment.dataset)  # its lengths as the user set them
+    prompt = spec.prompt_tokens or written.max_prompt_len or min(PROMPT, experiment.dataset.max_prompt_len or PROMPT)
+    if samplers:
+        args = samplers[0].args
+        new = int(args.get("max_new_tokens") or MAX_NEW_TOKENS)
+        return prompt, spec.answer_tokens or new, int(args.get("samples_per_prompt", 1))
+    most = written.max_seqlen
+    if most is None:
+        return prompt, spec.answer_tokens or ANSWER, 1
+    prompt = min(prompt, max(1, most // 2))
+    return prompt, spec.answer_tokens or max(1, most - prompt), 1
+
+
+def _sharing(experiment: Experiment) -> dict[str, str]:
+    """References that are their actor with its adapters off."""
+    from weft.engine.torch.adapters_off import shares_base
+
+    return {
+        role: other
+        for role, spec in experiment.roles.items()
+        for other, trained in experiment.roles.items()
+        if role != other and shares_base(spec, trained)
+    }
+
+
+# -- for people
+
+
+def _facts(estimate: Estimate) -> dict[str, Any]:
+    calls = {
+        call: {
+            "layout": str(mesh.layout),
+            "devices": list(mesh.ranks),
+            "seconds": estimate.seconds[call],
+            "seconds_for_its_weights": estimate.moving[call],
+        }
+        for call, mesh in estimate.meshes.items()
+    }
+    return {"step_seconds": estimate.step, "memory_gb": estimate.bytes / GIB, "fits": not estimate.over, "calls": calls}
+
+
+def _short(mesh: Mesh) -> str:
+    degrees = {letter: getattr(mesh.layout, name) for letter, name in LETTERS.items()}
+    written = "".join(f"{k}{v}" for k, v in degrees.items() if v > 1 or k == "d")
+    first, last = mesh.ranks[0], mesh.ranks[-1]
+    if mesh.ranks != tuple(range(first, last + 1)):
+        return f"{written} on {','.join(map(str, mesh.ranks))}"
+    return f"{written} on {first}" if first == last else f"{written} on {first}-{last}"
+
+
+def _with_moving(estimate: Estimate, call: str) -> str:
+    moving = estimate.moving[call]
+    return _seconds(estimate.seconds[call]) + (f" + {_seconds(moving)} for its weights" if moving else "")
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3g} s" if number >= 0.1 else f"{1e3 * number:.3g} ms"

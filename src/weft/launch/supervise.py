@@ -1,0 +1,151 @@
+"""A run whose process Ray may end with itself is made in a child of the command's process, which starts another in its place.
+
+It goes on at the last recovery point. A run that this process alone computes needs none of this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from weft.errors import RunError
+from weft.experiment import Experiment
+from weft.launch.recover import RESTARTS
+from weft.observe.jsonl import read_rows
+from weft.observe.logs import append
+from weft.observe.observer import METRICS
+from weft.runtime.directory import RunDirectory
+from weft.runtime.processes import adopt_orphans, descendants, kill
+from weft.runtime.supervised import SUPERVISED
+
+
+def uses_ray(experiment: Experiment, mode: str) -> bool:
+    return mode == "ray" or experiment.num_devices > 1
+
+
+class Supervisor:
+    """Runs the command of this process, which makes this experiment, in a child until one has told how it ends."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._directory = RunDirectory.of(experiment.control)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._asked: int | None = None  # the signal by which somebody has asked the run to end
+        self._calls: dict[int, dict[str, Any]] = {}  # under way, by the number of their job
+        self._gone: str | None = None  # of Ray
+        self._code: int | None = None
+
+    def run(self) -> int:
+        """The exit code. Raises `RunError` where the child was lost, and does not come back: who, where, in which call."""
+        lost, restarts, left, furthest = "", 0, RESTARTS, -1
+        adopt_orphans()  # what a lost child leaves behind is this process's to end
+        with self._signals_passed_on():
+            while True:
+                self._follow(restarts)
+                if self._code is not None:
+                    return self._code
+                kill(descendants())
+                if self._directory.status() == "finished":
+                    return 0
+                lost, step = self._told(), self._step()
+                if step > furthest:
+                    left, furthest = RESTARTS, step
+                why_not = self._why_not(left, step)
+                if why_not is not None:
+                    raise self._failed(f"{lost}{why_not}", step)
+                left, restarts = left - 1, restarts + 1
+                self._note(f"{lost}; going on with another process (restart {RESTARTS - left} of {RESTARTS})")
+
+    def _follow(self, restarts: int) -> None:
+        """One child from its beginning to its end."""
+        self._calls, self._gone, self._code = {}, None, None
+        ours, its = os.pipe()
+        environment = {**os.environ, SUPERVISED: f"{its}:{restarts}:{os.getpid()}"}
+        self._child = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]], env=environment, pass_fds=[its], process_group=0
+        )
+        os.close(its)
+        if self._asked is not None:
+            self._pass_on(self._asked)
+        with os.fdopen(ours, encoding="utf-8") as told:
+            for each in told:
+                with suppress(ValueError):  # a line that its end cut off
+                    self._hear(json.loads(each))
+        self._child.wait()
+
+    def _hear(self, told: dict[str, Any]) -> None:
+        if "began" in told:
+            self._calls[told["began"]] = told
+        elif "over" in told:
+            self._calls.pop(told["over"], None)
+        elif "anew" in told:
+            self._calls, self._gone = {}, None
+        elif "gone" in told:
+            self._gone = told["gone"]
+        elif "ends" in told:
+            self._code = told["ends"]
+
+    @contextmanager
+    def _signals_passed_on(self) -> Iterator[None]:
+        """The child is in a process group of its own, so that Ctrl-C comes to it once, by this process."""
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            self._asked = number
+            self._pass_on(number)
+
+        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int) -> None:
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def _told(self) -> str:
+        """Who was lost, where, and in which calls."""
+        assert self._child is not None and self._child.returncode is not None
+        code = self._child.returncode
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        roles = {call.name: call.role for call in self._experiment.calls()}
+        calls = []
+        for each in list(self._calls.values())[:3]:
+            name = each["call"].rpartition("/")[2]
+            calls.append(f"call {name!r} of role {roles[name]!r} (firing {each['firing']}, {', '.join(each['where'])})")
+        at = f" in {' or '.join(calls)}" if calls else ""
+        why = self._gone or "Ray ends it where the raylet of its machine dies, the system where memory runs out"
+        return f"the run's process {self._child.pid} on {socket.gethostname()} was ended {how}{at}; {why}"
+
+    def _why_not(self, left: int, step: int) -> str | None:
+        """Why no other process takes its place."""
+        if self._asked is not None:
+            return "; it had been asked to stop, and the same command goes on from the last recovery point"
+        if self._experiment.control.recover_mode != "auto":
+            return f"; recover_mode={self._experiment.control.recover_mode} brings back nothing by itself"
+        if not left:
+            return f"; {RESTARTS} restarts before it brought no step after step {step}"
+        return None if self._directory.holds_run() else "; it had not begun"
+
+    def _step(self) -> int:
+        """The last one of which metrics.jsonl has the line."""
+        return max((int(line["step"]) for line in read_rows(self._directory.path / METRICS)), default=0)
+
+    def _failed(self, message: str, step: int) -> RunError:
+        if self._directory.holds_run():
+            append(self._directory.path, f"error: {message}")
+            self._directory.set_status("failed", step)
+        return RunError(message)
+
+    def _note(self, line: str) -> None:
+        append(self._directory.path, line)
+        print(line, file=sys.stderr, flush=True)

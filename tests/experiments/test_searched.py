@@ -1,0 +1,125 @@
+"""`allocation_mode=search` of whole experiments: what is placed, what stays where it is, what is reckoned with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.cases import prepare
+from tests.runtime.placed import Command
+from weft.errors import ConfigError
+from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig, _search
+from weft.experiments._cost import Network
+from weft.experiments._searched import _load, _network
+
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annealing, whose own tests are elsewhere."""
+    monkeypatch.setattr(_search, "ANNEALED", 200)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c"]}\n')
+    return tmp_path
+
+
+def config(kind: type[Any], folder: Path, rows: str, *roles: str) -> Any:
+    made = kind(experiment_name="e", trial_name="t", n_gpus_per_node=8, allocation_mode="search")
+    made.search.gpu = "H100"
+    for role in roles:
+        getattr(made, role).path, getattr(made, role).init_from_scratch = str(folder), True
+    made.dataset.path, made.dataset.train_bs_n_seqs = str(folder / rows), 64
+    return made
+
+
+def test_large_models_are_spread_and_fit(folder: Path) -> None:
+    ppo = config(PPOConfig, folder, "prompts.jsonl", "actor", "critic", "ref", "rew")
+    ppo.dataset.max_prompt_len, ppo.ppo.gen.max_new_tokens, ppo.search.memory_gb = 512, 1024, 60.0
+    made = ppo.build()
+    found, first = made.search["search"], made.search["heuristic"]
+    assert found["fits"] and not first["fits"] and found["memory_gb"] <= 60.0
+    assert found["step_seconds"] < first["step_seconds"]
+    for name, call in found["calls"].items():
+        mesh = made.mesh_of(made.node(name))
+        assert (str(mesh.layout), list(mesh.ranks)) == (call["layout"], call["devices"])
+    assert made.meshes()["actor"] == made.mesh_of(made.node("actor_train"))
+    assert made.num_devices <= 8
+    assert made.search == ppo.build().search
+
+
+def test_what_names_a_layout_stays_there(folder: Path) -> None:
+    dpo = config(DPOConfig, folder, "pairs.jsonl", "actor", "ref")
+    dpo.max_tokens_per_microbatch, dpo.dataset.max_seqlen = 4096, 2048
+    dpo.ref.layout, dpo.ref.device_mesh = "t2", "6-7"
+    made = dpo.build()
+    assert str(made.meshes()["ref"]) == "d1f1t2p1c1e1 (devices 6, 7)"
+    assert made.search["search"]["calls"]["ref_inf"]["devices"] == [6, 7]
+    dpo.ref.layout = dpo.ref.device_mesh = None
+    dpo.actor_train.layout = "d8"
+    assert str(dpo.build().mesh_of(dpo.build().node("actor_train")).layout) == "d8f8t1p1c1e1"
+
+
+def test_zero_stage_is_heeded(folder: Path) -> None:
+    sft = config(SFTConfig, folder, "pairs.jsonl", "model")
+    sft.model.zero_stage, sft.model.lora.r = 0, 8
+    layout = sft.build().meshes()["model"].layout
+    assert layout.fsdp == 1
+
+
+def test_where_nothing_fits_the_error_says_what_the_least_is(folder: Path) -> None:
+    sft = config(SFTConfig, folder, "pairs.jsonl", "model")
+    sft.search.memory_gb = 1.0
+    with pytest.raises(
+        ConfigError, match=r"no placement on 8 devices fits; the least takes \d+\.\d GiB of a device's 1\.0"
+    ):
+        sft.build()
+
+
+def test_a_cluster_of_gpus_is_named_where_this_machine_has_none(folder: Path) -> None:
+    sft = config(SFTConfig, folder, "pairs.jsonl", "model")
+    sft.search.gpu, sft.device = None, "cuda"
+    with pytest.raises(ConfigError, match=r"this machine has no GPU to look at; name the cluster's by search.gpu"):
+        sft.build()
+
+
+def test_sizes_of_a_network_and_loads_of_its_calls(folder: Path) -> None:
+    grpo = config(GRPOConfig, folder, "prompts.jsonl", "actor", "ref")
+    grpo.reward, grpo.grpo.group_size, grpo.grpo.gen.max_new_tokens = "length", 4, 256
+    made = grpo.build()
+    network: Network = _network(made.roles["actor"], "bfloat16")
+    assert network.parameters == 8_030_261_248 - (2 * 32 + 1) * 4096  # all of Llama 3 8B but its norms
+    loads = {call.name: _load(made, grpo, call) for call in made.graph.model_calls()}
+    assert {(load.sequences, load.prompt, load.new) for load in loads.values()} == {(256, 512, 256)}
+    assert loads["actor_train"].updates == made.updates_per_firing.get("actor_train", 1)
+    grpo.search.prompt_tokens, grpo.search.answer_tokens = 100, 50
+    assert _load(made, grpo, made.graph.model_calls()[0]).length == 150
+    dpo = config(DPOConfig, folder, "pairs.jsonl", "actor", "ref")
+    dpo.dataset.max_seqlen = 300
+    assert _load(dpo.build(), dpo, dpo.build().graph.model_calls()[0]).tokens == 64 * 2 * 300
+
+
+@pytest.mark.slow
+def test_a_run_on_two_devices_that_the_search_has_placed(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    prepare(tmp_path)
+    command = Command(
+        "ppo", "experiment_name=e", "trial_name=t", f"fileroot={tmp_path}/runs", f"actor.path={tmp_path}/model",
+        f"critic.path={tmp_path}/model", f"rew.path={tmp_path}/model", f"dataset.path={tmp_path}/prompts.jsonl",
+        "dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=6", "max_steps=2", "allocation_mode=search", "n_gpus_per_node=2",
+        "device=cpu", cwd=tmp_path,
+    )  # fmt: skip
+    code, out = command.end(400.0)
+    assert code == 0 and "allocation_mode=search:" in out and "  actor_train: d" in out, out

@@ -1,0 +1,146 @@
+"""What becomes of a run with mode=ray where its cluster fails: it comes back and ends with the numbers of one that was never
+disturbed, or ends with one message that says who, where and in which call."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests import ray_cluster
+from tests.launch.cases import prepare
+from tests.launch.test_recover import beyond, restarted, restarts, status_of, steps, until, words
+from tests.ray_cluster import WORKER, Nodes
+from tests.runtime.placed import Command, timeless, write_hooks
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+# Long enough for something to happen to it, and every call with a deadline.
+NAP = "ref_inf.pre_hooks=[{function: nap, args: {seconds: 1.0}}]"
+LONG_NAP = NAP.replace("1.0", "20.0")
+CALLS = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train")
+SLOW = ("max_steps=8", "total_train_epochs=3", NAP)
+SECONDS = 400.0  # for a run to end, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("failures")
+    prepare(folder)
+    write_hooks(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(root) -> Path:
+    """A run of the same length that nothing happens to, slowed down as the others."""
+    command = Command(*words(root, "whole", *SLOW), cwd=root)
+    code, out = command.end(SECONDS)
+    assert code == 0, out
+    return root / "whole" / "e" / "t"
+
+
+def on(nodes: Nodes, root: Path, folder: str, *more: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Command, Path]:
+    """The run on the cluster, once it has made its first step."""
+    for name, value in nodes.environment.items():
+        monkeypatch.setenv(name, value)
+    command = Command(*words(root, folder, "mode=ray", f"ray_address={nodes.address}", *SLOW, *more), cwd=root)
+    run = root / folder / "e" / "t"
+    command.after(run / "metrics.jsonl")
+    return command, run
+
+
+def errors(out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.startswith("error")]
+
+
+def test_workers_killed_at_random_moments_leave_no_trace(root, whole, monkeypatch):
+    draw = random.Random(3)
+    with ray_cluster.cluster() as nodes:
+        command, run = on(nodes, root, "shot", monkeypatch=monkeypatch)
+        seen = 0
+        for number in range(1, 5):
+            until(command, partial(beyond, run, seen))
+            time.sleep(draw.uniform(0.0, 2.0))
+            workers = nodes.processes(WORKER)
+            assert len(workers) == 2
+            os.kill(draw.choice(workers), signal.SIGKILL)
+            until(command, partial(restarted, run, number))
+            seen = steps(run)
+        code, out = command.end(SECONDS)
+        assert code == 0 and restarts(run) == 4 and command.none_left(20) and nodes.no_workers(), out
+        assert timeless(run) == timeless(whole)
+
+
+def test_a_node_that_is_lost_gives_way_to_another(root, whole, monkeypatch):
+    with ray_cluster.cluster(3) as nodes:
+        command, run = on(nodes, root, "node", monkeypatch=monkeypatch)
+        used = next(index for index in (1, 2) if nodes.processes(WORKER, index))
+        nodes.lose(used)
+        code, out = command.end(SECONDS)
+        assert code == 0 and restarts(run) == 1 and command.none_left(20) and nodes.no_workers(), out
+        assert timeless(run) == timeless(whole)
+
+
+def test_where_no_node_is_left_one_message_says_who_and_in_which_call(root, monkeypatch):
+    with ray_cluster.cluster() as nodes:
+        command, run = on(nodes, root, "off", "recover_mode=disabled", LONG_NAP, monkeypatch=monkeypatch)
+        time.sleep(2.0)  # it is in that call
+        nodes.lose(1)
+        code, out = command.end(SECONDS)
+        assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
+        assert f"device 1 ({socket.gethostname()}, process " in errors(out)[0] and "call '" in errors(out)[0], out
+        assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()
+
+
+def test_a_head_that_is_lost_and_comes_again_costs_no_step(root, whole, monkeypatch):
+    with ray_cluster.cluster() as nodes:
+        command, run = on(nodes, root, "head", monkeypatch=monkeypatch)
+        nodes.lose(0)
+        time.sleep(30)
+        nodes.start_head()
+        nodes.add()
+        code, out = command.end(SECONDS)
+        assert code == 0 and command.none_left(20) and nodes.no_workers(), out
+        assert timeless(run) == timeless(whole)
+
+
+def test_a_head_that_is_lost_ends_the_run_with_one_message(root, monkeypatch):
+    with ray_cluster.cluster() as nodes:
+        command, run = on(nodes, root, "headless", "recover_mode=disabled", LONG_NAP, monkeypatch=monkeypatch)
+        time.sleep(2.0)  # it is in that call
+        nodes.lose(0)
+        code, out = command.end(SECONDS)
+        assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
+        assert "Ray's head" in errors(out)[0] or "Ray's raylet" in errors(out)[0], out
+        port = nodes.address.rpartition(":")[2]
+        assert f":{port}) is gone" in errors(out)[0] and "call '" in errors(out)[0], out
+        assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()
+
+
+def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(root, whole, monkeypatch):
+    with ray_cluster.cluster() as nodes:
+        command, run = on(nodes, root, "still", *(f"{call}.deadline_s=40" for call in CALLS), monkeypatch=monkeypatch)
+        (worker,) = nodes.processes(WORKER, 1)
+        os.kill(worker, signal.SIGSTOP)
+        code, out = command.end(SECONDS)
+        assert code == 0 and restarts(run) == 1 and command.none_left(20) and nodes.no_workers(), out
+        log = (run / "log.txt").read_text()
+        assert "died in call '" in log and "it has said nothing for 40 s" in log and f"process {worker})" in log, log
+        assert timeless(run) == timeless(whole)
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run_with_one_message(root, monkeypatch):
+    with ray_cluster.cluster() as nodes:
+        die_at_2 = "ref_inf.pre_hooks=[{function: die, args: {step: 2}}]"
+        command, run = on(nodes, root, "always", die_at_2, monkeypatch=monkeypatch)
+        code, out = command.end(SECONDS)
+        assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
+        assert "device 1 (" in errors(out)[0] and "call 'ref_inf' of role 'ref'" in errors(out)[0]
+        assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()

@@ -1,0 +1,92 @@
+"""A run of several devices whose own process is ended: another goes on in its place, or one message says what was lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.cases import prepare
+from tests.launch.test_recover import status_of, words
+from tests.runtime.placed import Command, timeless, write_hooks
+from weft.launch.supervise import uses_ray
+
+pytest.importorskip("ray")
+NAP = "ref_inf.pre_hooks=[{function: nap, args: {seconds: 5.0}}]"
+SECONDS = 400.0
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("supervise")
+    prepare(folder)
+    write_hooks(folder)
+    return folder
+
+
+def under_way(root: Path, folder: str, *more: str) -> tuple[Command, Path, int]:
+    """The run in its second reference call, and the process that drives it."""
+    command = Command(*words(root, folder, "max_steps=3", NAP, *more), cwd=root)
+    run = root / folder / "e" / "t"
+    command.after(run / "metrics.jsonl", 300.0)
+    time.sleep(2.0)
+    (child,) = children(command.process.pid)
+    return command, run, child
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_another_process_goes_on_and_the_numbers_stay(root):
+    plain = Command(*words(root, "plain", "max_steps=3", NAP), cwd=root)
+    assert plain.end(SECONDS)[0] == 0
+    command, run, child = under_way(root, "lost")
+    os.kill(child, signal.SIGKILL)
+    code, out = command.end(SECONDS)
+    assert code == 0 and command.none_left(5), out
+    log = (run / "log.txt").read_text()
+    assert f"the run's process {child} on " in log and "was ended by SIGKILL in call 'ref_inf' of role 'ref'" in log
+    assert "going on with another process (restart 1 of 3)" in log and "going on after step 1" in log
+    assert timeless(run) == timeless(root / "plain" / "e" / "t")
+
+
+@pytest.mark.slow
+def test_without_recovery_one_message_says_what_was_lost(root):
+    command, run, child = under_way(root, "off", "recover_mode=disabled")
+    os.kill(child, signal.SIGKILL)
+    code, out = command.end(SECONDS)
+    told = [line for line in out.splitlines() if line.startswith("error")]
+    assert code == 1 and len(told) == 1 and "Traceback" not in out and command.none_left(5), out
+    assert f"process {child} on " in told[0] and "call 'ref_inf' of role 'ref' (firing 1, device 1 (" in told[0]
+    assert status_of(run) == "failed" and told[0] in (run / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_command_comes_to_the_run_once(root, number, code):
+    command, run, _ = under_way(root, f"asked{code}")
+    command.signal(number)
+    ended, out = command.end(SECONDS)
+    assert ended == code and "after step 2" in out and "stopped at once" not in out and command.none_left(20), out
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 and status_of(run) == "stopped"
+
+
+@pytest.mark.slow
+def test_with_the_command_its_processes_end(root):
+    command, _, _ = under_way(root, "shot")
+    command.process.kill()
+    assert command.none_left(150)
+
+
+def test_what_one_process_computes_is_not_supervised(root):
+    from tests.launch.cases import dpo
+
+    config = dpo(root, "alone")
+    assert not uses_ray(config.build(), "local") and uses_ray(config.build(), "ray")
+    config.ref.device_mesh, config.actor.lora.r = "1", 0
+    assert uses_ray(config.build(), "local")
