@@ -11,9 +11,10 @@ from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.realloc.plan import Transfer, plan
 from weft.realloc.traffic import traffic
-from weft.runtime.commands import Built, Move, Prepare, SyncHere
+from weft.runtime.commands import Built, Keep, Move, Prepare, SyncHere
 from weft.runtime.device_process import Command
 from weft.runtime.dispatch import Dispatch, Given, Job
+from weft.runtime.lanes import own_lanes
 from weft.runtime.roles import Place, common
 from weft.topology import Slice
 
@@ -50,6 +51,12 @@ class Parameters:
         self._weights = dict.fromkeys(experiment.copies(), 0)
         self._copies = [place for place in self._weights if any(self._held(place).values())]  # with parameters
         self._stale: dict[Place, bool] = {}  # copies that need others, and whether more than what train steps change
+        # Of which version they are, once all that is asked for is done, where a train step or a call has told: a role's own
+        # weights, a copy's, and what is kept until a call on a copy uses it.
+        self._versions: dict[str, int] = {}
+        self._copied: dict[Place, int] = {}
+        self._kept: dict[tuple[Place, int], Way] = {}
+        self._ahead = set(own_lanes(experiment).values())
         self._changing: dict[str, Job] = {}  # the last that changed a role's own weights
         self._ways: dict[tuple[Place, Place, tuple[str, ...]], Way] = {}
         self._unready: dict[str, BaseException] = {}  # why ranks do not know a way, by its key
@@ -105,6 +112,23 @@ class Parameters:
 
     # -- from a role to its copies
 
+    def keep(self, role: str, version: int, failed: Failures) -> None:
+        """Keep the role's own weights, which are of this version, for later calls on copies that lack them."""
+        for place in self._ahead:
+            if place[0] == role and self._copied.get(place) != version:
+                source = self._own(role)
+                self._kept[place, version] = way = self._prepare(source, place, self._behind(place))
+                job = Job(
+                    f"keeping weights of {role!r}", source[1].ranks, _same(Keep(way.key, source, version)), _nothing, failed,
+                    roles=frozenset({role}),
+                )  # fmt: skip
+                self._dispatch.submit(job)
+
+    def trained(self, role: str, job: Job, version: int) -> None:
+        """`job` is a train step, after which the role's own weights are of this version."""
+        self.changed(role, job)
+        self._versions[role] = version
+
     def changed(self, role: str, job: Job | None, *, whole: bool = False) -> None:
         """`job` is to change the role's own weights: those that train steps change, or with `whole` any."""
         if job is not None:
@@ -114,23 +138,38 @@ class Parameters:
                 self._stale[place] = whole or self._stale.get(place, False)
 
     def restored(self) -> None:
-        """Every role's own weights are others now."""
+        """Every role's own weights are others now, of no version that was told; nothing is kept."""
+        self._versions.clear()
+        self._copied.clear()
+        self._kept.clear()
         for role in self._meshes:
             self.changed(role, None, whole=True)
 
-    def refresh(self, place: Place, failed: Failures) -> int | None:
-        """Have a copy get its role's weights before what is submitted next, if it lacks them; which ones it has then. None for
-        a role's own engine."""
+    def refresh(self, place: Place, failed: Failures, version: int | None = None) -> int | None:
+        """Have a copy get its role's newest weights, or those of a version, before what is submitted next, if it lacks them;
+        which ones it has then. None for a role's own engine."""
         if place not in self._weights:
             return None
-        if place in self._stale:
-            source, whole = self._own(place[0]), self._stale.pop(place)
-            self._weights[place] += 1
-            names = self._common(source, place, partly=False) if whole else self._trained(place)
-            way = self._prepare(source, place, names)
-            what = Move(way.key, source, place, weights=self._weights[place])
-            self._submit(way, what, f"moving the weights of {place[0]!r} to {place[1]}", _nothing, failed)
+        newest = self._versions.get(place[0], version)
+        if place in self._stale and version in (None, newest):
+            self._refresh(place, self._prepare(self._own(place[0]), place, self._behind(place)), failed)
+            del self._stale[place]
+        elif version is not None and version != self._copied.get(place, newest):
+            self._refresh(place, self._kept.pop((place, version)), failed, version)
+        wanted = newest if version is None else version
+        if wanted is not None:
+            self._copied[place] = wanted
         return self._weights[place]
+
+    def _refresh(self, place: Place, way: Way, failed: Failures, kept: int | None = None) -> None:
+        self._weights[place] += 1
+        what = Move(way.key, self._own(place[0]), place, weights=self._weights[place], kept=kept)
+        self._submit(way, what, f"moving the weights of {place[0]!r} to {place[1]}", _nothing, failed)
+
+    def _behind(self, place: Place) -> list[str]:
+        """The parameters in which a copy may differ from its role."""
+        whole = self._stale.get(place, False)
+        return self._common(self._own(place[0]), place, partly=False) if whole else self._trained(place)
 
     def _trained(self, place: Place) -> list[str]:
         """The parameters that train steps of the role change; all where its engine does not tell."""
