@@ -173,7 +173,7 @@ def test_on_two_devices_kept_weights_and_adapters_give_the_numbers_of_one_proces
 def words(root: Path, folder: str, algorithm: str, *more: str) -> list[str]:
     """As `grpo` and `ppo` of the cases, for a command line."""
     own = {
-        "ppo": [f"critic.path={root}/model", f"rew.path={root}/model"],
+        "ppo": [f"critic.path={root}/model", f"rew.path={root}/model", "ppo.ppo_n_minibatches=2"],
         "grpo": ["reward=tests.launch.cases:coin", "grpo.group_size=3"],
     }[algorithm]
     return [
