@@ -135,6 +135,36 @@ def test_no_number_depends_on_time_nor_on_devices(tmp_path, monkeypatch, drop):
         assert timeless(apart) == timeless(here) and apart.weights() == here.weights()
 
 
+def test_a_call_that_takes_newer_weights_begins_with_those_that_are_there(tmp_path, monkeypatch):
+    """With weights up to 2 steps old: training of a batch ends once the sampling after the next has begun, which gets the new
+    weights in its middle."""
+    generate, train, seen = ToyGenerate.generate, ToyTrain.train_step, dict[int, tuple[int, int]]()
+    begun = threading.Condition()
+
+    def sample(self, model, batch):
+        version, end = model.engine.version, time.monotonic() + SECONDS
+        with begun:
+            seen[model.step] = (version, version)
+            begun.notify_all()
+        while model.step >= 2 and model.engine.version < model.step - 1:
+            assert time.monotonic() < end, f"no weights come in the middle of {model.step}"
+            if model.updates.are_waiting():
+                model.updates.take(left=True)
+        seen[model.step] = (version, model.engine.version)
+        return generate(self, model, batch)
+
+    def hold(self, model, minibatches):
+        ahead = model.step + 2
+        with begun:
+            assert begun.wait_for(lambda: ahead >= BATCHES - 1 or ahead in seen, SECONDS), f"{ahead} does not begin"
+        return train(self, model, minibatches)
+
+    monkeypatch.setattr(ToyGenerate, "generate", sample)
+    monkeypatch.setattr(ToyTrain, "train_step", hold)
+    toy(tmp_path, 2, interruptible=True, control={"max_steps": BATCHES - 1}).run()
+    assert seen == {number: (max(0, number - 2), max(0, number - 1)) for number in range(BATCHES - 1)}
+
+
 class Halt(Exception):
     pass
 

@@ -136,6 +136,25 @@ def test_a_copy_gets_the_weights_of_a_version_when_a_call_wants_them(tmp_path) -
     assert there.refresh(place, fails, 3) == 3 and recorder.commands() == []
 
 
+def test_a_call_that_takes_newer_weights_does_not_wait_for_them(tmp_path) -> None:
+    there, recorder, place = lagging(tmp_path)
+    assert there.follow(place, fails, 0) == 0
+    first = step(there, 0)
+    assert there.follow(place, fails) == 0, "while a call is under way"
+    (job,) = recorder.jobs
+    assert job.after == [first] and not job.roles, "nothing is held up by it"
+    recorder.commands()
+    assert there.follow(place, fails, 0) == 0 and recorder.commands() == [], "they are on their way"
+    step(there, 1)
+    assert there.follow(place, fails, 1) == 1
+    assert [job.roles for job in recorder.jobs] == [frozenset()]
+    recorder.commands()
+    step(there, 2)
+    step(there, 3)
+    assert there.follow(place, fails, 4) == 3, "those that it may have are older"
+    assert [job.roles for job in recorder.jobs] == [{"actor"}]
+
+
 def test_after_a_restart_the_first_weights_are_the_newest(tmp_path) -> None:
     there, recorder, place = lagging(tmp_path)
     step(there, 0)
@@ -209,6 +228,6 @@ def test_a_sync_between_different_networks_is_refused_at_the_start(tmp_path) -> 
     made = experiment(tmp_path)
     there, _ = parameters(made)
     other = next(place for place in made.meshes().items() if place[0] == "ref")
-    there._built[1].slices[other] = {"base": whole((4, 6))}
+    there._ways._built[1].slices[other] = {"base": whole((4, 6))}
     with pytest.raises(ConfigError, match=r"actor -> ref: parameters differ between the two roles \(lora_a\)"):
         there.begin()

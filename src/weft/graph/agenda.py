@@ -19,7 +19,8 @@ from weft.graph.ready import Buffer, Firing
 @dataclass(frozen=True)
 class Beginning:
     """A firing that may begin. `version`: a call with a lane of its own uses the weights of after so many firings of its
-    training node, whatever that has made since. `keeps`: it trains, and calls that wait are to use the weights it finds."""
+    training node, whatever that has made since; an interruptible one those or newer ones. `keeps`: it trains, and calls that
+    wait are to use the weights that it finds."""
 
     firing: Firing
     version: int | None = None
@@ -31,7 +32,8 @@ class _Decided:
     firing: Firing
     after: Mapping[str, int]  # node -> how many of its firings must be over
     lane: str | None  # firings of one lane begin in order; host functions have none
-    weights: tuple[str, int] | None  # (training node, version) of a call with a lane of its own
+    version: int | None  # of the weights that a call with a lane of its own uses
+    wants: tuple[str, int] | None  # (training node, version), where it must not have newer ones
 
 
 class Agenda:
@@ -56,12 +58,12 @@ class Agenda:
         for edge in self._graph.waits_for(firing.node):
             after[edge.producer] = buffer.fired.get(edge.producer, 0)
         lane = (node.role if self._by_role else "") if isinstance(node, MFCDef) else None
-        weights = None
+        version = wants = None
         if isinstance(node, MFCDef) and node.name in self._lanes:
             (edge,) = self._graph.waits_for(node.name)
-            lane = self._lanes[node.name]
-            weights = None if node.interruptible else (edge.producer, after[edge.producer])
-        self._waiting.append(_Decided(firing, after, lane, weights))
+            lane, version = self._lanes[node.name], after[edge.producer]
+            wants = None if node.interruptible else (edge.producer, version)
+        self._waiting.append(_Decided(firing, after, lane, version, wants))
 
     def take(self) -> list[Beginning]:
         """Those that may begin now, in the order in which they are to; they leave the agenda."""
@@ -76,8 +78,5 @@ class Agenda:
             if each.lane is not None:
                 held.add(each.lane)
         self._waiting = left
-        wanted = {each.weights for each in left}
-        return [
-            Beginning(each.firing, each.weights and each.weights[1], (each.firing.node, each.firing.step) in wanted)
-            for each in begin
-        ]
+        wanted = {each.wants for each in left}
+        return [Beginning(each.firing, each.version, (each.firing.node, each.firing.step) in wanted) for each in begin]

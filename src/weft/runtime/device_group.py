@@ -74,7 +74,8 @@ class DeviceGroup:
             self._ask("opening its log", self._all, lambda rank: command)
         node = self._calls[mfc]
         mesh, task = self._mesh_of[mfc], (mfc, step)
-        weights = self._parameters.refresh((node.role, mesh), self._fails(task), version)
+        get = self._parameters.follow if node.interruptible else self._parameters.refresh
+        weights = get((node.role, mesh), self._fails(task), version)
         if keeps:
             self._parameters.keep(node.role, step, self._fails(task))
         ids = owners([part for minibatch in parts for part in minibatch])
@@ -117,7 +118,7 @@ class DeviceGroup:
             self._parameters.trained(node.role, job, step + 1)
             for place in set(self._interruptible.values()):
                 if place[0] == node.role:
-                    self._parameters.refresh(place, self._fails(task))
+                    self._parameters.follow(place, self._fails(task))
 
     def _lacking(self, rank: int, ids: Sequence[str], keys: Iterable[str]) -> list[Want]:
         with self._lock:

@@ -36,7 +36,7 @@ class WorkerGroup(Protocol):
 
         A call uses its role's newest weights, or with `version` those that were there after so many train steps. These are
         what its copy of the role has, the newest, or kept, by the train step number `version` that was submitted with `keeps`.
-        Versions of a copy never go back."""
+        Versions of a copy never go back. An interruptible call may have newer ones than these."""
         ...
 
     def sync(self, s: ParamSync, step: int) -> None:
