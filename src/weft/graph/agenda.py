@@ -58,7 +58,8 @@ class Agenda:
         for edge in self._graph.waits_for(firing.node):
             after[edge.producer] = buffer.fired.get(edge.producer, 0)
         lane = (node.role if self._by_role else "") if isinstance(node, MFCDef) else None
-        version = wants = None
+        version: int | None = None
+        wants: tuple[str, int] | None = None
         if isinstance(node, MFCDef) and node.name in self._lanes:
             (edge,) = self._graph.waits_for(node.name)
             lane, version = self._lanes[node.name], after[edge.producer]
