@@ -136,10 +136,10 @@ def test_no_number_depends_on_time_nor_on_devices(tmp_path, monkeypatch, drop):
 
 
 def test_a_call_that_takes_newer_weights_begins_with_those_that_are_there(tmp_path, monkeypatch):
-    """With weights up to 2 steps old: training of a batch ends once the sampling after the next has begun, which gets the new
-    weights in its middle."""
+    """With weights up to 2 steps old: sampling ends once training of the batch before it has begun, and that ends once sampling
+    of the next batch has begun, which gets the new weights in its middle."""
     generate, train, seen = ToyGenerate.generate, ToyTrain.train_step, dict[int, tuple[int, int]]()
-    begun = threading.Condition()
+    begun, trained = threading.Condition(), set[int]()
 
     def sample(self, model, batch):
         version, end = model.engine.version, time.monotonic() + SECONDS
@@ -151,11 +151,18 @@ def test_a_call_that_takes_newer_weights_begins_with_those_that_are_there(tmp_pa
             if model.updates.are_waiting():
                 model.updates.take(left=True)
         seen[model.step] = (version, model.engine.version)
+        with begun:
+            before = model.step - 1
+            assert begun.wait_for(lambda: before < 0 or before in trained, SECONDS), (
+                f"training of {before} does not begin"
+            )
         return generate(self, model, batch)
 
     def hold(self, model, minibatches):
         ahead = model.step + 2
         with begun:
+            trained.add(model.step)
+            begun.notify_all()
             assert begun.wait_for(lambda: ahead >= BATCHES - 1 or ahead in seen, SECONDS), f"{ahead} does not begin"
         return train(self, model, minibatches)
 
