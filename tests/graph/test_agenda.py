@@ -7,16 +7,22 @@ from hypothesis import strategies as st
 
 from tests.graph.test_ready import SIZES, ppo
 from weft.graph.agenda import Agenda
+from weft.graph.ahead import first
 from weft.graph.mfc import MFCDef
 from weft.graph.ready import Buffer, Firing, ready
 
 
-def decided(graph, num_ids: int) -> tuple[Agenda, list[Firing], dict[str, int]]:
+def taken(agenda: Agenda) -> list[tuple[str, tuple[str, ...]]]:
+    return [(each.firing.node, each.firing.ids) for each in agenda.take()]
+
+
+def decided(graph, num_ids: int, lanes=None) -> tuple[Agenda, list[Firing], dict[str, int]]:
     """Everything that an epoch of `num_ids` ids amounts to, decided before any of it begins."""
     over: dict[str, int] = {}
-    agenda, buffer, log = Agenda(graph, over), Buffer(closed=True), list[Firing]()
+    agenda, buffer, log = Agenda(graph, over, lanes), Buffer(closed=True), list[Firing]()
     buffer.add([str(i) for i in range(num_ids)], ["prompt"])
     while firings := ready(graph, buffer, buffer.finished, []):
+        firings = first(graph, firings) if lanes else firings
         for firing in firings:
             buffer.start(firing)
             agenda.add(firing, buffer)
@@ -35,7 +41,7 @@ def test_firings_begin_when_what_they_read_is_there_and_calls_in_the_order_they_
     agenda, log, over = decided(graph, num_ids)
     begun, running, through = list[Firing](), list[Firing](), set[tuple[str, str]]()
     while agenda or running:
-        for firing in agenda.take():
+        for firing in [each.firing for each in agenda.take()]:
             for id in firing.ids:
                 assert all((producer, id) in through for producer in graph.producers(firing.node))
             for edge in graph.waits_for(firing.node):
@@ -61,10 +67,33 @@ def test_firings_begin_when_what_they_read_is_there_and_calls_in_the_order_they_
 def test_weights_that_may_be_old_let_a_role_overtake_another():
     graph = ppo(1, staleness=1)
     agenda, _, over = decided(graph, 2)
-    assert [f.node for f in agenda.take()] == ["gen"]
+    assert [node for node, _ in taken(agenda)] == ["gen"]
     over["gen"] = 1
-    assert [(f.node, f.ids) for f in agenda.take()] == [("ref_inf", ("0",)), ("reward", ("0",)), ("gen", ("1",))]
+    assert taken(agenda) == [("ref_inf", ("0",)), ("reward", ("0",)), ("gen", ("1",))]
     over["reward"] = 1
-    assert [f.node for f in agenda.take()] == ["filter"]
+    assert [node for node, _ in taken(agenda)] == ["filter"]
     over["filter"] = 1
-    assert [f.node for f in agenda.take()] == ["critic_inf"], "ref_inf and gen still run, and are decided on before it"
+    assert [node for node, _ in taken(agenda)] == ["critic_inf"], (
+        "ref_inf and gen still run, and are decided on before it"
+    )
+
+
+def test_training_does_not_wait_for_calls_with_a_lane_of_their_own_and_keeps_the_weights_that_they_want():
+    """With weights up to 2 steps old: completions 1 and 2 are sampled with the first weights, completion 3 with the next."""
+    agenda, _, over = decided(ppo(1, staleness=2), 4, {"gen": "copy"})
+
+    def go(*ends: str) -> list[tuple[str, int, int | None, bool]]:
+        for node in ends:
+            over[node] = over.get(node, 0) + 1
+        found = [(each.firing.node, each.firing.step, each.version, each.keeps) for each in agenda.take()]
+        return [each for each in found if each[0] in ("gen", "actor_train")]
+
+    assert go() == [("gen", 0, 0, False)]
+    assert go("gen") == [("gen", 1, 0, False)]
+    go("reward", "ref_inf")
+    go("filter")
+    go("critic_inf")
+    assert go("advantages") == [("actor_train", 0, None, True)], "the sampling of 1 goes on, that of 2 has not begun"
+    assert go("actor_train") == []
+    assert go("gen") == [("gen", 2, 0, False)]
+    assert go("gen") == [("gen", 3, 1, False)]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine import layouts
 from tests.launch.cases import grpo, ppo, prepare
-from tests.runtime.placed import timeless, write_hooks
+from tests.runtime.placed import Command, timeless, write_hooks
 from weft.errors import ConfigError
 from weft.experiments.common import RunConfig
 from weft.launch import run
@@ -17,6 +20,7 @@ from weft.observe.timeline import read_spans
 from weft.runtime import disk
 
 STEPS = 4
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +103,17 @@ def test_a_run_goes_on_with_what_was_sampled_ahead(root: Path) -> None:
     assert found == timeless(whole)[2:]
 
 
-def elsewhere(case: Any, root: Path, folder: str, nap: float) -> RunConfig:
+def test_adapters_run_ahead(root: Path) -> None:
+    config = lagging(grpo, root, "adapters", 1)
+    config.actor.lora.r = 4
+    done = lines(run(config).directory)
+    assert [line["actor_train/staleness"] for line in done] == [0.0, 1.0, 1.0, 1.0]
+    assert done[-1]["sampler_correction/weight_max"] > 1.0
+
+
+def elsewhere(case: Any, root: Path, folder: str, nap: float, staleness: int = 1) -> RunConfig:
     """Completions are sampled on device 1, by a copy of the actor; sampling and training take a while."""
-    config = lagging(case, root, folder, 1)
+    config = lagging(case, root, folder, staleness)
     config.actor_gen.device_mesh, config.imports = "1", [str(root / "placed_hooks.py")]
     config.actor_gen.pre_hooks = config.actor_train.pre_hooks = [{"function": "nap", "args": {"seconds": nap}}]
     return config
@@ -132,3 +144,141 @@ def test_on_two_devices_completions_take_up_new_weights_in_their_middle(root: Pa
     assert len(done) == STEPS
     assert sum(line["actor_gen/interruptions_max"] for line in done) > 0
     assert any(0.0 < line["actor_train/staleness"] < line["actor_train/staleness_max"] == 1.0 for line in done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("staleness", "rank"), [(1, 4), (3, 0), (2, 4)])
+def test_on_two_devices_kept_weights_and_adapters_give_the_numbers_of_one_process(
+    root: Path, staleness: int, rank: int
+) -> None:
+    """Training takes no time and sampling some, so that several versions are kept; only what is trained goes to the copy."""
+    pytest.importorskip("ray")
+    runs = []
+    for name in ("apart", "here"):
+        folder = f"{name}-{staleness}-{rank}"
+        made = (
+            elsewhere(grpo, root, folder, 0.0, staleness) if name == "apart" else lagging(grpo, root, folder, staleness)
+        )
+        made.max_steps, made.actor.lora.r = 6, rank
+        if name == "apart":
+            made.actor_gen.pre_hooks = [{"function": "nap", "args": {"seconds": 0.7}}]
+        runs.append(run(made).directory)
+    apart, here = runs
+    assert timeless(apart) == timeless(here)
+    assert [line["actor_train/staleness"] for line in lines(apart)] == [float(min(n, staleness)) for n in range(6)]
+    assert (apart / "samples.jsonl").read_text() == (here / "samples.jsonl").read_text()
+    assert disk.checksums(apart / "checkpoints") == disk.checksums(here / "checkpoints")
+
+
+def words(root: Path, folder: str, algorithm: str, *more: str) -> list[str]:
+    """As `grpo` and `ppo` of the cases, for a command line."""
+    own = {
+        "ppo": [f"critic.path={root}/model", f"rew.path={root}/model", "ppo.ppo_n_minibatches=2"],
+        "grpo": ["reward=tests.launch.cases:coin", "grpo.group_size=3"],
+    }[algorithm]
+    return [
+        algorithm, "experiment_name=e", "trial_name=t", f"fileroot={root}/{folder}", f"actor.path={root}/model",
+        "actor.optimizer.lr=1e-3", f"dataset.path={root}/prompts.jsonl", "dataset.train_bs_n_seqs=2", "total_train_epochs=2",
+        f"{algorithm}.gen.max_new_tokens=8", *own, *more,
+    ]  # fmt: skip
+
+
+def finished(*asked: str, **environment: str | None) -> str:
+    command = Command(*asked, cwd=REPOSITORY, **environment)
+    code, out = command.end(900.0)
+    assert code == 0 and command.none_left(), out
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "staleness"), [("actor_gen", 1), ("actor_train", 1), ("actor_gen", 2)])
+def test_a_device_that_dies_while_batches_are_sampled_ahead_leaves_no_trace(
+    root: Path, call: str, staleness: int
+) -> None:
+    pytest.importorskip("ray")
+    asked = (
+        "max_steps=6", f"grpo.max_staleness={staleness}", "actor_gen.device_mesh=1", "recover_freq_steps=2",
+        "recover_mode=auto", f"imports=[{root}/placed_hooks.py]",
+    )  # fmt: skip
+    name = f"{call}-{staleness}"
+    finished(*words(root, f"whole-{name}", "grpo", *asked))
+    die = f"{call}.pre_hooks=[{{function: die, args: {{step: 3, flag: {root}/{name}}}}}]"
+    finished(*words(root, f"died-{name}", "grpo", *asked, die))
+    whole, died = (root / f"{which}-{name}" / "e" / "t" for which in ("whole", "died"))
+    assert "restart 1 of 3" in (died / "log.txt").read_text()
+    assert timeless(died) == timeless(whole)
+    assert (died / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    assert disk.checksums(died / "checkpoints") == disk.checksums(whole / "checkpoints")
+
+
+TOKEN = 3  # after which new weights come
+
+
+def interrupted(root: Path, folder: str, algorithm: str, *more: str) -> tuple[Path, dict[int, Any]]:
+    """The run, and (tokens, versions) of the completions of each sampling."""
+    dump = root / f"{folder}-dump"
+    asked = (f"{algorithm}.max_staleness=1", f"{algorithm}.interrupt_generation=true", "max_steps=3")
+    said = words(root, folder, algorithm, *asked, "imports=[tests.launch.interrupting]", *more)
+    finished(*said, WEFT_TEST_TOKEN=str(TOKEN), WEFT_TEST_DUMP=str(dump))
+    found: dict[int, Any] = {}
+    for path in sorted(dump.iterdir()):
+        of_step = found.setdefault(int(path.stem.split("-")[0]), {})
+        for key, completion in json.loads(path.read_text()).items():
+            assert of_step.setdefault(key, completion) == completion, "ranks of one part do the same"
+    return root / folder / "e" / "t", found
+
+
+@pytest.fixture(scope="module")
+def experts(root: Path) -> str:
+    return str(layouts.write_model(layouts.Case("mixtral"), root / "experts"))
+
+
+@pytest.fixture(scope="module")
+def on_one(root: Path, experts: str) -> Any:
+    @cache
+    def made(algorithm: str, sparse: bool) -> tuple[Path, dict[int, Any]]:
+        more = [f"actor.path={experts}"] if sparse else []
+        return interrupted(root, f"one-{algorithm}-{sparse}", algorithm, *more)
+
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "layout"),
+    [("grpo", "t2"), ("ppo", "t2"), ("grpo", "p2"), ("ppo", "c2"), ("grpo", "d2e2"), ("ppo", "d2f2"), ("grpo", "d2f1")],
+)
+def test_new_weights_in_the_middle_whatever_the_layout_that_samples(
+    root: Path, on_one: Any, experts: str, algorithm: str, layout: str
+) -> None:
+    """In float64, on devices of its own: the tokens of one process, each of the same version."""
+    pytest.importorskip("ray")
+    sparse = "e" in layout
+    one, expected = on_one(algorithm, sparse)
+    more = [f"actor.path={experts}"] if sparse else []
+    mesh = [f"actor_gen.layout={layout}", "actor_gen.device_mesh=1-2"]
+    several, found = interrupted(root, f"{algorithm}-{layout}", algorithm, *mesh, *more)
+    assert found == expected and len(found) == 3
+    for number, completions in found.items():
+        for tokens, versions in completions.values():
+            assert versions == [max(0, number - 1)] * min(TOKEN, len(tokens)) + [number] * max(0, len(tokens) - TOKEN)
+    assert any(len(tokens) > TOKEN for tokens, _ in found[2].values())
+    for ours, theirs in zip(timeless(several), timeless(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_more_devices_than_cores_have_a_thread_each_at_least(root: Path) -> None:
+    """Devices on CPUs share the cores; without `OMP_NUM_THREADS` each computes with its share."""
+    pytest.importorskip("ray")
+    devices, cores = 4, len(os.sched_getaffinity(0))
+    (root / "threads").mkdir()
+    count = f"actor_train.pre_hooks=[{{function: count_threads, args: {{folder: {root}/threads}}}}]"
+    one, several = (f"layouts-{name}" for name in ("d1", "d4"))
+    finished(*words(root, one, "grpo", "max_steps=2"))
+    asked = ("max_steps=2", f"actor.layout=d{devices}", f"imports=[{root}/placed_hooks.py]", count)
+    finished(*words(root, several, "grpo", *asked), OMP_NUM_THREADS=None)
+    told = [path.read_text() for path in (root / "threads").iterdir()]
+    assert told == [str(max(1, cores // devices))] * devices
+    for ours, theirs in zip(timeless(root / several / "e" / "t"), timeless(root / one / "e" / "t"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)

@@ -45,6 +45,14 @@ def hang(model, step, flag):
         time.sleep(3600)
 
 
+@register_function("count_threads")
+def count_threads(model, folder):
+    import torch
+
+    with open(os.path.join(folder, str(os.getpid())), "w") as file:
+        file.write(str(torch.get_num_threads()))
+
+
 @register_function("fail")
 def fail(model, step):
     if model.step == step:
@@ -77,11 +85,13 @@ def timeless(path: Path) -> list[dict[str, Any]]:
 
 
 class Command:
-    """`weft quickstart WORDS` in a process of its own; everything that it starts carries a mark in its environment."""
+    """`weft quickstart WORDS` in a process of its own; everything that it starts carries a mark in its environment. Of
+    `environment` it has what is not None beside."""
 
-    def __init__(self, *words: str, cwd: Path) -> None:
+    def __init__(self, *words: str, cwd: Path, **environment: str | None) -> None:
         self.mark = f"weft-{uuid.uuid4().hex}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WEFT_TEST_MARK": self.mark}
+        asked = {**os.environ, "OMP_NUM_THREADS": "1", "WEFT_TEST_MARK": self.mark, **environment}
+        environment = {name: value for name, value in asked.items() if value is not None}
         line = [sys.executable, "-m", "weft.cli.main", "quickstart", *words]
         self.process = subprocess.Popen(
             line, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

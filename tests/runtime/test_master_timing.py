@@ -40,9 +40,9 @@ class DelayedGroup:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def submit(self, mfc: str, step: int, parts: Any) -> None:
+    def submit(self, mfc: str, step: int, parts: Any, **weights: Any) -> None:
         self.asked.append((mfc, step, [[meta.ids for meta in ranks] for ranks in parts]))
-        self._group.submit(mfc, step, parts)
+        self._group.submit(mfc, step, parts, **weights)
 
     def sync(self, s: ParamSync, step: int) -> None:
         self.asked.append((s.name, step))
@@ -184,8 +184,8 @@ def test_a_call_begins_while_another_call_beside_it_goes_on(tmp_path, monkeypatc
     """The end of `rew` is told once `ref_inf` was asked for, which reads what another call makes."""
 
     class Holding(DelayedGroup):
-        def submit(self, mfc: str, step: int, parts: Any) -> None:
-            super().submit(mfc, step, parts)
+        def submit(self, mfc: str, step: int, parts: Any, **weights: Any) -> None:
+            super().submit(mfc, step, parts, **weights)
             if mfc == "ref_inf":
                 for event in held:
                     self.events.put(event)

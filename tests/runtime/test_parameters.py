@@ -11,7 +11,7 @@ from tests.runtime.toy import Toy
 from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
-from weft.runtime.commands import Built, Move, Prepare, SyncHere
+from weft.runtime.commands import Built, Keep, Move, Prepare, SyncHere
 from weft.runtime.dispatch import Job
 from weft.runtime.parameters import Parameters
 from weft.topology import whole
@@ -93,6 +93,81 @@ def test_a_copy_gets_weights_once_after_each_change_and_only_what_training_chang
     assert moved(recorder.commands(), known) == [["lora_a"]]
 
 
+def lagging(root) -> tuple[Parameters, Recorder, tuple[str, Any]]:
+    """The completions may be sampled with old weights, on device 1."""
+    made = Toy(root, staleness=3, ema=None, device_mesh="1").experiment()
+    there, recorder = parameters(made)
+    there.begin()
+    recorder.commands()
+    (place,) = made.copies()
+    return there, recorder, place
+
+
+def step(there: Parameters, number: int, *, keeps: bool = False) -> Job:
+    if keeps:
+        there.keep("actor", number, fails)
+    job = Job("train", [0], fails, fails, fails)
+    there.trained("actor", job, number + 1)
+    return job
+
+
+def test_a_copy_gets_the_weights_of_a_version_when_a_call_wants_them(tmp_path) -> None:
+    there, recorder, place = lagging(tmp_path)
+    assert there.refresh(place, fails, 0) == 0
+    step(there, 0, keeps=True)
+    assert there.refresh(place, fails, 0) == 0 and recorder.commands() == [], "it has them"
+    step(there, 1, keeps=True)
+    (job,) = recorder.jobs
+    assert list(job.ranks) == [0] and job.roles == {"actor"}, "after the step before, before the next one"
+    (kept,) = recorder.commands()
+    last = step(there, 2, keeps=True)
+    recorder.commands()
+    assert there.refresh(place, fails, 1) == 1
+    (job,) = recorder.jobs
+    assert job.after == [last] and list(job.ranks) == [0, 1]
+    (move,) = recorder.commands()
+    assert (
+        isinstance(kept, Keep)
+        and isinstance(move, Move)
+        and (kept.kept, kept.key) == (move.kept, move.key) == (1, kept.key)
+    )
+    assert there.refresh(place, fails, 2) == 2 and [each.kept for each in recorder.commands()] == [2]
+    assert there.refresh(place, fails, 3) == 3 and [each.kept for each in recorder.commands()] == [None], "the newest"
+    assert there.refresh(place, fails, 3) == 3 and recorder.commands() == []
+
+
+def test_a_call_that_takes_newer_weights_does_not_wait_for_them(tmp_path) -> None:
+    there, recorder, place = lagging(tmp_path)
+    assert there.follow(place, fails, 0) == 0
+    first = step(there, 0)
+    assert there.follow(place, fails) == 0, "while a call is under way"
+    (job,) = recorder.jobs
+    assert job.after == [first] and not job.roles, "nothing is held up by it"
+    recorder.commands()
+    assert there.follow(place, fails, 0) == 0 and recorder.commands() == [], "they are on their way"
+    step(there, 1)
+    assert there.follow(place, fails, 1) == 1
+    assert [job.roles for job in recorder.jobs] == [frozenset()]
+    recorder.commands()
+    step(there, 2)
+    step(there, 3)
+    assert there.follow(place, fails, 4) == 3, "those that it may have are older"
+    assert [job.roles for job in recorder.jobs] == [{"actor"}]
+
+
+def test_after_a_restart_the_first_weights_are_the_newest(tmp_path) -> None:
+    there, recorder, place = lagging(tmp_path)
+    step(there, 0)
+    there.restored()
+    assert there.refresh(place, fails, 7) == 1
+    assert moved(recorder.commands(), {}) == [["base", "lora_a"]]
+    step(there, 7)
+    step(there, 8, keeps=True)
+    assert moved(recorder.commands(), {}) == []
+    assert there.refresh(place, fails, 8) == 2 and [each.kept for each in recorder.commands()] == [8]
+    assert there.refresh(place, fails) == 3 and [each.kept for each in recorder.commands()] == [None]
+
+
 def test_ranks_that_could_not_get_ready_say_why(tmp_path) -> None:
     there, recorder = parameters(experiment(tmp_path))
     (place,) = experiment(tmp_path).copies()
@@ -153,6 +228,6 @@ def test_a_sync_between_different_networks_is_refused_at_the_start(tmp_path) -> 
     made = experiment(tmp_path)
     there, _ = parameters(made)
     other = next(place for place in made.meshes().items() if place[0] == "ref")
-    there._built[1].slices[other] = {"base": whole((4, 6))}
+    there._ways._built[1].slices[other] = {"base": whole((4, 6))}
     with pytest.raises(ConfigError, match=r"actor -> ref: parameters differ between the two roles \(lora_a\)"):
         there.begin()

@@ -33,6 +33,16 @@ def test_weights_that_are_not_the_ones_asked_for_are_refused(tmp_path) -> None:
         roles.engine(*place, weights=0)
 
 
+def test_a_call_that_takes_newer_weights_is_refused_older_ones_alone(tmp_path) -> None:
+    roles, place = copy_of(tmp_path)
+    with roles.refreshing(place, 2):
+        pass
+    for enough in (1, 2):
+        assert roles.engine(*place, weights=enough, or_newer=True) is roles.at(place)
+    with pytest.raises(RunError, match="not the role's newest"):
+        roles.engine(*place, weights=3, or_newer=True)
+
+
 def test_a_copy_that_got_part_of_its_weights_is_never_used(tmp_path) -> None:
     roles, place = copy_of(tmp_path)
     with pytest.raises(ValueError, match="lost"), roles.refreshing(place, 1):

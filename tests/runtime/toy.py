@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.runtime.thread_devices import ThreadDevices
 from weft import randomness, register_backend, register_function, register_interface
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
@@ -19,6 +20,8 @@ from weft.experiment import Control, Evaluation, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import Call, HostFunction, MFCDef, Offload, ParamSync
 from weft.interfaces.base import MFCResult
+from weft.runtime.commands import Build
+from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import RunDirectory, admit
 from weft.runtime.evaluate import Evaluator
 from weft.runtime.local import LocalGroup
@@ -254,8 +257,13 @@ class Toy:
     cache: bool = False
     train_args: Any = None
     control: Any = None
+    device_mesh: str | None = None  # of the completions: on a device of their own
 
     def experiment(self) -> Experiment:
+        made = self._experiment()
+        return made.with_mfc("gen", device_mesh=self.device_mesh) if self.device_mesh else made
+
+    def _experiment(self) -> Experiment:
         size = self.size
         hooks = [Call("toy_hook", {"factor": 2.0}), Offload("weights")]
         nodes = [
@@ -299,8 +307,13 @@ class Toy:
         directory = RunDirectory.of(experiment.control)
         horizon = Horizon.of(experiment, loader)
         specs, tokenizers = horizon.specs(experiment), dict.fromkeys(experiment.roles, ToyTokenizer())
-        make = lambda: Worker(experiment, specs, tokenizers, "cpu", directory.path / "cache")  # noqa: E731
-        group = LocalGroup(make, resolve_device("cpu"))
+        group: Any
+        if experiment.num_devices > 1:
+            build = Build(experiment, specs, tokenizers, directory.path / "cache", "cpu")
+            group = DeviceGroup(ThreadDevices(experiment.num_devices), experiment, build)
+        else:
+            make = lambda: Worker(experiment, specs, tokenizers, "cpu", directory.path / "cache")  # noqa: E731
+            group = LocalGroup(make, resolve_device("cpu"))
         evaluator = Evaluator(experiment, experiment.evaluation, group, sources or {"held": ToyRows()}, tokenizers)
         return Session(
             Parts(

@@ -78,7 +78,8 @@ class PolicyOptions(SamplingOptions):
         0,
         "train steps by which the weights that sample may be older than those that are trained: sampling then goes on while "
         "the batches before it are trained, on devices that are not those of training, and the loss is the decoupled one "
-        "(sampler_correction, token_truncate where it is none); 0 samples every batch with the newest weights",
+        "(sampler_correction, token_truncate where it is none); up to max_staleness - 1 sets of weights are kept in host "
+        "memory; 0 samples every batch with the newest weights",
         at_least=0,
     )
     interrupt_generation: bool = option(

@@ -29,13 +29,17 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Dtypes = dict[str, torch.dtype]
 
 
-class Holder(Protocol):
-    """Of an engine: parameters in and out, a rectangle of each, in coordinates of the whole parameter. `read` gives views, of
-    the most exact form there is."""
+class Giver(Protocol):
+    """Parameters out, a rectangle of each, in coordinates of the whole parameter."""
 
     version: int
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Any]]: ...
+
+
+class Holder(Giver, Protocol):
+    """Of an engine: parameters in and out. `read` gives views, of the most exact form there is."""
+
     def write(self, parts: Iterable[tuple[str, Slice, Any]], *, version: int, eta: float = 1.0) -> None: ...
 
 
@@ -78,7 +82,12 @@ class Reallocation:
         self._fingerprint = zlib.crc32(repr((bucket_bytes, self._transfers)).encode())
         self._steps: dict[tuple[torch.dtype, ...], list[Step]] = {}  # by the dtypes in which parameters travel
 
-    def move(self, source: Holder | None, target: Holder | None, *, eta: float = 1.0) -> Moved:
+    @property
+    def gives(self) -> Sequence[str]:
+        """The parameters that this rank gives some of."""
+        return self._giving
+
+    def move(self, source: Giver | None, target: Holder | None, *, eta: float = 1.0) -> Moved:
         """target <- eta * source + (1 - eta) * target for what the plan lists, and the source's version with it.
 
         Every rank of the group calls it; `source` and `target` are this rank's engines, None where it has none. A piece
@@ -110,7 +119,7 @@ class Reallocation:
             perf_counter() - began,
         )
 
-    def _agree(self, source: Holder | None, gives: Dtypes, takes: Dtypes, eta: float) -> tuple[int, Dtypes]:
+    def _agree(self, source: Giver | None, gives: Dtypes, takes: Dtypes, eta: float) -> tuple[int, Dtypes]:
         """(the source's version, the dtype in which each parameter travels), from what the ranks tell each other: their plan
         and eta, whether they are a source and of which version, then the dtypes that they give and take."""
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
@@ -148,7 +157,7 @@ class Reallocation:
         return self._steps[key]
 
 
-def _read(holder: Holder | None, names: Sequence[str]) -> Iterator[Values]:
+def _read(holder: Giver | None, names: Sequence[str]) -> Iterator[Values]:
     if holder is not None:
         yield from holder.read(names)
     else:

@@ -21,7 +21,8 @@ from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
-from weft.realloc.execute import Reallocation
+from weft.realloc.execute import Giver, Reallocation
+from weft.realloc.kept import Kept
 from weft.realloc.plan import Transfer
 from weft.registry import import_user_code
 from weft.runtime import disk
@@ -195,18 +196,37 @@ class Prepare:
 @dataclass(frozen=True)
 class Move:
     """target = eta * source + (1 - eta) * target as `Prepare` said, by every rank of both; the source's version, which is the
-    target's then. A copy of a role has the `weights` of this number from then on."""
+    target's then. A copy of a role has the `weights` of this number from then on. With `kept`, what was kept under this number
+    goes, and is kept no longer."""
 
     key: str
     source: Place
     target: Place
     eta: float = 1.0
     weights: int | None = None
+    kept: int | None = None
 
     def run(self, process: DeviceProcess, number: int) -> int:
-        roles = process.worker.roles
+        roles, way = process.worker.roles, process.reallocations[self.key]
+        giver: Giver | None = roles.at(self.source)
+        if giver is not None and self.kept is not None:
+            giver = process.kept.pop((self.key, self.kept))
         with roles.refreshing(self.target, self.weights) as taker:
-            return process.reallocations[self.key].move(roles.at(self.source), taker, eta=self.eta).version
+            return way.move(giver, taker, eta=self.eta).version
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep what this device gives when the way `key` is gone, as it is now, for a `Move` of `kept`."""
+
+    key: str
+    source: Place
+    kept: int
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        engine = process.worker.roles.at(self.source)
+        assert engine is not None, "the ranks of the source keep"
+        process.kept[self.key, self.kept] = Kept.of(engine, process.reallocations[self.key].gives)
 
 
 @dataclass(frozen=True)
@@ -244,6 +264,7 @@ class Restore:
         set_threads(read_state(folders[0] / NUMERICS)["threads"])
         alike = len(folders) == self.world
         held = [folders[process.rank]] if alike else folders if process.rank == 0 else []
+        process.kept.clear()
         process.worker.load_state(self.point, held)
         return [sample.meta() for sample in process.worker.store.batches()]
 

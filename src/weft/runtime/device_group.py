@@ -66,13 +66,18 @@ class DeviceGroup:
 
     # -- calls
 
-    def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
+    def submit(
+        self, mfc: str, step: int, parts: list[list[SampleMeta]], *, version: int | None = None, keeps: bool = False
+    ) -> None:
         if self._logs is not None:  # the run has begun, so it may write
             command, self._logs = commands.LogTo(self._logs), None
             self._ask("opening its log", self._all, lambda rank: command)
         node = self._calls[mfc]
         mesh, task = self._mesh_of[mfc], (mfc, step)
-        weights = self._parameters.refresh((node.role, mesh), self._fails(task))
+        get = self._parameters.follow if node.interruptible else self._parameters.refresh
+        weights = get((node.role, mesh), self._fails(task), version)
+        if keeps:
+            self._parameters.keep(node.role, step, self._fails(task))
         ids = owners([part for minibatch in parts for part in minibatch])
         of_rank = {rank: [minibatch[mesh.coordinates(rank).data] for minibatch in parts] for rank in mesh.ranks}
         own = {rank: owners(minibatches) for rank, minibatches in of_rank.items()}
@@ -110,10 +115,10 @@ class DeviceGroup:
             self._interruptible[task] = node.role, mesh
         self._dispatch.submit(job)
         if node.trains:
-            self._parameters.changed(node.role, job)
+            self._parameters.trained(node.role, job, step + 1)
             for place in set(self._interruptible.values()):
                 if place[0] == node.role:
-                    self._parameters.refresh(place, self._fails(task))
+                    self._parameters.follow(place, self._fails(task))
 
     def _lacking(self, rank: int, ids: Sequence[str], keys: Iterable[str]) -> list[Want]:
         with self._lock:

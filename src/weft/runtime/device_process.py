@@ -26,6 +26,7 @@ from weft.errors import DevicesLost, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, backend_of
 from weft.realloc.execute import Reallocation
+from weft.realloc.kept import Kept
 from weft.runtime.worker import Worker
 
 COLLECTIVE_SECONDS = 1800.0  # a rank that waits longer for the others of a collective gives up
@@ -96,6 +97,7 @@ class DeviceProcess:
         self.groups: ProcessGroups | None = None
         self._worker: Worker | None = None
         self.reallocations: dict[str, Reallocation] = {}
+        self.kept: dict[tuple[str, int], Kept] = {}  # weights that are no longer the newest, by way and version
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()
         self._next: deque[Queued] = deque()  # taken out of the queue and not yet run

@@ -28,9 +28,15 @@ class WorkerGroup(Protocol):
     @property
     def events(self) -> Events: ...
 
-    def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
+    def submit(
+        self, mfc: str, step: int, parts: list[list[SampleMeta]], *, version: int | None = None, keeps: bool = False
+    ) -> None:
         """Begin a model function call on the ids of `parts` [minibatch][data-parallel rank]; `step` counts the node's firings
-        from 0. The events' task is `(mfc, step)`, the result an `MFCResult`."""
+        from 0. The events' task is `(mfc, step)`, the result an `MFCResult`.
+
+        A call uses its role's newest weights, or with `version` those that were there after so many train steps. These are
+        what its copy of the role has, the newest, or kept, by the train step number `version` that was submitted with `keeps`.
+        Versions of a copy never go back. An interruptible call may have newer ones than these."""
         ...
 
     def sync(self, s: ParamSync, step: int) -> None:

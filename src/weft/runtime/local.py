@@ -53,7 +53,10 @@ class LocalGroup:
         reset_peak_memory(device)
         self._worker = self._run(make).result()
 
-    def submit(self, mfc: str, step: int, parts: list[list[SampleMeta]]) -> None:
+    def submit(
+        self, mfc: str, step: int, parts: list[list[SampleMeta]], *, version: int | None = None, keeps: bool = False
+    ) -> None:
+        assert version is None and not keeps, "one process has no copies of a role"
         minibatches = [batch for (batch,) in parts]  # one device is one rank
         early, node = self.events if mfc in self._announcing else None, self._worker.calls[mfc]
         updates = self if node.interruptible else None

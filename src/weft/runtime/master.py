@@ -22,6 +22,7 @@ from weft.graph.mfc import HostFunction
 from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus
 from weft.runtime.books import Books
 from weft.runtime.group import WorkerGroup
+from weft.runtime.lanes import own_lanes
 from weft.runtime.node_runner import NodeRunner
 from weft.runtime.outcome import Outcome
 from weft.runtime.prefetch import Prefetched
@@ -77,7 +78,8 @@ class Master:
         self._runner = NodeRunner(experiment, experiment.graph, group, tokenizers)
         self._buffer, self._books, self._metas = Buffer(), Books(), TensorStore()
         self.position = Position()
-        self._agenda = Agenda(self._graph, self.position.versions)
+        self._lanes = {call: f"{role} on {mesh}" for call, (role, mesh) in own_lanes(experiment).items()}
+        self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
         self._runs_ahead = runs_ahead(self._graph)
         self._ahead: set[str] = set()  # ids of later steps, once a step is over
         self._open: list[
@@ -200,8 +202,8 @@ class Master:
 
     def _go_on(self) -> None:
         """Begin what may begin; take in the next end of a firing."""
-        for firing in self._agenda.take():
-            self._runner.start(firing, self._metas)
+        for each in self._agenda.take():
+            self._runner.start(each.firing, self._metas, version=each.version, keeps=each.keeps)
         outcome = self._runner.wait()
         firing = outcome.firing
         self.position.versions[firing.node] = self.position.versions.get(firing.node, 0) + 1
@@ -302,7 +304,7 @@ class Master:
         state = read_state(directory / MASTER)
         self._group.restore(directory / WORKERS)
         self.position = Position(**state["position"])
-        self._agenda = Agenda(self._graph, self.position.versions)
+        self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
         self._buffer.load_state_dict(state["buffer"])
         self._books.load_state_dict(state.get("books", ()))  # older points have nothing in flight
         self._loader.load_state_dict(state["loader"])

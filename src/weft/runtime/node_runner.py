@@ -52,15 +52,15 @@ class NodeRunner:
         self._minibatches = {node.name: wanted_minibatches(node) for node in graph.model_calls()}
         self._under_way: dict[Task, _UnderWay] = {}  # by every task that is not over
 
-    def start(self, firing: Firing, metas: Shelf) -> None:
-        """Begin, on ids that `metas` describes."""
+    def start(self, firing: Firing, metas: Shelf, *, version: int | None = None, keeps: bool = False) -> None:
+        """Begin, on ids that `metas` describes. `version` and `keeps` as for `WorkerGroup.submit`."""
         node = self._graph.node(firing.node)
         if isinstance(node, MFCDef):
             run = self._register(firing, node, self._prefix + node.name)
             batch, ranks = read_inputs(metas, node, firing.ids), self._ranks[node.name]
             wanted = self._minibatches[node.name]
             parts = split(batch, wanted, ranks, seed=self._seed, role=node.role, step=firing.step)
-            self._group.submit(*run.own, parts)
+            self._group.submit(*run.own, parts, version=version, keeps=keeps)
             self._start_syncs(run)
         else:
             run = self._register(firing, node, node.name)

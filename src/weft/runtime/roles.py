@@ -109,13 +109,18 @@ class Roles:
                 return engine.without_adapters()
         return None
 
-    def engine(self, role: str, mesh: Mesh | None = None, weights: int | None = None) -> Engine:
+    def engine(
+        self, role: str, mesh: Mesh | None = None, weights: int | None = None, *, or_newer: bool = False
+    ) -> Engine:
         """The role's engine, on its own mesh unless said, with its weights where they can be used.
 
         Raises `RunError` where a copy has not the `weights` that it is to have.
         """
         place = self._place(role, mesh)
-        if place in self._weights and (weights is None or self._weights[place] != weights):
+        has = self._weights.get(place)
+        if place in self._weights and (
+            weights is None or has is None or has < weights or (has > weights and not or_newer)
+        ):
             raise RunError(f"role {role!r} on {place[1]}: its weights are not the role's newest ones")
         self.onload(role, "weights", mesh)
         return self._engines[place]

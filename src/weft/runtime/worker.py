@@ -75,7 +75,7 @@ class Worker:
         )
         started, clock = time.time(), time.perf_counter()
         try:
-            model = self.model(node.role, step, self._meshes[name], weights)
+            model = self.model(node.role, step, self._meshes[name], weights, or_newer=node.interruptible)
             model = replace(model, announce=self._announce(node, name, early), updates=updates)
             made, metrics = self._call(node, name, model, minibatches)
         except RunError as error:
@@ -113,12 +113,14 @@ class Worker:
 
         return announce
 
-    def model(self, role: str, step: int, mesh: Mesh | None = None, weights: int | None = None) -> Model:
+    def model(
+        self, role: str, step: int, mesh: Mesh | None = None, weights: int | None = None, *, or_newer: bool = False
+    ) -> Model:
         """The handle that an interface gets, of the role's own engine unless said."""
         control, tokenizers = self._experiment.control, self._tokenizers
         return Model(
             role=role,
-            engine=self.roles.engine(role, mesh, weights),
+            engine=self.roles.engine(role, mesh, weights, or_newer=or_newer),
             tokenizer=tokenizers[role],
             data_tokenizer=tokenizers[self._experiment.data_role],
             device=self._device,

@@ -1,0 +1,107 @@
+"""The ways that parameters take between engines on different meshes: planned once, and known to the ranks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.experiment import Experiment
+from weft.realloc.plan import Transfer, plan
+from weft.realloc.traffic import traffic
+from weft.runtime.commands import Built, Prepare
+from weft.runtime.dispatch import Dispatch, Given, Job
+from weft.runtime.roles import Place, common
+from weft.topology import Slice
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Way:
+    """From one engine's ranks to another's, for these parameters. `moved` are the bytes that go from device to device each
+    time, `across` those of them that go from machine to machine."""
+
+    key: str
+    ranks: tuple[int, ...]
+    transfers: Sequence[Transfer]
+    moved: int
+    across: int
+
+    def __str__(self) -> str:
+        across = f", {self.across:,} of them between machines" if self.across else ""
+        return f"{self.moved:,} bytes between devices each time{across}"
+
+
+class Ways:
+    """`built` says what each rank holds, `hosts` on which machine it is."""
+
+    def __init__(
+        self, dispatch: Dispatch, experiment: Experiment, built: Mapping[int, Built], hosts: Sequence[str]
+    ) -> None:
+        self._dispatch, self._experiment, self._built, self._hosts = dispatch, experiment, built, hosts
+        self._meshes = experiment.meshes()
+        self._ways: dict[tuple[Place, Place, tuple[str, ...]], Way] = {}
+        self.unready: dict[str, BaseException] = {}  # why ranks do not know a way, by its key
+
+    def prepare(self, source: Place, target: Place, names: Sequence[str], eta: float = 1.0) -> Way:
+        """The way, which its ranks know of."""
+        between = source, target, tuple(names)
+        if between not in self._ways:
+            chosen = frozenset(names)
+            have, want = self.held(source, chosen), self.held(target, chosen)
+            transfers = plan(have, want, node_of=self._node_of)
+            itemsize = dict.fromkeys(names, self._itemsize(source[0], target, eta))
+            cost = traffic(transfers, have, want, itemsize=itemsize, node_of=self._node_of)
+            ranks = tuple(sorted({*source[1].ranks, *target[1].ranks}))
+            key = f"{source[0]} -> {target[0]}, way {len(self._ways)}"
+            self._ways[between] = Way(key, ranks, transfers, cost.moved, cost.across)
+            name = f"getting ready to move {source[0]!r} to {target[0]!r}"
+
+            def unready(error: BaseException) -> None:
+                self.unready[key] = error
+
+            command = Prepare(key, ranks, transfers)
+            job = Job(name, ranks, lambda rank: (command, Given()), lambda ends: None, unready)
+            self._dispatch.submit(job)
+        return self._ways[between]
+
+    def trained(self, place: Place) -> list[str]:
+        """The parameters that train steps of the role change; all where its engine does not tell."""
+        role, mesh = place[0], self._meshes[place[0]]
+        names = self.common((role, mesh), place, partly=False)
+        told = [self._built[rank].trained[role] for rank in mesh.ranks]
+        trained = frozenset[str]().union(*(each for each in told if each is not None))
+        return [name for name in names if name in trained] if trained else names
+
+    def common(self, source: Place, target: Place, *, partly: bool) -> list[str]:
+        """Parameters to move. Raises `ConfigError` where they differ."""
+        return common(source[0], self._shapes(source), target[0], self._shapes(target), partly=partly)
+
+    def _shapes(self, place: Place) -> dict[str, tuple[int, ...]]:
+        """Parameters' whole shapes: as far as any rank's part reaches."""
+        found: dict[str, tuple[int, ...]] = {}
+        for parts in self.held(place).values():
+            for name, part in parts.items():
+                ends = tuple(each.stop for each in part)
+                found[name] = tuple(map(max, ends, found.get(name, ends)))
+        return found
+
+    def held(self, place: Place, names: Iterable[str] | None = None) -> dict[int, dict[str, Slice]]:
+        """What each rank has of every parameter, or of those named."""
+        held = {rank: self._built[rank].slices[place] for rank in place[1].ranks}
+        return {
+            rank: {name: part for name, part in parts.items() if names is None or name in names}
+            for rank, parts in held.items()
+        }
+
+    def _itemsize(self, source: str, target: Place, eta: float) -> int:
+        """Bytes of an element on its way: float32 masters of what is trained, rounded first where the target would do it."""
+        trained = self._experiment.roles[source].trained
+        own, wanted = (ITEMSIZE[self._experiment.roles[role].dtype or "float32"] for role in (source, target[0]))
+        given = 4 if trained else own
+        own_engine = target[1] == self._meshes[target[0]]
+        taken = 4 if self._experiment.roles[target[0]].trained and own_engine else wanted
+        return min(given, taken) if eta == 1.0 else given
+
+    def _node_of(self, rank: int) -> int:
+        return self._hosts.index(self._hosts[rank])

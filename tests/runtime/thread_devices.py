@@ -1,0 +1,98 @@
+"""Several devices that are threads of this process: the real group, jobs, commands and stores, no Ray and no collectives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.realloc.plan import Transfer
+from weft.runtime.commands import Prepare
+from weft.runtime.device_process import Command, DeviceProcess, Report, Want, Where
+from weft.runtime.dispatch import Given, Lost
+
+SECONDS = 30.0  # until a device gives another one up, and the test with it
+
+
+@dataclass(frozen=True)
+class Peers:
+    processes: list[DeviceProcess]
+
+    def ask(self, want: Want) -> bytes:
+        return self.processes[want.rank].export(want.ids, want.keys)
+
+    def take(self, promises: Sequence[bytes], seconds: float) -> list[bytes]:
+        return list(promises)
+
+
+class Way:
+    """Where ranks meet, and what is on its way."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.meet = threading.Barrier(len(ranks), timeout=SECONDS)
+        self.version, self.values = 0, list[Any]()
+
+
+class HandedOver:
+    """In the place of `Reallocation`: whole parameters go from the rank that has them to the others, which meet for it."""
+
+    def __init__(self, way: Way, transfers: Sequence[Transfer], rank: int) -> None:
+        self.way, self.rank = way, rank
+        self.gives = list(dict.fromkeys(each.name for each in transfers if each.source == rank))
+
+    def move(self, giver: Any, taker: Any, *, eta: float) -> Any:
+        if self.gives:
+            self.way.version = giver.version
+            self.way.values = [(name, where, values.clone()) for name, where, values in giver.read(self.gives)]
+        self.way.meet.wait()
+        if taker is not None:
+            taker.write(self.way.values, version=self.way.version, eta=eta)
+        self.way.meet.wait()
+        return self.way
+
+
+@dataclass(frozen=True)
+class PrepareHere:
+    """`Prepare` without a process group."""
+
+    asked: Prepare
+    way: Way
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        made: Any = HandedOver(self.way, self.asked.transfers, process.rank)
+        process.reallocations[self.asked.key] = made
+
+
+class ThreadDevices:
+    """Implements `weft.runtime.dispatch.Devices`."""
+
+    def __init__(self, world: int) -> None:
+        self.processes: list[DeviceProcess] = []
+        self.processes += [DeviceProcess(rank, Peers(self.processes)) for rank in range(world)]
+        self._ways: dict[str, Way] = {}
+
+    @property
+    def where(self) -> list[Where]:
+        return [Where(process.rank, "here", 0, "127.0.0.1") for process in self.processes]
+
+    def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
+        if isinstance(command, Prepare):
+            command = PrepareHere(command, self._ways.setdefault(command.key, Way(ranks)))
+        self.processes[rank].receive(place, number, command, ranks, given.wants, given.shared)
+
+    def receive(self) -> list[tuple[int, list[Report] | Lost]]:
+        found = [(process.rank, process.next_reports(0.001)) for process in self.processes]
+        return [each for each in found if each[1]]
+
+    def share(self, raw: bytes) -> bytes:
+        return raw
+
+    def export(self, wants: Sequence[Want]) -> list[bytes]:
+        return [self.processes[want.rank].export(want.ids, want.keys) for want in wants]
+
+    def peak_memory_gb(self) -> float:
+        return 0.0
+
+    def close(self, deadline_s: float) -> None:
+        """Their threads end with this process."""
