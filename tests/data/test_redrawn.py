@@ -87,6 +87,25 @@ def test_a_run_goes_on_with_the_same_draws(tmp_path: Path, tokenizer: Tokenizer)
     assert one.ids == two.ids and one.data["completion"].equal(two.data["completion"])
 
 
+def test_threads_of_a_tree_are_drawn_each_by_itself(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def node(id: str, role: str, *replies: Any) -> dict[str, Any]:
+        labels = {"quality": {"value": 0.5, "count": 2}, "spam": {"value": 0.0, "count": 1}}
+        return {
+            "message_id": id,
+            "role": role,
+            "text": f"text {id}",
+            "lang": "en",
+            "labels": labels,
+            "replies": list(replies),
+        }
+
+    tree = {"message_tree_id": "t", "prompt": node("a", "prompter", *(node(f"b{n}", "assistant") for n in range(9)))}
+    one, two = epochs(spec_of(tmp_path, [tree], system_tags=True), tokenizer, 2)
+    assert {said.partition("assistant\n")[2] for said in one.values()} == {f"text b{n}<|im_end|>" for n in range(9)}
+    tags = {said.partition("system\n")[2].partition("<|im_end|>")[0] for said in [*one.values(), *two.values()]}
+    assert tags == {"", "lang: en", "quality: 0.5", "lang: en\nquality: 0.5", "quality: 0.5\nlang: en"} and one != two
+
+
 def test_windows(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [
         {

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from weft.checkpoints import hf_io, peft_io
 from weft.data.tokenizer import Tokenizer
 from weft.engine import saving
-from weft.engine.backends import common, role_config
+from weft.engine.backends import common
 from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
 from weft.engine.spec import ModelSpec
+from weft.engine.torch import role_config
 from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, dtype_of
 from weft.engine.torch.source import Source, check_layout
 from weft.engine.torch.step import AuxLoss
