@@ -17,6 +17,7 @@ from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
+from weft.registry import register_dataset
 
 Make = Callable[..., Tokenizer]
 ROWS = [
@@ -139,7 +140,9 @@ def test_a_bad_reply_ranks_last_and_is_drawn(tmp_path: Path, tokenizer: Tokenize
     last = set()
     for _ in range(20):
         sample = loader.next_batch()
-        replies = [tokenizer.decode(part.tolist(), skip_special=True) for part in sample.sequences("completion")]
+        replies = [
+            tokenizer.decode(part.tolist(), skip_special=True).strip() for part in sample.sequences("completion")
+        ]
         assert replies[:2] == ["best", "good"] and sample.data["rank"].tolist() == [0, 1, 2]
         last.add(replies[2])
     assert last == set(bad)
@@ -201,6 +204,21 @@ def test_mixed_samples_fill_batches(tmp_path: Path, tokenizer: Tokenizer) -> Non
     assert sorted(ids, key=int) == [str(n) for n in range(80)]
 
 
+class Own:
+    """A dataset class of a user's."""
+
+    def __init__(self, util: Any, path: str) -> None: ...
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        return SequenceSample.from_default([str(index)], [2], {"completion": [5, 6]})
+
+
+register_dataset("own", Own)
+
+
 def test_options_that_do_not_fit(tmp_path: Path, with_template: Make, tokenizer: Tokenizer) -> None:
     def refused(
         match: str, type: str = "chat", tokenizer: Tokenizer = tokenizer, rows: Any = ROWS, **options: Any
@@ -222,4 +240,5 @@ def test_options_that_do_not_fit(tmp_path: Path, with_template: Make, tokenizer:
         random_window=0.5,
         max_seqlen=40,
     )
+    refused("makes its samples itself", "own", system_prefix="Hi")
     refused("prompts to complete have none", "prompt", system_tags=True)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import make_llama
+from weft.cli import overrides
 from weft.errors import ConfigError
 from weft.experiments import RWConfig, SFTConfig
 from weft.launch import run
+from weft.options import read, validate
 
 
 def config_of(data_dir: Path, tmp_path: Path) -> SFTConfig:
@@ -61,3 +64,21 @@ def test_sample_mixing_is_for_sft(data_dir: Path, tmp_path: Path) -> None:
     config.dataset.train_path = str(data_dir / "oasst" / "en_100_tree.jsonl")
     with pytest.raises(ConfigError, match="only sft mixes"):
         config.build()
+
+
+def test_the_options_as_they_are_typed() -> None:
+    words = [
+        "model.rope_scaling={type: linear, factor: 2}", "model.tokenizer.add_tokens=[template,'<|x|>']",
+        "dataset.system_prefix='You are Joi, a bot.'", "sft.loss_type=poly", "model.freeze_layers=2",
+    ]  # fmt: skip
+    values: dict[str, Any] = {}
+    for override in overrides.parse(words):
+        overrides.merge(values, override)
+    config = read(SFTConfig(), values)
+    validate(config)
+    assert config.model.rope_scaling == {"type": "linear", "factor": 2}
+    assert config.model.tokenizer.add_tokens == ["template", "<|x|>"]
+    assert config.dataset.system_prefix == "You are Joi, a bot."
+    wrong = read(SFTConfig(), {"model": {"rope_scaling": {"type": "ntk", "factor": 2}}})
+    with pytest.raises(ConfigError, match="type ntk takes alpha"):
+        validate(wrong)

@@ -40,8 +40,8 @@ def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer if dress == replace(tokenizer.dress, dropout=dress.dropout) else replace(tokenizer, dress=dress)
 
 
-def check(spec: DatasetSpec, type: str, shipped: bool) -> None:
-    """Raises `ConfigError` for an option that rows of this type do not have. `shipped`: they are read by weft's own class."""
+def check(spec: DatasetSpec, type: str) -> None:
+    """Raises `ConfigError` for an option that rows of this type do not have."""
     usual = DatasetSpec()
     for name in ("label_masking", "random_window", "sample_mixing"):
         if getattr(spec, name) != getattr(usual, name) and type not in ONE_ANSWER:
@@ -49,13 +49,18 @@ def check(spec: DatasetSpec, type: str, shipped: bool) -> None:
                 f"dataset.{name}={getattr(spec, name)!r}: for rows of one answer ({', '.join(ONE_ANSWER)}), not for {type}; "
                 "leave it out"
             )
-    for name in ("system_prefix", "system_tags", "sort_by_length"):
-        if getattr(spec, name) != getattr(usual, name) and not shipped:
-            raise ConfigError(f"dataset.{name}: dataset type {type!r} makes its samples itself; leave it out")
     if spec.system_tags and type == "prompt":
         raise ConfigError("dataset.system_tags describes replies, and prompts to complete have none; leave it out")
     if spec.random_window and spec.max_seqlen is None:
         raise ConfigError("dataset.random_window cuts rows to dataset.max_seqlen, which is not known; set it")
+
+
+def check_own(spec: DatasetSpec, type: str, *, by_index: bool) -> None:
+    """Raises `ConfigError` for an option that a user's dataset class has to follow itself; one whose samples are had `by_index`
+    can be sorted."""
+    for name in ("system_prefix", "system_tags", *(() if by_index else ("sort_by_length",))):
+        if getattr(spec, name) != getattr(DatasetSpec(), name):
+            raise ConfigError(f"dataset.{name}: dataset type {type!r} makes its samples itself; leave it out")
 
 
 def _writes(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> bool:

@@ -174,6 +174,7 @@ class SourceReader:
         """The dataset object: the user's arguments, and those of weft's options that its constructor names."""
         type = source.type or self.type
         make = datasets.get(type)
+        features.check(self.spec, type)
         spec = self.spec
         offered = {
             "path": source.path or None,
@@ -205,7 +206,8 @@ class SourceReader:
                 f"dataset type {type!r}: {make.__name__} has neither __len__ and __getitem__ (samples by index) "
                 "nor __iter__ (whole batches)"
             )
-        features.check(spec, type, isinstance(dataset, Tokenized))
+        if not isinstance(dataset, Tokenized):
+            features.check_own(spec, type, by_index=isinstance(dataset, MapDataset))
         return type, dataset
 
 
