@@ -174,7 +174,7 @@ def added_tokens(given: Sequence[str], template: str | None) -> list[str]:
     for token in given:
         if token != TEMPLATE:
             found.append(token)
-        elif template in TEMPLATES:
+        elif template is not None and template in TEMPLATES:
             found += TEMPLATES[template].tokens
         else:
             raise ConfigError(
