@@ -134,6 +134,17 @@ def test_a_grown_vocabulary_over_ranks(lora: bool, layout: str, ranks: Ranks, tm
     layouts.check(ranks.run(layouts.run, path, layout, case, many), alone, many, tmp_path / "alone")
 
 
+@pytest.mark.parametrize("layout", ["d2", "t2"])
+@pytest.mark.parametrize("options", [{"tokenizer": ADDED}, {"freeze_layers": 1}], ids=["added", "frozen"])
+def test_bfloat16_on_two_processes(options: dict[str, Any], layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Matrices that are trained beside adapters have float32 masters, frozen layers none."""
+    case = Case(lora="tokenizer" in options, options={"dtype": "bfloat16", **options})
+    path = layouts.write_model(case, tmp_path / "hf")
+    wanted = layouts.half(path, "d1", case)
+    for found in ranks.run(layouts.half, path, layout, case):
+        assert found == pytest.approx(wanted, rel=5e-3)
+
+
 @pytest.mark.parametrize(
     "value", [{"type": "linear", "factor": 4}, {"type": "dynamic", "factor": 2.0}, {"type": "ntk", "alpha": 3}]
 )

@@ -13,6 +13,8 @@ from weft import topology
 from weft.checkpoints import hf_io
 from weft.engine.backends import common
 from weft.engine.spec import ModelSpec
+from weft.engine.torch.engine import DTYPES, dtype_of
+from weft.engine.torch.master_weights import HALF
 from weft.errors import ConfigError
 from weft.models.network import frozen, lora
 from weft.models.network.block import Block
@@ -67,7 +69,8 @@ class Source:
         network.requires_grad_(spec.trained)
         first = frozen.frozen_layers(spec.freeze_layers, spec.train_last_layers, config.num_layers)
         if first is not None:
-            frozen.freeze(network, first)
+            dtype = DTYPES[dtype_of(spec)]
+            frozen.freeze(network, first, dtype if dtype in HALF else None)
         if spec.has_adapters:
             own = spec.lora
             lora.add(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets)

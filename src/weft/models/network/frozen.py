@@ -3,6 +3,7 @@ the embeddings; and dropout of what the layers add, the deeper the more."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from weft.errors import ConfigError
@@ -12,17 +13,15 @@ from weft.models.network.transformer import Transformer
 EMBEDDINGS = ("embed", "positions", "embed_in")  # modules before the first block
 
 
-def freeze(network: Transformer, first: int) -> None:
-    """Freeze the embeddings and the first `first` blocks, by their numbers in the whole network. A tied output matrix is the
-    embedding, so it is frozen too."""
-    for name in EMBEDDINGS:
-        module = getattr(network, name, None)
+def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -> None:
+    """Freeze the embeddings and the first `first` blocks, by their numbers in the whole network, and hold them in `dtype`: they
+    have no masters. A tied output matrix is the embedding, so it is frozen too."""
+    blocks = [block for block in network.blocks if isinstance(block, Block) and block.layer < first]
+    for module in (*(getattr(network, name, None) for name in EMBEDDINGS), *blocks):
         if isinstance(module, nn.Module):
             module.requires_grad_(False)
-    for block in network.blocks:
-        assert isinstance(block, Block)
-        if block.layer < first:
-            block.requires_grad_(False)
+            if dtype is not None:
+                module.to(dtype)
 
 
 def train_embeddings(network: Transformer) -> None:
