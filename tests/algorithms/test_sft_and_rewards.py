@@ -38,6 +38,50 @@ def test_sft_leaves_out_the_token_that_nothing_precedes() -> None:
     assert result.stats["accuracy"] == 1.0
 
 
+def test_poly_loss_by_hand() -> None:
+    sample = make_sample([[3], [1]], {"loss_mask": [1.0, 0.0, 1.0, 1.0]})
+    logprobs = [-1.0, -2.0, -3.0, -5.0]
+    out = {"logprobs": logprobs, "top1": [1.0, 1.0, 0.0, 0.0]}
+    kept = [-1.0, -3.0, -5.0]
+    wanted = sum(0.7 * (1 - math.exp(x)) - x for x in kept) / 3
+    found = evaluate(SFTLoss(loss_type="poly", poly_eps=0.7), sample, out)
+    assert found.loss == pytest.approx(wanted, rel=1e-12) and found.stats["nll"] == pytest.approx(3.0)
+    assert evaluate(SFTLoss(loss_type="poly", poly_eps=0.0), sample, out).loss == pytest.approx(3.0)
+    with pytest.raises(ConfigError, match="poly"):
+        SFTLoss(loss_type="pol")
+
+
+def test_poly_loss_of_logits() -> None:
+    """As Open-Assistant writes it: cross-entropy plus eps times 1 less the softmax at the target, a mean over tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    targets = torch.tensor([0, 3, 6, 2, 2])
+    chosen = torch.softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+    wanted = (torch.nn.functional.cross_entropy(logits, targets, reduction="none") + 1.0 - chosen).mean()
+    sample = make_sample([[5]], {})
+    found = evaluate(SFTLoss(loss_type="poly"), sample, {"logprobs": chosen.log().tolist(), "top1": [0.0] * 5})
+    assert found.loss == pytest.approx(float(wanted), rel=1e-12)
+
+
+def test_classification_weighs_every_pair_alike() -> None:
+    """The mean over all pairs: a ranking of three counts three times a pair; cross-entropy over the two scores of each."""
+    sample = make_sample([[1, 1], [1, 1, 1]], {"rank": [0, 1, 0, 1, 2], "comparison": [0] * 5})
+    scores = [0.5, 2.0, 1.0, -1.0, 0.25]
+    pairs = torch.tensor([[0.5, 2.0], [1.0, -1.0], [1.0, 0.25], [-1.0, 0.25]], dtype=torch.float64)
+    wanted = torch.nn.functional.cross_entropy(pairs, torch.zeros(4, dtype=torch.long))
+    assert evaluate(RewardLoss(loss_type="classification"), sample, {"scores": scores}).loss == pytest.approx(
+        float(wanted), rel=1e-12
+    )
+    assert evaluate(RewardLoss(), sample, {"scores": scores}).loss != pytest.approx(float(wanted))
+
+
+def test_accuracy_is_over_all_pairs_of_a_ranking() -> None:
+    """Open-Assistant's looked at the best and the worst reply alone (defect 7)."""
+    sample = make_sample([[1, 1, 1]], {"rank": [0, 1, 2], "comparison": [0] * 3})
+    found = evaluate(RewardLoss(), sample, {"scores": [1.0, 3.0, 0.0]})  # best above worst, but below the second
+    assert found.stats["accuracy"] == pytest.approx(2 / 3)
+
+
 def test_reward_loss_by_hand() -> None:
     # One pair with scores 2 > 0.5 and margin 0.5 (sigmoid argument 1); one ranking of three with scores 0, 0, 0 (all ln 2).
     sample = make_sample(

@@ -228,7 +228,7 @@ def test_tools_come_as_text_or_lists() -> None:
 
 
 def test_a_tokenizer_without_a_template_says_so(with_template: Make) -> None:
-    with pytest.raises(UserError, match=r"no chat template.*set tokenizer\.chat_template"):
+    with pytest.raises(UserError, match=r"no chat template.*write tokenizer\.chat_template"):
         with_template(None).encode_chat(TALK)
 
 
@@ -318,7 +318,7 @@ def test_templates_for_parts_are_refused(with_template: Make) -> None:
     tokenizer = with_template(templates.PARTS)
     for encode in (tokenizer.encode_chat, tokenizer.mask_chat, tokenizer.encode_context):
         with pytest.raises(
-            UserError, match=r"reads the content of a message as a list of parts.*set tokenizer\.chat_template"
+            UserError, match=r"reads the content of a message as a list of parts.*with tokenizer\.chat_template"
         ):
             encode(TALK)
     deaf = with_template(templates.CHATML.replace("m.content", "''"))

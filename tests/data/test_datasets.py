@@ -1,4 +1,4 @@
-"""The six forms: rows to keys, on small rows by hand and on real ones."""
+"""The seven forms: rows to keys, on small rows by hand and on real ones."""
 
 from __future__ import annotations
 

@@ -185,8 +185,8 @@ def test_templates_are_files_or_texts(data_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(templates.CHATML)
     assert Tokenizer.load(TokenizerSpec(path=path, chat_template=str(file))).chat_template == templates.CHATML
-    with pytest.raises(ConfigError, match="neither a file nor a jinja template"):
-        Tokenizer.load(TokenizerSpec(path=path, chat_template="chatml"))
+    with pytest.raises(ConfigError, match="nor a file, nor a jinja template; did you mean chatml"):
+        Tokenizer.load(TokenizerSpec(path=path, chat_template="chat_ml"))
     with pytest.raises(ConfigError, match="does not compile, line 1"):
         Tokenizer.load(TokenizerSpec(path=path, chat_template="{% for m in %}"))
 

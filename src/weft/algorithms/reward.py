@@ -12,8 +12,10 @@ import numpy.typing as npt
 from jaxtyping import Float, Int
 
 from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, Sum, fixed, host_array, log_sigmoid
-from weft.errors import ConfigError
+from weft.errors import ConfigError, unknown_name
 from weft.registry import register_loss
+
+LOSS_TYPES = ("ranking", "classification")
 
 
 def pair_loss(better: Float[Array, "P"], worse: Float[Array, "P"], margin: Float[Array, "P"]) -> Float[Array, "P"]:
@@ -60,10 +62,15 @@ class RewardLoss(Loss):
     batch holds it. Metrics: `accuracy` (share of pairs in the right order; a tie is wrong) and `margin` (mean difference) over
     pairs; `kendalltau` = (right - wrong) / pairs within a group, over groups: Kendall's tau-a over the pairs that the ranking
     orders (equal to tau-b where nothing is tied).
+
+    `loss_type=classification` is the mean over all pairs of the minibatch, so a ranking of k weighs as C(k, 2) pairs:
+    cross-entropy of which of two is better (Open-Assistant's `RMCLSLoss`; softmax over two scores is the sigmoid of their
+    difference).
     """
 
     score_l2: float = 0.0
     center: float = 0.0
+    loss_type: str = "ranking"
 
     outputs = frozenset({"scores"})
     unit = "group"
@@ -72,10 +79,13 @@ class RewardLoss(Loss):
         for name in ("score_l2", "center"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"rw.{name}={getattr(self, name)} must be at least 0")
+        if self.loss_type not in LOSS_TYPES:
+            raise unknown_name("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`groups`: ids with at least one pair."""
-        return {"groups": float(np.count_nonzero(num_pairs(minibatch)))}
+        """`groups`: ids with at least one pair; `pairs`: all of them."""
+        pairs = num_pairs(minibatch)
+        return {"groups": float(np.count_nonzero(pairs)), "pairs": float(pairs.sum())}
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
@@ -91,7 +101,10 @@ class RewardLoss(Loss):
         if self.center:
             each = each + self.center * xp.square(high + low)
         shares = pair_shares(xp.take(batch.group, better), scores.dtype)
-        return xp.sum(each * shares) / max(total["groups"], 1.0), _stats(fixed(scores), fixed(high - low), shares)
+        stats = _stats(fixed(scores), fixed(high - low), shares)
+        if self.loss_type == "classification":
+            return xp.sum(each) / max(total["pairs"], 1.0), stats
+        return xp.sum(each * shares) / max(total["groups"], 1.0), stats
 
 
 def _stats(scores: Float[Array, "S"], gap: Float[Array, "P"], shares: Float[Array, "P"]) -> Mapping[str, Stat]:

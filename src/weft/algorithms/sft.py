@@ -15,11 +15,19 @@ from weft.errors import unknown_name
 from weft.registry import register_loss
 
 AVERAGES = ("token", "sequence")
+LOSS_TYPES = ("cross_entropy", "poly")
 
 
 def negative_log_likelihood(logprobs: Float[Array, "N"], weights: Float[Array, "N"]) -> Float[Array, ""]:
     """-sum over rows of weight * log p(label), nats."""
     return -masked_sum(logprobs, weights)
+
+
+def poly(logprobs: Float[Array, "N"], weights: Float[Array, "N"], eps: float) -> Float[Array, ""]:
+    """Sum over rows of weight * (-log p(label) + eps (1 - p(label))): PolyLoss's first coefficient (Leng et al. 2022,
+    arXiv:2204.12511, eq. 7); eps = 0 is cross-entropy."""
+    xp = array_api_compat.array_namespace(logprobs)
+    return masked_sum(eps * (1.0 - xp.exp(logprobs)) - logprobs, weights)
 
 
 @register_loss("sft")
@@ -30,9 +38,13 @@ class SFTLoss(Loss):
     `average`: "token", every trained token of the minibatch weighs the same (the definition of cross-entropy; TRL since 2025);
     "sequence", every answer weighs the same, however long. Averaging each micro-batch first and then the averages, as older
     trainers do, is neither and depends on the micro-batch size.
+
+    `loss_type=poly` adds `poly_eps` (1 - p(token)) to every term; `nll` stays cross-entropy's.
     """
 
     average: str = "token"
+    loss_type: str = "cross_entropy"
+    poly_eps: float = 1.0
 
     outputs = frozenset({"logprobs", "top1"})
     unit = "sequence"
@@ -41,6 +53,8 @@ class SFTLoss(Loss):
     def __post_init__(self) -> None:
         if self.average not in AVERAGES:
             raise unknown_name("average", self.average, AVERAGES)
+        if self.loss_type not in LOSS_TYPES:
+            raise unknown_name("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """`tokens`: trained tokens; `sequences`: completions with at least one of them."""
@@ -53,6 +67,8 @@ class SFTLoss(Loss):
         logprobs, mask = out["logprobs"], batch.mask
         weights = row_weights(batch, total, self.average)
         stats: dict[str, Stat] = {"nll": masked_mean(-logprobs, mask), "accuracy": masked_mean(out["top1"], mask)}
+        if self.loss_type == "poly":
+            return poly(logprobs, weights, self.poly_eps), stats
         return negative_log_likelihood(logprobs, weights), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:

@@ -23,22 +23,25 @@ from weft.models.families.base import Family
 from weft.models.families.keymap import Key, KeyMap
 from weft.models.network.config import TransformerConfig
 from weft.models.network.lora import A, B, adapters, attach_ranks
+from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Head, Transformer
 from weft.registry import families
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 TASKS: dict[str, Head] = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
+EMBEDDINGS = ("embed.weight", "head.weight", "head.bias")  # what is trained whole where tokens were added
 SAME_RANK = 1e-12  # two scales that differ by less are the same
 
 
 def save_adapter(
     directory: str | Path, parameters: Mapping[str, Tensor], scales: Mapping[str, float], config: TransformerConfig,
-    head: Head = "lm", *, base: str, dropout: float = 0.0,
+    head: Head = "lm", *, base: str, dropout: float = 0.0, whole: bool = False,
 ) -> None:  # fmt: skip
     """Write the adapters among `parameters` (canonical names, `lora_a` and `lora_b` included); `scales` by layer.
 
-    `base` is the model they belong to. A value or score head is saved with them, as PEFT does with `modules_to_save`.
+    `base` is the model they belong to. A value or score head is saved with them, as PEFT does with `modules_to_save`; `whole`:
+    the embedding and the output matrix are, too.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,8 +53,9 @@ def save_adapter(
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
         ranks[module] = (a.shape[0], scale * a.shape[0])
-    if head != "lm":
-        tensors[f"{PREFIX}{family.score}"] = parameters["score.weight"].detach()
+    saved = _saved_whole(keymap, family, head, whole)
+    for hf, name in saved.items():
+        tensors[f"{PREFIX}{hf}"] = parameters[name].detach().contiguous()
     settings = {
         "peft_type": "LORA",
         "task_type": next(task for task, kind in TASKS.items() if (kind == "lm") == (head == "lm")),
@@ -61,7 +65,7 @@ def save_adapter(
         "lora_dropout": dropout,
         "bias": "none",
         "fan_in_fan_out": any(key.transpose for key in keymap.keys.values()),
-        "modules_to_save": None if head == "lm" else [family.score.removesuffix(".weight")],
+        "modules_to_save": sorted({hf.rpartition(".")[0] for hf in saved}) or None,
         "inference_mode": True,
     }
     weight_files.write_safetensors(folder / WEIGHTS, tensors)
@@ -88,6 +92,14 @@ def _export(
             yield module, *pairs[0], scale
         else:
             yield module, torch.cat([a for a, _ in pairs]), _fuse(held, [b for _, b in pairs]), scale
+
+
+def _saved_whole(keymap: KeyMap, family: Family, head: Head, embeddings: bool) -> dict[str, str]:
+    """The checkpoint's name -> the parameter's, of what is saved as it is beside the adapters."""
+    saved = {} if head == "lm" else {family.score: "score.weight"}
+    if embeddings:
+        saved |= {hf: keys[0].name for hf, keys in keymap.hf_names().items() if keys[0].name in EMBEDDINGS}
+    return saved
 
 
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
@@ -180,8 +192,8 @@ def load_adapter(directory: str | Path, network: Transformer) -> None:
         for key in keys:
             layer = key.name.removesuffix(".weight")
             found.setdefault(layer, {})[hf] = (*_unfuse(key, a, b), scale)
-    score = f"{PREFIX}{family.score}"
-    unknown = sorted(set(files.names) - used - {score})
+    saved = {f"{PREFIX}{hf}": name for hf, name in _saved_whole(keymap, family, network.kind, True).items()}
+    unknown = sorted(set(files.names) - used - set(saved))
     if unknown:
         raise CheckpointError(
             f"{folder / WEIGHTS} holds {unknown[0]} and others like it, for which the model has no layer"
@@ -198,8 +210,15 @@ def load_adapter(directory: str | Path, network: Transformer) -> None:
             down, up = [part[0] for part in ordered], [part[1] for part in ordered]
             adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
             adapter.lora_b.copy_(torch.stack(up) if key.experts else up[0])
-        if network.kind != "lm" and score in files.names:
-            network.score.weight.copy_(files.read(score))
+        own = canonical(network)
+        for hf in sorted(set(saved) & set(files.names)):
+            values, stored = files.read(hf), own[saved[hf]]
+            if values.shape != stored.data.shape:
+                raise CheckpointError(
+                    f"{folder / WEIGHTS}: {hf} is {tuple(values.shape)}, the model's {tuple(stored.data.shape)}: its "
+                    "vocabulary is another one; add the same tokens first"
+                )
+            stored.data.copy_(values)
 
 
 def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:

@@ -13,20 +13,31 @@ import numpy.typing as npt
 
 from weft.data import packing
 from weft.data.datasets.base import MapDataset, StreamDataset, Tokenized, reads_table
-from weft.data.mixture import Index, Share, epoch_order, per_epoch
+from weft.data.mixing import pair_short
+from weft.data.mixture import Index, Share, epoch_order, generator, per_epoch
 from weft.data.sample import SequenceSample
 from weft.errors import DataError, UserError
 
+SIZES = ("num_ids", "num_tokens", "option")
 LARGE = 8  # batches of the most tokens, and as many others, that the forecast of memory looks at
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How large a batch is: a number of ids, or tokens it holds at most. Exactly one is set."""
+    """How large a batch is: a number of ids, or tokens it holds at most. Exactly one is set. `by_length`: the shortest samples
+    come first. Of samples shorter than `mixing_below` pairs are made with probability `mixing`, each counted as one id."""
 
     num_ids: int | None = None
     num_tokens: int | None = None
     option: str = "dataset.train_tokens_per_batch"
+    by_length: bool = False
+    mixing: float = 0.0
+    mixing_below: int = 256
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the samples' lengths say which batch they are in."""
+        return self.num_tokens is not None or self.by_length or self.mixing > 0
 
     def bounds(self, costs: npt.NDArray[np.int64]) -> list[int]:
         """Where to cut a list of ids with these token costs. Raises `ConfigError` where a batch cannot hold the longest."""
@@ -61,11 +72,15 @@ class Part:
         ids = (f"{self.name}/{sample.ids[0]}",) if self.prefix else sample.ids
         return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
 
-    def at(self, indices: Sequence[int]) -> SequenceSample:
-        """These samples as one, as `[index]` gives them."""
+    def at(self, indices: Sequence[int], epoch: int | None = None) -> SequenceSample:
+        """These samples as one, as `[index]` gives them, or as an epoch draws them."""
         if not reads_table(self.dataset):
             return SequenceSample.gather([self[index] for index in indices])
-        chosen = self.dataset.table.at(self.indices[np.asarray(indices, dtype=np.int64)].tolist())
+        rows = self.indices[np.asarray(indices, dtype=np.int64)].tolist()
+        if epoch is not None and self.dataset.redrawn is not None:
+            chosen = self.dataset.redrawn.at(rows, epoch, self.name)
+        else:
+            chosen = self.dataset.table.at(rows)
         ids = tuple(f"{self.name}/{id}" for id in chosen.ids) if self.prefix else chosen.ids
         return replace(chosen, ids=ids, metadata={"source": (self.name,) * len(ids), **chosen.metadata})
 
@@ -129,7 +144,7 @@ class MapLoader:
         self._batching = batching
         self._seed = seed
         self._shuffle = shuffle
-        self._costs = [part.costs() for part in parts] if batching.num_tokens is not None else None
+        self._costs = [part.costs() for part in parts] if batching.needs_costs else None
         self._position = (0, 0)  # epoch, batch
         self._planned: tuple[int, tuple[Index, Index], list[int]] | None = None
         self.epoch_done = False
@@ -172,7 +187,7 @@ class MapLoader:
         rows = slice(bounds[batch], bounds[batch + 1])
         sources, indices = source[rows], index[rows]
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
-        picked = [part.at(indices[at].tolist()) for part, at in zip(self._parts, places, strict=True) if len(at)]
+        picked = [part.at(indices[at].tolist(), epoch) for part, at in zip(self._parts, places, strict=True) if len(at)]
         if len(picked) == 1:
             return picked[0]
         return SequenceSample.gather(picked).at(np.argsort(np.concatenate(places)).tolist())
@@ -202,17 +217,30 @@ class MapLoader:
     def _plan(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
         """((source, sample) in order, bounds of the batches) of an epoch; the last one asked for is kept."""
         if self._planned is None or self._planned[0] != epoch:
-            order = epoch_order(self._shares, self._seed, epoch, self._shuffle)
-            costs = np.ones(len(order[0]), dtype=np.int64)
+            source, sample = epoch_order(self._shares, self._seed, epoch, self._shuffle)
+            costs = np.ones(len(source), dtype=np.int64)
             if self._costs is not None:
-                costs = np.asarray([self._costs[s][i] for s, i in zip(*order, strict=True)], dtype=np.int64)
-            self._planned = (epoch, order, self._batching.bounds(costs))
+                costs = np.asarray([self._costs[s][i] for s, i in zip(source, sample, strict=True)], dtype=np.int64)
+            order, bounds = self._laid_out(costs, epoch)
+            self._planned = (epoch, (source[order], sample[order]), bounds)
         return self._planned[1], self._planned[2]
+
+    def _laid_out(self, costs: Index, epoch: int) -> tuple[Index, list[int]]:
+        """(the samples' new order, bounds of the batches) of samples with these token costs."""
+        how, order = self._batching, np.arange(len(costs), dtype=np.int64)
+        if how.by_length:  # of one length they stay in the order that was drawn
+            order = np.argsort(costs, kind="stable")
+        if not how.mixing:
+            return order, how.bounds(costs[order])
+        mixed, starts = pair_short(costs[order], how.mixing_below, how.mixing, generator(self._seed, "mixing", epoch))
+        units = np.ones(len(starts) - 1, dtype=np.int64)
+        return order[mixed], [int(starts[at]) for at in how.bounds(units)]
 
     def _fingerprint(self) -> str:
         """What the order of ids depends on."""
-        shares = [asdict(share) for share in self._shares]
-        text = json.dumps([shares, asdict(self._batching), self._seed, self._shuffle], sort_keys=True)
+        shares, usual = [asdict(share) for share in self._shares], asdict(Batching())
+        sizes = {k: v for k, v in asdict(self._batching).items() if k in SIZES or v != usual[k]}
+        text = json.dumps([shares, sizes, self._seed, self._shuffle], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

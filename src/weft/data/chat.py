@@ -20,6 +20,7 @@ from weft.data.prefix import common_prefix
 from weft.data.turns import Span, Template, assistant_spans
 from weft.errors import DataError
 
+UNTRAINED = "messages[] after the last reply"
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -68,7 +69,7 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
     lost = rendered.left_out(template.render, messages, tools, prompt=False)
     unused = rendered.check(lost, messages, template.name, last)
     if trained and turns[-1] < len(messages) - 1:
-        unused |= {"messages[] after the last reply"}
+        unused |= {UNTRAINED}
     marked = template.marked(messages, tools)
     if marked is None:
         spans = assistant_spans(template, messages, tools, text, trained)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.data import features
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
 from weft.data.counts import SourceCount, render
 from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, Tokenized
@@ -59,7 +60,10 @@ def load_data(
     Raises `ConfigError` for options that do not fit, `DataError` with a report on every bad row.
     """
     reporter: Reporter = show if progress is None or progress is True else silent if progress is False else progress
-    util = DatasetUtility(tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter)
+    tokenizer = features.dressed(spec, tokenizer)
+    util = DatasetUtility(
+        tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window
+    )
     reader = SourceReader(spec, spec.type or dataset_type, util)
     named = _named(_sources(spec))
     built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
@@ -100,7 +104,12 @@ def _batching(spec: DatasetSpec) -> Batching:
         raise ConfigError(
             f"dataset.train_bs_n_seqs={sizes[0]} and dataset.train_tokens_per_batch={sizes[1]}: set exactly one of them"
         )
-    return Batching(*sizes)
+    return Batching(
+        *sizes,
+        by_length=spec.sort_by_length,
+        mixing=spec.sample_mixing,
+        mixing_below=spec.sample_mixing_below,
+    )
 
 
 @dataclass(frozen=True)
@@ -165,6 +174,7 @@ class SourceReader:
         """The dataset object: the user's arguments, and those of weft's options that its constructor names."""
         type = source.type or self.type
         make = datasets.get(type)
+        features.check(self.spec, type)
         spec = self.spec
         offered = {
             "path": source.path or None,
@@ -196,6 +206,8 @@ class SourceReader:
                 f"dataset type {type!r}: {make.__name__} has neither __len__ and __getitem__ (samples by index) "
                 "nor __iter__ (whole batches)"
             )
+        if not isinstance(dataset, Tokenized):
+            features.check_own(spec, type, by_index=isinstance(dataset, MapDataset))
         return type, dataset
 
 

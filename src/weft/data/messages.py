@@ -17,7 +17,8 @@ ROLES = {
     "function_call": "assistant",
 }  # fmt: skip
 REASONING = ("reasoning_content", "thinking")
-KEPT = ("name", "tool_call_id", *REASONING)
+FACTS, CONTEXT = ("lang", "quality", "humor", "creativity"), "context"  # what a row may know of a reply
+KEPT = ("name", "tool_call_id", *REASONING, *FACTS, CONTEXT)
 
 
 def normalise(messages: Any) -> list[Message]:

@@ -17,7 +17,17 @@ class TokenizerSpec:
     path: str | None = option(
         None, "HF directory, tokenizer.json or sentencepiece tokenizer.model; the model's own when absent"
     )
-    chat_template: str | None = option(None, "a jinja file, or the template itself; the tokenizer's own when absent")
+    chat_template: str | None = option(
+        None,
+        "a form by its name (oasst, oasst_v25, chatml, llama3, mistral, gemma, zephyr, tulu, vicuna, alpaca), a jinja file, or "
+        "the template itself; the tokenizer's own when absent",
+    )
+    add_tokens: list[str] = option(
+        [],
+        "special tokens to add to the vocabulary; the word template stands for those that the named chat_template writes. "
+        "Embeddings and output matrix grow to a multiple of 16; new rows begin as the mean of the old ones",
+    )
+    per_digit_tokens: bool = option(False, "every digit is a token of its own")
     bos_token: str | None = option(None, "token that begins a sequence; must be in the vocabulary")
     eos_token: str | None = option(None, "token that ends a completion; must be in the vocabulary")
     pad_token: str | None = option(
@@ -154,6 +164,34 @@ class DatasetSpec:
     valid_split: float = option(
         0.0, "share of the training rows set aside for validation when valid_path is absent", at_least=0.0, at_most=1.0
     )
+    sort_by_length: bool = option(
+        False, "the shortest samples of an epoch come first, those of one length in random order"
+    )
+    sample_mixing: float = option(
+        0.0,
+        "probability that a short sample joins another one: the pair is one of train_bs_n_seqs, and attention stays apart",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    sample_mixing_below: int = option(256, "samples of fewer tokens are short ones", at_least=2)
+    label_masking: bool = option(True, "train what the assistant wrote; false: every token of rows with one answer")
+    random_window: float = option(
+        0.0,
+        "probability that a row over max_seqlen gives a random part of that length, another one every epoch, in place of its "
+        "beginning",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    system_prefix: str | None = option(None, "system text that begins every conversation, before its own")
+    system_tags: bool = option(
+        False,
+        "a system message before each reply says what its message knows of it (lang, quality, humor, creativity, context), in "
+        "a random order of every epoch's own",
+    )
+    system_tag_dropout: float = option(
+        0.5, "probability that an epoch leaves one of these out", at_least=0.0, at_most=1.0
+    )
+    system_tag_length: bool = option(False, "they also say the reply's length: its words / 5 + 1")
     num_workers: int | None = option(
         None, "processes that tokenize; 0 is none but this one; absent: as many as cores, for large files", at_least=0
     )

@@ -91,6 +91,18 @@ class TokenTable:
         data = {key: value.to(DTYPES[key][1]) for key, value in chosen.data.items()}
         return replace(chosen, data=data)
 
+    def encoded(self, index: int) -> Encoded:
+        """Sample `index` as it was encoded."""
+        one = self.sample.at([index])
+
+        def lists(key: str) -> list[Any]:
+            return [part.tolist() for part in one.sequences(key)] if key in one.keys else []
+
+        kept = ("prompt", "completion", "loss_mask")
+        values = {key: one.data[key].tolist() for key in one.keys if key not in kept}
+        metadata = {name: value[0] for name, value in one.metadata.items()}
+        return Encoded(lists("prompt")[0], lists("completion"), lists("loss_mask"), values, metadata)
+
     def costs(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample, its prompt counted for every completion."""
         return self.sample.token_costs()

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from copy import copy, deepcopy
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from weft.data import chat, rendered, tokenizer_files
+from weft.data.dress import Dress, with_prefix
 from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
 from weft.data.turns import Template, leading_token
 from weft.errors import ConfigError, DataError, UserError
+
+UNDRESSED = Dress()
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Tokenizer:
     add_bos: bool = False  # whether `encode` begins with BOS
     chat_bos: bool = False  # whether a conversation gets BOS where its template writes none (add_bos_token=true)
     model_stops: tuple[int, ...] = ()  # ids that end a completion by the model's own configuration
+    added_from: int | None = None  # the first id that `add_tokens` made; None where it made none
+    option: str = "tokenizer"  # how a user writes the options of this tokenizer
+    dress: Dress = UNDRESSED  # what stands around the conversations that are trained on
+    draw: np.random.Generator | None = None  # what is drawn of that; None: nothing
 
     @classmethod
     def load(cls, spec: TokenizerSpec, model_path: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
@@ -45,17 +53,14 @@ class Tokenizer:
             raise ConfigError("tokenizer.path is not set and there is no model path to take a tokenizer from; set one")
         with tokenizer_files.quiet():
             hf = tokenizer_files.read(path, trust_remote_code)
-        for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
-            tokenizer_files.override(hf, name, getattr(spec, name), path)
-        if spec.chat_template is not None:
-            hf.chat_template = tokenizer_files.read_template(spec.chat_template)
+        added_from = tokenizer_files.prepare(hf, spec, path)
         add_bos = tokenizer_files.begins_with_bos(hf) if spec.add_bos_token is None else spec.add_bos_token
         if spec.add_bos_token:
             tokenizer_files.need_bos(hf, path)
         if spec.add_bos_token is not None:
             tokenizer_files.set_habit(hf, spec.add_bos_token)
         stops = tokenizer_files.stop_ids_of_model(model_path or path)
-        return cls(hf, add_bos, chat_bos=bool(spec.add_bos_token), model_stops=stops)
+        return cls(hf, add_bos, bool(spec.add_bos_token), stops, added_from)
 
     # -- ids and text
 
@@ -128,6 +133,8 @@ class Tokenizer:
         Raises `DataError` where the template leaves out what a reply must know (`weft.data.rendered`).
         """
         talk, schemas = normalise(messages), normalise_tools(tools)
+        if self.dress.prefix is not None:
+            talk = with_prefix(talk, self.dress.prefix)
         ids = self.encode_chat(talk, schemas, add_generation_prompt=True)
         return ids, rendered.check(rendered.left_out(self.render, talk, schemas, prompt=True), talk, self.name)
 
@@ -155,12 +162,15 @@ class Tokenizer:
             self._added,
             self.name,
         )
-        found = chat.mask_tokens(template, normalise(messages), normalise_tools(tools))
+        talk = self.dress.of(normalise(messages), self.draw)
+        found = chat.mask_tokens(template, talk, normalise_tools(tools))
         ids, mask = found.ids, found.mask
         if self.chat_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids, mask = [self.bos_id, *ids], [False, *mask]
         if self.turn_end is None and self.eos_id is not None:
             ids, mask = chat.ended(ids, mask, self.eos_id, self.decode)
+        if not self.dress.label_masking:
+            return chat.Masked(ids, [at > 0 for at in range(len(ids))], found.unused - {chat.UNTRAINED})
         return chat.Masked(ids, mask, found.unused)
 
     def _marked(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[tuple[int, int]] | None:
@@ -189,6 +199,12 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         """The id of the added token that is written so, or None where there is none."""
         return next((id for id, token in self.hf.added_tokens_decoder.items() if token.content == text), None)
+
+    def drawing(self, draw: np.random.Generator) -> Tokenizer:
+        """The same tokenizer with random numbers to draw from; what it knows of its template goes along."""
+        made = copy(self)
+        object.__setattr__(made, "draw", draw)
+        return made
 
     def with_padding(self, token: str | None) -> Tokenizer:
         """The same tokenizer with another padding token of its vocabulary, or without one."""
@@ -227,25 +243,19 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over everything that affects token ids: vocabulary, merges, special tokens, templates, BOS habits."""
-        return tokenizer_files.fingerprint(self.hf, self.add_bos, self.chat_bos)
+        dress = [] if self.dress == UNDRESSED else [asdict(self.dress)]
+        return tokenizer_files.fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)
 
     def require_eos(self) -> int:
         """The id of EOS. Raises `UserError` where the tokenizer has none."""
         if self.eos_id is None:
-            hint = ", ".join(token.content for token in list(self.hf.added_tokens_decoder.values())[:8]) or "none"
-            raise UserError(
-                "the tokenizer has no end-of-sequence token, and completions need one to end with; "
-                f"set tokenizer.eos_token to a token of its vocabulary (its special tokens: {hint})"
-            )
+            raise tokenizer_files.no_eos(self._added)
         return self.eos_id
 
     def require_chat_template(self) -> str:
         """The template. Raises `UserError` where the tokenizer has none."""
         if self.chat_template is None:
-            raise UserError(
-                "the tokenizer has no chat template, and message lists need one; "
-                "set tokenizer.chat_template to a jinja file, or use text columns"
-            )
+            raise tokenizer_files.no_template(self.option)
         return self.chat_template
 
     def check_template(self) -> None:
@@ -253,8 +263,8 @@ class Tokenizer:
         self.require_chat_template()
         if self._template_fault is not None:
             raise UserError(
-                f"the chat template of {self.name} {self._template_fault}, and weft gives it text; set tokenizer.chat_template "
-                "to a jinja file for text conversations"
+                f"the chat template of {self.name} {self._template_fault}, and weft gives it text; name a template for "
+                f"text conversations with {self.option}.chat_template=chatml (or another name, or a jinja file)"
             )
 
     @cached_property

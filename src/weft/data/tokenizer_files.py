@@ -5,19 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from weft.data import chat, spm
+from weft.data.chat_templates import TEMPLATES, text_of
+from weft.data.spec import TokenizerSpec
 from weft.errors import ConfigError, UserError, nearest
 
 SENTENCEPIECE = "tokenizer.model"
+TEMPLATE = "template"  # among tokens to add: those of the named chat template
 CLASSES_WITH_BOS = (
     "Llama",
     "CodeLlama",
@@ -116,18 +120,106 @@ def override(hf: PreTrainedTokenizerBase, name: str, token: str | None, path: st
 
 
 def read_template(given: str) -> str:
-    """The template's text: `given` is that, or a file that holds it. Raises `ConfigError` where it is neither."""
+    """The template's text: `given` is that, the name of one, or a file that holds it. Raises `ConfigError` where it is none."""
+    if given in TEMPLATES:
+        return text_of(given)
     path = Path(given).expanduser()
     if "{" not in given:
         if not path.is_file():
+            near = nearest(given, TEMPLATES)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"by name there are {', '.join(TEMPLATES)}"
             raise ConfigError(
-                f"tokenizer.chat_template={given!r}: neither a file nor a jinja template; give one of them"
+                f"tokenizer.chat_template={given!r}: neither the name of a template, nor a file, nor a jinja template; {hint}"
             )
         given = path.read_text()
     problem = chat.template_problem(given)
     if problem:
         raise ConfigError(f"tokenizer.chat_template does not compile, {problem}; mend the template")
     return given
+
+
+def prepare(hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str) -> int | None:
+    """Change the tokenizer of `path` as the options say. The first id that is new, or None."""
+    added_from = add_tokens(hf, added_tokens(spec.add_tokens, spec.chat_template))
+    for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
+        override(hf, name, getattr(spec, name), path)
+    if spec.per_digit_tokens:
+        split_digits(hf, path)
+    if spec.chat_template is not None:
+        hf.chat_template = read_template(spec.chat_template)
+        if spec.chat_template in TEMPLATES:
+            check_named_template(hf, spec.chat_template, path)
+    return added_from
+
+
+def no_template(option: str) -> UserError:
+    """The error where messages need a chat template; `option` is how the tokenizer's options are written."""
+    return UserError(
+        "the tokenizer has no chat template, and message lists need one; "
+        f"write {option}.chat_template=zephyr (or another of {', '.join(TEMPLATES)}, or a jinja file), or use text columns"
+    )
+
+
+def no_eos(added: Sequence[str]) -> UserError:
+    """The error where completions need a token to end with."""
+    return UserError(
+        "the tokenizer has no end-of-sequence token, and completions need one to end with; set tokenizer.eos_token to a token "
+        f"of its vocabulary (its special tokens: {', '.join(added[:8]) or 'none'})"
+    )
+
+
+def added_tokens(given: Sequence[str], template: str | None) -> list[str]:
+    """The tokens that `tokenizer.add_tokens` names, once each. Raises `ConfigError` for `template` without a named one."""
+    found: list[str] = []
+    for token in given:
+        if token != TEMPLATE:
+            found.append(token)
+        elif template is not None and template in TEMPLATES:
+            found += TEMPLATES[template].tokens
+        else:
+            raise ConfigError(
+                f"tokenizer.add_tokens: {TEMPLATE!r} stands for the tokens of a chat_template given by name, and "
+                f"tokenizer.chat_template={template!r} is none of {', '.join(TEMPLATES)}; write the tokens themselves"
+            )
+    return list(dict.fromkeys(found))
+
+
+def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None:
+    """Add special tokens that the vocabulary lacks; the first new id, None where none is new."""
+    if not tokens:
+        return None
+    known = hf.get_vocab()
+    first = max(known.values(), default=-1) + 1
+    hf.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
+    return None if all(token in known for token in tokens) else first
+
+
+def check_named_template(hf: PreTrainedTokenizerBase, name: str, path: str) -> None:
+    """Raises `ConfigError` where the tokenizer lacks a special token without which the template `name` means nothing."""
+    known, template = hf.get_vocab(), TEMPLATES[name]
+    missing = [token for token in template.tokens if token not in known]
+    if missing:
+        raise ConfigError(
+            f"tokenizer.chat_template={name} writes {', '.join(missing)}, which the vocabulary of {path} lacks; add them with "
+            "tokenizer.add_tokens=[template], or take a template in words such as zephyr"
+        )
+    unset = [token for token in template.needs if getattr(hf, token) is None]
+    if unset:
+        raise ConfigError(
+            f"tokenizer.chat_template={name} writes the {unset[0]}, which {path} does not name; set tokenizer.{unset[0]}"
+        )
+
+
+def split_digits(hf: PreTrainedTokenizerBase, path: str) -> None:
+    """Make every digit a token of its own. Raises `ConfigError` for a tokenizer in Python, which has no such step."""
+    if not isinstance(hf, PreTrainedTokenizerFast):
+        raise ConfigError(
+            f"tokenizer.per_digit_tokens=true: {path} is a tokenizer without a pre-tokenizer (it is written in Python); "
+            "give one with a tokenizer.json, or leave the option out"
+        )
+    core = hf.backend_tokenizer
+    apart = pre_tokenizers.Digits(individual_digits=True)
+    core.pre_tokenizer = apart if core.pre_tokenizer is None else pre_tokenizers.Sequence([core.pre_tokenizer, apart])
 
 
 def begins_with_bos(hf: PreTrainedTokenizerBase) -> bool:
@@ -139,7 +231,7 @@ def need_bos(hf: PreTrainedTokenizerBase, path: str) -> None:
         raise ConfigError(f"tokenizer.add_bos_token=true, but {path} has no BOS token; set tokenizer.bos_token")
 
 
-def fingerprint(hf: PreTrainedTokenizerBase, *habits: bool) -> str:
+def fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
     """sha256 over all that decides the token ids of a text or conversation; `habits` are what weft adds to it."""
     if isinstance(hf, PreTrainedTokenizerFast):
         core = hf.backend_tokenizer.to_str()

@@ -34,8 +34,14 @@ def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
 
 
 def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """The nodes of a path as chat messages."""
-    return [{"role": node["role"], "content": node["text"]} for node in path]
+    """The nodes of a path as chat messages, with what is known of each: its language, and the means of its labels."""
+    return [{"role": node["role"], "content": node["text"], **_facts(node)} for node in path]
+
+
+def _facts(node: Node) -> dict[str, Any]:
+    labels = node.get("labels") or {}
+    found = {name: labels[name]["value"] for name in ("quality", "humor", "creativity") if labels.get(name)}
+    return {"lang": node["lang"], **found} if node.get("lang") else found
 
 
 def _root(row: Row) -> Node:

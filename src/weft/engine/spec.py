@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from weft.data.spec import TokenizerSpec
+from weft.engine import rope_scaling
 from weft.errors import ConfigError
 from weft.options import option
 from weft.parallel.schedule import Kind, placement_of
@@ -149,6 +150,27 @@ class ModelSpec:
     dropout: float | None = option(
         None, "dropout while training; the config's own when absent", at_least=0.0, at_most=1.0
     )
+    residual_dropout: float = option(
+        0.0,
+        "dropout of what attention and MLP add to the states, while training, in place of the config's own rate there",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    residual_dropout_lima: bool = option(
+        False, "residual_dropout rises from 0 in the first layer to its value in the last, as LIMA does"
+    )
+    freeze_layers: int | None = option(
+        None, "embeddings and so many first layers are not trained: no gradient, no optimizer state", at_least=0
+    )
+    train_last_layers: int | None = option(
+        None, "the same, counted from the end: so many last layers are trained", at_least=0
+    )
+    rope_scaling: Any = option(
+        None,
+        "longer positions than the model was trained on: {type: linear|dynamic, factor: 2} or {type: ntk, alpha: 2}; saved in "
+        "config.json",
+        check=rope_scaling.problem,
+    )
     router_aux_loss_coef: float | None = option(
         None,
         "weight of the loss that balances experts, a mean over sequences; config.json's own when absent, where it sets "
@@ -208,6 +230,14 @@ class ModelSpec:
             )
         if self.pipeline_stages_per_rank is not None:
             self.placed(Layout())
+        if self.residual_dropout_lima and not self.residual_dropout:
+            raise ConfigError("residual_dropout_lima=true ramps residual_dropout, which is 0; set that, such as 0.3")
+        if self.freeze_layers is not None and self.train_last_layers is not None:
+            raise ConfigError("freeze_layers and train_last_layers exclude each other; set one of them")
+        if self.freezes and self.lora.r > 0:
+            raise ConfigError(
+                "freeze_layers and lora.r exclude each other: adapters leave every weight frozen; set one of them"
+            )
 
     def resolve_layout(self) -> Layout:
         """The layout that `layout` or `parallel.*` asks for. Raises `ConfigError` where both are set and differ."""
@@ -247,6 +277,16 @@ class ModelSpec:
     def recomputed_layers(self) -> int:
         """Every how many layers one is computed again in the backward pass; 0 is none."""
         return self.recompute_every or int(self.gradient_checkpointing)
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some first layers are not trained, though the role is."""
+        return self.freeze_layers is not None or self.train_last_layers is not None
+
+    @property
+    def trains_embeddings(self) -> bool:
+        """Whether embedding and output matrix are trained beside adapters: tokens were added."""
+        return self.has_adapters and bool(self.tokenizer.add_tokens)
 
     @property
     def has_adapters(self) -> bool:

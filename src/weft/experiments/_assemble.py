@@ -100,6 +100,12 @@ def check(config: RunConfig) -> None:
     validate(config)
     import_user_code(config.imports)  # names that the options use may be registered there
     checks.check_names(experiment_name=config.experiment_name, trial_name=config.trial_name)
+    data = getattr(config, "dataset", None)
+    if isinstance(data, DatasetSpec) and data.sample_mixing and config.algorithm != "sft":
+        raise ConfigError(
+            f"dataset.sample_mixing={data.sample_mixing}: {config.algorithm} counts the ids of its batches, and only sft mixes "
+            "samples; leave it out"
+        )
 
 
 def batches(dataset: DatasetSpec) -> DatasetSpec:
@@ -123,8 +129,8 @@ def _at_home(spec: ModelSpec) -> ModelSpec:
 
 
 def batch_size(dataset: DatasetSpec) -> int:
-    """Ids a node takes at a time; 0 where the loader lays batches out by tokens."""
-    return dataset.train_bs_n_seqs or 0
+    """Ids a node takes at a time; 0 where the loader lays batches out by tokens, or by samples and pairs of them."""
+    return 0 if dataset.sample_mixing else dataset.train_bs_n_seqs or 0
 
 
 def type_of(dataset: DatasetSpec, usual: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from weft.data.spec import DatasetSpec
+from weft.engine import rope_scaling
 from weft.engine.spec import MAX_NEW_TOKENS, GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiments import _checks as checks
@@ -30,7 +31,7 @@ def _context(spec: ModelSpec) -> int | None:
         if isinstance(holder, dict):
             found = [holder[key] for key in CONTEXT if isinstance(holder.get(key), int) and holder[key] > 0]
             if found:
-                return int(found[0])
+                return rope_scaling.context(spec.rope_scaling, int(found[0]))
     return None
 
 

@@ -31,6 +31,7 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
         backend=source.backend if spec.backend == ModelSpec().backend else spec.backend,
         trust_remote_code=source.trust_remote_code,
         tokenizer=source.tokenizer,
+        rope_scaling=source.rope_scaling if spec.rope_scaling is None else spec.rope_scaling,
     )
 
 

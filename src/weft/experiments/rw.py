@@ -22,6 +22,11 @@ class RWOptions:
     center: float = option(
         0.0, "weight of the squared sum of a pair's scores, which keeps their mean at 0", at_least=0.0
     )
+    loss_type: str = option(
+        "ranking",
+        "ranking: every ranking weighs the same, however many replies it orders; classification: every pair does",
+        choices=("ranking", "classification"),
+    )
 
 
 @register_quickstart("rw")
@@ -44,7 +49,12 @@ class RWConfig(RunConfig):
         train = MFCDef(
             name="train", role="model", interface="train", method="train_step", batch_size=batch_size(dataset),
             input_keys=("prompt", "completion", "rank"), optional_keys=("comparison", "margin"),
-            args={"loss": "rw", "loss_args": {"score_l2": self.rw.score_l2, "center": self.rw.center}},
+            args={
+                "loss": "rw",
+                "loss_args": {
+                    "score_l2": self.rw.score_l2, "center": self.rw.center, "loss_type": self.rw.loss_type,
+                },
+            },
         )  # fmt: skip
         return assemble(
             self,

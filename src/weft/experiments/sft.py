@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from weft.data.spec import DatasetSpec
@@ -21,6 +21,12 @@ class SFTOptions:
     average: str = option(
         "token", "what weighs the same in the loss: every trained token, or every answer", choices=("token", "sequence")
     )
+    loss_type: str = option(
+        "cross_entropy",
+        "cross_entropy, or poly: cross-entropy plus poly_eps times 1 less the token's probability",
+        choices=("cross_entropy", "poly"),
+    )
+    poly_eps: float = option(1.0, "weight of that addition; read with loss_type=poly alone", at_least=0.0)
 
 
 @register_quickstart("sft")
@@ -43,7 +49,7 @@ class SFTConfig(RunConfig):
         train = MFCDef(
             name="train", role="model", interface="train", method="train_step", batch_size=batch_size(dataset),
             input_keys=("prompt", "completion"), optional_keys=("loss_mask",),
-            args={"loss": "sft", "loss_args": {"average": self.sft.average}},
+            args={"loss": "sft", "loss_args": asdict(self.sft)},
         )  # fmt: skip
         return assemble(
             self,

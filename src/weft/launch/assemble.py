@@ -147,7 +147,8 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
                 found.add(path)
         key = repr((spec.tokenizer, spec.path, spec.trust_remote_code))
         if key not in shared:
-            shared[key] = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
+            loaded = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
+            shared[key] = replace(loaded, option=f"{role}.tokenizer")
         tokenizers[role] = shared[key]
     return tokenizers
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tests.models.common import sequences, tiny
 from weft.models.network.head import ValueHead, row_values
+from weft.models.network.packed import pack
 
 
 def test_two_thousand_rewards_have_as_many_values() -> None:
@@ -22,3 +24,15 @@ def test_gradients_reach_states_and_weight_in_their_dtype() -> None:
     head(states).sum().backward()
     assert states.grad is not None and states.grad.dtype == torch.bfloat16 and bool((states.grad == 1).all())
     assert head.weight.grad is not None and head.weight.grad.dtype == torch.bfloat16
+
+
+def test_mean_pooling_of_sequences_of_unequal_length() -> None:
+    """Open-Assistant's multiplied [B, T, H] by a mask [B, T], an error of shapes (defect 5): here the mean of each sequence's
+    states, times the head, by hand."""
+    rows = sequences([5, 1, 9])
+    network = tiny("llama", "score", dtype=torch.float64)
+    network.pooling = "mean"
+    with torch.no_grad():
+        scores = network(pack(rows), frozenset({"scores"}))["scores"]
+        wanted = [network.hidden(pack([row])).mean(0) @ network.score.weight[0] for row in rows]
+    torch.testing.assert_close(scores.double(), torch.stack(wanted), rtol=1e-10, atol=1e-12)

@@ -9,15 +9,19 @@ from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 from weft.data import dialogue
 from weft.data.asked import conversation, prompt_text
 from weft.data.lengths import Encoded, Lengths
-from weft.data.messages import Message
+from weft.data.messages import CONTEXT, FACTS, Message
 from weft.data.prefix import common_prefix
 from weft.data.progress import Reporter, show
+from weft.data.redrawn import Redrawn
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.table import TokenTable
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokenizing import Form, Source, tokenize
-from weft.errors import ConfigError, nearest
+from weft.data.tokenizing import Form, Job, Source, tokenize
+from weft.data.window import Window
+from weft.errors import ConfigError, DataError, nearest
+
+BAD = "augmented"  # column of bad replies, one of which an epoch draws
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,12 @@ class DatasetUtility:
     cache_dir: str | None = None
     num_workers: int | None = None
     progress: Reporter = show
+    random_window: float = 0.0
+
+    @property
+    def redraws(self) -> bool:
+        """Whether a sample is another one in every epoch."""
+        return self.random_window > 0 or self.tokenizer.dress.tags
 
 
 @runtime_checkable
@@ -61,13 +71,39 @@ class Tokenized(Protocol):
 
 def build_table(
     form: type[Form], util: DatasetUtility, path: str, split: str | None, options: dict[str, Any]
-) -> TokenTable:
-    """The table of a shipped dataset; `options` are fields of `form` and of `Lengths`.
+) -> tuple[TokenTable, Redrawn | None]:
+    """The table of a shipped dataset, and its samples as epochs draw them, where they do; `options` are fields of `form` and of
+    `Lengths`.
 
     Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot be used.
     """
     source = Source(path, split, util.cache_dir, util.num_workers, util.progress)
-    return tokenize(*configure(form, options), util.tokenizer, source)
+    job = Job(*configure(form, options), util.tokenizer)
+    table = tokenize(job.form, job.lengths, job.tokenizer, source)
+    if not (util.redraws or BAD in table.report.read):
+        return table, None
+    return table, Redrawn(job, source, table, util.seed, _window(util, job.lengths))
+
+
+def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
+    """What is drawn of rows that are too long, None: nothing. Raises `ConfigError` where the system text of every conversation
+    cannot stay in front."""
+    if not util.random_window or lengths.max_seqlen is None:
+        return None
+    tokenizer, head = util.tokenizer, list[int]()
+    if tokenizer.dress.prefix is not None:
+        alone = [{"role": "system", "content": tokenizer.dress.prefix}]
+        try:
+            written = tokenizer.dress.prefix.strip() in tokenizer.render(alone)
+        except DataError:
+            written = False
+        if not written:
+            raise ConfigError(
+                f"dataset.random_window keeps dataset.system_prefix in front, and the chat template of {tokenizer.name} writes "
+                f"no system message by itself; take one that does ({tokenizer.option}.chat_template=chatml), or leave one out"
+            )
+        head = tokenizer.encode_chat(alone)
+    return Window(lengths.max_seqlen, util.random_window, head, tokenizer.bos_id)
 
 
 def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]:
@@ -94,7 +130,7 @@ class TableDataset:
 
     def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
         given = {name: value for name, value in options.items() if value is not None or name not in self.usual}
-        self.table = build_table(self.form, util, path, split, {**self.usual, **given})
+        self.table, self.redrawn = build_table(self.form, util, path, split, {**self.usual, **given})
 
     def __len__(self) -> int:
         return len(self.table)
@@ -145,10 +181,25 @@ def replied(
     if as_chat or not isinstance(row[key], str):
         if isinstance(row[key], str) and dialogue.HUMAN in row[key]:
             replies = [reply.strip() for reply in replies]
-        turns = [[{"role": "assistant", "content": reply}] for reply in replies]
+        facts = (
+            {name: row[name] for name in (*FACTS, CONTEXT) if row.get(name) is not None} if tokenizer.dress.tags else {}
+        )
+        turns = [[{"role": "assistant", "content": reply, **facts}] for reply in replies]
         return continued(tokenizer, conversation(row, key), turns, row.get("tools"), **more)
-    prompt = prompt_text(row, key)
-    return answered(tokenizer.encode(prompt), [ended(tokenizer, prompt + reply) for reply in replies], **more)
+    prompt = plain_prompt(tokenizer, row, key)
+    before = tokenizer.encode(prompt) if tokenizer.dress.label_masking else tokenizer.encode(prompt)[:1]
+    return answered(before, [ended(tokenizer, prompt + reply) for reply in replies], **more)
+
+
+def plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
+    """The prompt as plain text. Raises `BadRow` where something is to stand around conversations, which it is not."""
+    for option, asked in (("system_prefix", tokenizer.dress.prefix), ("system_tags", tokenizer.dress.tags)):
+        if asked:
+            raise BadRow(
+                f"{key!r} is plain text, and dataset.{option} belongs to conversations; set dataset.args.as_chat=true, or "
+                f"leave {option} out"
+            )
+    return prompt_text(row, key)
 
 
 def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any) -> Encoded:

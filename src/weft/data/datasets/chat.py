@@ -38,11 +38,18 @@ class Chat:
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         if trees.is_tree(row):
-            return [
-                self._conversation(normalise(trees.messages(path)), None, tokenizer, path[-1]["message_id"])
-                for path in trees.threads(row)
-            ]
+            return [self._thread(path, tokenizer) for path in trees.threads(row)]
         return [self._conversation(with_system(row, self._messages(row)), row.get("tools"), tokenizer, "")]
+
+    def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded:
+        """The sample of a row that has this id, alone."""
+        if not trees.is_tree(row):
+            return self.encode(row, tokenizer)[0]
+        path = next(path for path in trees.threads(row) if id.endswith(f"/{path[-1]['message_id']}"))
+        return self._thread(path, tokenizer)
+
+    def _thread(self, path: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
+        return self._conversation(normalise(trees.messages(path)), None, tokenizer, path[-1]["message_id"])
 
     def _messages(self, row: Row) -> list[Message]:
         keys = (self.messages_key,) if self.messages_key else MESSAGE_KEYS

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.data import dialogue
-from weft.data.asked import INPUT, as_messages, conversation, need_prompt, prompt_keys, prompt_text
-from weft.data.datasets.base import TableDataset
+from weft.data.asked import INPUT, as_messages, conversation, need_prompt, prompt_keys
+from weft.data.datasets.base import TableDataset, plain_prompt
 from weft.data.lengths import Encoded
 from weft.data.rows import MESSAGE_KEYS, BadRow, Row, first_of, plain, text
 from weft.data.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class Prompt:
         if isinstance(row[key], str) and not self.as_chat:
             if not row[key].strip():
                 raise BadRow(f"{key!r} is empty")
-            return [Encoded(tokenizer.encode(prompt_text(row, key)), metadata=columns)]
+            return [Encoded(tokenizer.encode(plain_prompt(tokenizer, row, key)), metadata=columns)]
         messages = conversation(row, key)
         ids, unused = tokenizer.encode_context(messages, row.get("tools"))
         if not ids:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from weft.data import trees
 from weft.data.asked import need_prompt, prompt_keys
-from weft.data.datasets.base import TableDataset, check_form, continued, replied
+from weft.data.datasets.base import BAD, TableDataset, answered, check_form, continued, ended, replied
 from weft.data.lengths import Encoded
 from weft.data.messages import normalise
-from weft.data.rows import Row, first_of, need, texts
+from weft.data.rows import MESSAGE_KEYS, Row, first_of, need, texts
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
@@ -18,7 +18,9 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class Ranking:
-    """`prompt` as text or messages (or `messages`, `prefix`), `replies` best first; `max_replies` keeps the best ones.
+    """`prompt` as text or messages (or `messages`, `prefix`), `replies` best first; `max_replies` keeps the best ones. Where
+    the prompt is null, replies are whole texts. Of the column `augmented`, replies made bad on purpose, every epoch draws one,
+    which ranks last.
 
     `as_chat`: a text is rendered as the user's message, and each reply as the assistant's.
     """
@@ -41,9 +43,25 @@ class Ranking:
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         if trees.is_tree(row):
             return [self._branch(path, replies, tokenizer) for path, replies in trees.rankings(row)]
-        replies = texts(row, need(row, (self.replies_key,), "ranking"), at_least=2)[: self.max_replies]
-        key = first_of(row, (*prompt_keys(self.prompt_key), "prefix")) or need_prompt(row, self.prompt_key, "ranking")
-        return [replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=_values(len(replies)))]
+        replies = self._replies(row, tokenizer)
+        values, keys = _values(len(replies)), (*prompt_keys(self.prompt_key), "prefix")
+        key = first_of(row, keys)
+        if key is None and first_of(row, MESSAGE_KEYS) is None and any(name in row for name in keys):  # it is null
+            return [answered([], [ended(tokenizer, reply) for reply in replies], values=values)]
+        key = key or need_prompt(row, self.prompt_key, "ranking")
+        return [replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)]
+
+    def _replies(self, row: Row, tokenizer: Tokenizer) -> list[str]:
+        """Best first; one of the row's bad ones, where it has any, comes last."""
+        bad = texts(row, BAD) if row.get(BAD) else []
+        replies = texts(row, need(row, (self.replies_key,), "ranking"), at_least=1 if bad else 2)
+        if not bad:
+            return replies[: self.max_replies]
+        if tokenizer.draw is not None:
+            worst = bad[int(tokenizer.draw.integers(len(bad)))]
+        else:
+            worst = max(bad, key=lambda reply: len(tokenizer.encode(reply)))
+        return [*replies[: None if self.max_replies is None else self.max_replies - 1], worst]
 
     def _branch(self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
         """The ranked replies to one message of a tree."""

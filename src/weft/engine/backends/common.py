@@ -9,11 +9,9 @@ from torch import nn
 
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
-from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.errors import ConfigError
-from weft.models.network.config import TransformerConfig
 from weft.models.network.transformer import Embedding
 from weft.topology import Layout
 
@@ -27,7 +25,24 @@ def check_spec(spec: ModelSpec) -> str:
             f"router_aux_loss_coef={spec.router_aux_loss_coef}: backend=hf adds no loss to the model's own; use backend=torch, "
             "or leave it out"
         )
+    if spec.backend == "hf":
+        _check_own(spec)
     return spec.path
+
+
+def _check_own(spec: ModelSpec) -> None:
+    """Raises `ConfigError` for an option that changes weft's own network, which `backend=hf` has not."""
+    for name in ("residual_dropout", "freeze_layers", "train_last_layers", "rope_scaling"):
+        value = getattr(spec, name)
+        if value not in (None, 0.0) or (value == 0 and name != "residual_dropout"):
+            raise ConfigError(
+                f"{name}={value!r}: backend=hf runs the module as it is; use backend=torch, or leave it out"
+            )
+    if spec.tokenizer.add_tokens:
+        raise ConfigError(
+            f"tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend=hf keeps the module's vocabulary; use backend=torch, "
+            "or add the tokens to the model directory"
+        )
 
 
 def check_copies(layout: Layout) -> None:
@@ -37,13 +52,6 @@ def check_copies(layout: Layout) -> None:
             f"layout={layout}: backend=hf runs copies of the whole module, such as d{layout.num_devices}f1; write that, or "
             "backend=torch"
         )
-
-
-def check_tokenizer(spec: ModelSpec, config: TransformerConfig) -> Tokenizer:
-    """The role's tokenizer. Raises `CheckpointError` where it has ids that the network has no embedding for."""
-    tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
-    hf_io.check_vocabulary(config, tokenizer.vocab_size, str(spec.path), spec.tokenizer.path or str(spec.path))
-    return tokenizer
 
 
 def check_recomputation(spec: ModelSpec, layers: int) -> None:

@@ -49,7 +49,8 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     assert isinstance(embedding, nn.Embedding)
     trial = try_out(module, cast(Head, spec.head), embedding.num_embeddings)
     config = _describe(module, trial, embedding)
-    tokenizer = common.check_tokenizer(spec, config)
+    tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
+    hf_io.check_vocabulary(config, tokenizer.vocab_size, path, spec.tokenizer.path or path)
     tied = spec.head == "lm" and module.config.tie_word_embeddings
     matrices, head = common.products(module, embedding, tied=tied), trial.head.layer.weight.numel()
     cost = Cost(matrices, _attention(config), backward=1 if spec.has_adapters else 2, late=head)

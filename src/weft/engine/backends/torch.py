@@ -17,6 +17,7 @@ from weft.engine.backends import common
 from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
 from weft.engine.spec import ModelSpec
+from weft.engine.torch import role_config
 from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, dtype_of
 from weft.engine.torch.source import Source, check_layout
 from weft.engine.torch.step import AuxLoss
@@ -41,10 +42,11 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     device = resolve_device(spec.device)
     spec = common.with_dtype(spec, path, device)
     family, config = hf_io.read_config(path, spec.type)
+    tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
+    config = role_config.changed(spec, config, tokenizer)
     check_layout(spec, layout, config)
-    tokenizer = common.check_tokenizer(spec, config)
     common.check_recomputation(spec, config.num_layers)
-    source = Source(spec, path, config)
+    source = Source(spec, path, config, tokenizer.added_from)
     whole = source.network(None)
     network = whole if mesh is None else source.network(mesh)
     for each in {whole, network}:
@@ -62,12 +64,12 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     experts = sum(config.has_experts(layer) for layer in range(config.num_layers))
     aux_loss = AuxLoss(aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor, experts)
     rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
-    drops = any(rates) or (spec.has_adapters and spec.lora.dropout > 0.0)
+    drops = any(rates) or spec.residual_dropout > 0.0 or (spec.has_adapters and spec.lora.dropout > 0.0)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         kept = saving.padded(tokenizer, spec, network.pooling)
         kept.save(directory)
-        _save(directory, tensors, whole, spec, kept)
+        _save(directory, tensors, whole, spec, config, kept)
 
     built = BuiltNetwork(
         network=network,
@@ -169,20 +171,21 @@ def _cost(network: Transformer, *, frozen: bool) -> Cost:
 
 
 def _save(
-    directory: Path, tensors: Mapping[str, Tensor], network: Transformer, spec: ModelSpec, tokenizer: Tokenizer
-) -> None:
+    directory: Path, tensors: Mapping[str, Tensor], network: Transformer, spec: ModelSpec, config: TransformerConfig,
+    tokenizer: Tokenizer,
+) -> None:  # fmt: skip
     """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names the base model."""
-    family, config = hf_io.read_config(str(spec.path), spec.type)
     config = hf_io.with_ids(config, **saving.token_ids(tokenizer, network.kind))
     dtype, head = DTYPES[dtype_of(spec)], network.kind
     if spec.has_adapters:
         scales = lora.scales(network)
         peft_io.save_adapter(
-            directory / "adapter", tensors, scales, config, head, base=str(spec.path), dropout=spec.lora.dropout
-        )
+            directory / "adapter", tensors, scales, config, head, base=str(spec.path), dropout=spec.lora.dropout,
+            whole=spec.trains_embeddings,
+        )  # fmt: skip
         tensors = lora.merge(tensors, scales)
     hf_io.write_generation(directory, saving.generation_config(spec))
-    hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling, family=family)
+    hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling)
 
 
 def _idle(module: nn.Module, config: TransformerConfig) -> int:

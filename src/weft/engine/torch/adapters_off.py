@@ -121,10 +121,11 @@ def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
         "init_from_scratch",
         "seed",
         "trust_remote_code",
+        "rope_scaling",
         "device",
     )
     alike = all(getattr(reference, name) == getattr(trained, name) for name in same)
-    return trained.has_adapters and not reference.trained and alike
+    return trained.has_adapters and not trained.trains_embeddings and not reference.trained and alike
 
 
 def _refuse(what: str) -> NoReturn:

@@ -46,6 +46,10 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
         if dtype in HALF and source.spec.trained:  # what is frozen stays in it
             for adapter in lora.adapters(network).values():
                 adapter.float()
+            if source.spec.trains_embeddings:
+                for module in (getattr(network, name, None) for name in ("embed", "head")):
+                    if isinstance(module, nn.Module):
+                        module.float()
         shard.shard(stages.values(), mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2))
     network.to_empty(device=device)
     if mesh.layout.fsdp > 1:

@@ -13,8 +13,10 @@ from weft import topology
 from weft.checkpoints import hf_io
 from weft.engine.backends import common
 from weft.engine.spec import ModelSpec
+from weft.engine.torch.engine import DTYPES, dtype_of
+from weft.engine.torch.master_weights import HALF
 from weft.errors import ConfigError
-from weft.models.network import lora
+from weft.models.network import frozen, lora
 from weft.models.network.block import Block
 from weft.models.network.config import TransformerConfig
 from weft.models.network.head import Pooling
@@ -23,14 +25,17 @@ from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context, experts, tensor
 from weft.parallel.mesh import RankMesh
 from weft.parallel.schedule import HALVES
-from weft.topology import Layout, Slice
+from weft.topology import Layout, Slice, whole
+
+GROWN = ("embed.weight", "head.weight", "head.bias")  # what has a row for each token
 
 
 class Source:
     """One role's network, built of its configuration without memory, and the values of its parameters."""
 
-    def __init__(self, spec: ModelSpec, path: str, config: TransformerConfig) -> None:
+    def __init__(self, spec: ModelSpec, path: str, config: TransformerConfig, added_from: int | None = None) -> None:
         self.spec, self.config, self.head = spec, config, cast(Head, spec.head)
+        self._added_from = added_from  # the first token that was added: its row, and those after it, are new
         self._reader = None if spec.init_from_scratch else hf_io.Reader(path, self.head, spec.type)
         unasked: Pooling = "last" if self._reader is None else self._reader.pooling  # a directory's own word counts
         self.pooling: Pooling = "mean" if spec.pooling == "mean" else unasked
@@ -58,11 +63,19 @@ class Source:
         network.to(common.reading_dtype(spec))
         if spec.dropout is not None:
             _set_dropout(network, spec.dropout)
+        if spec.residual_dropout:
+            frozen.set_residual_dropout(network, spec.residual_dropout, ramp=spec.residual_dropout_lima)
         network.recompute_every = spec.recomputed_layers
         network.requires_grad_(spec.trained)
+        first = frozen.frozen_layers(spec.freeze_layers, spec.train_last_layers, config.num_layers)
+        if first is not None:
+            dtype = DTYPES[dtype_of(spec)]
+            frozen.freeze(network, first, dtype if dtype in HALF else None)
         if spec.has_adapters:
             own = spec.lora
             lora.add(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets)
+            if spec.trains_embeddings:
+                frozen.train_embeddings(network)
             if spec.mirrors:
                 network.requires_grad_(False)
         if mesh is not None and mesh.size("tensor") > 1:
@@ -91,15 +104,35 @@ class Source:
             values = lora.initial(name, shape, self.spec.seed)
         elif self._reader is None or name in self._reader.missing:
             values = hf_io.initial(name, shape, self.config, self.head, self.spec.seed)
+        elif name in GROWN and self._added_from is not None:
+            return self._with_new_rows(self._reader, name, whole(shape) if where is None else where, self._added_from)
         else:
             return self._reader.read(name, where)
         return values if where is None else values[where]
+
+    def _with_new_rows(self, reader: hf_io.Reader, name: str, where: Slice, added_from: int) -> Tensor:
+        """Rows of the vocabulary: those that were there, and of tokens that were added the mean over all that were (Hewitt
+        2021, "Initializing new word embeddings for pretrained language models"), which leaves the others' probabilities nearly
+        as they were."""
+        rows, *rest = where
+        kept = slice(rows.start, min(max(added_from, rows.start), rows.stop))
+        old = reader.read(name, (kept, *rest))
+        new = rows.stop - kept.stop
+        if not new:
+            return old
+        mean = reader.read(name, (slice(0, added_from), *rest)).double().mean(0, keepdim=True)
+        return torch.cat([old, mean.to(old.dtype).expand(new, *old.shape[1:])])
 
 
 def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
     """Raises `ConfigError` for a layout that this network, or this version, cannot have."""
     if layout.expert > 1:
         _check_experts(layout, config)
+    if layout.pipeline > 1 and spec.trained and spec.freezes:
+        raise ConfigError(
+            f"layout={layout}: the stages of a pipeline all have something to train, which freeze_layers and train_last_layers "
+            "do not leave them; write p1, or leave these out"
+        )
     config.narrowed(layout.tensor, 0)
     topology.stage_of(config.num_layers, layout.pipeline, 0)
     count, kind = layout.placement.num_stages, spec.pipeline_schedule

@@ -1,0 +1,38 @@
+"""Chat templates by name (`tokenizer.chat_template=oasst`): the files beside this one, and the special tokens they write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("templates")
+OPEN_ASSISTANT = ("<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """`tokens` are special tokens without which the form means nothing; a template in words has none. `needs` are the special
+    tokens of the tokenizer that it writes."""
+
+    tokens: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+TEMPLATES: Mapping[str, ChatTemplate] = {
+    "oasst": ChatTemplate(OPEN_ASSISTANT, ("eos_token",)),
+    "oasst_v25": ChatTemplate(OPEN_ASSISTANT, ("eos_token",)),
+    "chatml": ChatTemplate(("<|im_start|>", "<|im_end|>")),
+    "llama3": ChatTemplate(("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "mistral": ChatTemplate(needs=("eos_token",)),
+    "gemma": ChatTemplate(("<start_of_turn>", "<end_of_turn>")),
+    "zephyr": ChatTemplate(needs=("eos_token",)),
+    "tulu": ChatTemplate(needs=("eos_token",)),
+    "vicuna": ChatTemplate(needs=("eos_token",)),
+    "alpaca": ChatTemplate(needs=("eos_token",)),
+}
+
+
+def text_of(name: str) -> str:
+    """The jinja text of a template of the table."""
+    return (FOLDER / f"{name}.jinja").read_text().removesuffix("\n")

@@ -1,0 +1,38 @@
+"""`text`: plain texts, every token of which is learned; beside conversations they keep a model from forgetting its language."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.data.datasets.base import TableDataset, ended
+from weft.data.lengths import Encoded
+from weft.data.rows import BadRow, Row, need, text
+from weft.data.tokenizer import Tokenizer
+from weft.registry import register_dataset
+
+
+@dataclass(frozen=True)
+class Text:
+    """The column `text`, and EOS. The first token is the prompt: nothing stands before it that could tell it."""
+
+    text_key: str = "text"
+    id_key: str = "id"
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        tokenizer.require_eos()
+
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+        ids = ended(tokenizer, text(row, need(row, (self.text_key,), "text")))
+        if len(ids) < 2:
+            raise BadRow(f"{self.text_key!r} has no token to learn")
+        return [Encoded(ids[:1], [ids[1:]], [[True] * (len(ids) - 1)])]
+
+
+@register_dataset("text")
+class TextDataset(TableDataset):
+    """Rows `{text}` as keys `prompt` (the first token), `completion`, `loss_mask`; nothing is masked.
+
+    `options`: text_key, id_key, max_seqlen, overlong, truncate_side.
+    """
+
+    form = Text

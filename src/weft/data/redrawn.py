@@ -1,0 +1,65 @@
+"""Samples that differ from epoch to epoch: rows encoded anew with what an epoch draws, by seed, epoch and id alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+from weft.data.lengths import Encoded, fit
+from weft.data.mixture import generator
+from weft.data.rows import Row
+from weft.data.sample import SequenceSample
+from weft.data.sources import Unreadable, find_files, read_rows
+from weft.data.table import Report, TokenTable
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import Job, Source
+from weft.data.window import Window
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A form whose rows make several samples, one of which can be had alone."""
+
+    def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded: ...
+
+
+@dataclass(frozen=True)
+class Redrawn:
+    """The samples of `table` as the epochs draw them. The table itself holds them undrawn: with every tag, cut at the end; no
+    sample has more tokens in any epoch."""
+
+    job: Job
+    source: Source
+    table: TokenTable
+    seed: int
+    window: Window | None
+
+    def at(self, indices: Sequence[int], epoch: int, name: str) -> SequenceSample:
+        """These samples as one; `name` is their source's."""
+        encoded = [self._encode(index, epoch, name) for index in indices]
+        ids = [self.table.sample.ids[index] for index in indices]
+        return TokenTable.build(ids, encoded, [0] * len(ids), Report()).at(range(len(ids)))
+
+    def _encode(self, index: int, epoch: int, name: str) -> Encoded:
+        id, row = self.table.sample.ids[index], self._rows[int(self.table.rows[index])]
+        draw = generator(self.seed, f"sample|{name}|{id}", epoch)
+        encoded = self._sample(row, id, self.job.tokenizer.drawing(draw))
+        if self.window is not None:
+            encoded = self.window.of(encoded, draw)
+        kept, _ = fit(encoded, self.job.lengths, self.job.tokenizer.bos_id)
+        return self.table.encoded(index) if kept is None else kept
+
+    def _sample(self, row: Row, id: str, tokenizer: Tokenizer) -> Encoded:
+        form = self.job.form
+        if isinstance(form, InParts):
+            return form.encode_part(row, tokenizer, id)
+        found: list[Encoded] = form.encode(row, tokenizer)
+        return next(one for one in found if not one.part or id.endswith(f"/{one.part}"))
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        files = find_files(self.source.path, self.source.split)
+        rows: list[Any] = [row for file in files for _, row in read_rows(file)]
+        return [{} if isinstance(row, Unreadable) else row for row in rows]

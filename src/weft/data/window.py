@@ -1,0 +1,56 @@
+"""A random part of a sequence that is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from weft.data.lengths import Encoded
+from weft.data.prefix import common_prefix
+
+
+@dataclass(frozen=True)
+class Window:
+    """Part of a sequence of more than `size` tokens with `probability`; `head` are ids that stay in front of it where the
+    sequence begins with them."""
+
+    size: int
+    probability: float
+    head: Sequence[int] = ()
+    bos_id: int | None = None
+
+    def of(self, encoded: Encoded, draw: np.random.Generator) -> Encoded:
+        """The sample, or a window of it. Every place with a trained token in it is as likely; a window's first token is trained
+        only where something stands before it."""
+        if len(encoded.completions) != 1:
+            return encoded
+        ids = np.asarray([*encoded.prompt, *encoded.completions[0]], dtype=np.int64)
+        mask = np.asarray([False] * len(encoded.prompt) + list(encoded.masks[0]))
+        if len(ids) <= self.size or draw.random() >= self.probability:
+            return encoded
+        head = self._head(ids)
+        room = self.size - head
+        if room < 2:
+            return encoded
+        counts = np.concatenate([[0], np.cumsum(mask[head:])])
+        starts = np.arange(len(ids) - head - room + 1)
+        usable = starts[counts[starts + room] - counts[starts + (head == 0)] > 0]
+        if not len(usable):
+            return encoded
+        start = head + int(usable[draw.integers(len(usable))])
+        ids = np.concatenate([ids[:head], ids[start : start + room]])
+        mask = np.concatenate([np.zeros(head, dtype=np.bool_), mask[start : start + room]])
+        mask[0] = False
+        first, last = int(np.argmax(mask)), len(mask) - int(np.argmax(mask[::-1]))
+        return replace(
+            encoded,
+            prompt=ids[:first].tolist(),
+            completions=[ids[first:last].tolist()],
+            masks=[mask[first:last].tolist()],
+        )
+
+    def _head(self, ids: np.ndarray) -> int:
+        """How many ids stay in front; the last of `head` may have merged with what follows."""
+        return common_prefix(self.head, ids.tolist()) or int(self.bos_id is not None and ids[0] == self.bos_id)

@@ -1,0 +1,32 @@
+"""The option `rope_scaling`: positions beyond those a model was trained on (`{type: linear, factor: 2}`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NUMBERS = {"linear": "factor", "dynamic": "factor", "ntk": "alpha"}  # type -> the number it takes
+
+
+def problem(value: Any) -> str | None:
+    """What is wrong with a value of the option, or None."""
+    if value is None:
+        return None
+    kinds = ", ".join(f"{{type: {kind}, {number}: 2}}" for kind, number in NUMBERS.items())
+    if not isinstance(value, Mapping) or value.get("type") not in NUMBERS:
+        return f"rope_scaling={value!r}: must be one of {kinds}"
+    name = NUMBERS[value["type"]]
+    number = value.get(name)
+    if set(value) != {"type", name} or isinstance(number, bool) or not isinstance(number, int | float) or number < 1:
+        return f"rope_scaling={value!r}: type {value['type']} takes {name}, a number of at least 1, and nothing else"
+    return None
+
+
+def number_of(value: Mapping[str, Any]) -> float:
+    """The factor, or alpha."""
+    return float(value[NUMBERS[value["type"]]])
+
+
+def context(value: Mapping[str, Any] | None, positions: int) -> int:
+    """How many positions a model of `positions` has with the option."""
+    return positions if value is None else int(positions * number_of(value))

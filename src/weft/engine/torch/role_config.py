@@ -1,0 +1,47 @@
+"""A role's configuration: that of its config.json, changed as the role's options say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.checkpoints import hf_io
+from weft.data.tokenizer import Tokenizer
+from weft.engine import rope_scaling
+from weft.engine.spec import ModelSpec
+from weft.errors import ConfigError
+from weft.models.network.config import TransformerConfig
+
+MULTIPLE = 16  # of rows that a grown vocabulary has
+
+
+def changed(spec: ModelSpec, config: TransformerConfig, tokenizer: Tokenizer) -> TransformerConfig:
+    """The configuration with room for the tokens that `tokenizer.add_tokens` made, and with `rope_scaling`.
+
+    Raises `CheckpointError` where the tokenizer had ids without an embedding before, `ConfigError` where nothing is rotated.
+    """
+    before = tokenizer.vocab_size if tokenizer.added_from is None else tokenizer.added_from
+    hf_io.check_vocabulary(config, before, str(spec.path), spec.tokenizer.path or str(spec.path))
+    if tokenizer.vocab_size > config.vocab_size:
+        config = replace(config, vocab_size=-(-tokenizer.vocab_size // MULTIPLE) * MULTIPLE)
+    return config if spec.rope_scaling is None else _scaled(spec, config)
+
+
+def _scaled(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
+    """With the positions of `rope_scaling`: `linear` divides them by the factor (Chen et al. 2023, "Position interpolation"),
+    `ntk` raises the base to base * alpha^(d / (d - 2)), `dynamic` does so as a sequence outgrows the trained length (bloc97
+    2023)."""
+    rope, value = config.rope, spec.rope_scaling
+    if rope is None or rope.scaling != "none":
+        has = "positions that are not rotated" if rope is None else f"rope_scaling of type {rope.scaling} already"
+        raise ConfigError(f"rope_scaling={value!r}: {spec.path} has {has}; leave the option out")
+    number, positions = rope_scaling.number_of(value), config.max_positions
+    match value["type"]:
+        case "linear":
+            rope = replace(rope, scaling="linear", values={"factor": number})
+        case "dynamic":  # the length it was trained on is what config.json calls its positions, so these stay
+            return replace(
+                config, rope=replace(rope, scaling="dynamic", values={"factor": number, "original": positions})
+            )
+        case _:
+            rope = replace(rope, theta=rope.theta * number ** (rope.dim / (rope.dim - 2)))
+    return replace(config, rope=rope, max_positions=rope_scaling.context(value, positions))

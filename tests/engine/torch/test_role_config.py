@@ -1,0 +1,193 @@
+"""Networks that differ from their config.json by option (added tokens, longer positions), and how `transformers` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.engine import layouts
+from tests.engine.common import Nll, batch_of, engine_of, plain_logprobs, tiny
+from tests.engine.layouts import Case
+from tests.ranks import Ranks
+from weft.checkpoints import hf_io, peft_io
+from weft.data.spec import TokenizerSpec
+from weft.data.tokenizer import Tokenizer
+from weft.engine import rope_scaling
+from weft.engine.spec import LoRASpec, OptimizerSpec
+from weft.engine.torch.engine import TorchEngine
+from weft.errors import CheckpointError, ConfigError
+
+SGD = OptimizerSpec(type="sgd", lr=0.1, beta1=0.0, lr_scheduler_type="constant", max_grad_norm=0.0)
+ADDED = TokenizerSpec(add_tokens=["<|prompter|>", "<|new|>", "</s>"])
+GROUPS = [(5, [4, 7]), (2, [6]), (3, [3])]
+
+
+def saved(engine: TorchEngine, folder: Path) -> Path:
+    spec = engine._spec
+    engine.save_model(folder, Tokenizer.load(spec.tokenizer, spec.path))
+    return folder
+
+
+def parameters(engine: TorchEngine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, _, value in engine.read(engine.slices())}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_tokens_have_the_mean_of_the_old_rows(tied: bool, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "hf", tie_word_embeddings=tied)
+    old = len(AutoTokenizer.from_pretrained(path))
+    engine = engine_of(path, tokenizer=ADDED)
+    stored, held = load_file(path / "model.safetensors"), parameters(engine)
+    for name, theirs in (("embed.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
+        if name in held:
+            rows = stored[theirs]
+            assert len(held[name]) % 16 == 0 and 0 < len(held[name]) - old < 18
+            torch.testing.assert_close(held[name][:old], rows[:old], rtol=0, atol=0)
+            mean = rows[:old].double().mean(0).float()
+            torch.testing.assert_close(held[name][old:], mean.expand(len(held[name]) - old, -1), rtol=0, atol=0)
+    assert ("head.weight" in held) is not tied
+    ours = saved(engine, tmp_path / "ours")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(ours), AutoTokenizer.from_pretrained(ours)
+    assert model.config.vocab_size == len(held["embed.weight"]) and len(tokenizer) == old + 2
+    assert tokenizer.convert_tokens_to_ids("<|new|>") == old + 1
+    batch = batch_of(GROUPS)
+    batch.data["completion"][3] = old + 1
+    with torch.no_grad():
+        for one, wanted in zip(
+            engine.forward(batch, frozenset({"logprobs"})).sequences("logprobs"),
+            plain_logprobs(model, batch),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, wanted)
+    again = engine_of(ours)  # no option any more: the checkpoint has all of it
+    torch.testing.assert_close(parameters(again)["embed.weight"], held["embed.weight"], rtol=0, atol=0)
+
+
+def test_rows_that_a_larger_vocabulary_had_for_nobody_are_new_too(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.resize_token_embeddings(400)
+    model.save_pretrained(path)
+    old = len(AutoTokenizer.from_pretrained(path))
+    held = parameters(engine_of(path, tokenizer=ADDED))["embed.weight"]
+    rows = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    assert len(held) == 400
+    torch.testing.assert_close(held[old], rows[:old].double().mean(0).float(), rtol=0, atol=0)
+
+
+def test_adapters_train_and_save_the_grown_matrices(tmp_path: Path) -> None:
+    """modules_to_save under the family's own names: "wte" is none of Llama's (defect 9)."""
+    path = tiny(tmp_path / "hf")
+    engine = engine_of(path, tokenizer=ADDED, lora=LoRASpec(r=2), optimizer=SGD)
+    before = parameters(engine)
+    engine.train([batch_of(GROUPS)], Nll())
+    after = parameters(engine)
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert {"embed.weight", "head.weight"} <= moved
+    assert all("lora" in name or name in ("embed.weight", "head.weight") for name in moved)
+    assert engine.without_adapters() is None or "embed.weight" in moved
+    ours = saved(engine, tmp_path / "ours")
+    settings = json.loads((ours / "adapter" / "adapter_config.json").read_text())
+    assert settings["modules_to_save"] == ["lm_head", "model.embed_tokens"]
+    network = hf_io.load(ours)
+    torch.testing.assert_close(dict(network.named_parameters())["embed.weight"], after["embed.weight"], rtol=0, atol=0)
+    base = engine_of(path, tokenizer=ADDED, trained=False)._network
+    peft_io.load_adapter(ours / "adapter", base)
+    torch.testing.assert_close(base.embed.weight, after["embed.weight"], rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="add the same tokens first"):
+        peft_io.load_adapter(ours / "adapter", engine_of(path, trained=False)._network)
+
+
+def test_peft_loads_adapters_with_added_tokens(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    path = tiny(tmp_path / "hf")
+    engine = engine_of(path, tokenizer=ADDED, lora=LoRASpec(r=2), optimizer=SGD)
+    engine.train([batch_of(GROUPS)], Nll())
+    ours = saved(engine, tmp_path / "ours")
+    base = AutoModelForCausalLM.from_pretrained(path)
+    base.resize_token_embeddings(len(parameters(engine)["embed.weight"]))
+    model = peft.PeftModel.from_pretrained(base, ours / "adapter")
+    batch = batch_of(GROUPS)
+    with torch.no_grad():
+        for one, wanted in zip(
+            engine.forward(batch, frozenset({"logprobs"})).sequences("logprobs"),
+            plain_logprobs(model, batch),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, wanted)
+
+
+@pytest.mark.parametrize("layout", ["t2", "d2"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_grown_vocabulary_over_ranks(lora: bool, layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    case = Case(lora=lora, options={"tokenizer": ADDED})
+    path = layouts.write_model(case, tmp_path / "hf")
+    alone = layouts.run(path, "d1", case, tmp_path / "alone")
+    assert alone is not None
+    many = tmp_path / "many"
+    layouts.check(ranks.run(layouts.run, path, layout, case, many), alone, many, tmp_path / "alone")
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2"])
+@pytest.mark.parametrize("options", [{"tokenizer": ADDED}, {"freeze_layers": 1}], ids=["added", "frozen"])
+def test_bfloat16_on_two_processes(options: dict[str, Any], layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Matrices that are trained beside adapters have float32 masters, frozen layers none."""
+    case = Case(lora="tokenizer" in options, options={"dtype": "bfloat16", **options})
+    path = layouts.write_model(case, tmp_path / "hf")
+    wanted = layouts.half(path, "d1", case)
+    for found in ranks.run(layouts.half, path, layout, case):
+        assert found == pytest.approx(wanted, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    "value", [{"type": "linear", "factor": 4}, {"type": "dynamic", "factor": 2.0}, {"type": "ntk", "alpha": 3}]
+)
+def test_longer_positions_as_transformers_reads_them(value: dict[str, Any], tmp_path: Path) -> None:
+    path = tiny(tmp_path / "hf", max_position_embeddings=16, initializer_range=0.5)
+    engine = engine_of(path, rope_scaling=value)
+    ours = saved(engine, tmp_path / "ours")
+    model = AutoModelForCausalLM.from_pretrained(ours)
+    batch = batch_of([(20, [12]), (6, [4])])
+    got = engine.forward(batch, frozenset({"logprobs"})).sequences("logprobs")
+    plain = engine_of(path).forward(batch, frozenset({"logprobs"})).sequences("logprobs")
+    assert not torch.allclose(got[0], plain[0], atol=1e-4)
+    with torch.no_grad():
+        for one, wanted in zip(got, plain_logprobs(model, batch), strict=True):
+            torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
+    config = json.loads((ours / "config.json").read_text())
+    if value["type"] == "ntk":
+        assert config["rope_theta"] == pytest.approx(10000.0 * 3 ** (8 / 6)) and config["rope_scaling"] is None
+        assert config["max_position_embeddings"] == 48
+    else:
+        assert config["rope_scaling"]["factor"] == value["factor"]
+    again = engine_of(ours).forward(batch, frozenset({"logprobs"})).sequences("logprobs")
+    assert all(one.equal(two) for one, two in zip(got, again, strict=True))
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="has rope_scaling of type linear already"):
+        scaled = saved(engine_of(path, rope_scaling={"type": "linear", "factor": 2}), tmp_path / "scaled")
+        engine_of(scaled, rope_scaling={"type": "linear", "factor": 2})
+    for options in ({"residual_dropout": 0.1}, {"freeze_layers": 0}, {"tokenizer": ADDED}):
+        with pytest.raises(ConfigError, match="use backend=torch"):
+            engine_of(path, backend="hf", **options)
+
+
+def test_values_of_rope_scaling() -> None:
+    assert rope_scaling.problem(None) is None and rope_scaling.problem({"type": "ntk", "alpha": 2}) is None
+    for wrong in (
+        "linear",
+        {"type": "linear"},
+        {"type": "ntk", "factor": 2},
+        {"type": "linear", "factor": 0.5},
+        {"type": "x"},
+    ):
+        assert "rope_scaling=" in str(rope_scaling.problem(wrong))
+    assert rope_scaling.context({"type": "linear", "factor": 2}, 512) == 1024 and rope_scaling.context(None, 512) == 512
