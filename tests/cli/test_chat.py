@@ -374,3 +374,24 @@ def test_without_history_every_message_stands_alone(chat_model: Path) -> None:
     _, engine = talk(chat_model, Seen("Hello", "Who?"), "Hi!", "Me.", system="Be brief.", history=False)
     tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
     assert tokenizer.decode(engine.requests[1].prompt) == "<|system|>Be brief.</s><|user|>Who?</s><|assistant|>"
+
+
+def test_open_assistants_form_of_a_model_that_was_trained_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = make_llama(tmp_path / "model", chat=False)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|prompter|>", "<|prefix_begin|>", "<|prefix_end|>"]})
+    tokenizer.save_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model)
+    network.resize_token_embeddings(len(tokenizer))
+    network.save_pretrained(model)
+    seen: list[str | None] = []
+    monkeypatch.setattr(Chat, "converse", lambda chat: seen.append(chat.tokenizer.render(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True)))  # fmt: skip
+    assert main(["chat", "--model_path", str(model), "--format", "v2"]) == 0
+    assert seen == ["<|prompter|>Hi</s><|assistant|>"]
+    assert main(["chat", str(model), "--model_path", str(model)]) == 2
+    assert "name one model" in capsys.readouterr().err

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft.cli.conversation import Chat
+from weft.data.spec import TokenizerSpec
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.evaluation.models import locate, open_policy
@@ -16,6 +17,8 @@ from weft.options import validate
 
 if TYPE_CHECKING:
     from weft.cli.chat_view import View
+
+FORMATS: Mapping[str, str | None] = {"v2": "oasst", "v2.5": "oasst_v25", "template": None}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,6 +37,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--top-k", type=int, default=0, help="this many likeliest tokens (default 0: all)")
     made.add_argument("--max-new-tokens", type=int, default=512, help="most tokens of an answer (default 512)")
     made.add_argument("--seed", type=int, help="seed of the draws (default: another one each time)")
+    forms = made.add_mutually_exclusive_group()
+    forms.add_argument(
+        "--chat-template", metavar="NAME", help="a template by name or a jinja file; the model's own when absent"
+    )
+    forms.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="Open-Assistant's forms v2 and v2.5, or the model's own template (the default)",
+    )
     made.add_argument("--plain", action="store_true", help="continue text as it stands, without the chat template")
     made.add_argument("--no-history", "--no_history", action="store_true", help="answer every message by itself")
     made.add_argument("--backend", default="torch", help="torch (default) or hf")
@@ -52,7 +64,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same)")
     spec = _generation_spec(given)
     path, note = locate(named[0])
-    model = ModelSpec(path=path, backend=given.backend, device=given.device, dtype=given.dtype)
+    template = given.chat_template or FORMATS[given.format or "template"]
+    model = ModelSpec(
+        path=path,
+        backend=given.backend,
+        device=given.device,
+        dtype=given.dtype,
+        tokenizer=TokenizerSpec(chat_template=template),
+    )
     validate(model)
 
     from weft.cli.chat_view import View
