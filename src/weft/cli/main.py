@@ -24,6 +24,7 @@ COMMANDS = {
     "stop": "stop a run; the same start command goes on with it",
     "logs": "what a run and its workers have written, the first failure first",
     "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
+    "config": "named sections of settings: ls, show, cp, validate",
     "chat": "talk to a model directory",
     "data": "look at data as a run would see them: inspect, counts, scan",
     "plan": "what a run would do: realloc, parameters from one layout to another",
