@@ -87,7 +87,10 @@ def test_a_deepspeed_file_of_the_stack(here: Path, capsys: pytest.CaptureFixture
     [
         (["--configs", "bases"], "unknown section 'bases'; did you mean base (configs/mine.yaml:1)"),
         (["--configs", "base", "learning_rat=3"], "unknown option 'learning_rat'; did you mean"),
-        (["--configs", "base", "learning_rate=x"], "model.optimizer.lr='x': must be a number, such as 0.1 or 1e-5 (command"),
+        (
+            ["--configs", "base", "learning_rate=x"],
+            "model.optimizer.lr='x': must be a number, such as 0.1 or 1e-5 (command",
+        ),
         (["--config-dir", "configs"], "--config-dir: holds sections, and none is named; add --configs NAME"),
         (["--configs", "base", "num_rollouts=3"], "num_rollouts: weft quickstart sft does not read it"),
     ],

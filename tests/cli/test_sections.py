@@ -10,13 +10,16 @@ from weft.cli.sections import Library, read_file
 from weft.errors import ConfigError
 
 # Every section of Open-Assistant's files, and the names of its guide that were never in them.
-THEIRS = """defaults use_system_tag webgpt_dataset_only per_digit_tokens math pretrain oasst_only reference-data oasst_export_eu
-oasst_export_latin_cyrillic oasst-top1 sft-8-datasets sft-8.1-datasets falcon-7b llama-7b llama-13b llama-30b llama-13b-pretrain
-llama-30b-pretrain llama-30b-sft-6 llama-30b-sft-8 lora-llama-13b lora-llama-30b lora-llama-65b pythia-70m-deduped pythia-1B pythia-6.9B
-pythia-12B pythia-12b-pretrain reference-pythia-12b pythia-12b-sft-8 gpt-neox galactica-125m gpt-jt cerebras_13B cerebras_6.7B codegen
-debug rope_scaling_test falcon_7b_ntk_test llama2_13b_orcacode2_8k defaults_rm oasst-rm-1-pythia-6.9b oasst-rm-1-pythia-2.8b
-oasst-rm-1-pythia-1.4b defaults_rlhf oasst_export_latin_cyrillic_rlhf pythia_rlhf llama_rlhf debug_rlhf
-oasst-rm-1-pythia-1b pythia-1b ppo_config""".split()
+NAMES = """
+defaults use_system_tag webgpt_dataset_only per_digit_tokens math pretrain oasst_only reference-data oasst_export_eu
+oasst_export_latin_cyrillic oasst-top1 sft-8-datasets sft-8.1-datasets falcon-7b llama-7b llama-13b llama-30b
+llama-13b-pretrain llama-30b-pretrain llama-30b-sft-6 llama-30b-sft-8 lora-llama-13b lora-llama-30b lora-llama-65b
+pythia-70m-deduped pythia-1B pythia-6.9B pythia-12B pythia-12b-pretrain reference-pythia-12b pythia-12b-sft-8 gpt-neox
+galactica-125m gpt-jt cerebras_13B cerebras_6.7B codegen debug rope_scaling_test falcon_7b_ntk_test
+llama2_13b_orcacode2_8k defaults_rm oasst-rm-1-pythia-6.9b oasst-rm-1-pythia-2.8b oasst-rm-1-pythia-1.4b defaults_rlhf
+oasst_export_latin_cyrillic_rlhf pythia_rlhf llama_rlhf debug_rlhf oasst-rm-1-pythia-1b pythia-1b ppo_config
+"""
+THEIRS = NAMES.split()
 
 
 def write(path: Path, text: str) -> Path:
@@ -52,9 +55,13 @@ def test_own_folder_then_named_ones_then_those_shipped(here: Path) -> None:
 
 def test_an_unknown_section_names_the_nearest_with_its_place(here: Path) -> None:
     write(here / "configs" / "a.yaml", "\npythia-mine: {seed: 1}\n")
-    with pytest.raises(ConfigError, match=r"unknown section 'pythia-mien'; did you mean pythia-mine \(configs/a.yaml:2\)"):
+    with pytest.raises(
+        ConfigError, match=r"unknown section 'pythia-mien'; did you mean pythia-mine \(configs/a.yaml:2\)"
+    ):
         Library.find().get("pythia-mien")
-    with pytest.raises(ConfigError, match="takes names of sections; a file of options is read with --config configs/a.yaml"):
+    with pytest.raises(
+        ConfigError, match="takes names of sections; a file of options is read with --config configs/a.yaml"
+    ):
         Library.find().get("configs/a.yaml")
 
 

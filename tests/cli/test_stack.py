@@ -81,7 +81,9 @@ def test_later_sections_and_the_command_line_go_over_earlier_ones() -> None:
 def test_the_two_spellings_of_an_option_in_two_sections() -> None:
     assert values("low", "ours")["model.optimizer.lr"] == 3e-6
     assert values("ours", "low")["model.optimizer.lr"] == 1e-5
-    with pytest.raises(ConfigError, match=r"configs/a.yaml:29: model.optimizer.lr and learning_rate .* are the same option"):
+    with pytest.raises(
+        ConfigError, match=r"configs/a.yaml:29: model.optimizer.lr and learning_rate .* are the same option"
+    ):
         stack("both")
 
 
@@ -135,8 +137,12 @@ def test_unknown_keys_are_named_with_file_line_and_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
         stack("wrong")
     first, second = str(caught.value).splitlines()
-    assert first.startswith("configs/a.yaml:31: section 'wrong': unknown key 'learning_rat'; did you mean learning_rate")
-    assert second.startswith("configs/a.yaml:32: section 'wrong': unknown key 'model.lora.ranks'; did you mean model.lora")
+    assert first.startswith(
+        "configs/a.yaml:31: section 'wrong': unknown key 'learning_rat'; did you mean learning_rate"
+    )
+    assert second.startswith(
+        "configs/a.yaml:32: section 'wrong': unknown key 'model.lora.ranks'; did you mean model.lora"
+    )
 
 
 def test_a_value_that_is_refused_is_named_with_file_and_line(here: Path) -> None:
@@ -159,7 +165,9 @@ def test_a_wrong_type_is_told_where_it_is(here: Path) -> None:
 def test_the_lines_say_where_each_value_came_from() -> None:
     lines = stack("low", "high", words=("seed=4",)).lines()
     assert lines[0] == "settings: low high"
-    assert any(line.split() == "model.optimizer.lr = 8e-06 # high, configs/a.yaml:11, learning_rate".split() for line in lines)
+    assert any(
+        line.split() == "model.optimizer.lr = 8e-06 # high, configs/a.yaml:11, learning_rate".split() for line in lines
+    )
     assert any(line.split() == "seed = 4 # command line".split() for line in lines)
 
 

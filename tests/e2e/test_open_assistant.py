@@ -67,7 +67,16 @@ def reward_model(folder: Path, data_dir: Path, tuned: Path) -> Path:
     trees = f"{data_dir}/oasst/en_100_tree.jsonl"
     sets = f"datasets=[{{oasst_export: {{input_file_path: {trees}, val_split: 0.1}}}},"
     sets += "{anthropic_rlhf: {data_path: pairs.jsonl, fraction: 0.5}}]"
-    words = ["quickstart", "rw", "--configs", "defaults_rm", "oasst-rm-1-pythia-1b", "small", f"model_name={tuned}", sets]
+    words = [
+        "quickstart",
+        "rw",
+        "--configs",
+        "defaults_rm",
+        "oasst-rm-1-pythia-1b",
+        "small",
+        f"model_name={tuned}",
+        sets,
+    ]
     assert main(words) == 0
     run = folder / ".saved_models_rm" / "rw" / "defaults-rm-oasst-rm-1-pythia-1b-small"
     assert {"train/accuracy", "train/kendalltau"} <= steps(run)[-1].keys()

@@ -69,7 +69,10 @@ def test_the_servers_of_the_environment_go_over_those_of_the_sections() -> None:
 def test_a_value_with_blanks_is_quoted() -> None:
     words = command("trainer_sft", ["--configs", "a", "--system_prefix", "You're Joi, a bot."], {})
     assert words[-1] == "system_prefix='You\\'re Joi, a bot.'"
-    assert command("model_cli", ["--model_path", "m", "--system_prefix", "Be kind."], {})[-2:] == ["--system", "Be kind."]
+    assert command("model_cli", ["--model_path", "m", "--system_prefix", "Be kind."], {})[-2:] == [
+        "--system",
+        "Be kind.",
+    ]
 
 
 def test_a_section_stands_for_its_data_sets() -> None:

@@ -34,7 +34,10 @@ from weft.cli.open_assistant.datasets import BadEntry, at_most, shrunk, sources
             {"oasst_export": {"hf_dataset_name": "OpenAssistant/oasst1", "input_file_path": "f"}},
             {"named": "oasst_export", "path": "f"},
         ),
-        ({"soda": {"input_max_length": 1024, "val_split": None}}, {"named": "soda", "args": {"input_max_length": 1024}}),
+        (
+            {"soda": {"input_max_length": 1024, "val_split": None}},
+            {"named": "soda", "args": {"input_max_length": 1024}},
+        ),
     ],
 )
 def test_an_entry(entry: Any, made: dict[str, Any]) -> None:

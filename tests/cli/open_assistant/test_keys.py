@@ -13,15 +13,19 @@ from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConf
 from weft.experiments.common import RunConfig
 
 # Every key of `defaults`, of `defaults_rm`, of `defaults_rlhf`, and those that only other sections have.
-THEIRS = """rng_seed learning_rate gradient_checkpointing int8_training gradient_accumulation_steps per_device_train_batch_size
-per_device_eval_batch_size adam_beta1 adam_beta2 adam_epsilon weight_decay warmup_steps eval_steps save_strategy save_steps max_length
-val_max_length num_train_epochs logging_steps max_grad_norm save_total_limit dtype eval_accumulation_steps freeze_layer datasets
-datasets_extra cache_dir loss_fn eval_size log_dir quantization seq2seqmodel poly_eps fuse_gelu log_wandb samples_mixing verbose
-output_dir use_custom_sampler random_offset_probability label_masking residual_dropout use_flash_attention sort_by_length
-use_system_prefix system_prefix use_system_tag system_property_dropout system_add_length per_digit_tokens is_reward_model
-residual_dropout_lima deepspeed_config peft_model peft_type superhot model_name peft_config superhot_config pooling score_l2_reg metrics
-max_replies batch_size chunk_size num_rollouts total_steps num_eval_prompts rank_config sft_config debug triton_host_rm triton_host_sft
-rank_model sft_model""".split()
+NAMES = """
+rng_seed learning_rate gradient_checkpointing int8_training gradient_accumulation_steps per_device_train_batch_size
+per_device_eval_batch_size adam_beta1 adam_beta2 adam_epsilon weight_decay warmup_steps eval_steps save_strategy
+save_steps max_length val_max_length num_train_epochs logging_steps max_grad_norm save_total_limit dtype
+eval_accumulation_steps freeze_layer datasets datasets_extra cache_dir loss_fn eval_size log_dir quantization
+seq2seqmodel poly_eps fuse_gelu log_wandb samples_mixing verbose output_dir use_custom_sampler random_offset_probability
+label_masking residual_dropout use_flash_attention sort_by_length use_system_prefix system_prefix use_system_tag
+system_property_dropout system_add_length per_digit_tokens is_reward_model residual_dropout_lima deepspeed_config
+peft_model peft_type superhot model_name peft_config superhot_config pooling score_l2_reg metrics max_replies batch_size
+chunk_size num_rollouts total_steps num_eval_prompts rank_config sft_config debug triton_host_rm triton_host_sft
+rank_model sft_model
+"""
+THEIRS = NAMES.split()
 
 
 def mapped(base: RunConfig, given: dict[str, Any] | None = None, **values: Any) -> Mapped:
@@ -125,7 +129,11 @@ def test_rm(values: dict[str, Any], made: dict[str, Any]) -> None:
         (SFTConfig, {"superhot": True}, "superhot=true: needs superhot_config"),
         (SFTConfig, {"peft_model": True, "peft_type": "ia3"}, "peft_type=ia3: must be lora or prefix-tuning"),
         (SFTConfig, {"peft_model": True, "peft_config": {"bias": "all"}}, "peft_config.bias=all"),
-        (SFTConfig, {"peft_model": True, "peft_config": {"rank": 4}}, "peft_config.rank=4: weft's lora has no such setting"),
+        (
+            SFTConfig,
+            {"peft_model": True, "peft_config": {"rank": 4}},
+            "peft_config.rank=4: weft's lora has no such setting",
+        ),
         (SFTConfig, {"datasets": ["a", {"b": 3}]}, r"datasets\[1\]: b: 3 is no parameter"),
         (RWConfig, {"metrics": ["bleu"]}, "weft measures accuracy and kendalltau"),
         (RWConfig, {"loss_fn": "CrossEntropyLoss"}, "is no loss of weft quickstart rw; write RMLoss or RMCLSLoss"),
@@ -138,7 +146,9 @@ def test_what_weft_cannot_follow_is_refused_by_name(base: type[RunConfig], value
         raise ValueError(done.refused[0][1])
 
 
-@pytest.mark.parametrize("key", ["cache_dir", "fuse_gelu", "use_flash_attention", "use_custom_sampler", "log_dir", "verbose"])
+@pytest.mark.parametrize(
+    "key", ["cache_dir", "fuse_gelu", "use_flash_attention", "use_custom_sampler", "log_dir", "verbose"]
+)
 def test_what_weft_does_anyway_is_noted(key: str) -> None:
     done = mapped(SFTConfig(), **{key: True})
     assert [names for names in done.notes.values()] == [[key]] and not done.refused

@@ -67,7 +67,9 @@ def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, An
     hub = given.pop("hf_dataset_name", None)
     if hub is not None and not {"path", "data_path", "input_file_path"} & given.keys():  # a file goes before the hub
         if hub not in HUB:
-            raise BadEntry(index, f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB)}; give another as data_path, a copy")
+            raise BadEntry(
+                index, f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB)}; give another as data_path, a copy"
+            )
         made["named"] = HUB[hub] if name == "oasst_export" else name
     for key, value in given.items():
         if key in PARAMETERS:

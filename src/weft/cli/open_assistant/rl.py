@@ -51,7 +51,9 @@ def _policy(done: Mapped, value: Any) -> None:
                 done.put(f"{role}.path", each)
         elif key == "quantization":
             done.put("{model}.optimizer.state_dtype", "8bit" if each else "float32", off="float32")
-        elif (key == "num_layers_unfrozen" and each == -1) or (key == "residual_dropout_lima" and not value.get("residual_dropout")):
+        elif (key == "num_layers_unfrozen" and each == -1) or (
+            key == "residual_dropout_lima" and not value.get("residual_dropout")
+        ):
             continue  # all of them; a ramp up to nothing
         elif key in POLICY:
             name = POLICY[key]
