@@ -60,7 +60,7 @@ def test_an_unknown_section_names_the_nearest_with_its_place(here: Path) -> None
     ):
         Library.find().get("pythia-mien")
     with pytest.raises(
-        ConfigError, match="takes names of sections; a file of options is read with --config configs/a.yaml"
+        ConfigError, match=r"takes names of sections; a file of options is read with --config configs/a.yaml"
     ):
         Library.find().get("configs/a.yaml")
 

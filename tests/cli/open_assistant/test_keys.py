@@ -90,7 +90,8 @@ def test_every_key_is_in_the_table() -> None:
         ({"peft_model": False, "peft_type": "lora"}, {}),
         ({"superhot": True, "superhot_config": {"type": "linear", "scaling_factor": 2}},
          {"model.rope_scaling": {"type": "linear", "factor": 2}}),
-        ({"superhot": True, "superhot_config": {"type": "ntk", "alpha": 2}}, {"model.rope_scaling": {"type": "ntk", "alpha": 2}}),
+        ({"superhot": True, "superhot_config": {"type": "ntk", "alpha": 2}},
+         {"model.rope_scaling": {"type": "ntk", "alpha": 2}}),
         ({"superhot": False}, {}),
     ],
 )  # fmt: skip
@@ -151,7 +152,7 @@ def test_what_weft_cannot_follow_is_refused_by_name(base: type[RunConfig], value
 )
 def test_what_weft_does_anyway_is_noted(key: str) -> None:
     done = mapped(SFTConfig(), **{key: True})
-    assert [names for names in done.notes.values()] == [[key]] and not done.refused
+    assert list(done.notes.values()) == [[key]] and not done.refused
 
 
 def test_datasets_are_one_list_with_bounded_validation() -> None:
