@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +13,9 @@ from weft import registry
 from weft.cli import overrides
 from weft.cli.sections import Contents, Library, Section, read_file, shipped_file
 from weft.cli.stack import Stack, meant_for, read_stack
+from weft.data.spec import DatasetSpec
 from weft.errors import ConfigError
+from weft.experiments._checks import check_dataset
 from weft.experiments.common import RunConfig
 from weft.options import validate as check
 
@@ -199,4 +202,16 @@ def _checked(names: Sequence[str], library: Library, quickstart: str, given: Ite
         check(config)
     except ConfigError as error:
         raise stack.explain(error) from error
+    if "dataset.sources" in stack.origins:
+        _check_sources(config, stack)
     return stack
+
+
+def _check_sources(config: RunConfig, stack: Stack) -> None:
+    """The names of data sets. Raises `ConfigError` with the place of the list."""
+    dataset = next((getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None)
+    if isinstance(dataset, DatasetSpec):
+        try:
+            check_dataset(dataset)
+        except ConfigError as error:
+            raise ConfigError(f"{stack.origins['dataset.sources'][1].place}: {error}") from error

@@ -303,6 +303,7 @@ KEYS: dict[str, Key] = {
     "use_custom_sampler": anyway("fraction and size draw other rows every epoch, for every run"),
     "eval_accumulation_steps": anyway("nothing is held back while evaluating"),
     "log_dir": anyway("a run's files are in fileroot/experiment_name/trial_name"),
+    "auto_find_batch_size": anyway("micro-batches are counted in tokens, max_tokens_per_microbatch"),
     "verbose": anyway("counts of every data set are printed before every run"),
     **RL_KEYS,
 }  # fmt: skip

@@ -272,6 +272,7 @@ KEYS: dict[str, Key] = {
     "chunk_size": anyway("completions are sampled as many at a time as memory holds", RL),
     "num_rollouts": Key("`dataset.train_bs_n_seqs`, times data-parallel ranks", _sizes, (RL,)),
     "total_steps": Key("`max_steps`, counted in rounds of rollouts", _total, (RL,)),
+    "reward_model_batch_size": anyway("micro-batches are counted in tokens, max_tokens_per_microbatch"),
     "num_eval_prompts": Key("`max_valid` of every source", lambda done, value: None, (RL,)),
     "rank_config": Key("the reward model: `rew.path`, `rew.pooling`, `rew.dtype`", _rank, (RL,)),
     "sft_config": Key("the policy: `actor.*`, and `ref.path`", _policy, (RL,)),
