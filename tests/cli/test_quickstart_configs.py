@@ -86,7 +86,7 @@ def test_a_deepspeed_file_of_the_stack(here: Path, capsys: pytest.CaptureFixture
     ("words", "message"),
     [
         (["--configs", "bases"], "unknown section 'bases'; did you mean base (configs/mine.yaml:1)"),
-        (["--configs", "base", "learning_rat=3"], "unknown option 'learning_rat'; did you mean"),
+        (["--configs", "base", "learning_rat=3"], "unknown key 'learning_rat'; did you mean learning_rate"),
         (
             ["--configs", "base", "learning_rate=x"],
             "model.optimizer.lr='x': must be a number, such as 0.1 or 1e-5 (command",

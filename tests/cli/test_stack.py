@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from weft.cli import overrides
-from weft.cli.sections import Library
+from weft.cli.sections import Library, _shipped
 from weft.cli.stack import Stack, meant_for, read_stack
 from weft.errors import ConfigError
 from weft.experiments import PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
 from weft.options import plain
 
+SHIPPED = tuple(_shipped())  # read once for all tests
 CONFIGS = """\
 low:
   learning_rate: 1e-5
@@ -58,6 +59,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "a.yaml").write_text(CONFIGS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.cli.sections._shipped", lambda: SHIPPED)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # wandb is not installed
     return tmp_path
 
@@ -82,7 +84,7 @@ def test_the_two_spellings_of_an_option_in_two_sections() -> None:
     assert values("low", "ours")["model.optimizer.lr"] == 3e-6
     assert values("ours", "low")["model.optimizer.lr"] == 1e-5
     with pytest.raises(
-        ConfigError, match=r"configs/a.yaml:29: model.optimizer.lr and learning_rate .* are the same option"
+        ConfigError, match=r"configs/a.yaml:31: model.optimizer.lr and learning_rate .* are the same option"
     ):
         stack("both")
 
@@ -138,10 +140,10 @@ def test_unknown_keys_are_named_with_file_line_and_the_nearest() -> None:
         stack("wrong")
     first, second = str(caught.value).splitlines()
     assert first.startswith(
-        "configs/a.yaml:31: section 'wrong': unknown key 'learning_rat'; did you mean learning_rate"
+        "configs/a.yaml:33: section 'wrong': unknown key 'learning_rat'; did you mean learning_rate"
     )
     assert second.startswith(
-        "configs/a.yaml:32: section 'wrong': unknown key 'model.lora.ranks'; did you mean model.lora"
+        "configs/a.yaml:34: section 'wrong': unknown key 'model.lora.ranks'; did you mean model.lora"
     )
 
 
@@ -184,7 +186,7 @@ def test_the_rl_trainer_reads_trlx_beside_its_sections() -> None:
     assert values("pythia_rlhf", base=PPOConfig(), words=("learning_rate=1e-7",))["actor.optimizer.lr"] == 1e-7
 
 
-@pytest.mark.parametrize("named", [section.name for section in Library.find().all() if section.shipped])
+@pytest.mark.parametrize("named", [section.name for contents in SHIPPED for section in contents.sections])
 def test_every_shipped_section_is_understood(named: str) -> None:
     """Defect 1: keys that one section needs and another lacks. Here every section stands on weft's defaults alone, too."""
     quickstart = meant_for([Library.find().get(named)])

@@ -144,8 +144,8 @@ def is_spelling(name: str, config: RunConfig) -> bool:
     done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
     if name in SPECIAL or any(known == name or known.startswith(f"{name}.") for known in done.known):
         return True
-    above = name.rsplit(".", 1)[0]
-    return above in done.known or name.startswith("optimizer.") or bool(_renamed(name, done))
+    inside = any(name.startswith(f"{known}.") for known in done.known)  # of a mapping
+    return inside or name.startswith("optimizer.") or bool(_renamed(name, done))
 
 
 def _check_node(name: str, config: RunConfig) -> None:

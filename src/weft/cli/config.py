@@ -184,6 +184,8 @@ def _problem(section: Section, library: Library, quickstart: str | None) -> tupl
             _checked([section.name], library, name, [])
         except ConfigError as error:
             wrong = wrong or str(error)
+            if "unknown key" not in str(error):
+                return name, str(error)
         else:
             return name, ""
     return first, wrong

@@ -98,7 +98,7 @@ def stacked(words: Words, base: Config, values: Sequence[overrides.Override]) ->
     return stack
 
 
-def _run(words: Words, base: Config, values: Sequence[overrides.Override], argv: Sequence[str]) -> int:
+def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Sequence[str]) -> int:
     """Configure, and do what the flags say: print the configuration, submit, plan, or run."""
     said: list[str] = []
     if words.deepspeed is not None and isinstance(base, RunConfig):

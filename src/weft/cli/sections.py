@@ -137,7 +137,9 @@ def read_file(path: Path, shown: str = "") -> Contents:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            values = None if node is None else loader.construct_document(node)
+            if node is None:
+                return Contents(())
+            values = loader.construct_document(node)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:

@@ -159,6 +159,8 @@ class _Reader:
             raise ConfigError(
                 f"{name}: weft quickstart {self.base.algorithm or 'here'} does not read it; {KEYS[name].says}"
             )
+        elif not is_spelling(name, self.base):
+            raise ConfigError(self._unknown(name))
         else:
             self.own[name] = where
 
@@ -237,10 +239,9 @@ def _resolve(reader: _Reader, stack: Stack) -> None:
     ranks = {name: batch if name in BATCH else each.rank for name, each in sets.items()}
     assigned = [Override(name, each.value, each.removed) for name, each in sets.items()]
     done = translation(assigned, reader.base, ranks)
-    for option, spelling in done.spelled.items():
+    for target, spelling in done.spelled.items():
         spelling = spelling if spelling in sets else next(name for name in sets if spelling.startswith(f"{name}."))
-        said = keys[spelling] if keys[spelling] != spelling or spelling != option else option
-        stack.origins[option] = (said, sets[spelling])
+        stack.origins[target] = (keys[spelling], sets[spelling])
     excluded = _excluded(stack)
     stack.overrides = [each for each in done.overrides if each.name not in excluded]
     stack.origins = {name: each for name, each in stack.origins.items() if name not in excluded}

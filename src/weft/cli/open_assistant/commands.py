@@ -53,7 +53,8 @@ def command(script: str, argv: Sequence[str], environment: Mapping[str, str] = o
 
 def _trainer(quickstart: str, begins_with: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
     """`--configs A B --key value --no-key ...` as a quickstart."""
-    lists, values, flags = ("--configs",), ("--local_rank", "--wandb-entity", "--rng_seed"), ("--show_dataset_stats",)
+    lists, values = ("--configs",), ("--local_rank", "--wandb-entity", "--rng_seed")
+    flags: tuple[str, ...] = ("--show_dataset_stats",)
     if quickstart != "ppo":
         flags += ("--deepspeed", "--no-deepspeed", "--resume_from_checkpoint")
     done, assigned = _take(words, lists, values, flags, keys=True)

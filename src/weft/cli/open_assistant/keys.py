@@ -171,7 +171,8 @@ def _peft(done: Mapped, value: Any) -> None:
         done.under("peft_config").refuse(settings, "must be a group of keys")
         return
     kind = settings.get("peft_type", done.get("peft_type", "lora"))
-    rules = {"lora": LORA, "prefix-tuning": PREFIX}.get(kind)
+    kinds: dict[Any, Mapping[str, tuple[str, Any]]] = {"lora": LORA, "prefix-tuning": PREFIX}
+    rules = kinds.get(kind)
     if rules is None:
         done.under("peft_type").refuse(kind, "must be lora or prefix-tuning")
         return
