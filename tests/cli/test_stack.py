@@ -126,6 +126,18 @@ def test_a_key_can_be_taken_out_and_a_group_changed_on_the_command_line() -> Non
     assert made["rew.path"] == "mine" and made["rew.pooling"] == "last" and "rew.url" not in made
 
 
+def test_a_key_of_a_group_and_an_option_beside_it_on_the_command_line() -> None:
+    words = ("rank_config.model_name=mine", "rew.dtype=float32", "triton_host_rm=null")
+    made = stack("pythia_rlhf", base=PPOConfig(), words=words)
+    found = {each.name: plain(each.value) for each in made.overrides}
+    assert found["rew.path"] == "mine" and found["rew.dtype"] == "float32" and found["rew.pooling"] == "last"
+    assert str(made.origins["rew.path"][1]) == "command line"
+    pooling = Library.find().get("pythia_rlhf").place("rank_config", "pooling")
+    assert str(made.origins["rew.pooling"][1]) == f"pythia_rlhf, {pooling}"
+    with pytest.raises(ConfigError, match=r"rew.path and rank_config.model_name .* are the same option"):
+        stack("pythia_rlhf", base=PPOConfig(), words=(*words, "rew.path=other"))
+
+
 def test_a_parameter_of_an_entry_on_the_command_line() -> None:
     words = ("datasets.oasst_export.input_file_path=trees.jsonl", "datasets.alpaca.size=7")
     sources = values("reference-data", words=words)["dataset.sources"]

@@ -116,6 +116,7 @@ class _Reader:
         self.base = base
         self.mode = Mapped(base, {}, {}).mode
         self.theirs: dict[str, Set] = {}
+        self.inner: dict[str, Set] = {}  # keys within a group of theirs that the command line sets by themselves
         self.own: dict[str, Set] = {}
         self.problems: list[str] = []
 
@@ -152,9 +153,9 @@ class _Reader:
         elif inner and group in ("datasets", "datasets_extra"):
             self._entry(group, inner, override)
         elif inner and self._is_theirs(group):
-            before = self.theirs[group].value if group in self.theirs else None
-            whole = {**(before if isinstance(before, Mapping) else {}), inner: plain(override.value)}
-            self._put_theirs(group, Set(whole, COMMAND_LINE, "", rank))
+            before = self.theirs.get(group, Set({}, COMMAND_LINE, "", rank))
+            whole = {**(before.value if isinstance(before.value, Mapping) else {}), inner: plain(override.value)}
+            self.theirs[group], self.inner[name] = replace(before, value=whole), where
         elif name in KEYS and not is_spelling(name, self.base):
             raise ConfigError(
                 f"{name}: weft quickstart {self.base.algorithm or 'here'} does not read it; {KEYS[name].says}"
@@ -186,6 +187,14 @@ class _Reader:
             for each, entry in zip(named, entries, strict=True)
         ]
         self.theirs[key] = replace(before, value=changed)
+
+    def where(self, key: str) -> Set:
+        """Where a key of theirs was set; one within a group where that was, unless it was set by itself."""
+        found = self.theirs.get(key) or self.inner.get(key)
+        group = self.theirs.get(key.split(".")[0])
+        if found is None and group is not None and group.source is not None:
+            return replace(group, place=group.source.place(*key.split(".")))
+        return found or group or Set(None, IMPLIED, "", -2)
 
     def _is_theirs(self, name: str) -> bool:
         key = KEYS.get(name) or TRLX.get(name)
@@ -226,7 +235,7 @@ def _resolve(reader: _Reader, stack: Stack) -> None:
     keys = {name: name for name in sets}
     mapped = _mapped(reader)
     for name, option in mapped.options.items():
-        where = reader.theirs.get(option.key) or Set(None, IMPLIED, "", -2)
+        where = reader.where(option.key)
         found = Set(option.value, where.place, where.section, where.rank)
         older = sets.get(name)
         if older is None or older.rank < found.rank:
@@ -256,7 +265,8 @@ def _mapped(reader: _Reader) -> Mapped:
     set_ = {name: each for name, each in reader.theirs.items() if each.value is not None}
     given = {name: plain(each.value) for name, each in reader.own.items() if not each.removed}
     values = {name: each.value for name, each in set_.items()}
-    mapped = map_keys(Mapped(reader.base, values, {name: each.rank for name, each in set_.items()}, given))
+    ranks = {name: each.rank for name, each in (*set_.items(), *reader.inner.items())}
+    mapped = map_keys(Mapped(reader.base, values, ranks, given))
     if mapped.refused:
         raise ConfigError("\n".join(_refusal(reader, key, why) for key, why in dict.fromkeys(mapped.refused)))
     return mapped

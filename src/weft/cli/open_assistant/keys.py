@@ -179,7 +179,7 @@ def _peft(done: Mapped, value: Any) -> None:
     if kind == "prefix-tuning":
         done.put("{model}.lora.type", "prefix")
     for key, (name, default) in rules.items():
-        at = done.under("peft_config") if key in settings else done
+        at = done.under(f"peft_config.{key}") if key in settings else done
         at.put(f"{{model}}.lora.{name}", settings.get(key, default))
     _targets(done.under("peft_config"), settings)
     known = {*rules, "peft_type", "target_modules", "bias", "task_type", "modules_to_save"}

@@ -72,8 +72,12 @@ class Mapped:
             if off is not NOTHING and value == off and name not in self.known:
                 continue
             before = self.options.get(name)
-            if before is None or self.ranks.get(self.key, -1) >= self.ranks.get(before.key, -1):
+            if before is None or self._rank(self.key) >= self._rank(before.key):
                 self.options[name] = Option(value, self.key)
+
+    def _rank(self, key: str) -> int:
+        """How late a key was set; one within a group, such as `rank_config.dtype`, by itself or with the group."""
+        return self.ranks.get(key, self.ranks.get(key.split(".")[0], -1))
 
     def note(self, why: str) -> None:
         keys = self.notes.setdefault(why, [])

@@ -33,7 +33,7 @@ def _group(done: Mapped, value: Any) -> Mapping[str, Any]:
 def _rank(done: Mapped, value: Any) -> None:
     for key, each in _group(done, value).items():
         if key in RANK:
-            done.put(RANK[key], HALF.get(each, each) if key == "dtype" else each)
+            done.under(f"rank_config.{key}").put(RANK[key], HALF.get(each, each) if key == "dtype" else each)
         elif key == "is_reward_model" and each is not True:
             done.refused.append(
                 (f"rank_config.{key}", f"rank_config.{key}={each}: rank_config is the reward model; write true")
@@ -46,11 +46,12 @@ def _rank(done: Mapped, value: Any) -> None:
 
 def _policy(done: Mapped, value: Any) -> None:
     for key, each in _group(done, value).items():
+        at = done.under(f"sft_config.{key}")
         if key == "model_name":
             for role in ("actor", "ref"):
-                done.put(f"{role}.path", each)
+                at.put(f"{role}.path", each)
         elif key == "quantization":
-            done.put("{model}.optimizer.state_dtype", "8bit" if each else "float32", off="float32")
+            at.put("{model}.optimizer.state_dtype", "8bit" if each else "float32", off="float32")
         elif (key == "num_layers_unfrozen" and each == -1) or (
             key == "residual_dropout_lima" and not value.get("residual_dropout")
         ):
@@ -59,7 +60,7 @@ def _policy(done: Mapped, value: Any) -> None:
             name = POLICY[key]
             made = HALF.get(each, each) if key == "dtype" else each
             for role in done.config.trained_roles if key == "dtype" else ("actor",):
-                done.put(f"{role}.{name}", made, off=OFF.get(name, object()))
+                at.put(f"{role}.{name}", made, off=OFF.get(name, object()))
         elif key in ("is_reward_model", "seq2seqmodel", "peft_model", "superhot") and each:
             done.refused.append(
                 (f"sft_config.{key}", f"sft_config.{key}={each}: the policy is a decoder; leave it out")
