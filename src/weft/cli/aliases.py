@@ -87,12 +87,19 @@ class Translation:
     overrides: list[Override] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     spelled: dict[str, str] = field(default_factory=dict)  # option -> how the user wrote it
+    ranks: Mapping[str, int] = field(default_factory=dict)  # spelling -> how late it was set; all the same when absent
 
     def put(self, target: str, override: Override, value: Any) -> None:
-        """One assignment. Raises `ConfigError` where the option was set under another spelling before."""
+        """One assignment; a spelling set later goes over an earlier one. Raises `ConfigError` for two set at once."""
         before = self.spelled.setdefault(target, override.name)
         if before != override.name:
-            raise ConfigError(f"{before} and {override.name} are the same option, {target}; set one of them")
+            older, newer = self.ranks.get(before, 0), self.ranks.get(override.name, 0)
+            if older == newer:
+                raise ConfigError(f"{before} and {override.name} are the same option, {target}; set one of them")
+            if older > newer:
+                return
+            self.spelled[target] = override.name
+            self.overrides = [each for each in self.overrides if each.name != target]
         self.overrides.append(replace(override, name=target, value=value))
 
     def put_all(self, targets: Sequence[str], override: Override, value: Any) -> None:
@@ -109,7 +116,15 @@ class Translation:
 
 def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
     """(overrides in weft's own names, notes). Names that are neither option nor alias are left for `options.read`."""
-    done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
+    done = translation(overrides, config)
+    return done.overrides, done.notes
+
+
+def translation(
+    overrides: Iterable[Override], config: RunConfig, ranks: Mapping[str, int] | None = None
+) -> Translation:
+    """As `translate`, with how each option was spelled. `ranks` says how late each spelling was set."""
+    done = Translation(config, frozenset(leaf.name for leaf in leaves(config)), ranks=ranks or {})
     spread = [part for override in overrides for part in _parts(override, done.known)]
     given = {override.name: plain(override.value) for override in spread}
     for override in spread:
@@ -121,7 +136,16 @@ def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Ov
             done.put_all(targets, override, override.value)
         else:
             done.put(override.name, override, override.value)
-    return done.overrides, done.notes
+    return done
+
+
+def is_spelling(name: str, config: RunConfig) -> bool:
+    """Whether weft reads the name: an option, a group of options, or another spelling of one."""
+    done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
+    if name in SPECIAL or any(known == name or known.startswith(f"{name}.") for known in done.known):
+        return True
+    inside = any(name.startswith(f"{known}.") for known in done.known)  # of a mapping
+    return inside or name.startswith("optimizer.") or bool(_renamed(name, done))
 
 
 def _check_node(name: str, config: RunConfig) -> None:
@@ -185,7 +209,7 @@ def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None
     if override.name == BATCH[1]:
         return  # counted with the other one
     product = 1
-    for name, factor in (*((n, given.get(n, 1)) for n in BATCH), ("data_parallel_size", _data_ranks(done, given))):
+    for name, factor in (*((n, given.get(n, 1)) for n in BATCH), ("data_parallel_size", data_ranks(done, given))):
         if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
             raise ConfigError(f"{name}={factor!r}: must be a whole number, at least 1")
         product *= factor
@@ -193,7 +217,7 @@ def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None
     done.notes.append(f"{BATCH[0]} x {BATCH[1]} x data-parallel ranks is read as dataset.train_bs_n_seqs={product}")
 
 
-def _data_ranks(done: Translation, given: dict[str, Any]) -> Any:
+def data_ranks(done: Translation, given: dict[str, Any]) -> Any:
     """The data-parallel ranks of the call that trains the first trained role, by any of the options that say so."""
     role = done.trained[0]
     call = next((name for name in (f"{role}_train", "train") if f"{name}.layout" in done.known), role)

@@ -14,6 +14,18 @@ from weft.experiments.common import RunConfig
 from weft.options import plain
 
 BARE = {"zero_optimization": {"stage": 2}}  # what programs that take the flag alone come with
+_CPU = {"device": "cpu"}
+# The files that Open-Assistant's sections name: what they decide, where there is no file of that name.
+KNOWN: dict[str, dict[str, object]] = {
+    "zero_config.json": {"stage": 2},
+    "zero_config_pretrain.json": {"stage": 2},
+    "zero_config_sft_65b.json": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
+    "zero3_config.json": {"stage": 3},
+    "zero3_config_sft.json": {"stage": 3},
+    "zero3_config_pretrain.json": {"stage": 3},
+    "zero3_config_falcon.json": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
+    "deepspeed_rl.json": {"stage": 2, "offload_optimizer": _CPU},
+}
 LENGTHS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_length")
 
 
@@ -22,7 +34,8 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> tuple[li
 
     Raises `ConfigError` naming every key that weft cannot follow.
     """
-    config = BARE if not file else _read(Path(file))
+    known = KNOWN.get(Path(file).name) if file and not Path(file).is_file() else None
+    config = {"zero_optimization": known} if known else _read(Path(file)) if file else BARE
     if not base.trained_roles:
         raise ConfigError("--deepspeed: nothing is trained here; leave it out")
     lengths = [plain(each.value) for each in given if each.name in LENGTHS]

@@ -14,6 +14,8 @@ FLAGS = """\
   --help [GROUP]       this page, or the options of one group only (such as --help {group})
   --cfg job            print the resolved configuration as YAML and stop
   --config FILE        read options from a YAML file, such as a run's config.yaml; the command line goes over it
+  --configs A B ...    named sections of settings, left to right (weft config ls lists them); the command line goes over them
+  --config-dir DIR     a folder of YAML files with sections, searched after ./configs (may be given again)
   --print-script       with mode=slurm: print the script of the job and stop
   --deepspeed [FILE]   read a DeepSpeed JSON: each key is mapped to options or refused by name
   --import NAME        import a module or FILE.py that registers names (may be given again)

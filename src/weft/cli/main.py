@@ -24,6 +24,7 @@ COMMANDS = {
     "stop": "stop a run; the same start command goes on with it",
     "logs": "what a run and its workers have written, the first failure first",
     "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
+    "config": "named sections of settings: ls, show, cp, validate",
     "chat": "talk to a model directory",
     "sample": "answers of models to a file of prompts: report, score, best of n",
     "eval": "how well a reward model orders replies: rm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft import registry
 from weft.cli import deepspeed, overrides
@@ -15,11 +15,16 @@ from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
 from weft.options import Config, leaves, read, to_mapping, validate
 
+if TYPE_CHECKING:
+    from weft.cli.stack import Stack
+
 FLAGS = (
     "--help",
     "--dry-run",
     "--cfg",
     "--config",
+    "--configs",
+    "--config-dir",
     "--import",
     "--debug",
     "--resume_from_checkpoint",
@@ -36,6 +41,8 @@ class Words:
     assignments: list[str] = field(default_factory=list)
     imports: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    configs: list[str] = field(default_factory=list)  # named sections
+    config_dirs: list[str] = field(default_factory=list)
     print_config: bool = False
     dry_run: bool = False
     print_script: bool = False
@@ -55,13 +62,47 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     if words.help is not None:
         print(_help(words.name, base, words.help), end="")
         return 0
+    if words.config_dirs and not words.configs:
+        raise ConfigError("--config-dir: holds sections, and none is named; add --configs NAME")
+    if not words.configs:
+        return _run(words, base, values, argv)
+    stack = stacked(words, base, values)
+    if not words.print_config and not words.print_script:
+        print("\n".join(stack.lines()))
+    for note in stack.notes:
+        print(f"note: {note}", file=sys.stderr)
+    registry.import_user_code(_imports(stack.overrides))
+    try:
+        return _run(replace(words, deepspeed=None), base, stack.overrides, argv)
+    except ConfigError as error:
+        raise stack.explain(error) from error
+
+
+def stacked(words: Words, base: Config, values: Sequence[overrides.Override]) -> Stack:
+    """The sections that `--configs` names, and the rest of the command line over them."""
+    from weft.cli.sections import Library
+    from weft.cli.stack import read_stack
+
+    if not isinstance(base, RunConfig):
+        raise ConfigError(f"--configs: {words.name} has no options of a run, which sections set; leave it out")
+    library = Library.find(words.config_dirs)
+    stack = read_stack(words.configs, library, base, values)
+    if words.deepspeed is None:
+        return stack
+    made, said = deepspeed.overrides(words.deepspeed or stack.deepspeed or "", base, stack.overrides)
+    stack = read_stack(words.configs, library, base, values, made)
+    stack.notes = [*said, *stack.notes]
+    return stack
+
+
+def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Sequence[str]) -> int:
+    """Configure, and do what the flags say: print the configuration, submit, plan, or run."""
     said: list[str] = []
     if words.deepspeed is not None and isinstance(base, RunConfig):
         made, said = deepspeed.overrides(words.deepspeed, base, values)
         values = [*made, *values]
     config, notes = configure(base, values, words.imports)
-    notes = [*said, *notes]
-    for note in notes:
+    for note in (*said, *notes):
         print(f"note: {note}", file=sys.stderr)
     if words.print_config:
         import yaml
@@ -147,7 +188,9 @@ def sort(argv: Sequence[str]) -> Words:
             words.assignments.append(f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}")
         elif flag in ("--deepspeed", "deepspeed") and (flag != word or word.startswith("--")):
             words.deepspeed = attached or (rest.pop(0) if rest and rest[0].endswith(".json") else "")
-        elif flag in ("--import", "--config", "--cfg"):
+        elif flag == "--configs":
+            words.configs += _names(attached, rest)
+        elif flag in ("--import", "--config", "--cfg", "--config-dir"):
             _take(words, flag, attached or (rest.pop(0) if rest else ""))
         elif word.startswith("--") and attached:
             words.assignments.append(word[2:])
@@ -175,10 +218,25 @@ def _take(words: Words, flag: str, value: str) -> None:
         words.imports.append(value)
     elif flag == "--config":
         words.files.append(value)
+    elif flag == "--config-dir":
+        words.config_dirs.append(value)
     elif value == "job":
         words.print_config = True
     else:
         raise ConfigError(f"--cfg {value}: only --cfg job is there, which prints the resolved configuration")
+
+
+def _names(attached: str, rest: list[str]) -> list[str]:
+    """The sections after `--configs`: up to the next flag or assignment, or those after its =; commas part them, too."""
+    given = [attached] if attached else []
+    while not attached and rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
+        given.append(rest.pop(0))
+    names = [name for word in given for name in word.split(",") if name]
+    if not names:
+        raise ConfigError(
+            "--configs: needs names of sections, such as --configs defaults pythia-1b; weft config ls lists them"
+        )
+    return names
 
 
 def _imports(values: Sequence[overrides.Override]) -> list[str]:

@@ -1,0 +1,219 @@
+"""`weft config`: the named sections that `--configs` applies: list them, show what they come to, copy one, check a file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import NoReturn
+
+from weft import registry
+from weft.cli import overrides
+from weft.cli.sections import Contents, Library, Section, read_file, shipped_file
+from weft.cli.stack import Stack, meant_for, read_stack
+from weft.data.spec import DatasetSpec
+from weft.errors import ConfigError
+from weft.experiments._checks import check_dataset
+from weft.experiments.common import RunConfig
+from weft.options import validate as check
+
+QUICKSTARTS = ("sft", "rw", "ppo", "dpo", "grpo", "online_dpo", "distill", "gen")
+SHOWN = 6  # keys of a section that the list names
+EPILOG = """examples:
+  weft config ls pythia
+  weft config show defaults oasst_export_eu pythia-1b learning_rate=2e-6
+  weft config cp pythia-1b configs/mine.yaml
+  weft config validate configs/mine.yaml"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are a user's error like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0. Raises `UserError` for input that cannot be used."""
+    parser = _parser()
+    given = parser.parse_args(list(argv))
+    if given.command is None:
+        parser.print_help()
+        return 2
+    registry.import_user_folder()
+    registry.import_user_code(given.imports)
+    run: Callable[[argparse.Namespace], Iterable[str]] = given.run
+    for line in run(given):
+        print(line)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="weft config", description=__doc__, epilog=EPILOG, formatter_class=form)
+    commands = parser.add_subparsers(dest="command", metavar="{ls,show,cp,validate}")
+    listing = commands.add_parser("ls", help="list the sections, where each is, and what it sets")
+    listing.add_argument("part", nargs="?", default="", help="only names that contain this")
+    showing = commands.add_parser("show", help="print the options that sections come to, and where each value is from")
+    showing.add_argument("words", nargs="+", metavar="NAME|key=value", help="sections left to right, then assignments")
+    copying = commands.add_parser("cp", help="copy a section into a file of your own, to change it there")
+    copying.add_argument("name")
+    copying.add_argument("file", type=Path, help="a file that is not there yet, such as configs/mine.yaml")
+    checking = commands.add_parser(
+        "validate", help="check every section of a file: keys, types, values, names of data sets"
+    )
+    checking.add_argument("files", nargs="+", type=Path)
+    for name, run in (("ls", ls), ("show", show), ("cp", cp), ("validate", validate)):
+        command = commands.choices[name]
+        command.set_defaults(run=run, quickstart=None)
+        command.add_argument(
+            "--config-dir", dest="folders", action="append", default=[], metavar="DIR", help="searched after ./configs"
+        )
+        command.add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help="module or FILE.py of your own names",
+        )
+        if name in ("show", "validate"):
+            command.add_argument(
+                "--for",
+                dest="quickstart",
+                metavar="QUICKSTART",
+                help="sft, rw, ppo, ... (by the sections' keys when absent)",
+            )
+    return parser
+
+
+def ls(given: argparse.Namespace) -> Iterator[str]:
+    """A line for each section."""
+    sections = [section for section in Library.find(given.folders).all() if given.part in section.name]
+    if not sections:
+        raise ConfigError(f"weft config ls {given.part}: no section has this in its name")
+    width = max(len(section.name) for section in sections)
+    place = max(len(section.place()) for section in sections)
+    for section in sections:
+        keys = list(section.values)
+        more = f", and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+        yield f"{section.name:{width}}  {section.place():{place}}  {', '.join(keys[:SHOWN])}{more}"
+
+
+def show(given: argparse.Namespace) -> Iterator[str]:
+    """The merged options of sections, each with its origin."""
+    names = [name for word in given.words if "=" not in word for name in word.split(",") if name]
+    assigned = overrides.parse([word for word in given.words if "=" in word])
+    library = Library.find(given.folders)
+    quickstart = given.quickstart or meant_for([library.get(name) for name in names])
+    stack = _checked(names, library, quickstart, assigned)
+    yield f"weft quickstart {quickstart} --configs {' '.join(names)}"
+    yield from stack.lines()
+    yield from (f"note: {note}" for note in stack.notes)
+
+
+def cp(given: argparse.Namespace) -> Iterator[str]:
+    """Write one section into a file, as it stands in its own."""
+    section = Library.find(given.folders).get(given.name)
+    if given.file.exists():
+        raise ConfigError(f"weft config cp: {given.file} is there already; name another file")
+    given.file.parent.mkdir(parents=True, exist_ok=True)
+    given.file.write_text(_text(section), encoding="utf-8")
+    yield f"{section.name}: copied from {section.place()} to {given.file}"
+
+
+def _text(section: Section) -> str:
+    """The section as it is written, with its comments; as plain YAML where it leans on other parts of its file."""
+    import yaml
+
+    file = shipped_file(section.file) if section.shipped else Path(section.file)
+    rows = file.read_text(encoding="utf-8").splitlines()
+    if section.trlx or section.name not in _tops(rows):
+        return "\n".join(rows) + "\n"
+    start = section.line - 1
+    end = next((index for index in range(start + 1, len(rows)) if re.match(r"[^\s#]", rows[index])), len(rows))
+    while end > start + 1 and (not rows[end - 1].strip() or rows[end - 1].startswith("#")):
+        end -= 1
+    text = "\n".join(rows[start:end]) + "\n"
+    try:
+        alone = yaml.safe_load(text)
+    except yaml.YAMLError:  # an alias of an anchor elsewhere
+        alone = None
+    return (
+        text
+        if isinstance(alone, dict) and section.name in alone
+        else yaml.safe_dump({section.name: dict(section.values)}, sort_keys=False, allow_unicode=True)
+    )
+
+
+def _tops(rows: Sequence[str]) -> set[str]:
+    """The keys at the top of a file."""
+    found = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", row) for row in rows)
+    return {match[2].strip() for match in found if match}
+
+
+def validate(given: argparse.Namespace) -> Iterator[str]:
+    """Check every section of the files. Raises `ConfigError` with every problem."""
+    problems: list[str] = []
+    for file in given.files:
+        if not file.is_file():
+            raise ConfigError(f"weft config validate {file}: there is no such file")
+        contents = read_file(file)
+        problems += [
+            f"{file}:{line}: {name!r} stands outside of any section; indent it" for name, line in contents.strays
+        ]
+        library = Library(((str(file.parent), Contents(contents.sections)), *Library.find(given.folders).contents))
+        for section in contents.sections:
+            quickstart, wrong = _problem(section, library, given.quickstart)
+            if wrong:
+                problems.append(wrong)
+            else:
+                yield f"{section.place()}: {section.name} is right for {quickstart}"
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problem(section: Section, library: Library, quickstart: str | None) -> tuple[str, str]:
+    """(the quickstart that a section fits, "") or (the one it is most likely meant for, what is wrong)."""
+    first = quickstart or meant_for([section])
+    wrong = ""
+    for name in (first,) if quickstart else dict.fromkeys((first, *QUICKSTARTS)):
+        try:
+            _checked([section.name], library, name, [])
+        except ConfigError as error:
+            wrong = wrong or str(error)
+            if "unknown key" not in str(error):
+                return name, str(error)
+        else:
+            return name, ""
+    return first, wrong
+
+
+def _checked(names: Sequence[str], library: Library, quickstart: str, given: Iterable[overrides.Override]) -> Stack:
+    """The stack, whose options have been read and checked. Raises `ConfigError`."""
+    from weft.cli.quickstart import configure
+
+    base = registry.quickstarts.get(quickstart)()
+    if not isinstance(base, RunConfig):
+        raise ConfigError(f"--for {quickstart}: has no options of a run, which sections set")
+    stack = read_stack(names, library, base, given)
+    try:
+        config, _ = configure(base, stack.overrides)
+        check(config)
+    except ConfigError as error:
+        raise stack.explain(error) from error
+    if "dataset.sources" in stack.origins:
+        _check_sources(config, stack)
+    return stack
+
+
+def _check_sources(config: RunConfig, stack: Stack) -> None:
+    """The names of data sets. Raises `ConfigError` with the place of the list."""
+    dataset = next((getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None)
+    if isinstance(dataset, DatasetSpec):
+        try:
+            check_dataset(dataset)
+        except ConfigError as error:
+            raise ConfigError(f"{stack.origins['dataset.sources'][1].place}: {error}") from error

@@ -1,0 +1,242 @@
+"""Open-Assistant's commands, with the arguments of its guide, as commands of weft: `run` prints the command and runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, nearest
+
+OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")  # weft's, handed on as they are
+OWN_VALUES = ("--cfg", "--import", "--config-dir", "--config")
+SIMPLE = re.compile(r"[\w./+:@%-]*|[\[{].*[\]}]")
+STORES = ".triton_models/model_store_"
+
+
+@dataclass
+class Arguments:
+    """`--flag value ...` taken apart: `named` has the known ones, `rest` weft's own words in order."""
+
+    named: dict[str, list[str]] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+
+    def one(self, name: str, default: str | None = None) -> str | None:
+        return self.named[name][-1] if self.named.get(name) else default
+
+
+def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Print the weft command that a script's arguments come to, run it, and return its exit code."""
+    from weft.cli import main
+
+    words: list[str] = []
+
+    def translated() -> int:
+        words.extend(command(script, argv, environment))
+        print(f"$ weft {shlex.join(words)}", flush=True)
+        return 0
+
+    return main.guarded(translated, argv) or main.main(words)
+
+
+def command(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The words of the weft command. Raises `ConfigError` for arguments that the script does not have."""
+    return COMMANDS[script](list(argv), environment)
+
+
+# -- trainers
+
+
+def _trainer(quickstart: str, begins_with: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """`--configs A B --key value --no-key ...` as a quickstart."""
+    lists, values = ("--configs",), ("--local_rank", "--wandb-entity", "--rng_seed")
+    flags: tuple[str, ...] = ("--show_dataset_stats",)
+    if quickstart != "ppo":
+        flags += ("--deepspeed", "--no-deepspeed", "--resume_from_checkpoint")
+    done, assigned = _take(words, lists, values, flags, keys=True)
+    names = [name for word in done.named.get("--configs", []) for name in word.split(",") if name]
+    if not names and not {"--help", "-h"} & set(done.rest):
+        raise ConfigError(
+            "--configs: needs names of sections, such as --configs defaults pythia-1b; weft config ls lists them"
+        )
+    if begins_with and begins_with not in names:
+        names.insert(0, begins_with)
+    if "--rng_seed" in done.named:
+        assigned.append(f"rng_seed={done.one('--rng_seed')}")
+    if "--wandb-entity" in done.named:
+        assigned.append(f"logger.wandb.entity={done.one('--wandb-entity')}")
+    if quickstart == "ppo":
+        servers = {"TRITON_HOST_RM": "triton_host_rm", "TRITON_HOST_REF": "triton_host_sft"}
+        assigned += [_assignment(key, environment[name]) for name, key in servers.items() if environment.get(name)]
+    made = ["quickstart", quickstart, "--configs", *names, *assigned]
+    deepspeed = "--deepspeed" in done.named and "--no-deepspeed" not in done.named
+    made += ["--deepspeed"] if deepspeed else []
+    made += ["--resume_from_checkpoint"] if "--resume_from_checkpoint" in done.named else []
+    return [*made, *done.rest]
+
+
+def _take(
+    words: list[str], lists: Sequence[str], values: Sequence[str], flags: Sequence[str], *, keys: bool = False
+) -> tuple[Arguments, list[str]]:
+    """The arguments by their names, and, with `keys`, `--key value` and `--no-key` of a configuration as assignments."""
+    done, assigned, rest = Arguments(), [], list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, attached = word.partition("=")
+        if not word.startswith("-"):
+            if not equals:
+                raise ConfigError(f"{word!r}: stands alone; arguments are {', '.join((*lists, *values, *flags))}")
+            done.rest.append(word)
+        elif flag in lists:
+            given = [attached] if equals else []
+            while not equals and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+                given.append(rest.pop(0))
+            done.named.setdefault(flag, []).extend(given)
+        elif flag in values or flag in OWN_VALUES:
+            value = attached if equals else _value(flag, rest)
+            if flag in values:
+                done.named.setdefault(flag, []).append(value)
+            else:
+                done.rest += [flag, value]
+        elif word in flags:
+            done.named[word] = [""]
+        elif word in OWN_FLAGS:
+            done.rest.append(word)
+        elif keys and word.startswith("--no-"):
+            assigned.append(f"{word.removeprefix('--no-')}=null")
+        elif keys and word.startswith("--"):
+            assigned.append(_assignment(flag[2:], attached if equals else _value(flag, rest)))
+        else:
+            close = nearest(word, (*lists, *values, *flags), 1)
+            raise ConfigError(f"unknown argument {word!r}" + (f"; did you mean {close[0]}?" if close else ""))
+    return done, assigned
+
+
+def _value(flag: str, rest: list[str]) -> str:
+    if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"{flag}: needs a value; write {flag} VALUE")
+    return rest.pop(0)
+
+
+def _assignment(key: str, value: str) -> str:
+    """`key=value`, quoted where Hydra's grammar needs it."""
+    if value in ("None", ""):
+        return f"{key}=null"
+    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}={value}" if SIMPLE.fullmatch(value) else f"{key}='{quoted}'"
+
+
+# -- tools
+
+
+def _counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """`--datasets all|NAMES|SECTIONS --mode sft|rm|rl`: sections stand for the data sets they name."""
+    done, _ = _take(words, ("--datasets",), ("--mode", "--output_path"), ("--detect_language",))
+    mode = done.one("--mode", "sft") or "sft"
+    made = ["data", "counts", "--datasets", *named_datasets(done.named.get("--datasets", ["all"])), "--mode", mode]
+    made += ["--output", done.one("--output_path", "dataset_counts.csv") or ""]
+    return [*made, *(["--detect-language"] if "--detect_language" in done.named else []), *done.rest]
+
+
+def named_datasets(words: Iterable[str], folders: Sequence[str] = ()) -> list[str]:
+    """Names of data sets; a section's name stands for those it lists."""
+    from weft.cli.open_assistant import datasets
+    from weft.cli.sections import Library
+
+    sections = {section.name: section for section in Library.find(folders).all()}
+    names: list[str] = []
+    for word in (part for each in words for part in each.split(",") if part):
+        listed = [
+            entry
+            for key in ("datasets", "datasets_extra")
+            for entry in (sections[word].values.get(key) or [] if word in sections else [])
+        ]
+        names += [str(source["named"]) for source in datasets.sources(listed)] if listed else [word]
+    return list(dict.fromkeys(names))
+
+
+def _triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """`--configs X --triton_mode rm|sft`: the model that rank_config or sft_config names."""
+    done, assigned = _take(words, ("--configs",), ("--triton_mode",), (), keys=True)
+    mode = done.one("--triton_mode")
+    names = [name for word in done.named.get("--configs", []) for name in word.split(",") if name]
+    model = triton_model(names, mode or "", assigned)
+    return ["convert", "triton", model, f"{STORES}{mode}", "--triton_mode", str(mode), *done.rest]
+
+
+def triton_model(names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()) -> str:
+    """The model that a stack of sections serves as reward model (`rm`) or reference (`sft`). Raises `ConfigError`."""
+    from weft import registry
+    from weft.cli import overrides
+    from weft.cli.sections import Library
+    from weft.cli.stack import read_stack
+
+    if mode not in ("rm", "sft"):
+        raise ConfigError(f"--triton_mode {mode}: must be rm or sft")
+    if not names:
+        raise ConfigError("--configs: needs names of sections, such as --configs pythia_rlhf")
+    base = registry.quickstarts.get("ppo")()
+    stack = read_stack(names, Library.find(folders), base, overrides.parse(list(assigned)))
+    wanted = {"rm": "rew.path", "sft": "actor.path"}[mode]
+    found: Any = next((each.value for each in stack.overrides if each.name == wanted), None)
+    if not isinstance(found, str):
+        key = {"rm": "rank_config", "sft": "sft_config"}[mode]
+        raise ConfigError(f"--configs {' '.join(names)}: no section names a model in {key}.model_name")
+    return found
+
+
+def _talk(defaults: Mapping[str, str], words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """`--model_path M` and the options of sampling as `weft chat M`."""
+    values = ("--model_path", "--max_new_tokens", "--top_k", "--top_p", "--temperature", "--do-sample", "--format",
+              "--bot_name", "--system_prefix", "--cache_dir", "--load_checkpoint")  # fmt: skip
+    done, _ = _take(words, (), values, ("--8bit", "--per-digit-tokens"))
+    if "--load_checkpoint" in done.named:
+        raise ConfigError(
+            "--load_checkpoint: reads a pickled file; save the model as a directory and give it as --model_path"
+        )
+    if done.one("--format", "v2") not in ("v2", "v2.5"):
+        raise ConfigError(
+            f"--format {done.one('--format')}: must be v2 or v2.5; the checkpoint's own chat template is used"
+        )
+    model = done.one("--model_path")
+    if model is None:
+        raise ConfigError("--model_path is missing; name a model directory, such as saved_model")
+    made = ["chat", newest_run(model)]
+    for flag, default in defaults.items():
+        value = done.one(flag, default)
+        if flag == "--temperature" and str(done.one("--do-sample", "true")).lower() in ("false", "0", "no"):
+            value = "0"
+        made += [flag.replace("_", "-"), str(value)] if value is not None else []
+    for flag in ("--top_k", "--top_p"):
+        if flag not in defaults and flag in done.named:
+            made += [flag.replace("_", "-"), str(done.one(flag))]
+    made += ["--system", str(done.one("--system_prefix"))] if "--system_prefix" in done.named else []
+    return [*made, *(["--8bit"] if "--8bit" in done.named else []), *done.rest]
+
+
+def newest_run(path: str) -> str:
+    """The newest run in a folder of runs (Open-Assistant's output_dir); a model directory or a run is itself."""
+    folder = Path(path).expanduser()
+    runs = [found.parent for found in folder.glob("*/*/checkpoints") if found.is_dir()]
+    if (folder / "config.json").exists() or (folder / "checkpoints").is_dir() or not runs:
+        return path
+    return str(max(runs, key=lambda run: (run / "checkpoints").stat().st_mtime))
+
+
+def _with(function: Callable[..., list[str]], *first: Any) -> Callable[[list[str], Mapping[str, str]], list[str]]:
+    return lambda words, environment: function(*first, words, environment)
+
+
+COMMANDS: dict[str, Callable[[list[str], Mapping[str, str]], list[str]]] = {
+    "trainer_sft": _with(_trainer, "sft", "defaults"),
+    "trainer_rm": _with(_trainer, "rw", ""),
+    "trainer_rl": _with(_trainer, "ppo", ""),
+    "check_dataset_counts": _counts,
+    "to_triton": _triton,
+    "model_cli": _with(_talk, {"--max_new_tokens": "200", "--top_p": "0.9", "--temperature": "0.8"}),
+    "model_chat": _with(_talk, {"--max_new_tokens": "200", "--top_k": "40", "--temperature": "1.0"}),
+}

@@ -1,0 +1,99 @@
+"""Open-Assistant's lists of datasets (`- name`, or `- name:` with parameters below it) as entries of `dataset.sources`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# A parameter of every entry -> the key of a source. The others are the entry's own, and go into `args`.
+PARAMETERS = {
+    "fraction": "fraction",
+    "size": "size",
+    "weight": "weight",
+    "val_split": "valid_split",
+    "max_val_set": "max_valid",
+    "data_path": "path",
+    "input_file_path": "path",  # of oasst_export and augment_oasst: a local copy, which goes before the hub's
+}
+SOURCE_KEYS = ("name", "path", "valid_path", "valid_split", "max_valid", "args")  # weft's own spellings
+# hf_dataset_name of oasst_export -> the data set that is fetched from there.
+HUB = {"OpenAssistant/oasst1": "oasst_export", "OpenAssistant/oasst2": "oasst2"}
+VALID_SPLIT = 0.2  # what Open-Assistant splits off where an entry says nothing
+GRAMMAR = "an entry is '- name' or '- name:' with its parameters (fraction, size, val_split, ...) indented below it"
+
+
+class BadEntry(Exception):
+    """An entry that cannot be read: which one, and why."""
+
+    def __init__(self, index: int, why: str) -> None:
+        super().__init__(why)
+        self.index = index
+
+
+def sources(entries: Any) -> list[dict[str, Any]]:
+    """The entries of `dataset.sources` that a list of datasets comes to. Raises `BadEntry`."""
+    if isinstance(entries, str):
+        entries = [each for each in entries.split(",") if each]
+    if not isinstance(entries, Sequence):
+        raise BadEntry(-1, f"must be a list; {GRAMMAR}")
+    return [_source(entry, index) for index, entry in enumerate(entries)]
+
+
+def _source(entry: Any, index: int) -> dict[str, Any]:
+    if isinstance(entry, str):
+        return {"named": entry}
+    if not isinstance(entry, Mapping) or not entry:
+        raise BadEntry(index, f"{entry!r} is no dataset; {GRAMMAR}")
+    name, *others = entry
+    parameters = entry[name]
+    if others:
+        raise BadEntry(
+            index,
+            f"{', '.join(map(str, others))} stands beside {name!r}; indent it below '- {name}:', or begin it with '- '",
+        )
+    if parameters is None:
+        return {"named": str(name)}
+    if not isinstance(parameters, Mapping):
+        raise BadEntry(index, f"{name}: {parameters!r} is no parameter; {GRAMMAR}")
+    return _entry(str(name), parameters, index)
+
+
+def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A source of the data set `name` with the parameters that are set."""
+    made: dict[str, Any] = {"named": name}
+    given = {str(key): value for key, value in parameters.items() if value is not None}
+    if "data_path" in given and "input_file_path" in given:  # a folder, and a file in it
+        given["path"] = f"{given.pop('data_path')}/{given.pop('input_file_path')}"
+    hub = given.pop("hf_dataset_name", None)
+    if hub is not None and not {"path", "data_path", "input_file_path"} & given.keys():  # a file goes before the hub
+        if hub not in HUB:
+            raise BadEntry(
+                index, f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB)}; give another as data_path, a copy"
+            )
+        made["named"] = HUB[hub] if name == "oasst_export" else name
+    for key, value in given.items():
+        if key in PARAMETERS:
+            made[PARAMETERS[key]] = value
+        elif key in SOURCE_KEYS:
+            made[key] = value
+        else:
+            made.setdefault("args", {})[key] = value
+    return made
+
+
+def shrunk(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
+    """The entries with `share` of the rows that they gave to an epoch."""
+    made = []
+    for index, entry in enumerate(entries):
+        if "weight" in entry:
+            raise BadEntry(index, "weight has no share of an epoch; write fraction")
+        if "size" in entry:
+            made.append({**entry, "size": max(1, round(entry["size"] * share))})
+        else:
+            made.append({**entry, "fraction": entry.get("fraction", 1.0) * share})
+    return made
+
+
+def at_most(entries: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The entries with validation sets of no more than `count` rows."""
+    return [{**entry, "max_valid": min(count, entry.get("max_valid", count))} for entry in entries]

@@ -1,0 +1,221 @@
+"""Named sections of settings: where their YAML files lie, and what stands in them, each key with its file and line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.errors import ConfigError, nearest
+
+OWN_FOLDER = "configs"  # of the working directory
+SHIPPED = "weft"  # how the folder of the shipped sections is called in messages
+SUFFIXES = (".yaml", ".yml")
+# The groups of trlX's configuration, which its files have at their top.
+TRLX_GROUPS = ("train", "model", "tokenizer", "optimizer", "scheduler", "method")
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Settings under one name. `lines` has the line of every key below them, by its path."""
+
+    name: str
+    file: str
+    line: int
+    values: Mapping[str, Any]
+    lines: Mapping[KeyPath, int] = field(repr=False, default_factory=dict)
+    shipped: bool = False
+    trlx: bool = False  # the groups of trlX's configuration
+
+    def place(self, *path: str | int) -> str:
+        """`FILE:LINE` of the value at `path`, or of the nearest one above it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return f"{self.file}:{self.lines[path] if path else self.line}"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds: its sections, and values that stand outside of any."""
+
+    sections: tuple[Section, ...]
+    strays: tuple[tuple[str, int], ...] = ()
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, for which 1e-5 without a dot is a number and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} stands here again, first on line {seen[key.value]}", key.start_mark
+                )
+            seen[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: list(rules) for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The sections that there are: those of `./configs`, then those of the folders named, then those weft ships."""
+
+    contents: tuple[tuple[str, Contents], ...]  # (folder, a file's contents), in the order of search
+
+    @classmethod
+    def find(cls, folders: Sequence[str] = ()) -> Library:
+        """Read every YAML file. Raises `ConfigError` for a folder that is not there and for files that are not YAML."""
+        found: list[tuple[str, Contents]] = []
+        for folder in ([OWN_FOLDER] if Path(OWN_FOLDER).is_dir() else []) + list(folders):
+            if not Path(folder).is_dir():
+                raise ConfigError(f"--config-dir {folder}: there is no such folder")
+            inside = sorted(path for path in Path(folder).rglob("*") if path.suffix in SUFFIXES and path.is_file())
+            found += [(folder, read_file(path)) for path in inside]
+        return cls((*found, *((SHIPPED, contents) for contents in _shipped())))
+
+    def all(self) -> Iterator[Section]:
+        """Every section that a name stands for, in the order of search."""
+        names = dict.fromkeys(section.name for _, contents in self.contents for section in contents.sections)
+        return (self.get(name) for name in names)
+
+    def get(self, name: str) -> Section:
+        """The first section of this name. Raises `ConfigError` for unknown names, and where one folder has it in two forms."""
+        same = [(folder, c, s) for folder, c in self.contents for s in c.sections if s.name == name]
+        if not same:
+            raise self._unknown(name)
+        folder, contents, section = same[0]
+        for stray, line in contents.strays:
+            raise ConfigError(f"{section.file}:{line}: {stray!r} stands outside of any section; indent it under a name")
+        for other_folder, _, other in same[1:]:
+            if other_folder == folder and dict(other.values) != dict(section.values):
+                raise ConfigError(
+                    f"section {name!r} is in {section.file}:{section.line} and, with other values, in "
+                    f"{other.file}:{other.line}; rename one of them"
+                )
+        return section
+
+    def _unknown(self, name: str) -> ConfigError:
+        known = {s.name: s for _, contents in self.contents for s in contents.sections}
+        close = nearest(name, known)
+        if Path(name).suffix in SUFFIXES and Path(name).is_file():
+            return ConfigError(
+                f"--configs {name}: takes names of sections; a file of options is read with --config {name}"
+            )
+        hint = " or ".join(f"{each} ({known[each].file}:{known[each].line})" for each in close)
+        looked = list(dict.fromkeys(folder for folder, _ in self.contents))
+        return ConfigError(
+            f"unknown section {name!r}; " + (f"did you mean {hint}?" if close else "weft config ls lists them")
+            + f" (looked in {', '.join(looked)})"
+        )  # fmt: skip
+
+
+def read_file(path: Path, shown: str = "") -> Contents:
+    """The sections of a YAML file. One with options at its top is a single section, named after the file.
+
+    Raises `ConfigError` with file and line for what is not YAML."""
+    shown = shown or str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return Contents(())
+            values = loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{shown}:{line}: {_friendly(error, text)}") from error
+    except (UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
+        raise ConfigError(f"{shown}: is not YAML: {str(error).splitlines()[0]}") from error
+    if values is None:
+        return Contents(())
+    if not isinstance(values, dict):
+        raise ConfigError(f"{shown}:1: holds {type(values).__name__}; write sections as NAME: with key: value below")
+    lines = dict(_lines(node, ()))
+    return _contents({str(key): value for key, value in values.items()}, lines, path, shown)
+
+
+def _contents(values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, shown: str) -> Contents:
+    from weft.cli.open_assistant.keys import KEYS  # whose keys a file may have at its top
+
+    shipped = shown.startswith(f"{SHIPPED}:")
+    groups = {name for name, value in values.items() if isinstance(value, Mapping)}
+    plain = [name for name, value in values.items() if not isinstance(value, Mapping) and value is not None]
+    trlx = set(values) <= set(TRLX_GROUPS) and "method" in values
+    if trlx or (plain and groups <= {*KEYS, *_option_groups()}):
+        return Contents((Section(path.stem, shown, 1, values, lines, shipped, trlx),))
+    sections = tuple(
+        Section(name, shown, lines.get((name,), 1), {str(key): each for key, each in (values[name] or {}).items()},
+                {key[1:]: line for key, line in lines.items() if key[0] == name and len(key) > 1}, shipped)
+        for name in values if name not in plain
+    )  # fmt: skip
+    return Contents(sections, tuple((name, lines.get((name,), 1)) for name in plain))
+
+
+def _option_groups() -> set[str]:
+    """The groups that options of the shipped quickstarts stand in, such as `model` and `dataset`."""
+    from weft import registry
+    from weft.cli.reference import SHIPPED as QUICKSTARTS
+    from weft.options import leaves
+
+    configs = [registry.quickstarts.get(name)() for name in QUICKSTARTS]
+    return {leaf.name.split(".")[0] for config in configs for leaf in leaves(config) if "." in leaf.name}
+
+
+def _friendly(error: yaml.MarkedYAMLError, text: str) -> str:
+    """What is wrong. `- webgpt` with an indented `fraction:` below it is the slip that YAML words worst."""
+    rows = text.splitlines()
+    at = error.problem_mark.line if error.problem_mark else 0
+    for index in range(min(at, len(rows) - 1), max(at - 4, 0), -1):
+        above, below = (
+            re.fullmatch(r"(\s*)-\s+([\w./-]+)\s*(#.*)?", rows[index - 1]),
+            re.match(r"(\s*)(\w+)\s*:", rows[index]),
+        )
+        if above and below and len(below[1]) > len(above[1]):
+            return (
+                f"{below[2]!r} stands below '- {above[2]}' (line {index}), which has no colon; "
+                f"write '- {above[2]}:' so that {below[2]!r} belongs to it"
+            )
+    return f"is not YAML: {error.problem or error}"
+
+
+def _lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            below = (*path, str(key.value))
+            yield below, key.start_mark.line + 1
+            yield from _lines(value, below)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*path, index), value.start_mark.line + 1
+            yield from _lines(value, (*path, index))
+
+
+def shipped_file(shown: str = "") -> Path:
+    """The file of a shipped section, by the name that messages give it; the folder for ""."""
+    return Path(str(files("weft") / "recipes" / shown.removeprefix(f"{SHIPPED}:")))
+
+
+def _shipped() -> Iterator[Contents]:
+    for path in sorted(shipped_file().glob("*.yaml")):
+        yield read_file(path, f"{SHIPPED}:{path.name}")

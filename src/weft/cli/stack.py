@@ -1,0 +1,321 @@
+"""`--configs A B ...`: named sections applied left to right over the defaults, then the command line, as options of weft."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.cli.aliases import BATCH, RENAMED, SPECIAL, is_spelling, translation
+from weft.cli.help import shown
+from weft.cli.open_assistant.keys import KEYS, TRLX, map_keys
+from weft.cli.open_assistant.mapped import IMPLIED, RL, RM, Mapped
+from weft.cli.overrides import Override, flatten
+from weft.cli.sections import Library, Section
+from weft.errors import ConfigError, nearest
+from weft.experiments.common import RunConfig
+from weft.options import leaves, plain
+
+COMMAND_LINE = "command line"
+PPO_CONFIG = "ppo_config"  # the section that Open-Assistant's RL trainer reads by itself
+# Of options that exclude each other, the one set last stays. The names are ends of dotted names.
+EXCLUSIVE = (
+    ("optimizer.warmup_steps", "optimizer.warmup_steps_proportion", "optimizer.warmup_epochs"),
+    ("optimizer.min_lr_ratio", "optimizer.end_lr"),
+    ("dataset.train_bs_n_seqs", "dataset.train_tokens_per_batch"),
+    ("dataset.valid_bs_n_seqs", "dataset.valid_tokens_per_batch"),
+    ("ppo_n_minibatches", "mini_batch_size"),
+)
+NAME_LENGTH = 100
+
+
+@dataclass(frozen=True)
+class Set:
+    """A value, and where it was set. `rank` is how late in the stack."""
+
+    value: Any
+    place: str  # FILE:LINE, or the command line
+    section: str
+    rank: int
+    removed: bool = False
+    source: Section | None = None
+
+    def __str__(self) -> str:
+        return f"{self.section}, {self.place}" if self.section else self.place
+
+
+@dataclass
+class Stack:
+    """What a stack comes to: options in weft's own names, where each was set, and notes for the user."""
+
+    names: tuple[str, ...]
+    overrides: list[Override] = field(default_factory=list)
+    origins: dict[str, tuple[str, Set]] = field(default_factory=dict)  # option -> (the key that says so, where)
+    notes: list[str] = field(default_factory=list)
+    deepspeed: str | None = None  # the file that --deepspeed reads where it names none
+
+    def lines(self) -> list[str]:
+        """The options and where each came from, for the user."""
+        rows = []
+        for override in self.overrides:
+            key, where = self.origins[override.name]
+            said = "" if key in (override.name, IMPLIED) else f", {key}"
+            rows.append((f"  {override.name} = {shown(plain(override.value))}", f"{where}{said}"))
+        width = min(max((len(left) for left, _ in rows), default=0), 72)
+        return [f"settings: {' '.join(self.names)}", *(f"{left:{width}}  # {right}" for left, right in rows)]
+
+    def explain(self, error: ConfigError) -> ConfigError:
+        """The error with the place of the option that it begins with."""
+        text = str(error)
+        named = [name for name in self.origins if re.match(rf"(unknown option ')?{re.escape(name)}\b", text)]
+        if not named:
+            return error
+        key, where = self.origins[max(named, key=len)]
+        return ConfigError(f"{text} ({where}{'' if key in named else f', {key}'})")
+
+
+def read_stack(
+    names: Sequence[str],
+    library: Library,
+    base: RunConfig,
+    given: Iterable[Override] = (),
+    below: Iterable[Override] = (),
+) -> Stack:
+    """The sections `names` in order, then the command line `given`, in weft's names; `below` lies under them all.
+
+    Raises `ConfigError` for unknown sections and keys with the nearest name, file and line, and for what weft cannot follow.
+    """
+    reader = _Reader(base)
+    sections = [library.get(name) for name in names]
+    if reader.mode == RL and any(_is_rl(s) for s in sections) and not any(s.trlx for s in sections):
+        sections.insert(0, library.get(PPO_CONFIG))
+    for override in below:
+        reader.own[override.name] = Set(override.value, "--deepspeed", "", -1)
+    for rank, section in enumerate(sections):
+        reader.section(section, rank)
+    if reader.problems:
+        raise ConfigError("\n".join(reader.problems))
+    for override in given:
+        reader.word(override, len(sections))
+    stack = Stack(tuple(section.name for section in sections))
+    if "deepspeed_config" in reader.theirs:
+        stack.deepspeed = plain(reader.theirs["deepspeed_config"].value)
+    _resolve(reader, stack)
+    return stack
+
+
+def _is_rl(section: Section) -> bool:
+    return any(key in section.values for key in ("num_rollouts", "sft_config", "rank_config"))
+
+
+class _Reader:
+    """The keys of a stack as they are set one after the other: Open-Assistant's whole, weft's own by dotted names."""
+
+    def __init__(self, base: RunConfig) -> None:
+        self.base = base
+        self.mode = Mapped(base, {}, {}).mode
+        self.theirs: dict[str, Set] = {}
+        self.inner: dict[str, Set] = {}  # keys within a group of theirs that the command line sets by themselves
+        self.own: dict[str, Set] = {}
+        self.problems: list[str] = []
+
+    def section(self, section: Section, rank: int) -> None:
+        for key, value in section.values.items():
+            if section.trlx:
+                for each in flatten({key: value}):
+                    where = Set(each.value, section.place(*each.name.split(".")), section.name, rank, source=section)
+                    self._put_theirs(f"trlx.{each.name}", where)
+            elif key in KEYS:
+                self._put_theirs(key, Set(value, section.place(key), section.name, rank, source=section))
+            else:
+                for each in flatten({key: value}):
+                    path = _path(each.name, section)
+                    where = Set(each.value, section.place(*path), section.name, rank, source=section)
+                    if is_spelling(each.name, self.base):
+                        self.own[each.name] = where
+                    else:
+                        self.problems.append(f"{where.place}: section {section.name!r}: {self._unknown(each.name)}")
+
+    def word(self, override: Override, rank: int) -> None:
+        """One assignment of the command line."""
+        name, where = override.name, Set(override.value, COMMAND_LINE, "", rank, override.removed)
+        group, _, inner = name.partition(".")
+        if override.removed:
+            gone = [key for key in (*self.theirs, *self.own) if key == name or key.startswith(f"{name}.")]
+            for key in gone:
+                self.theirs.pop(key, None)
+                self.own.pop(key, None)
+            if name not in KEYS:
+                self.own[name] = where
+        elif self._is_theirs(name):
+            self._put_theirs(name, Set(plain(override.value), COMMAND_LINE, "", rank))
+        elif inner and group in ("datasets", "datasets_extra"):
+            self._entry(group, inner, override)
+        elif inner and self._is_theirs(group):
+            before = self.theirs.get(group, Set({}, COMMAND_LINE, "", rank))
+            whole = {**(before.value if isinstance(before.value, Mapping) else {}), inner: plain(override.value)}
+            self.theirs[group], self.inner[name] = replace(before, value=whole), where
+        elif name in KEYS and not is_spelling(name, self.base):
+            raise ConfigError(
+                f"{name}: weft quickstart {self.base.algorithm or 'here'} does not read it; {KEYS[name].says}"
+            )
+        elif not is_spelling(name, self.base):
+            raise ConfigError(self._unknown(name))
+        else:
+            self.own[name] = where
+
+    def _entry(self, key: str, inner: str, override: Override) -> None:
+        """`datasets.NAME.PARAMETER=value` on the command line: a parameter of the entries of that name."""
+        name, _, parameter = inner.partition(".")
+        before = self.theirs.get(key)
+        entries = list(before.value or ()) if before is not None else []
+        named = [entry if isinstance(entry, str) else next(iter(entry), "") for entry in entries]
+        if before is None or name not in named or not parameter:
+            close = nearest(name, named)
+            hint = f"did you mean {key}.{close[0]}?" if close else f"{key} has {', '.join(named) or 'no entries'}"
+            raise ConfigError(f"{override.name}: no entry {name!r}; {hint}; write {key}.NAME.PARAMETER=value")
+        changed = [
+            {
+                name: {
+                    **((entry.get(name) or {}) if isinstance(entry, Mapping) else {}),
+                    parameter: plain(override.value),
+                }
+            }
+            if each == name
+            else entry
+            for each, entry in zip(named, entries, strict=True)
+        ]
+        self.theirs[key] = replace(before, value=changed)
+
+    def where(self, key: str) -> Set:
+        """Where a key of theirs was set; one within a group where that was, unless it was set by itself."""
+        found = self.theirs.get(key) or self.inner.get(key)
+        group = self.theirs.get(key.split(".")[0])
+        if found is None and group is not None and group.source is not None:
+            return replace(group, place=group.source.place(*key.split(".")))
+        return found or group or Set(None, IMPLIED, "", -2)
+
+    def _is_theirs(self, name: str) -> bool:
+        key = KEYS.get(name) or TRLX.get(name)
+        return key is not None and self.mode in key.modes
+
+    def _put_theirs(self, name: str, where: Set) -> None:
+        if name not in KEYS and name not in TRLX:
+            close = nearest(name, TRLX)
+            hint = f"; did you mean {' or '.join(each.removeprefix('trlx.') for each in close)}?" if close else ""
+            key = name.removeprefix("trlx.")
+            self.problems.append(f"{where.place}: section {where.section!r}: unknown key {key!r}{hint}")
+            return
+        self.theirs[name] = where
+
+    def _unknown(self, name: str) -> str:
+        options = [leaf.name for leaf in leaves(self.base)]
+        last = name.rsplit(".", 1)[-1]
+        same_end = [option for option in options if option.rsplit(".", 1)[-1] == last]
+        close = list(dict.fromkeys([*same_end, *nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options])]))[:3]
+        hint = f"did you mean {' or '.join(close)}?" if close else "weft quickstart NAME --help lists every option"
+        return f"unknown key {name!r}; {hint}"
+
+
+def _path(name: str, section: Section) -> tuple[str, ...]:
+    """The keys that a dotted name walks through in a section, whose own keys may have dots."""
+    best: tuple[str, ...] = ()
+    for path in section.lines:
+        texts = tuple(str(part) for part in path)
+        joined = ".".join(texts)
+        if (name == joined or name.startswith(f"{joined}.")) and len(joined) > len(".".join(best)):
+            best = texts
+    return best
+
+
+def _resolve(reader: _Reader, stack: Stack) -> None:
+    """Map Open-Assistant's keys, let later ones go over earlier ones, and translate other spellings."""
+    sets = dict(reader.own)
+    keys = {name: name for name in sets}
+    mapped = _mapped(reader)
+    for name, option in mapped.options.items():
+        where = reader.where(option.key)
+        found = Set(option.value, where.place, where.section, where.rank)
+        older = sets.get(name)
+        if older is None or older.rank < found.rank:
+            sets[name], keys[name] = found, option.key
+        elif older.rank == found.rank:
+            raise ConfigError(
+                f"{older.place}: {name} and {option.key} ({found.place}) are the same option; set one of them"
+            )
+    batch = max((sets[name].rank for name in BATCH if name in sets), default=0)
+    ranks = {name: batch if name in BATCH else each.rank for name, each in sets.items()}
+    assigned = [Override(name, each.value, each.removed) for name, each in sets.items()]
+    done = translation(assigned, reader.base, ranks)
+    for target, spelling in done.spelled.items():
+        spelling = spelling if spelling in sets else next(name for name in sets if spelling.startswith(f"{name}."))
+        stack.origins[target] = (keys[spelling], sets[spelling])
+    excluded = _excluded(stack)
+    stack.overrides = [each for each in done.overrides if each.name not in excluded]
+    stack.origins = {name: each for name, each in stack.origins.items() if name not in excluded}
+    words = {name for name, each in sets.items() if each.place == COMMAND_LINE and name in reader.own}
+    stack.notes += [note for note in done.notes if note.split(" ")[0] in words]
+    stack.notes += [f"{', '.join(names)}: {why}" for why, names in _named(mapped.notes).items()]
+    _name_run(stack, reader.base)
+
+
+def _mapped(reader: _Reader) -> Mapped:
+    """Open-Assistant's keys as options. Raises `ConfigError` naming every value that is refused, with its place."""
+    set_ = {name: each for name, each in reader.theirs.items() if each.value is not None}
+    given = {name: plain(each.value) for name, each in reader.own.items() if not each.removed}
+    values = {name: each.value for name, each in set_.items()}
+    ranks = {name: each.rank for name, each in (*set_.items(), *reader.inner.items())}
+    mapped = map_keys(Mapped(reader.base, values, ranks, given))
+    if mapped.refused:
+        raise ConfigError("\n".join(_refusal(reader, key, why) for key, why in dict.fromkeys(mapped.refused)))
+    return mapped
+
+
+def _refusal(reader: _Reader, key: str, why: str) -> str:
+    first = re.split(r"[.\[]", key)[0]
+    where = reader.theirs.get(key) or reader.theirs.get(first)
+    if where is None:
+        return why
+    index = re.search(r"\[(\d+)\]", key)
+    inner = key.removeprefix("trlx.").split(".")
+    path: list[str | int] = [first, int(index[1])] if index else [*inner]
+    place = where.source.place(*path) if where.source else where.place
+    return f"{place}: {f'section {where.section!r}: ' if where.section else ''}{why}"
+
+
+def _named(notes: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    return {why: [key.removeprefix("trlx.") for key in keys] for why, keys in notes.items()}
+
+
+def _excluded(stack: Stack) -> set[str]:
+    """The options that one set later in the stack excludes."""
+    gone: set[str] = set()
+    for ends in EXCLUSIVE:
+        groups: dict[str, list[str]] = {}
+        for name in stack.origins:
+            for end in ends:
+                if name == end or name.endswith(f".{end}"):
+                    groups.setdefault(name.removesuffix(end), []).append(name)
+        for names in groups.values():
+            last = max(stack.origins[name][1].rank for name in names)
+            gone |= {name for name in names if stack.origins[name][1].rank < last}
+    return gone
+
+
+def _name_run(stack: Stack, base: RunConfig) -> None:
+    """A run without a name is called after its quickstart and its sections."""
+    trial = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(stack.names)).strip("-.")[:NAME_LENGTH]
+    for name, value in (("experiment_name", base.algorithm or "run"), ("trial_name", trial or "run")):
+        if name not in stack.origins and not getattr(base, name):
+            stack.overrides.append(Override(name, value.replace("_", "-")))
+            stack.origins[name] = (name, Set(value, "the names of the sections", "", -2))
+
+
+def meant_for(sections: Sequence[Section]) -> str:
+    """The quickstart that sections are most likely meant for, by the keys that one of Open-Assistant's trainers reads alone."""
+    modes = [KEYS[key].modes for section in sections for key in section.values if key in KEYS]
+    if any(section.trlx for section in sections) or (RL,) in modes:
+        return "ppo"
+    reward = any(section.values.get("is_reward_model") is True for section in sections)
+    return "rw" if reward or (RM,) in modes else "sft"

@@ -1,0 +1,87 @@
+"""`weft config ls|show|cp|validate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from weft.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_ls_names_file_and_keys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "configs").mkdir()
+    (here / "configs" / "a.yaml").write_text("\npythia-mine: {seed: 1, learning_rate: 1e-5}\n")
+    assert main(["config", "ls", "pythia-"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["pythia-mine", "configs/a.yaml:2", "seed,", "learning_rate"] in lines
+    assert any(line[0] == "pythia-1b" and line[1].startswith("weft:sft_models.yaml:") for line in lines)
+    assert main(["config", "ls", "zzz"]) == 2
+
+
+def test_show_says_what_a_stack_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "galactica-125m", "learning_rate=2e-6", "--for", "sft"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("weft quickstart sft --configs galactica-125m\nsettings: galactica-125m\n")
+    assert "model.optimizer.lr = 2e-06" in out and "model.path = facebook/galactica-125m" in out
+    assert main(["config", "show", "galactica-126m"]) == 2
+    assert "did you mean galactica-125m" in capsys.readouterr().err
+
+
+def test_cp_copies_a_section_to_change(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "cp", "pythia-1b", "configs/mine.yaml"]) == 0
+    assert yaml.safe_load((here / "configs" / "mine.yaml").read_text())["pythia-1b"]["max_length"] == 520
+    assert main(["config", "cp", "pythia-1B", "configs/mine.yaml"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    (here / "configs" / "mine.yaml").write_text((here / "configs" / "mine.yaml").read_text().replace("520", "99"))
+    assert main(["config", "show", "pythia-1b"]) == 0
+    assert "dataset.max_seqlen = 99" in capsys.readouterr().out
+
+
+def test_cp_keeps_comments_and_what_an_anchor_brings(here: Path) -> None:
+    text = "a: &a\n  seed: 1  # one\n\n# the next\nb:\n  <<: *a\n  dtype: fp32\n"
+    (here / "configs").mkdir()
+    (here / "configs" / "a.yaml").write_text(text)
+    assert main(["config", "cp", "a", "a.yaml"]) == 0 and main(["config", "cp", "b", "b.yaml"]) == 0
+    assert (here / "a.yaml").read_text() == "a: &a\n  seed: 1  # one\n"
+    assert yaml.safe_load((here / "b.yaml").read_text()) == {"b": {"seed": 1, "dtype": "fp32"}}
+
+
+def test_cp_of_a_whole_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "cp", "ppo_config", "configs/ppo_config.yaml"]) == 0
+    assert main(["config", "validate", "configs/ppo_config.yaml"]) == 0
+    assert "configs/ppo_config.yaml:1: ppo_config is right for ppo" in capsys.readouterr().out
+
+
+def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "good.yaml").write_text("a: {learning_rate: 1e-5}\nb: {ppo.kl_ctl: 0.1}\n")
+    assert main(["config", "validate", "good.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "good.yaml:1: a is right for sft" in out and "good.yaml:2: b is right for ppo" in out
+    (here / "bad.yaml").write_text(
+        "a: {learning_rat: 1e-5}\nb:\n  dtype: int3\nc:\n  save_total_limit: many\nstray: 3\nd: {seed: 1}\n"
+    )
+    assert main(["config", "validate", "bad.yaml"]) == 2
+    captured = capsys.readouterr()
+    for problem in (
+        "bad.yaml:1: section 'a': unknown key 'learning_rat'; did you mean learning_rate",
+        "bad.yaml:3: section 'b': dtype=int3: must be one of fp16",
+        "save_total_limit='many': must be a whole number, such as 8 (c, bad.yaml:5)",
+        "bad.yaml:6: 'stray' stands outside of any section",
+    ):
+        assert problem in captured.err
+    assert "bad.yaml:7: d is right for sft" in captured.out
+
+
+@pytest.mark.parametrize(
+    "words", [["validate", "absent.yaml"], ["cp", "pythia-1b"], ["sho"], ["show", "defaults", "--for", "sftt"]]
+)
+def test_what_cannot_be_done_is_exit_2(words: list[str]) -> None:
+    assert main(["config", *words]) == 2

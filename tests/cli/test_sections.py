@@ -1,0 +1,131 @@
+"""Named sections: where they are looked for, what a file holds, and what is said of files that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.cli.sections import Library, read_file
+from weft.errors import ConfigError
+
+# Every section of Open-Assistant's files, and the names of its guide that were never in them.
+NAMES = """
+defaults use_system_tag webgpt_dataset_only per_digit_tokens math pretrain oasst_only reference-data oasst_export_eu
+oasst_export_latin_cyrillic oasst-top1 sft-8-datasets sft-8.1-datasets falcon-7b llama-7b llama-13b llama-30b
+llama-13b-pretrain llama-30b-pretrain llama-30b-sft-6 llama-30b-sft-8 lora-llama-13b lora-llama-30b lora-llama-65b
+pythia-70m-deduped pythia-1B pythia-6.9B pythia-12B pythia-12b-pretrain reference-pythia-12b pythia-12b-sft-8 gpt-neox
+galactica-125m gpt-jt cerebras_13B cerebras_6.7B codegen debug rope_scaling_test falcon_7b_ntk_test
+llama2_13b_orcacode2_8k defaults_rm oasst-rm-1-pythia-6.9b oasst-rm-1-pythia-2.8b oasst-rm-1-pythia-1.4b defaults_rlhf
+oasst_export_latin_cyrillic_rlhf pythia_rlhf llama_rlhf debug_rlhf oasst-rm-1-pythia-1b pythia-1b ppo_config
+"""
+THEIRS = NAMES.split()
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_section_of_theirs_is_shipped(here: Path) -> None:
+    library = Library.find()
+    assert set(THEIRS) <= {section.name for section in library.all()}
+    assert library.get("pythia-1B").values["learning_rate"] == 8e-6
+    assert library.get("ppo_config").trlx and library.get("defaults").place("dtype").startswith("weft:sft_data.yaml:")
+
+
+def test_own_folder_then_named_ones_then_those_shipped(here: Path) -> None:
+    write(here / "configs" / "deep" / "a.yml", "mine: {seed: 1}\n")
+    write(here / "more" / "b.yaml", "mine: {seed: 2}\nother: {seed: 3}\n")
+    write(here / "more" / "c.yaml", "defaults: {seed: 4}\n")
+    library = Library.find(["more"])
+    assert [library.get(name).values["seed"] for name in ("mine", "other", "defaults")] == [1, 3, 4]
+    assert library.get("mine").place("seed") == "configs/deep/a.yml:1"
+    assert Library.find().get("defaults").shipped
+    with pytest.raises(ConfigError, match="--config-dir absent: there is no such folder"):
+        Library.find(["absent"])
+
+
+def test_an_unknown_section_names_the_nearest_with_its_place(here: Path) -> None:
+    write(here / "configs" / "a.yaml", "\npythia-mine: {seed: 1}\n")
+    with pytest.raises(
+        ConfigError, match=r"unknown section 'pythia-mien'; did you mean pythia-mine \(configs/a.yaml:2\)"
+    ):
+        Library.find().get("pythia-mien")
+    with pytest.raises(
+        ConfigError, match=r"takes names of sections; a file of options is read with --config configs/a.yaml"
+    ):
+        Library.find().get("configs/a.yaml")
+
+
+def test_one_name_in_two_forms_is_an_error_and_the_same_twice_is_none(here: Path) -> None:
+    write(here / "configs" / "a.yaml", "tag: {seed: 1}\nsame: {seed: 5}\n")
+    write(here / "configs" / "b.yaml", "tag: {seed: 2}\nsame: {seed: 5}\n")
+    library = Library.find()
+    assert library.get("same").values["seed"] == 5
+    with pytest.raises(ConfigError, match=r"'tag' is in configs/a.yaml:1 and, with other values, in configs/b.yaml:1"):
+        library.get("tag")
+
+
+@pytest.mark.parametrize("text", ["1e-5", "6e-6", "1E-5", "-2e3", "1.5e-5", "1e+2"])
+def test_a_number_without_a_dot_is_a_number(text: str, tmp_path: Path) -> None:
+    (section,) = read_file(write(tmp_path / "a.yaml", f"a:\n  learning_rate: {text}\n")).sections
+    assert section.values["learning_rate"] == float(text)
+
+
+def test_other_texts_stay_texts(tmp_path: Path) -> None:
+    (section,) = read_file(write(tmp_path / "a.yaml", "a: {x: 1e, y: e-5, z: 12b, w: 0xa1221f97}\n")).sections
+    assert section.values == {"x": "1e", "y": "e-5", "z": "12b", "w": 0xA1221F97}
+
+
+@pytest.mark.parametrize("indent", ["      ", "    ", "        "])
+def test_a_dataset_without_its_colon_is_reported_as_that(indent: str, tmp_path: Path) -> None:
+    text = f"mix:\n  datasets:\n    - alpaca\n    - webgpt\n  {indent}fraction: 0.05\n    - adversarial_qa\n"
+    with pytest.raises(ConfigError, match=r"a.yaml:5: 'fraction' stands below '- webgpt' \(line 4\), which has no colon; "
+                       r"write '- webgpt:'"):  # fmt: skip
+        read_file(write(tmp_path / "a.yaml", text))
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("a: {b: [1, 2\n", r"a.yaml:2: is not YAML"),
+        ("a:\n  seed: 1\n  seed: 2\n", r"a.yaml:3: .*'seed' stands here again, first on line 2"),
+        ("- a\n- b\n", r"a.yaml:1: holds list; write sections as NAME:"),
+        ("a: !!python/object:os.system {}\n", r"a.yaml:1: is not YAML"),
+        ("a: &x {b: *y}\n", r"a.yaml:1: is not YAML"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_line(text: str, wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        read_file(write(tmp_path / "a.yaml", text))
+
+
+def test_options_at_the_top_are_one_section(tmp_path: Path) -> None:
+    (section,) = read_file(write(tmp_path / "run.yaml", "learning_rate: 1e-5\nmodel:\n  path: m\n")).sections
+    assert section.name == "run" and section.place("model", "path").endswith("run.yaml:3")
+
+
+def test_a_value_outside_of_any_section_is_told_where_it_is(here: Path) -> None:
+    write(here / "configs" / "a.yaml", "mine: {seed: 1}\nlearning_rate: 1e-5\n")
+    with pytest.raises(ConfigError, match=r"configs/a.yaml:2: 'learning_rate' stands outside of any section"):
+        Library.find().get("mine")
+
+
+def test_anchors_and_merged_keys(tmp_path: Path) -> None:
+    text = "base: &base\n  seed: 1\n  dtype: fp32\nmine:\n  <<: *base\n  seed: 2\n"
+    _, mine = read_file(write(tmp_path / "a.yaml", text)).sections
+    assert dict(mine.values) == {"seed": 2, "dtype": "fp32"} and mine.place("seed").endswith("a.yaml:6")
+
+
+def test_an_empty_file_and_an_empty_section(tmp_path: Path) -> None:
+    assert read_file(write(tmp_path / "a.yaml", "# nothing\n")).sections == ()
+    (section,) = read_file(write(tmp_path / "b.yaml", "mine:\n")).sections
+    assert section.name == "mine" and section.values == {}
