@@ -65,7 +65,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     if words.config_dirs and not words.configs:
         raise ConfigError("--config-dir: holds sections, and none is named; add --configs NAME")
     if not words.configs:
-        return _run(words, base, values, argv)
+        return _run(words, base, values, argv, supervise=supervise)
     stack = stacked(words, base, values)
     if not words.print_config and not words.print_script:
         print("\n".join(stack.lines()))
@@ -73,7 +73,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         print(f"note: {note}", file=sys.stderr)
     registry.import_user_code(_imports(stack.overrides))
     try:
-        return _run(replace(words, deepspeed=None), base, stack.overrides, argv)
+        return _run(replace(words, deepspeed=None), base, stack.overrides, argv, supervise=supervise)
     except ConfigError as error:
         raise stack.explain(error) from error
 
@@ -95,7 +95,7 @@ def stacked(words: Words, base: Config, values: Sequence[overrides.Override]) ->
     return stack
 
 
-def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Sequence[str]) -> int:
+def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Sequence[str], *, supervise: bool) -> int:
     """Configure, and do what the flags say: print the configuration, submit, plan, or run."""
     said: list[str] = []
     if words.deepspeed is not None and isinstance(base, RunConfig):
@@ -138,6 +138,8 @@ def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
     registry.import_user_folder()
     registry.import_user_code(words.imports)
     base, values = _named(words)
+    if words.configs:
+        values = stacked(words, base, values).overrides
     config, notes = configure(base, values, words.imports)
     if not isinstance(config, RunConfig):
         raise ConfigError(
