@@ -111,11 +111,11 @@ def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool) ->
 
     adapter = Path(str(model.path)) if (Path(str(model.path)) / ADAPTER).exists() else None
     if adapter:
-        model = _base_of(adapter, model)
+        model = base_of(adapter, model)
     tokenizer = Tokenizer.load(model.tokenizer, model.path)
     engine = backends.get(model.backend)(model, Layout())
     if adapter:
-        _add_adapter(engine, adapter, str(model.path))
+        add_adapter(engine, adapter, str(model.path))
     facts = engine.description
     chat = Chat(engine, tokenizer, replace(spec, stop_ids=tokenizer.stop_ids()), view)
     chat.plain = plain or tokenizer.chat_template is None
@@ -151,7 +151,7 @@ def _check_talks(path: str) -> None:
         )
 
 
-def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
+def base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
     """The model that an adapter belongs to, with the adapter's tokenizer where it has one. Raises `CheckpointError`."""
     from weft.checkpoints.peft_io import read_adapter_config
 
@@ -167,7 +167,7 @@ def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
     return replace(model, path=str(base), tokenizer=own)
 
 
-def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
+def add_adapter(engine: Engine, adapter: Path, base: str) -> None:
     """Add what the adapter changes to the engine's weights."""
     from weft.checkpoints import hf_io, peft_io
     from weft.models.network import lora

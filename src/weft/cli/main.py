@@ -25,6 +25,7 @@ COMMANDS = {
     "logs": "what a run and its workers have written, the first failure first",
     "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
     "chat": "talk to a model directory",
+    "serve": "a policy and a reward model behind HTTP: OpenAI's endpoints and the open inference protocol",
     "data": "look at data as a run would see them: inspect, counts, scan",
     "plan": "what a run would do: realloc, parameters from one layout to another",
     "convert": "bring checkpoints in and out",
