@@ -87,10 +87,10 @@ def main(argv: Sequence[str]) -> int:
         most_new=given.max_new_tokens,
         most_load=given.max_load,
     )
-    models = _models(given)
+    served = models(given)
     ports = server.Ports(given.host, given.http_port, given.grpc_port, given.metrics_port)
-    with server.Server(models, ports, limits, token) as running:
-        for line in _lines(running.urls, models, source):
+    with server.Server(served, ports, limits, token) as running:
+        for line in _lines(running.urls, served, source):
             print(line, flush=True)
         ended.wait()
         print("stopping", flush=True)
@@ -145,24 +145,25 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
     return token, source
 
 
-def _models(given: argparse.Namespace) -> list[Served]:
-    models = []
+def models(given: argparse.Namespace) -> list[Served]:
+    """The policy and the reward model that are asked for. Raises `UserError`."""
+    found = []
     if given.model is not None:
         path, _ = locate(given.model)
         scores = _is_scorer(path)
         if scores and given.reward is not None:
             raise CheckpointError(f"{path} is a reward model, too; name a policy, or leave out --reward")
-        models.append(
+        found.append(
             _load(given, path, given.name or given.reward_name if scores else given.name, "score" if scores else "lm")
         )
     if given.reward is not None:
         path, _ = locate(given.reward)
         if not _is_scorer(path):
             raise CheckpointError(f"--reward={given.reward} has no score head; train one with weft quickstart rw")
-        models.append(_load(given, path, given.reward_name, "score"))
-    if len({model.name for model in models}) < len(models):
-        raise ConfigError(f"both models are called {models[0].name}; set --name or --reward-name")
-    return models
+        found.append(_load(given, path, given.reward_name, "score"))
+    if len({model.name for model in found}) < len(found):
+        raise ConfigError(f"both models are called {found[0].name}; set --name or --reward-name")
+    return found
 
 
 def _load(given: argparse.Namespace, path: str, name: str | None, head: Head) -> Served:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec, ParallelSpec
 from weft.errors import ConfigError
 
@@ -30,4 +31,4 @@ def allocated(roles: Mapping[str, ModelSpec], mode: str, num_devices: int) -> di
 
 
 def _is_placed(spec: ModelSpec) -> bool:
-    return spec.layout is not None or spec.parallel != ParallelSpec() or spec.backend in ("hf", "null")
+    return spec.layout is not None or spec.parallel != ParallelSpec() or spec.backend in ("hf", *NO_NETWORK)

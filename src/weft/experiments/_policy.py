@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from weft.data.spec import DatasetSpec
+from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -15,6 +16,8 @@ from weft.experiments._assemble import Plan, assemble, batches, check, type_of
 from weft.experiments._lengths import Lengths, asked_for
 from weft.experiments._policy_options import PolicyOptions, SamplingConfig, SamplingOptions
 from weft.experiments._roles import critic, reference, with_lr
+from weft.experiments._services import check_reference, with_services
+from weft.experiments._services import notes as service_notes
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import parse_reward
 
@@ -38,6 +41,7 @@ class Policy:
         """Raises `UserError` for options that every experiment has (names, devices), for sizes that do not divide or fit, and
         where nothing gives a reward."""
         check(config)
+        config = with_services(config)
         dataset = batches(config.dataset)
         _check_rewards(config)
         _check_lag(options, name)
@@ -51,6 +55,7 @@ class Policy:
         dataset, gen = lengths.dataset, lengths.gen
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
+        check_reference(config, options, gen, name)
         return cls(config, options, name, dataset, samples, replace(gen, record_support=gen.truncates))
 
     @property
@@ -159,7 +164,12 @@ class Policy:
             syncs=self._syncs() if "ref" in roles else [],
             init_from=init_from,
             updates_per_firing={node.name: self.updates for node in trains},
-            notes=[*_step_notes(self, [node.role for node in trains]), *_lag_notes(self.options), *notes],
+            notes=[
+                *_step_notes(self, [node.role for node in trains]),
+                *_lag_notes(self.options),
+                *service_notes(self.config),
+                *notes,
+            ],
         )
         return assemble(self.config, plan)
 
@@ -359,7 +369,7 @@ def _lag_notes(options: SamplingOptions) -> list[str]:
 
 def has_model(config: SamplingConfig) -> bool:
     """Whether a reward model is named."""
-    return config.rew.path is not None or config.rew.backend == "null"
+    return config.rew.path is not None or config.rew.backend in NO_NETWORK
 
 
 def _check_rewards(config: SamplingConfig) -> None:
@@ -367,7 +377,7 @@ def _check_rewards(config: SamplingConfig) -> None:
     functions = config.reward is not None or config.reward_column is not None
     if not functions and not has_model(config):
         raise ConfigError(
-            "rew.path and reward are both missing; set a reward model, a reward function (or reward_column), or both"
+            "rew.path, rew.url and reward are all missing; set a reward model, a reward function (or reward_column), or both"
         )
     if config.rew_weight != 1.0 and not (functions and has_model(config)):
         raise ConfigError(

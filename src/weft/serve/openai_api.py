@@ -80,6 +80,9 @@ class Completions:
 
     def limit(self, prompt: Sequence[int], asked: Asked) -> int:
         """Most tokens of a completion of this prompt. Raises `Refused` where there is no room."""
+        if not prompt or min(prompt) < 0 or max(prompt) >= self.policy.known:
+            said = f"the prompt must have tokens, and their ids must be 0 to {self.policy.known - 1}"
+            raise Refused(400, said, param="prompt")
         if len(prompt) > self.most_prompt:
             said = f"the prompt has {len(prompt)} tokens and may have {self.most_prompt}"
             raise Refused(400, said, code="context_length_exceeded")

@@ -91,7 +91,8 @@ class Server:
         import uvicorn
 
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", ws="none", interface="asgi3", timeout_graceful_shutdown=int(GRACE_S),
+            app, log_config=None, access_log=False, lifespan="off", ws="none", interface="asgi3",
+            timeout_graceful_shutdown=int(GRACE_S),
             limit_concurrency=CONNECTIONS, server_header=False,
         )  # fmt: skip
         server, begun = uvicorn.Server(config), threading.Event()
