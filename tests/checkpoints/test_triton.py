@@ -72,6 +72,17 @@ def test_the_mean_over_tokens_is_kept(root: Path) -> None:
     torch.testing.assert_close(module(*padded(ROWS))[:, 0], torch.as_tensor(own), rtol=1e-5, atol=1e-5)
 
 
+def test_padding_that_ends_texts_is_skipped_as_the_engine_skips_it(root: Path) -> None:
+    odd = make_reward(root / "odd", pad_token_id=2)  # the end token
+    assert main(["convert", "triton", str(odd), str(root / "rm-odd"), "--triton_mode", "rm"]) == 0
+    module = torch.jit.load(str(root / "rm-odd" / "odd" / "1" / "model.pt"))
+    engine = backends.get("torch")(ModelSpec(path=str(odd), head="score", device="cpu"), Layout())
+    rows = [[5, 6, 7, 2], [5, 6, 7], [2, 2]]
+    own = engine.forward(as_sample(rows, [len(row) - 1 for row in rows]), frozenset({"scores"})).data["scores"]
+    torch.testing.assert_close(module(*padded(rows))[:, 0], torch.as_tensor(own), rtol=1e-5, atol=1e-5)
+    assert own[0] == own[1]
+
+
 def test_what_cannot_be_converted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is a language model; write --triton_mode sft"):
         triton.write(str(root / "policy"), root / "x", "rm")
@@ -87,6 +98,6 @@ def test_what_cannot_be_converted(root: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match="sees 8 tokens in some layers"):
         triton.write(str(root / "window"), root / "x", "sft")
     monkeypatch.setattr(triton, "_apart", lambda *_: 0.5)
-    with pytest.raises(CheckpointError, match="differs from the network by 0.5"):
+    with pytest.raises(CheckpointError, match=r"differs from the network by 0\.5"):
         triton.write(str(root / "reward"), root / "x", "rm")
     assert not (root / "x").exists()

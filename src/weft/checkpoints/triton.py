@@ -39,8 +39,10 @@ parameters {{ key: "DISABLE_OPTIMIZED_EXECUTION" value: {{ string_value: "true" 
 """
 
 
-def write(model: str, output: Path, mode: Mode, name: str | None = None) -> Path:
-    """Write the store; the folder of the model in it. Raises `UserError` for a model of the other kind, for one that pools in a
+def write(model: str, output: Path, mode: Mode, name: str | None = None, padding: int | None = None) -> Path:
+    """Write the store; the folder of the model in it. With a `padding` token a score is read at the last that is another.
+
+    Raises `UserError` for a model of the other kind, for one that pools in a
     way of its own, and for an architecture whose TorchScript module does not compute what the network does."""
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
@@ -55,7 +57,9 @@ def write(model: str, output: Path, mode: Mode, name: str | None = None) -> Path
             "weft serve"
         )
     network = _load(source, mode)
-    module: nn.Module = Rewards(network, mean=raw.get(hf_io.POOLING) == "mean") if mode == "rm" else LogProbs(network)
+    module: nn.Module = (
+        Rewards(network, raw.get(hf_io.POOLING) == "mean", padding) if mode == "rm" else LogProbs(network)
+    )
     module.eval()
     traced = _traced(module, int(raw["vocab_size"]), model)
     name = name or re.sub(r"[^A-Za-z0-9._-]", "-", source.name)
@@ -69,11 +73,11 @@ def write(model: str, output: Path, mode: Mode, name: str | None = None) -> Path
 
 
 class Rewards(nn.Module):
-    """The score of the last token, or of the mean over tokens."""
+    """The score of the last token that is no padding, or of the mean over tokens."""
 
-    def __init__(self, network: Any, *, mean: bool) -> None:
+    def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
         super().__init__()
-        self.network, self.score, self.mean = network.base_model, network.score, mean
+        self.network, self.score, self.mean, self.padding = network.base_model, network.score, mean, padding
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         states = _states(self.network, input_ids, attention_mask)
@@ -81,7 +85,13 @@ class Rewards(nn.Module):
         if self.mean:
             pooled = (states * mask).sum(dim=1) / mask.sum(dim=1)
         else:
-            last = (attention_mask.to(torch.int64).sum(dim=1) - 1).reshape(-1, 1, 1)
+            last = attention_mask.to(torch.int64).sum(dim=1) - 1
+            if self.padding is not None:
+                places = torch.ones_like(input_ids, dtype=torch.int64).cumsum(dim=1) - 1
+                text = (input_ids != self.padding) & (attention_mask > 0)
+                found = torch.where(text, places, -torch.ones_like(places)).amax(dim=1)
+                last = torch.where(found >= 0, found, last)
+            last = last.reshape(-1, 1, 1)
             pooled = states.gather(1, last.expand(-1, 1, states.shape[2])).squeeze(1)
         return self.score(pooled).float()
 

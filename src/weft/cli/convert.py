@@ -167,8 +167,16 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 def _triton(arguments: argparse.Namespace) -> None:
     from weft.checkpoints import triton
+    from weft.data.spec import TokenizerSpec
+    from weft.data.tokenizer import Tokenizer
+    from weft.engine.saving import skipped_padding
+    from weft.engine.spec import ModelSpec
 
-    triton.write(arguments.model, arguments.output, arguments.triton_mode, arguments.name)
+    mode, padding = arguments.triton_mode, None
+    if mode == "rm":
+        spec = ModelSpec(path=arguments.model, head="score")
+        padding = skipped_padding(Tokenizer.load(TokenizerSpec(), arguments.model), spec)
+    triton.write(arguments.model, arguments.output, mode, arguments.name, padding)
 
 
 def _tokenizer_of(adapter: Path, base: Path) -> Path | None:

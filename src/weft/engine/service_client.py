@@ -17,7 +17,7 @@ from weft.algorithms.base import Output, host_array
 from weft.data.sample import SequenceSample
 from weft.engine.service_place import Place
 from weft.engine.service_spec import ServiceSpec
-from weft.engine.service_transport import Outputs, Transport, transport
+from weft.engine.service_transport import Outputs, OverHTTP, Transport
 from weft.errors import ConfigError, RunError
 from weft.host import http
 from weft.host.http import Trouble
@@ -146,6 +146,17 @@ class ServiceClient:
 
     def _where(self) -> str:
         return f"{self.role}.url={self.place.url}"
+
+
+def transport(place: Place, timeout_s: float) -> Transport:
+    """Raises `ConfigError` where gRPC is asked for and not installed."""
+    if place.scheme in ("http", "https"):
+        return OverHTTP(place, timeout_s)
+    try:
+        from weft.engine.service_grpc import OverGRPC
+    except ImportError as error:
+        raise ConfigError(f"{place.url}: gRPC needs the package {error.name}; pip install 'weft[serve]'") from None
+    return OverGRPC(place, timeout_s)
 
 
 def _log_softmax(logits: Tensor, ids: Sequence[int], temperature: float) -> Vector:

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from weft.engine.service_place import Place
-from weft.errors import ConfigError, DataError
+from weft.errors import DataError
 from weft.host import http
 from weft.host.http import Trouble
 from weft.protocol.tensors import LENGTH_HEADER, Tensor, pack, read_object, unpack
@@ -36,17 +36,6 @@ class Transport(Protocol):
     def metadata(self) -> Outputs | Trouble: ...
     def infer(self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]) -> Tensor | Trouble: ...
     def close(self) -> None: ...
-
-
-def transport(place: Place, timeout_s: float) -> Transport:
-    """Raises `ConfigError` where gRPC is asked for and not installed."""
-    if place.scheme in ("http", "https"):
-        return OverHTTP(place, timeout_s)
-    try:
-        from weft.engine.service_grpc import OverGRPC
-    except ImportError as error:
-        raise ConfigError(f"{place.url}: gRPC needs the package {error.name}; pip install 'weft[serve]'") from None
-    return OverGRPC(place, timeout_s)
 
 
 class OverHTTP:

@@ -12,12 +12,11 @@ from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
-from weft.experiments._assemble import Plan, assemble, batches, check, type_of
+from weft.experiments._assemble import Plan, assemble, batches, type_of
 from weft.experiments._lengths import Lengths, asked_for
 from weft.experiments._policy_options import PolicyOptions, SamplingConfig, SamplingOptions
 from weft.experiments._roles import critic, reference, with_lr
-from weft.experiments._services import check_reference, with_services
-from weft.experiments._services import notes as service_notes
+from weft.experiments._services import checked, service_notes
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import parse_reward
 
@@ -40,8 +39,7 @@ class Policy:
     def of(cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int) -> Policy:
         """Raises `UserError` for options that every experiment has (names, devices), for sizes that do not divide or fit, and
         where nothing gives a reward."""
-        check(config)
-        config = with_services(config)
+        config = checked(config, options, name)
         dataset = batches(config.dataset)
         _check_rewards(config)
         _check_lag(options, name)
@@ -55,7 +53,6 @@ class Policy:
         dataset, gen = lengths.dataset, lengths.gen
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
-        check_reference(config, options, gen, name)
         return cls(config, options, name, dataset, samples, replace(gen, record_support=gen.truncates))
 
     @property
@@ -164,12 +161,7 @@ class Policy:
             syncs=self._syncs() if "ref" in roles else [],
             init_from=init_from,
             updates_per_firing={node.name: self.updates for node in trains},
-            notes=[
-                *_step_notes(self, [node.role for node in trains]),
-                *_lag_notes(self.options),
-                *service_notes(self.config),
-                *notes,
-            ],
+            notes=[*_step_notes(self, [node.role for node in trains]), *notes],
         )
         return assemble(self.config, plan)
 
@@ -330,6 +322,8 @@ def _step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
         f"tokens{prompts}",
         f"a step: {count} completions x {policy.options.ppo_epochs} epochs / {size} a minibatch = {policy.updates} optimizer "
         f"steps of {' and of '.join(trained)}",
+        *_lag_notes(policy.options),
+        *service_notes(policy.config),
     ]
 
 

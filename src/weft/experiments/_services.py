@@ -7,15 +7,18 @@ from dataclasses import replace
 
 from weft.engine.service_place import Place
 from weft.engine.service_spec import SERVICE, ServedSpec
-from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
+from weft.experiments._assemble import check
 from weft.experiments._policy_options import SamplingConfig, SamplingOptions
 
 VARIABLES = {"rew": "TRITON_HOST_RM", "ref": "TRITON_HOST_REF"}  # host:port/model of a server that speaks gRPC
 
 
-def with_services(config: SamplingConfig) -> SamplingConfig:
-    """The options with the backend of roles that have a URL, by option or by environment. Raises `ConfigError`."""
+def checked(config: SamplingConfig, options: SamplingOptions, name: str) -> SamplingConfig:
+    """The options, checked as those of every experiment are, with the backend of roles that have a URL, by option or by the
+    environment. Raises `UserError`; `name` is the group of the method's `options`."""
+    check(config)
     rew, ref = _resolved("rew", config.rew), _resolved("ref", config.ref)
     if is_served(rew) and rew.path is None and rew.tokenizer.path is None:
         own = config.actor.tokenizer.path or config.actor.path  # the reward model reads the actor's tokens
@@ -24,6 +27,8 @@ def with_services(config: SamplingConfig) -> SamplingConfig:
         raise ConfigError(
             f"rew_step={config.rew_step!r} needs a value a token, which a server does not give; set rew.path alone"
         )
+    if is_served(ref):
+        _check_reference(options, name)
     return replace(config, rew=rew, ref=ref)
 
 
@@ -31,17 +36,17 @@ def is_served(spec: ModelSpec) -> bool:
     return spec.backend == SERVICE
 
 
-def check_reference(config: SamplingConfig, options: SamplingOptions, gen: GenerationSpec, name: str) -> None:
+def _check_reference(options: SamplingOptions, name: str) -> None:
     """What a reference behind a URL cannot do."""
-    if is_served(config.ref) and options.ref_ema_eta:
+    if options.ref_ema_eta:
         raise ConfigError(f"{name}.ref_ema_eta moves a reference, and that of ref.url is elsewhere; set one of the two")
-    if is_served(config.ref) and gen.truncates:
+    if options.gen.truncates:
         raise ConfigError(
             f"ref.url: a server does not know what {name}.gen.top_k, top_p and min_p leave out; leave these out"
         )
 
 
-def notes(config: SamplingConfig) -> list[str]:
+def service_notes(config: SamplingConfig) -> list[str]:
     """Where roles are asked for, for the plan that is printed before the run."""
     told = []
     for role, spec, what in (("rew", config.rew, "scores"), ("ref", config.ref, "log-probs")):
