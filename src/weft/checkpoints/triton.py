@@ -42,8 +42,9 @@ parameters {{ key: "DISABLE_OPTIMIZED_EXECUTION" value: {{ string_value: "true" 
 def write(model: str, output: Path, mode: Mode, name: str | None = None, padding: int | None = None) -> Path:
     """Write the store; the folder of the model in it. With a `padding` token a score is read at the last that is another.
 
-    Raises `UserError` for a model of the other kind, for one that pools in a
-    way of its own, and for an architecture whose TorchScript module does not compute what the network does."""
+    Raises `UserError` for a model of the other kind, for one whose attention has a window, and for an architecture whose
+    TorchScript module does not compute what the network does.
+    """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
     scores = any("ForSequenceClassification" in str(kind) for kind in raw.get("architectures") or [])
