@@ -371,8 +371,8 @@ def _check_rewards(config: SamplingConfig) -> None:
     functions = config.reward is not None or config.reward_column is not None
     if not functions and not has_model(config):
         raise ConfigError(
-            "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a reward function (or reward_column), "
-            "or both"
+            "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a reward function (or "
+            "reward_column), or both"
         )
     if config.rew_weight != 1.0 and not (functions and has_model(config)):
         raise ConfigError(

@@ -66,5 +66,9 @@ def _resolved(role: str, spec: ServedSpec) -> ServedSpec:
         return spec
     if spec.backend not in (ModelSpec().backend, SERVICE):
         raise ConfigError(f"{role}.backend={spec.backend} and {role}.url exclude each other; set one of them")
+    if spec.offload:
+        raise ConfigError(
+            f"{role}.offload=true moves weights, and those of {role}.url are elsewhere; set one of the two"
+        )
     Place.of(role, url, spec.service)
     return replace(spec, url=url, backend=SERVICE)

@@ -41,6 +41,14 @@ def server(root: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def expected(root: Path) -> list[dict[str, Any]]:
+    """What PPO computes with the reward model and the reference here."""
+    config = ppo(root, "here")
+    config.rew.path = str(root / "reward")
+    return run(config).metrics
+
+
 @pytest.fixture
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_SERVE_TOKEN", TOKEN)
@@ -74,14 +82,14 @@ def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_ppo_with_urls_is_ppo_with_paths(root: Path, server: Server, token: None, kind: str) -> None:
-    here, there = ppo(root, f"here-{kind}"), ppo(root, f"there-{kind}")
-    here.rew.path = str(root / "reward")
+def test_ppo_with_urls_is_ppo_with_paths(
+    root: Path, server: Server, expected: list[dict[str, Any]], token: None, kind: str
+) -> None:
+    there = ppo(root, f"there-{kind}")
     there.rew.url, there.ref.url = f"{server.urls[kind]}/reward", f"{server.urls[kind]}/model"
     there.rew.service.rows = there.ref.service.rows = 3
-    expected = run(here)
     made = run(there)
-    assert numbers(made.metrics) == numbers(expected.metrics)
+    assert numbers(made.metrics) == numbers(expected)
     assert any(key.startswith("rew_inf/") for key in numbers(made.metrics)[0])
     log = (made.directory / "log.txt").read_text()
     assert f"rew: scores come from {server.urls[kind]}/reward, no weights are loaded here" in log
@@ -127,7 +135,7 @@ def test_a_server_that_is_gone_ends_the_run_and_says_who(
         ({"rew.url": "http://10.1.2.3:8000/rm"}, "unencrypted"),
         ({"rew.url": "http://127.0.0.1:8000/rm", "rew_step": "x"}, "rew_step"),
         ({"rew.url": "http://127.0.0.1:8000/rm", "rew.backend": "hf"}, "exclude each other"),
-        ({"rew.url": "http://127.0.0.1:8000/rm", "rew.offload": True}, "moved"),
+        ({"rew.url": "http://127.0.0.1:8000/rm", "rew.offload": True}, "offload=true moves"),
         ({"ref.url": "http://127.0.0.1:8000/p", "ppo.gen.top_k": 5, "rew.path": "reward"}, "top_k"),
         ({"ref.url": "http://127.0.0.1:8000/p", "ppo.ref_ema_eta": 0.1, "rew.path": "reward"}, "ref_ema_eta"),
         ({"rew.backend": "service"}, r"needs rew\.url"),
