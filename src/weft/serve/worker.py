@@ -58,10 +58,6 @@ class Rows:
     tokens: Sequence[Ids]
     starts: Sequence[int]
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.tokens))
-
 
 @dataclass(frozen=True)
 class Scoring:
