@@ -14,14 +14,25 @@ import pytest
 SRC = Path(__file__).resolve().parent.parent / "src"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "registry", "options", "randomness", "placement", "topology", "observe", "algorithms", "kernels"),
+    (
+        "errors",
+        "registry",
+        "options",
+        "randomness",
+        "placement",
+        "topology",
+        "observe",
+        "algorithms",
+        "kernels",
+        "protocol",
+    ),
     ("data", "graph", "models", "host"),
     ("checkpoints", "parallel", "realloc"),
     ("engine",),
     ("interfaces",),
     ("experiment",),
     ("experiments", "runtime"),
-    ("launch", "evaluation"),
+    ("launch", "evaluation", "serve"),
     ("cli", "apps", "scripts", "testing"),
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
@@ -30,6 +41,7 @@ FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 NEIGHBOURS = {
     ("registry", "errors"), ("options", "errors"), ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),
     ("observe", "errors"), ("observe", "registry"), ("observe", "options"),
+    ("protocol", "errors"),
     ("algorithms", "errors"), ("algorithms", "registry"), ("algorithms", "options"),
     ("host", "data"), ("apps", "cli"), ("scripts", "cli"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from weft.data.spec import DatasetSpec
+from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, GraphError, unknown_name
 from weft.graph.graph import DataflowGraph
@@ -242,20 +243,22 @@ def _check_roles(experiment: Experiment) -> None:
     for node in (*graph.model_calls(), *evaluated):
         if node.trains and not roles[node.role].trained:
             raise GraphError(f"node {node.name!r} trains {node.role!r}, whose spec has trained=False; set it")
-        shipped = node.interface in interfaces.shipped()  # these ask the engine, and there is none
-        if roles[node.role].backend == "null" and (
-            node.method in ("generate", "train_step") or _moves(node) or shipped
-        ):
+        backend = roles[node.role].backend
+        shipped = (
+            backend == "null" and node.interface in interfaces.shipped()
+        )  # these ask the engine, and there is none
+        if backend in NO_NETWORK and (node.method in ("generate", "train_step") or _moves(node) or shipped):
             raise GraphError(
-                f"node {node.name!r} calls {node.method} on {node.role!r}, which has {node.role}.backend=null, a tokenizer "
-                "alone: it cannot be trained, generated with or moved; give the role a network, or the node an interface "
-                f"with its own ({node.name}.interface=NAME)"
+                f"node {node.name!r} calls {node.method} on {node.role!r}, which has {node.role}.backend={backend}, a "
+                "tokenizer alone: it cannot be trained, generated with or moved; give the role a network, or the node an "
+                f"interface with its own ({node.name}.interface=NAME)"
             )
     moved = {r for s in graph.syncs for r in (s.source, s.target)} | set(experiment.init_from.values())
     for role in sorted(moved | set(experiment.init_from) | set(experiment.saved_roles)):
-        if roles[role].backend == "null":
+        if roles[role].backend in NO_NETWORK:
             raise GraphError(
-                f"role {role!r} has {role}.backend=null, a tokenizer alone; there are no parameters to move or save"
+                f"role {role!r} has {role}.backend={roles[role].backend}, a tokenizer alone; there are no "
+                "parameters to move or save"
             )
 
 

@@ -23,11 +23,13 @@ import pytest
 
 from tests.host.test_reward import batch, context, rewards
 from weft.errors import ConfigError, DataError, UserError
+from weft.host import http
+from weft.host.http import seconds
 from weft.host.reward import RewardFunction
 from weft.host.spec import locate, parse_reward
-from weft.host.verifiers import _judge_cache, _judge_server
+from weft.host.verifiers import _judge_cache
 from weft.host.verifiers._judge_cache import place
-from weft.host.verifiers._judge_server import Endpoint, _seconds
+from weft.host.verifiers._judge_server import Endpoint
 from weft.host.verifiers._judge_text import SCORE, Scale
 from weft.host.verifiers.judge import judge
 
@@ -113,7 +115,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(_judge_server, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "BACKOFF_S", 0.01)
 
 
 def judged(url: str, *completions: str, prompt_text: str = "p", columns: Any = None, **options: Any) -> Any:
@@ -249,7 +251,7 @@ def test_a_busy_server_is_asked_again_when_it_says(stub: Stub) -> None:
 
 
 def test_waits_grow(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_judge_server, "BACKOFF_S", 0.1)
+    monkeypatch.setattr(http, "BACKOFF_S", 0.1)
     stub.reply = lambda text, number: (500, {}, b"")
     with pytest.raises(UserError, match=r"status 500 \(asked 4 times\); look at the server's log, or set on_failure"):
         judged(stub.url, "a", retries=3)
@@ -260,8 +262,8 @@ def test_waits_grow(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_retry_after_may_be_a_date_or_too_far_away(stub: Stub) -> None:
-    assert _seconds(format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)) == pytest.approx(30, abs=2)
-    assert _seconds("Wed, 21 Oct 2015 07:28:00 GMT") == _seconds("soon") == _seconds("-1") == _seconds(None) == 0.0
+    assert seconds(format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)) == pytest.approx(30, abs=2)
+    assert seconds("Wed, 21 Oct 2015 07:28:00 GMT") == seconds("soon") == seconds("-1") == seconds(None) == 0.0
     stub.reply = lambda text, number: (429, {"Retry-After": "3600"}, {})
     with pytest.raises(UserError, match=r"status 429, to be asked again in 3600 seconds: '\{\}'; lower concurrency"):
         judged(stub.url, "a")

@@ -41,6 +41,15 @@ def main(argv: Sequence[str]) -> int:
     stages.add_argument("--output_dir", required=True, type=Path, dest="output",
                         help="directory to write; must not exist or be empty")  # fmt: skip
     stages.set_defaults(run=_partition)
+    triton = kinds.add_parser(
+        "triton", help="a model store for NVIDIA Triton: a TorchScript module and its configuration"
+    )
+    triton.add_argument("model", metavar="MODEL", help="model directory or hub name")
+    triton.add_argument("output", metavar="OUT", type=Path, help="directory to write; must not exist or be empty")
+    triton.add_argument("--triton_mode", required=True, choices=("rm", "sft"),
+                        help="rm: rewards of a reward model; sft: log-probs and logits of a policy")  # fmt: skip
+    triton.add_argument("--name", help="the model's name in the store; that of its directory when absent")
+    triton.set_defaults(run=_triton)
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
     _require_empty(arguments.output)
@@ -154,6 +163,20 @@ def _merge(arguments: argparse.Namespace) -> None:
         config = hf_io.with_ids(config, **saving.token_ids(tokenizer, head))
         hf_io.write_generation(arguments.output, saving.generation_config(spec))
     hf_io.save(arguments.output, merged, config, head, dtype=dtype, pooling=network.pooling)
+
+
+def _triton(arguments: argparse.Namespace) -> None:
+    from weft.checkpoints import triton
+    from weft.data.spec import TokenizerSpec
+    from weft.data.tokenizer import Tokenizer
+    from weft.engine.saving import skipped_padding
+    from weft.engine.spec import ModelSpec
+
+    mode, padding = arguments.triton_mode, None
+    if mode == "rm":
+        spec = ModelSpec(path=arguments.model, head="score")
+        padding = skipped_padding(Tokenizer.load(TokenizerSpec(), arguments.model), spec)
+    triton.write(arguments.model, arguments.output, mode, arguments.name, padding)
 
 
 def _tokenizer_of(adapter: Path, base: Path) -> Path | None:

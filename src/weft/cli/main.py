@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": "talk to a model directory",
     "sample": "answers of models to a file of prompts: report, score, best of n",
     "eval": "how well a reward model orders replies: rm",
+    "serve": "a policy and a reward model behind HTTP: OpenAI's endpoints and the open inference protocol",
     "data": "look at data as a run would see them: inspect, counts, scan",
     "plan": "what a run would do: search, calls onto devices; realloc, parameters from one layout to another",
     "convert": "bring checkpoints in and out",

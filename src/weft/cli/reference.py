@@ -10,6 +10,7 @@ from weft import registry
 from weft.cli.aliases import RENAMED, SPECIAL
 from weft.cli.help import shown
 from weft.data.spec import DatasetSpec
+from weft.engine.service_spec import ServedSpec
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.options import Leaf, leaves
@@ -24,6 +25,7 @@ error that names the nearest ones.
 """
 MODEL = """Below the name of a role: `model` for sft, rw and gen; `actor` and `ref` for dpo; `actor`, `critic`, `ref` and `rew`
 for ppo; `actor`, `ref` and `rew` for grpo and online_dpo; `actor` and `teacher` for distill. {different}"""
+SERVED = "Below `rew` and `ref` of ppo, grpo and online_dpo, beside those above; see [serving](serving.md)."
 CALL = """Below the name of a model function call: {calls}."""
 SPELLED = """Spellings of Hugging Face and of older programs are mapped once, with a note that says to what. `MODEL` is the
 trained role (each of them where there are several), `GEN` the options of sampling."""
@@ -35,6 +37,12 @@ def page() -> str:
     run = [leaf for leaf in leaves(configs["sft"]) if _is_run(leaf.name)]
     parts = [HEAD, "## Run\n", *_table(run)]
     parts += ["\n## Model\n", MODEL.format(different=_different(configs)) + "\n", *_table(leaves(ModelSpec()))]
+    usual = {leaf.name for leaf in leaves(ModelSpec())}
+    parts += [
+        "\n## Behind a URL\n",
+        f"{SERVED}\n",
+        *_table(leaf for leaf in leaves(ServedSpec()) if leaf.name not in usual),
+    ]
     parts += ["\n## Data\n", "Below `dataset`.\n", *_table(leaves(DatasetSpec()))]
     parts += [
         "\n## Sampling\n",
@@ -78,7 +86,7 @@ def _different(configs: dict[str, Any]) -> str:
         for spec in fields(config):
             value = getattr(config, spec.name)
             for leaf in leaves(value) if isinstance(value, ModelSpec) else ():
-                if leaf.default != usual[leaf.name]:
+                if leaf.name in usual and leaf.default != usual[leaf.name]:
                     found.setdefault(f"`{spec.name}.{leaf.name}` is {shown(leaf.default)}", []).append(name)
     said = "; ".join(f"{what} for {' and '.join(names)}" for what, names in found.items())
     return f"Other defaults: {said}." if said else ""

@@ -52,6 +52,7 @@ class Request:
     generated: Partial | None = None
     max_new_tokens: int | None = None  # lower than the settings' where a request wants less
     sampling: GenerationSpec | None = None  # settings of its own (see `SettingsTable.index`); else the generator's
+    draws_as: str | None = None  # the id that names its draws, where that is another: two requests may then draw alike
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,21 +26,18 @@ SCORED = ("ForSequenceClassification", "ForTokenClassification")  # architecture
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with its tokenizer. `name` is what the user knows it by; `adapter` the folder whose changes were added to it."""
+    """A model with its tokenizer. `name` is what the user knows it by, `context` the most tokens that it takes, where its
+    config says so; `adapter` the folder whose changes were added to it."""
 
     engine: Engine
     tokenizer: Tokenizer
     path: str
+    context: int | None = None
     adapter: Path | None = None
 
     @property
     def name(self) -> str:
         return str(self.adapter or self.path)
-
-    @property
-    def context(self) -> int | None:
-        """Most tokens that the model takes, where its config says so."""
-        return context_length(self.path)
 
 
 def locate(given: str, roles: Sequence[str] = POLICIES) -> tuple[str, str]:
@@ -83,7 +79,7 @@ def open_scorer(spec: ModelSpec) -> Opened:
     if (Path(path) / ADAPTER).exists():
         raise CheckpointError(f"{path} is an adapter; merge it into its reward model first: weft convert merge")
     kinds = _architectures(path)
-    if kinds and "ForSequenceClassification" not in kinds[0]:
+    if kinds and not is_scorer(path):
         raise CheckpointError(
             f"{path} is no reward model ({kinds[0]} has no score head); train one with weft quickstart rw"
         )
@@ -91,38 +87,37 @@ def open_scorer(spec: ModelSpec) -> Opened:
 
 
 def _open(spec: ModelSpec, adapter: Path | None) -> Opened:
+    from weft.checkpoints import hf_io
     from weft.data.tokenizer import Tokenizer
     from weft.registry import backends
     from weft.topology import Layout
 
     validate(spec)
-    tokenizer = Tokenizer.load(spec.tokenizer, spec.path)
-    return Opened(backends.get(spec.backend)(spec, Layout()), tokenizer, str(spec.path), adapter)
+    path = str(spec.path)
+    tokenizer = Tokenizer.load(spec.tokenizer, path)
+    engine = backends.get(spec.backend)(spec, Layout())
+    return Opened(engine, tokenizer, path, context_length(hf_io.read_raw(path)), adapter)
 
 
-def context_length(path: str) -> int | None:
-    """`max_position_embeddings` of a model directory's config.json, by any of its names; None where nothing says."""
-    config = Path(path) / "config.json"
-    if not config.is_file():
-        return None
-    values = _json(config)
-    found = (values.get(name) for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"))
+def context_length(values: Mapping[str, Any]) -> int | None:
+    """`max_position_embeddings` of a config.json, by any of its names; None where nothing says."""
+    found = (
+        values.get(name) for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+    )
     return next((value for value in found if isinstance(value, int)), None)
 
 
-def _json(config: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(config.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{config} is no JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{config} is no JSON object")
-    return values
+def is_scorer(path: str) -> bool:
+    """Whether the model at `path`, a directory or a hub name, has a score head."""
+    return any("ForSequenceClassification" in kind for kind in _architectures(path))
 
 
 def _architectures(path: str) -> list[str]:
-    config = Path(path) / "config.json"
-    return list(_json(config).get("architectures") or []) if config.is_file() else []
+    from weft.checkpoints import hf_io
+
+    if (Path(path) / ADAPTER).exists():
+        return []
+    return [str(kind) for kind in hf_io.read_raw(path).get("architectures") or []]
 
 
 def check_talks(path: str) -> None:

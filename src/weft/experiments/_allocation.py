@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec, ParallelSpec
 from weft.options import option
 
@@ -45,4 +46,4 @@ def allocated(roles: Mapping[str, ModelSpec], mode: str, num_devices: int) -> di
 
 def is_placed(spec: ModelSpec) -> bool:
     """Whether a role says where it is, or has no choice."""
-    return spec.layout is not None or spec.parallel != ParallelSpec() or spec.backend in ("hf", "null")
+    return spec.layout is not None or spec.parallel != ParallelSpec() or spec.backend in ("hf", *NO_NETWORK)

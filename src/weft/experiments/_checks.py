@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.spec import DatasetSpec
+from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, nearest
 from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
@@ -78,9 +79,11 @@ def check_model(role: str, spec: ModelSpec) -> None:
     """That a role has a model to load and one device to be on. Hub names are looked up later, local paths here."""
     if spec.tokenizer.path is not None:
         _check_local(f"{role}.tokenizer.path", spec.tokenizer.path)
-    if spec.backend == "null":
+    if spec.backend in NO_NETWORK:
         if spec.path is None and spec.tokenizer.path is None:
-            raise ConfigError(f"{role}.backend=null is a role of a tokenizer alone: set {role}.tokenizer.path")
+            raise ConfigError(
+                f"{role}.backend={spec.backend} is a role of a tokenizer alone: set {role}.tokenizer.path"
+            )
         return
     if spec.path is None:
         raise ConfigError(f"{role}.path is missing: give a Hugging Face directory or a hub name")

@@ -7,14 +7,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from weft.data.spec import DatasetSpec
+from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
-from weft.experiments._assemble import Plan, assemble, batches, check, type_of
+from weft.experiments._assemble import Plan, assemble, batches, type_of
 from weft.experiments._lengths import Lengths, asked_for
 from weft.experiments._policy_options import PolicyOptions, SamplingConfig, SamplingOptions
 from weft.experiments._roles import critic, reference, with_lr
+from weft.experiments._services import checked, service_notes
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import parse_reward
 
@@ -37,7 +39,7 @@ class Policy:
     def of(cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int) -> Policy:
         """Raises `UserError` for options that every experiment has (names, devices), for sizes that do not divide or fit, and
         where nothing gives a reward."""
-        check(config)
+        config = checked(config, options, name)
         dataset = batches(config.dataset)
         _check_rewards(config)
         _check_lag(options, name)
@@ -159,7 +161,7 @@ class Policy:
             syncs=self._syncs() if "ref" in roles else [],
             init_from=init_from,
             updates_per_firing={node.name: self.updates for node in trains},
-            notes=[*_step_notes(self, [node.role for node in trains]), *_lag_notes(self.options), *notes],
+            notes=[*_step_notes(self, [node.role for node in trains]), *notes],
         )
         return assemble(self.config, plan)
 
@@ -320,6 +322,8 @@ def _step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
         f"tokens{prompts}",
         f"a step: {count} completions x {policy.options.ppo_epochs} epochs / {size} a minibatch = {policy.updates} optimizer "
         f"steps of {' and of '.join(trained)}",
+        *_lag_notes(policy.options),
+        *service_notes(policy.config),
     ]
 
 
@@ -359,7 +363,7 @@ def _lag_notes(options: SamplingOptions) -> list[str]:
 
 def has_model(config: SamplingConfig) -> bool:
     """Whether a reward model is named."""
-    return config.rew.path is not None or config.rew.backend == "null"
+    return config.rew.path is not None or config.rew.backend in NO_NETWORK
 
 
 def _check_rewards(config: SamplingConfig) -> None:
@@ -367,7 +371,8 @@ def _check_rewards(config: SamplingConfig) -> None:
     functions = config.reward is not None or config.reward_column is not None
     if not functions and not has_model(config):
         raise ConfigError(
-            "rew.path and reward are both missing; set a reward model, a reward function (or reward_column), or both"
+            "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a reward function (or "
+            "reward_column), or both"
         )
     if config.rew_weight != 1.0 and not (functions and has_model(config)):
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from weft.algorithms.covariance import METHODS
 from weft.algorithms.sampler import CORRECTIONS
 from weft.data.spec import DatasetSpec
+from weft.engine.service_spec import ServedSpec
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiments.common import MFCOptions, RunConfig
@@ -124,8 +125,8 @@ class SamplingConfig(RunConfig):
     actor: ModelSpec = option(
         ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")), "the policy that is trained"
     )
-    ref: ModelSpec = option(ModelSpec(), "the frozen reference of the KL; the actor's own path when absent")
-    rew: ModelSpec = option(ModelSpec(), "reward model; none when rew.path is absent")
+    ref: ServedSpec = option(ServedSpec(), "the frozen reference of the KL; the actor's own path when absent")
+    rew: ServedSpec = option(ServedSpec(), "reward model; none when rew.path and rew.url are absent")
     rew_step: str | None = option(
         None,
         "text that ends a step, such as \\n\\n for a blank line: the reward model then scores every step of a completion",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
 
@@ -17,7 +18,7 @@ def reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, st
     An actor with random weights is copied; one that is read from files is read once more.
     """
     own = ref if ref.path is not None else _like(ref, actor)
-    copied = ref.path is None and actor.init_from_scratch
+    copied = ref.path is None and actor.init_from_scratch and ref.backend not in NO_NETWORK
     return own.with_head("lm", trained=False), {"ref": "actor"} if copied else {}
 
 
@@ -51,7 +52,7 @@ def critic(spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec) 
     if spec.path is not None:
         return spec.with_head("value", trained=True), {}
     shares_tokens = not rew.prompt_prefix and not rew.prompt_suffix and _same_vocabulary(actor, rew)
-    usable = rew.path is not None and rew.backend != "null"
+    usable = rew.path is not None and rew.backend not in NO_NETWORK
     if init == "rew" and not usable:
         raise ConfigError(
             "ppo.critic_init=rew: there is no reward model; set rew.path, critic.path, or critic_init=actor"

@@ -14,6 +14,7 @@ from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.common import check_copies, check_spec, with_dtype
 from weft.engine.device import resolve_device, set_deterministic
+from weft.engine.service_spec import NO_NETWORK
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -91,7 +92,7 @@ def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
     """The experiment with the dtype of every role: its own, else that of the role that reads the data, so that a policy and
     its reference compute alike."""
     main = experiment.roles[experiment.data_role]
-    own = main if main.path is None or main.backend == "null" else with_dtype(main, main.path, device)
+    own = main if main.path is None or main.backend in NO_NETWORK else with_dtype(main, main.path, device)
     dtype = own.dtype or "float32"
     roles = {name: replace(spec, dtype=spec.dtype or dtype) for name, spec in experiment.roles.items()}
     return replace(experiment, roles=roles)

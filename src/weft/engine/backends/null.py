@@ -1,8 +1,8 @@
-"""The backend of a role that is a tokenizer alone: its interface brings a network of its own."""
+"""The backend of a role without a network here: a tokenizer alone, or one whose outputs come from somewhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -17,12 +17,16 @@ from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
 from weft.topology import Layout, Slice
 
+Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
+
 
 class NullEngine:
-    """An engine without a network. It has no parameters and no state; asking it to compute raises `ConfigError`."""
+    """An engine without a network, parameters and state. `compute(batch, want, temperature)` makes outputs; without it, and for
+    all that changes weights, asking raises `ConfigError`. `family` names it in reports."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, compute: Compute | None = None, family: str = "null") -> None:
         self.layout, self.version = layout, 0
+        self._compute, self._family = compute, family
 
     def forward(
         self,
@@ -33,7 +37,9 @@ class NullEngine:
         top: TopIds | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
-        _refuse(f"compute {', '.join(sorted(want))}")
+        if self._compute is None or top is not None:
+            _refuse(f"compute {', '.join(sorted(want))}")
+        return self._compute(batch, want, temperature)
 
     def train(
         self,
@@ -85,12 +91,12 @@ class NullEngine:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        return {"family": "null", "num_parameters": 0, "num_trainable": 0}
+        return {"family": self._family, "num_parameters": 0, "num_trainable": 0}
 
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
-        f"backend=null: a role of a tokenizer alone cannot {what}; give the role a network with backend=torch"
+        f"a role without a network here (backend=null, or a url) cannot {what}; give the role a network with backend=torch"
     )
 
 

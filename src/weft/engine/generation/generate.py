@@ -126,7 +126,7 @@ class BatchGenerator:
                 live.tokens, live.logprobs = list(done.tokens), list(done.logprobs)
                 live.versions, live.supports = list(done.versions), [tuple(s) for s in done.supports]
             self._scheduler.submit(live)
-            key = randomness.key(self._settings.seed, "sample", request.step, request.id, request.k)
+            key = randomness.key(self._settings.seed, "sample", request.step, request.draws_as or request.id, request.k)
             self._draws[live.key] = (settings, key)
             if spec.stop:
                 self._stops[live.key] = StopText(spec.stop, spec.tokenizer)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import os
 import random
-import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
 from weft.errors import ConfigError, UserError
+from weft.host import http
+from weft.host.http import Trouble
 from weft.host.verifiers._judge_text import number, shortened, whole
 
 URL_VARIABLE = "OPENAI_BASE_URL"
 KEY_VARIABLE = "OPENAI_API_KEY"
 PATH = "/chat/completions"
-AGAIN = (408, 409, 425, 429)  # and all from 500 on
-BACKOFF_S = 0.5  # before the second request; twice as long before each that follows
-LONGEST_S = 60.0  # that a server may ask to wait
 FIXES = {
     400: "check model, max_tokens and extra",
     401: "put a valid key into the environment variable that api_key_env names",
@@ -54,8 +48,11 @@ class Endpoint:
                 f"judge: url is not set, and neither is the environment variable {URL_VARIABLE}; set url to the server's base "
                 "URL, such as http://127.0.0.1:8000/v1"
             )
-        parts = _parts(base)
-        key, loopback = _key(key_variable), _is_loopback(parts.hostname or "")
+        parts = http.parts("judge: url", base, ("http", "https"), "http://127.0.0.1:8000/v1", KEY_VARIABLE)
+        key, loopback = (
+            http.secret("judge: api_key_env", key_variable, KEY_VARIABLE),
+            http.is_loopback(parts.hostname or ""),
+        )
         if not isinstance(insecure, bool):
             raise ConfigError(f"judge: insecure={insecure!r} must be true or false")
         if key is not None and parts.scheme == "http" and not loopback and not insecure:
@@ -67,54 +64,7 @@ class Endpoint:
 
     def without_key(self, text: str) -> str:
         """What a server said, which may repeat the key."""
-        if self.key is None:
-            return text
-        return text.replace(self.key, "[key]").replace(self.key.replace("/", "\\/"), "[key]")  # JSON may escape slashes
-
-
-def _parts(url: Any) -> SplitResult:
-    """The parts of a base URL. Raises `ConfigError`."""
-    if any(mark in str(url) for mark in "@?#"):
-        raise ConfigError(
-            "judge: url must hold no user, password, query or fragment (it is not shown); put the key into the environment "
-            f"variable {KEY_VARIABLE}"
-        )
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        httpx.URL(url)
-    except (AttributeError, TypeError, ValueError, httpx.InvalidURL):
-        usable = False
-    if not usable:
-        raise ConfigError(f"judge: url={url!r} must be a base URL such as http://127.0.0.1:8000/v1")
-    return parts
-
-
-def _key(variable: str | None) -> str | None:
-    """What the environment variable holds. No message shows the option: a key that was written there by mistake is secret."""
-    if not variable:
-        return None
-    if not isinstance(variable, str) or not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
-        raise ConfigError(
-            "judge: api_key_env must be the name of an environment variable, not a key; its value is not shown"
-        )
-    key = os.environ.get(variable, "").strip()
-    if not key and variable != KEY_VARIABLE:
-        raise ConfigError(
-            "judge: api_key_env names an environment variable that is not set; export it, or set api_key_env to null to send "
-            "no key"
-        )
-    if key and not re.fullmatch(r"[\x21-\x7e]+", key):
-        raise ConfigError("judge: the variable that api_key_env names must hold ASCII characters without spaces")
-    return key or None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-        return address.is_loopback or address.is_unspecified  # 0.0.0.0 is this machine, too
-    except ValueError:
-        return host == "localhost"
+        return http.without(text, self.key)
 
 
 @dataclass(frozen=True)
@@ -139,17 +89,6 @@ class Answer:
     input_tokens: int
     output_tokens: int
     cut: bool
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Why a request got no answer, whether to send it again, and not before how many seconds."""
-
-    what: str
-    fix: str
-    again: bool
-    said: str = ""  # by the server
-    after: float = 0.0
 
 
 class Unanswered(UserError):
@@ -191,12 +130,11 @@ class Session:
         attempt = 0
         async with self._slots:  # also while it waits: a busy server is not asked for more meanwhile
             while isinstance(came := await self._send(content), Trouble):
-                if not came.again or came.after > LONGEST_S or attempt == self.policy.retries:
+                if not came.again or came.after > http.LONGEST_S or attempt == self.policy.retries:
                     times = f" (asked {attempt + 1} times)" if attempt else ""
                     said = f": {shortened(came.said)!r}" if came.said.strip() else ""
                     raise Unanswered(f"judge: url={self.endpoint.url}: {came.what}{times}{said}; {came.fix}", came.what)
-                backoff = min(LONGEST_S, BACKOFF_S * 2**attempt) * self._jitter.uniform(0.5, 1.0)
-                await asyncio.sleep(max(came.after, backoff))
+                await asyncio.sleep(http.pause(attempt, came.after, self._jitter))
                 attempt += 1
         return came
 
@@ -238,21 +176,7 @@ def _refusal(status: int, said: str, retry_after: str | None) -> Trouble:
     shown = "" if status in (401, 403) else said
     if 300 <= status < 400:
         return Trouble(f"status {status}", "redirects are not followed; set url to where the server is", False)
-    after = _seconds(retry_after)
-    wait = f", to be asked again in {after:g} seconds" if after > LONGEST_S else ""
+    after = http.seconds(retry_after)
+    wait = f", to be asked again in {after:g} seconds" if after > http.LONGEST_S else ""
     fix = FIXES.get(status, "look at the server's log" if status >= 500 else "check url, model and extra")
-    return Trouble(f"status {status}{wait}", fix, status in AGAIN or status >= 500, shown, after)
-
-
-def _seconds(retry_after: str | None) -> float:
-    """A header `Retry-After`, which is a number of seconds or a date, in seconds from now; 0 where there is none."""
-    if retry_after is None:
-        return 0.0
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+    return Trouble(f"status {status}{wait}", fix, http.may_repeat(status), shown, after)

@@ -1,0 +1,171 @@
+"""A model store for NVIDIA Triton: `NAME/1/model.pt`, a TorchScript module of any length, and `NAME/config.pbtxt`.
+
+Inputs are `input_ids` and `attention_mask` [B, T] in int32, padded behind. A reward model gives `rewards` [B, 1]; a policy
+`logprobs` [B, T] of each token after those before it (0 at the first and on padding) and `logits` [B, T, V].
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging
+
+from weft.checkpoints import hf_io
+from weft.errors import CheckpointError, ConfigError
+
+Mode = Literal["rm", "sft"]
+MAX_BATCH = 25
+TRIALS = ((1, 1), (2, 7), (3, 33))  # rows and tokens at which the module is compared with the network
+TOLERANCE = 1e-4  # of float32 sums in another order
+
+CONFIG = """name: "{name}"
+platform: "pytorch_libtorch"
+default_model_filename: "model.pt"
+max_batch_size: {batch}
+dynamic_batching {{ max_queue_delay_microseconds: 1000 }}
+input [
+  {{ name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] }},
+  {{ name: "attention_mask" data_type: TYPE_INT32 dims: [ -1 ] }}
+]
+output [
+{outputs}
+]
+parameters {{ key: "DISABLE_OPTIMIZED_EXECUTION" value: {{ string_value: "true" }} }}
+"""
+
+
+def write(model: str, output: Path, mode: Mode, name: str | None = None, padding: int | None = None) -> Path:
+    """Write the store; the folder of the model in it. With a `padding` token a score is read at the last that is another.
+
+    Raises `UserError` for a model of the other kind, for one whose attention has a window, and for an architecture whose
+    TorchScript module does not compute what the network does.
+    """
+    source = hf_io.resolve(model)
+    raw = hf_io.read_raw(source)
+    scores = any("ForSequenceClassification" in str(kind) for kind in raw.get("architectures") or [])
+    if scores != (mode == "rm"):
+        kind, other = ("a reward model", "rm") if scores else ("a language model", "sft")
+        raise ConfigError(f"--triton_mode={mode}: {model} is {kind}; write --triton_mode {other}")
+    windows = [window for window in hf_io.read_config(source)[1].windows if window is not None]
+    if windows:
+        raise ConfigError(
+            f"{model}: attention sees {min(windows)} tokens in some layers, which the TorchScript module would not heed; use "
+            "weft serve"
+        )
+    network = _load(source, mode)
+    module: nn.Module = (
+        Rewards(network, raw.get(hf_io.POOLING) == "mean", padding) if mode == "rm" else LogProbs(network)
+    )
+    module.eval()
+    traced = _traced(module, int(raw["vocab_size"]), model)
+    name = name or re.sub(r"[^A-Za-z0-9._-]", "-", source.name)
+    folder = output / name
+    (folder / "1").mkdir(parents=True)
+    traced.save(str(folder / "1" / "model.pt"))
+    made = {"rewards": "[ 1 ]"} if mode == "rm" else {"logprobs": "[ -1 ]", "logits": f"[ -1, {raw['vocab_size']} ]"}
+    lines = [f'  {{ name: "{key}" data_type: TYPE_FP32 dims: {dims} }}' for key, dims in made.items()]
+    (folder / "config.pbtxt").write_text(CONFIG.format(name=name, batch=MAX_BATCH, outputs=",\n".join(lines)))
+    return folder
+
+
+class Rewards(nn.Module):
+    """The score of the last token that is no padding, or of the mean over tokens."""
+
+    def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
+        super().__init__()
+        self.network, self.score, self.mean, self.padding = network.base_model, network.score, mean, padding
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        states = _states(self.network, input_ids, attention_mask)
+        mask = attention_mask.to(states.dtype).unsqueeze(-1)
+        if self.mean:
+            pooled = (states * mask).sum(dim=1) / mask.sum(dim=1)
+        else:
+            last = attention_mask.to(torch.int64).sum(dim=1) - 1
+            if self.padding is not None:
+                places = torch.ones_like(input_ids, dtype=torch.int64).cumsum(dim=1) - 1
+                text = (input_ids != self.padding) & (attention_mask > 0)
+                found = torch.where(text, places, -torch.ones_like(places)).amax(dim=1)
+                last = torch.where(found >= 0, found, last)
+            last = last.reshape(-1, 1, 1)
+            pooled = states.gather(1, last.expand(-1, 1, states.shape[2])).squeeze(1)
+        return self.score(pooled).float()
+
+
+class LogProbs(nn.Module):
+    """Log-probs of the tokens, and the logits that they come of."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.network(**_arguments(input_ids, attention_mask), logits_to_keep=0).logits.float()
+        ids = input_ids.to(torch.int64)
+        chosen = logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+        zeros = torch.zeros_like(logits[:, :1, 0])
+        return torch.cat([zeros, chosen * attention_mask[:, 1:].float()], dim=1), logits
+
+
+def _arguments(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+    """What `transformers` takes: the whole mask [B, 1, T, T], so that no length becomes part of the module."""
+    ids = input_ids.to(torch.int64)
+    places = torch.ones_like(ids).cumsum(dim=1)
+    seen = (places.unsqueeze(1) <= places.unsqueeze(2)) & (attention_mask.unsqueeze(1) > 0)
+    mask = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, torch.finfo(torch.float32).min).unsqueeze(1)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": places - 1, "use_cache": False}
+
+
+def _states(network: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    states: Tensor = network(**_arguments(input_ids, attention_mask)).last_hidden_state
+    return states
+
+
+def _load(source: Path, mode: Mode) -> Any:
+    auto: Any = AutoModelForSequenceClassification if mode == "rm" else AutoModelForCausalLM
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return auto.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{source}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+    finally:
+        logging.set_verbosity(before)
+
+
+def _inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Token ids with padding behind all rows but the first."""
+    draws = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(0, vocab, (rows, tokens), generator=draws, dtype=torch.int32)
+    lengths = torch.tensor([max(1, tokens - 2 * row) for row in range(rows)])
+    mask = (torch.arange(tokens) < lengths.unsqueeze(1)).to(torch.int32)
+    return ids * mask, mask
+
+
+@torch.no_grad()
+def _traced(module: nn.Module, vocab: int, model: str) -> Any:
+    """The module in TorchScript, compared with it at other sizes than it was traced at. Raises `CheckpointError`."""
+    try:
+        traced = torch.jit.trace(module, _inputs(2, 11, vocab), check_trace=False)
+        apart = max(_apart(module, traced, _inputs(rows, tokens, vocab)) for rows, tokens in TRIALS)
+    except (RuntimeError, TypeError, ValueError, torch.jit.TracingCheckError) as error:
+        raise CheckpointError(
+            f"{model}: its network cannot be written in TorchScript: {str(error).splitlines()[0]}"
+        ) from error
+    if not apart <= TOLERANCE:
+        raise CheckpointError(
+            f"{model}: the TorchScript module differs from the network by {apart:.2g} at other lengths; use weft serve"
+        )
+    return traced
+
+
+def _apart(one: nn.Module, other: Any, inputs: tuple[Tensor, Tensor]) -> float:
+    """The largest difference of their outputs where there are tokens."""
+    made, again = one(*inputs), other(*inputs)
+    pairs = [(made, again)] if isinstance(made, Tensor) else list(zip(made, again, strict=True))
+    return max(float((a - b).abs().max()) for a, b in pairs)

@@ -1,0 +1,194 @@
+"""`weft serve MODEL --reward MODEL`: a policy and a reward model behind HTTP and gRPC, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import secrets
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.engine.spec import GenerationSpec, Head, ModelSpec
+from weft.errors import CheckpointError, ConfigError
+from weft.evaluation.models import SCORERS, is_scorer, locate, open_policy, open_scorer
+
+if TYPE_CHECKING:
+    from weft.serve.served import Served
+
+TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="weft serve", description=__doc__)
+    made.add_argument("model", metavar="MODEL", nargs="?", help="policy: model, adapter or run directory, or hub name")
+    made.add_argument("--reward", metavar="MODEL", help="reward model: directory or hub name")
+    made.add_argument("--name", help="the policy's name for clients (default: that of its directory)")
+    made.add_argument("--reward-name", help="the reward model's name for clients")
+    made.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1, this machine alone)"
+    )
+    made.add_argument("--http-port", type=int, default=8000, help="port of HTTP (default 8000; 0: a free one)")
+    made.add_argument("--grpc-port", type=int, help="port of the inference protocol over gRPC (default: none)")
+    made.add_argument("--metrics-port", type=int, help="port of Prometheus metrics, /metrics (default: none)")
+    made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best there is)")
+    made.add_argument(
+        "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
+    )
+    made.add_argument("--backend", default="torch", help="torch (default) or hf")
+    made.add_argument("--token-file", type=Path, help="file that holds the token that requests must carry")
+    made.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help=f"environment variable that holds it (default {TOKEN_VARIABLE}, where it is set)",
+    )
+    made.add_argument("--no-token", action="store_true", help="let every process of this machine ask (loopback alone)")
+    made.add_argument("--max-new-tokens", type=int, default=1024, help="most tokens of a completion (default 1024)")
+    made.add_argument("--max-prompt-tokens", type=int, default=16384, help="most tokens of a prompt (default 16384)")
+    made.add_argument(
+        "--max-tokens-per-pass", type=int, default=16384, help="most tokens scored in a pass (default 16384)"
+    )
+    made.add_argument(
+        "--max-load", type=int, default=1024, help="most completions or rows waiting and under way (default 1024)"
+    )
+    made.add_argument("--max-body-mb", type=float, default=16.0, help="most MiB of a request (default 16)")
+    made.add_argument("--timeout", type=float, default=600.0, help="most seconds of a request (default 600)")
+    made.add_argument("--kv-cache-gb", type=float, help="GiB for keys and values (default: a quarter of the memory)")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Load, listen, wait for Ctrl-C or SIGTERM. Raises `UserError` (exit code 2) for what cannot be served."""
+    given = parser().parse_args(list(argv))
+    _check(given)
+    token, source = _token(given)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        import uvicorn  # noqa: F401
+
+        from weft.serve import server
+        from weft.serve.app import Limits
+    except ImportError as error:
+        raise ConfigError(f"weft serve needs the package {error.name}; pip install 'weft[serve]'") from None
+    ended = threading.Event()
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, lambda *_: ended.set())
+    limits = Limits(
+        body_bytes=int(given.max_body_mb * 2**20),
+        seconds=given.timeout,
+        most_prompt=given.max_prompt_tokens,
+        most_new=given.max_new_tokens,
+        most_load=given.max_load,
+    )
+    served = models(given)
+    ports = server.Ports(given.host, given.http_port, given.grpc_port, given.metrics_port)
+    with server.Server(served, ports, limits, token) as running:
+        for line in _lines(running.urls, served, source):
+            print(line, flush=True)
+        ended.wait()
+        print("stopping", flush=True)
+    return 0
+
+
+def _lines(urls: dict[str, str], models: Sequence[Served], source: str) -> list[str]:
+    told = [f"{model.name}: {'policy' if model.spec is not None else 'reward model'}" for model in models]
+    pages = {"http": "/v1 and /v2", "grpc": "", "metrics": "/metrics"}
+    told += [f"{name} at {url} {pages[name]}".rstrip() for name, url in urls.items()]
+    return [*told, source, "Ctrl-C ends it"]
+
+
+def _check(given: argparse.Namespace) -> None:
+    if given.model is None and given.reward is None:
+        raise ConfigError(
+            "nothing to serve: name a policy (weft serve MODEL), a reward model (--reward MODEL), or both"
+        )
+    for name in ("http_port", "grpc_port", "metrics_port"):
+        value = getattr(given, name)
+        if value is not None and not 0 <= value <= 65535:
+            raise ConfigError(f"--{name.replace('_', '-')}={value}: must be from 0 to 65535")
+    for name in ("max_new_tokens", "max_prompt_tokens", "max_tokens_per_pass", "max_load", "max_body_mb", "timeout"):
+        if not getattr(given, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')}={getattr(given, name)}: must be above 0")
+
+
+def _token(given: argparse.Namespace) -> tuple[str | None, str]:
+    """(the token, a line that says where it is from): of a file, of the environment, or new. Raises `ConfigError`; no message
+    holds a token that was given."""
+    if given.no_token:
+        if given.host not in LOOPBACK or given.token_file or given.token_env:
+            raise ConfigError("--no-token is for --host=127.0.0.1 alone, and without --token-file and --token-env")
+        return None, "no token: every process of this machine may ask"
+    if given.token_file and given.token_env:
+        raise ConfigError("--token-file and --token-env exclude each other; set one of them")
+    if given.token_file:
+        try:
+            token, source = given.token_file.read_text().strip(), f"token: that of {given.token_file}"
+        except OSError as error:
+            raise ConfigError(f"--token-file={given.token_file}: {error.strerror}") from None
+    else:
+        variable = given.token_env or TOKEN_VARIABLE
+        token, source = os.environ.get(variable, "").strip(), f"token: that of {variable}"
+        if not token and given.token_env:
+            raise ConfigError("--token-env names an environment variable that is not set; export it")
+        if not token:
+            token = secrets.token_urlsafe(24)
+            return token, f"token, made for this run: {token}"
+    if not re.fullmatch(r"[\x21-\x7e]+", token):
+        raise ConfigError("the token must be ASCII characters without spaces; its value is not shown")
+    return token, source
+
+
+def models(given: argparse.Namespace) -> list[Served]:
+    """The policy and the reward model that are asked for. Raises `UserError`."""
+    found = []
+    if given.model is not None:
+        path, _ = locate(given.model)
+        scores = is_scorer(path)
+        if scores and given.reward is not None:
+            raise CheckpointError(f"{path} is a reward model, too; name a policy, or leave out --reward")
+        found.append(
+            _load(given, path, given.name or given.reward_name if scores else given.name, "score" if scores else "lm")
+        )
+    if given.reward is not None:
+        path, _ = locate(given.reward, SCORERS)
+        if not is_scorer(path):
+            raise CheckpointError(f"--reward={given.reward} has no score head; train one with weft quickstart rw")
+        found.append(_load(given, path, given.reward_name, "score"))
+    if len({model.name for model in found}) < len(found):
+        raise ConfigError(f"both models are called {found[0].name}; set --name or --reward-name")
+    return found
+
+
+def _load(given: argparse.Namespace, path: str, name: str | None, head: Head) -> Served:
+    """One model with its tokenizer and its thread, which is not started."""
+    from weft.serve.served import LOGPROBS, REWARDS, Served
+    from weft.serve.worker import Worker
+
+    model = ModelSpec(path=path, backend=given.backend, device=given.device, dtype=given.dtype)
+    opened = (open_policy if head == "lm" else open_scorer)(model)
+    engine, tokenizer, spec = opened.engine, opened.tokenizer, None
+    if head == "lm":
+        spec = GenerationSpec(
+            max_new_tokens=given.max_new_tokens, seed=int.from_bytes(os.urandom(4), "little"), tokenizer=tokenizer,
+            stop_ids=tokenizer.stop_ids(), kv_cache_gb=given.kv_cache_gb,
+        )  # fmt: skip
+    return Served(
+        name=name or _name_of(path),
+        worker=Worker(engine, spec, given.max_tokens_per_pass),
+        tokenizer=tokenizer,
+        known=int(engine.description["vocab_size"]),
+        output=LOGPROBS if head == "lm" else REWARDS,
+        context=opened.context,
+        spec=spec,
+    )
+
+
+def _name_of(path: str) -> str:
+    """What clients call a model: the last part of its path that is no step's name, in characters that URLs may hold."""
+    parts = [part for part in Path(path).parts if not re.fullmatch(r"step\d+", part)]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", parts[-1] if parts else path)

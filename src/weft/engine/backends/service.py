@@ -1,0 +1,25 @@
+"""The backend of a role whose network is behind a URL: it has a tokenizer here, and asks for scores or log-probs."""
+
+from __future__ import annotations
+
+from weft.engine.backends.null import NullEngine
+from weft.engine.service_client import ServiceClient
+from weft.engine.service_place import Place
+from weft.engine.service_spec import ServedSpec
+from weft.engine.spec import ModelSpec
+from weft.errors import ConfigError
+from weft.registry import register_backend
+from weft.topology import Layout
+
+ROLES = {"score": "rew", "lm": "ref"}  # by what the role's head would be
+
+
+@register_backend("service")
+def service(spec: ModelSpec, layout: Layout) -> NullEngine:
+    """Raises `ConfigError` for a role without a URL, and for one that is trained."""
+    if not isinstance(spec, ServedSpec) or spec.url is None:
+        raise ConfigError("backend=service: the role needs a url; leave backend out and set rew.url or ref.url")
+    if spec.trained:
+        raise ConfigError(f"url={spec.url!r}: a role that is trained has its network here; set path")
+    client = ServiceClient(ROLES[spec.head], Place.of(ROLES[spec.head], spec.url, spec.service), spec.service)
+    return NullEngine(layout, client.compute, f"served by {spec.url}")

@@ -1,0 +1,90 @@
+"""The inference protocol's calls over gRPC, from the client's side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+
+from weft.engine.service_place import Place
+from weft.engine.service_transport import Outputs
+from weft.errors import DataError
+from weft.host import http
+from weft.host.http import Trouble
+from weft.protocol import messages
+from weft.protocol.tensors import Tensor
+
+AGAIN = (
+    grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED,
+    grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN,
+)  # fmt: skip
+FIXES = {
+    grpc.StatusCode.UNAVAILABLE: "start the server, or correct url",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "raise service.timeout_s, lower service.rows, or check that the server works",
+    grpc.StatusCode.UNAUTHENTICATED: "set the token that the server asks for in the environment variable of service.token_env",
+    grpc.StatusCode.NOT_FOUND: "check the model's name at the end of url",
+}  # fmt: skip
+LARGEST = -1  # bytes of a message: no bound
+
+
+class OverGRPC:
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        self._place, self._timeout_s = place, timeout_s
+        options = [
+            ("grpc.max_receive_message_length", LARGEST),
+            ("grpc.max_send_message_length", LARGEST),
+            ("grpc.enable_http_proxy", int(not place.loopback)),
+        ]
+        if place.scheme == "grpcs":
+            self._channel = grpc.secure_channel(place.address, grpc.ssl_channel_credentials(), options)
+        else:
+            self._channel = grpc.insecure_channel(place.address, options)
+        self._calls = {name: self._call(name) for name in ("ModelMetadata", "ModelInfer")}
+        self._metadata = [("authorization", f"Bearer {place.token}")] if place.token is not None else []
+
+    def metadata(self) -> Outputs | Trouble:
+        came = self._send("ModelMetadata", messages.message("ModelMetadataRequest")(name=self._place.model))
+        if isinstance(came, Trouble):
+            return came
+        return Outputs(
+            {entry.name: entry.datatype for entry in came.inputs}, tuple(entry.name for entry in came.outputs)
+        )
+
+    def infer(self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]) -> Tensor | Trouble:
+        request = messages.message("ModelInferRequest")(model_name=self._place.model)
+        messages.write_tensors(inputs, request.inputs, request.raw_input_contents)
+        messages.write_parameters(parameters, request.parameters)
+        request.outputs.add(name=output)
+        came = self._send("ModelInfer", request)
+        if isinstance(came, Trouble):
+            return came
+        try:
+            return np.asarray(messages.read_tensors(came.outputs, came.raw_output_contents)[output])
+        except (DataError, KeyError):
+            return Trouble(
+                "the answer lacks the output that was asked for", f"check the model at {self._place.url}", False
+            )
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _call(self, name: str) -> Any:
+        return self._channel.unary_unary(
+            f"/{messages.SERVICE}/{name}",
+            request_serializer=lambda request: request.SerializeToString(),
+            response_deserializer=messages.message(f"{name}Response").FromString,
+        )
+
+    def _send(self, name: str, request: Any) -> Any:
+        try:
+            return self._calls[name](request, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            code = error.code()
+            said = (
+                ""
+                if code == grpc.StatusCode.UNAUTHENTICATED
+                else http.without(error.details() or "", self._place.token)
+            )
+            return Trouble(code.name, FIXES.get(code, "look at the server's log"), code in AGAIN, said)

@@ -1,0 +1,40 @@
+"""Where a model behind a URL is, and the token that its server is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+from weft.engine.service_spec import TOKEN_VARIABLE, ServiceSpec
+from weft.errors import ConfigError
+from weft.host import http
+
+EXAMPLE = "http://127.0.0.1:8000/MODEL or grpc://127.0.0.1:8001/MODEL"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is. Make it with `of`, which checks."""
+
+    url: str
+    scheme: str
+    address: str  # host:port
+    model: str
+    token: str | None = field(repr=False)
+    loopback: bool
+
+    @classmethod
+    def of(cls, role: str, url: str, spec: ServiceSpec) -> Place:
+        """Raises `ConfigError`, without the token, for what is no URL of a model or would send the token to strangers."""
+        found = http.parts(f"{role}.url", url, ("http", "https", "grpc", "grpcs"), EXAMPLE, TOKEN_VARIABLE)
+        model = found.path.strip("/").removeprefix("v2/models/")
+        if not model or "/" in model or not found.port:
+            raise ConfigError(f"{role}.url={url!r} must name host, port and model, such as {EXAMPLE}")
+        token = http.secret(f"{role}.service.token_env", spec.token_env, TOKEN_VARIABLE)
+        loopback = http.is_loopback(found.hostname or "")
+        if token is not None and found.scheme in ("http", "grpc") and not loopback and not spec.insecure:
+            raise ConfigError(
+                f"{role}.url={url!r} would send the token unencrypted to another machine; use https or grpcs, set "
+                f"{role}.service.token_env=null to send none, or {role}.service.insecure=true where the network is trusted"
+            )
+        return cls(url.rstrip("/"), found.scheme, found.netloc, unquote(model), token, loopback)

@@ -1,0 +1,112 @@
+"""The inference protocol's calls over HTTP and gRPC, each with its answer or why there is none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import httpx
+import numpy as np
+
+from weft.engine.service_place import Place
+from weft.errors import DataError
+from weft.host import http
+from weft.host.http import Trouble
+from weft.protocol.tensors import LENGTH_HEADER, Tensor, pack, read_object, unpack
+
+STATUS_FIXES = {
+    401: "set the token that the server asks for in the environment variable that service.token_env names",
+    404: "check the model's name at the end of url",
+    413: "lower service.rows",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model gives by name, and the types of what it takes."""
+
+    inputs: Mapping[str, str]
+    outputs: tuple[str, ...]
+
+
+class Transport(Protocol):
+    def metadata(self) -> Outputs | Trouble: ...
+    def infer(self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]) -> Tensor | Trouble: ...
+    def close(self) -> None: ...
+
+
+class OverHTTP:
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        self._place, self._timeout_s = place, timeout_s
+        self._base = f"{place.scheme}://{place.address}/v2/models/{quote(place.model, safe='')}"
+        headers = {"Authorization": f"Bearer {place.token}"} if place.token is not None else {}
+        # Another host would get the token; a proxy cannot reach this machine's own ports.
+        self._client = httpx.Client(
+            headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=not place.loopback
+        )
+
+    def metadata(self) -> Outputs | Trouble:
+        came = self._send("GET", self._base)
+        if isinstance(came, Trouble):
+            return came
+        with contextlib.suppress(DataError, KeyError, TypeError, AttributeError):
+            said = read_object(came.content)
+            inputs = {entry["name"]: entry["datatype"] for entry in said["inputs"]}
+            return Outputs(inputs, tuple(entry["name"] for entry in said["outputs"]))
+        return _not_understood(self._place)
+
+    def infer(self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]) -> Tensor | Trouble:
+        head: dict[str, Any] = {"outputs": [{"name": output, "parameters": {"binary_data": True}}]}
+        if parameters:
+            head["parameters"] = dict(parameters)
+        body, length = pack(head, "inputs", inputs, set(inputs))
+        headers = {LENGTH_HEADER: str(length), "Content-Type": "application/octet-stream"}
+        came = self._send("POST", f"{self._base}/infer", content=body, headers=headers)
+        if isinstance(came, Trouble):
+            return came
+        with contextlib.suppress(DataError, ValueError, KeyError):
+            size = came.headers.get(LENGTH_HEADER)
+            return np.asarray(unpack(came.content, None if size is None else int(size), "outputs")[1][output])
+        return _not_understood(self._place)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _send(self, method: str, url: str, **more: Any) -> httpx.Response | Trouble:
+        try:
+            response = self._client.request(method, url, **more)
+        except httpx.TimeoutException:
+            return _late(self._timeout_s)
+        except httpx.HTTPError as error:
+            return Trouble(
+                type(error).__name__,
+                "start the server, or correct url",
+                True,
+                http.without(str(error), self._place.token),
+            )
+        status = response.status_code
+        if status == 200:
+            return response
+        said = "" if status in (401, 403) else http.without(response.text, self._place.token)
+        fix = STATUS_FIXES.get(status, "look at the server's log" if status >= 500 else "check url and the model")
+        return Trouble(
+            f"status {status}", fix, http.may_repeat(status), said, http.seconds(response.headers.get("Retry-After"))
+        )
+
+
+def _late(timeout_s: float) -> Trouble:
+    return Trouble(
+        f"no answer within service.timeout_s={timeout_s:g} seconds",
+        "raise it, lower service.rows, or check that the server works", True,
+    )  # fmt: skip
+
+
+def _not_understood(place: Place) -> Trouble:
+    return Trouble(
+        "the answer is none of the inference protocol",
+        f"check that {place.url} is of such a server (KServe v2, Triton)",
+        False,
+    )

@@ -1,0 +1,74 @@
+"""Reward models and references behind URLs: what `rew.url`, `ref.url` and the environment make of these roles."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from weft.engine.service_place import Place
+from weft.engine.service_spec import SERVICE, ServedSpec
+from weft.engine.spec import ModelSpec
+from weft.errors import ConfigError
+from weft.experiments._assemble import check
+from weft.experiments._policy_options import SamplingConfig, SamplingOptions
+
+VARIABLES = {"rew": "TRITON_HOST_RM", "ref": "TRITON_HOST_REF"}  # host:port/model of a server that speaks gRPC
+
+
+def checked(config: SamplingConfig, options: SamplingOptions, name: str) -> SamplingConfig:
+    """The options, checked as those of every experiment are, with the backend of roles that have a URL, by option or by the
+    environment. Raises `UserError`; `name` is the group of the method's `options`."""
+    check(config)
+    rew, ref = _resolved("rew", config.rew), _resolved("ref", config.ref)
+    if is_served(rew) and rew.path is None and rew.tokenizer.path is None:
+        own = config.actor.tokenizer.path or config.actor.path  # the reward model reads the actor's tokens
+        rew = replace(rew, tokenizer=replace(rew.tokenizer, path=own))
+    if is_served(rew) and config.rew_step is not None:
+        raise ConfigError(
+            f"rew_step={config.rew_step!r} needs a value a token, which a server does not give; set rew.path alone"
+        )
+    if is_served(ref):
+        _check_reference(options, name)
+    return replace(config, rew=rew, ref=ref)
+
+
+def is_served(spec: ModelSpec) -> bool:
+    return spec.backend == SERVICE
+
+
+def _check_reference(options: SamplingOptions, name: str) -> None:
+    """What a reference behind a URL cannot do."""
+    if options.ref_ema_eta:
+        raise ConfigError(f"{name}.ref_ema_eta moves a reference, and that of ref.url is elsewhere; set one of the two")
+    if options.gen.truncates:
+        raise ConfigError(
+            f"ref.url: a server does not know what {name}.gen.top_k, top_p and min_p leave out; leave these out"
+        )
+
+
+def service_notes(config: SamplingConfig) -> list[str]:
+    """Where roles are asked for, for the plan that is printed before the run."""
+    told = []
+    for role, spec, what in (("rew", config.rew, "scores"), ("ref", config.ref, "log-probs")):
+        if is_served(spec):
+            files = f"; {role}.path is read for its tokenizer alone" if spec.path is not None else ""
+            told.append(f"{role}: {what} come from {spec.url}, no weights are loaded here{files}")
+    return told
+
+
+def _resolved(role: str, spec: ServedSpec) -> ServedSpec:
+    url = spec.url
+    if url is None and (named := os.environ.get(VARIABLES[role], "").strip()):
+        url = named if "://" in named else f"grpc://{named}"
+    if url is None:
+        if is_served(spec):
+            raise ConfigError(f"{role}.backend=service: the role needs {role}.url")
+        return spec
+    if spec.backend not in (ModelSpec().backend, SERVICE):
+        raise ConfigError(f"{role}.backend={spec.backend} and {role}.url exclude each other; set one of them")
+    if spec.offload:
+        raise ConfigError(
+            f"{role}.offload=true moves weights, and those of {role}.url are elsewhere; set one of the two"
+        )
+    Place.of(role, url, spec.service)
+    return replace(spec, url=url, backend=SERVICE)

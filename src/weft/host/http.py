@@ -1,0 +1,108 @@
+"""What all requests of a run to other servers share: checked URLs and keys, and when a request is sent again."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import random
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from weft.errors import ConfigError
+
+AGAIN = (408, 409, 425, 429)  # and all from 500 on
+BACKOFF_S = 0.5  # before the second request; twice as long before each that follows
+LONGEST_S = 60.0  # that a server may ask to wait
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a request got no answer, whether to send it again, and not before how many seconds."""
+
+    what: str
+    fix: str
+    again: bool
+    said: str = ""  # by the server
+    after: float = 0.0
+
+
+def parts(option: str, url: Any, schemes: Sequence[str], example: str, key_variable: str) -> SplitResult:
+    """The parts of a URL without credentials, which belong into `key_variable`. Raises `ConfigError`."""
+    if any(mark in str(url) for mark in "@?#"):
+        raise ConfigError(
+            f"{option} must hold no user, password, query or fragment (it is not shown); put the key into the environment "
+            f"variable {key_variable}"
+        )
+    try:
+        found = urlsplit(url)
+        usable = found.scheme in schemes and bool(found.hostname) and (found.port or 1) > 0
+        usable = usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
+    except (AttributeError, TypeError, ValueError):
+        usable = False
+    if not usable:
+        raise ConfigError(f"{option}={url!r} must be a base URL such as {example}")
+    return found
+
+
+def secret(option: str, variable: str | None, usual: str) -> str | None:
+    """What the environment variable holds; only `usual` may be unset. No message shows the option: a key that was written there
+    by mistake is secret."""
+    if not variable:
+        return None
+    if not isinstance(variable, str) or not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+        raise ConfigError(f"{option} must be the name of an environment variable, not a key; its value is not shown")
+    key = os.environ.get(variable, "").strip()
+    name = option.rpartition(" ")[2]
+    if not key and variable != usual:
+        raise ConfigError(
+            f"{option} names an environment variable that is not set; export it, or set {name} to null to send no key"
+        )
+    if key and not re.fullmatch(r"[\x21-\x7e]+", key):
+        raise ConfigError(
+            f"{option.removesuffix(name)}the variable that {name} names must hold ASCII characters without spaces"
+        )
+    return key or None
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+        return address.is_loopback or address.is_unspecified  # 0.0.0.0 is this machine, too
+    except ValueError:
+        return host == "localhost"
+
+
+def without(text: str, key: str | None) -> str:
+    """What a server said, which may repeat the key."""
+    if key is None:
+        return text
+    return text.replace(key, "[key]").replace(key.replace("/", "\\/"), "[key]")  # JSON may escape slashes
+
+
+def may_repeat(status: int) -> bool:
+    """Whether a request with this status may get an answer when it is sent again."""
+    return status in AGAIN or status >= 500
+
+
+def pause(attempt: int, after: float, jitter: random.Random) -> float:
+    """Seconds to wait after attempt number `attempt`, at least what the server asks for."""
+    return max(after, min(LONGEST_S, BACKOFF_S * 2**attempt) * jitter.uniform(0.5, 1.0))
+
+
+def seconds(retry_after: str | None) -> float:
+    """A header `Retry-After`, which is a number of seconds or a date, in seconds from now; 0 where there is none."""
+    if retry_after is None:
+        return 0.0
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return 0.0

@@ -1,0 +1,154 @@
+"""The protocol's gRPC messages and calls, built from the tables below in a pool of their own.
+
+Other programs' stubs of the same protocol (`tritonclient`) can then be loaded beside these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from weft.errors import DataError
+from weft.protocol.tensors import DATATYPES, Tensor, datatype_of, from_bytes, known
+
+SERVICE = "inference.GRPCInferenceService"
+CALLS = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
+
+Field = tuple[str, int, str]  # name, number, type; "*" before a type is a list, "{}" a map of parameters
+
+_MODEL: tuple[Field, ...] = (("name", 1, "string"), ("version", 2, "string"))
+_TENSOR: tuple[Field, ...] = (
+    ("name", 1, "string"), ("datatype", 2, "string"), ("shape", 3, "*int64"), ("parameters", 4, "{}"),
+    ("contents", 5, "InferTensorContents"),
+)  # fmt: skip
+_INFER: tuple[Field, ...] = (
+    ("model_name", 1, "string"), ("model_version", 2, "string"), ("id", 3, "string"), ("parameters", 4, "{}"),
+)  # fmt: skip
+MESSAGES: Mapping[str, tuple[Field, ...]] = {
+    "ServerLiveRequest": (),
+    "ServerLiveResponse": (("live", 1, "bool"),),
+    "ServerReadyRequest": (),
+    "ServerReadyResponse": (("ready", 1, "bool"),),
+    "ModelReadyRequest": _MODEL,
+    "ModelReadyResponse": (("ready", 1, "bool"),),
+    "ServerMetadataRequest": (),
+    "ServerMetadataResponse": (*_MODEL, ("extensions", 3, "*string")),
+    "ModelMetadataRequest": _MODEL,
+    "ModelMetadataResponse": (
+        ("name", 1, "string"), ("versions", 2, "*string"), ("platform", 3, "string"),
+        ("inputs", 4, "*ModelMetadataResponse.TensorMetadata"), ("outputs", 5, "*ModelMetadataResponse.TensorMetadata"),
+    ),
+    "ModelMetadataResponse.TensorMetadata": (("name", 1, "string"), ("datatype", 2, "string"), ("shape", 3, "*int64")),
+    "InferParameter": (
+        ("bool_param", 1, "bool"), ("int64_param", 2, "int64"), ("string_param", 3, "string"),
+        ("double_param", 4, "double"), ("uint64_param", 5, "uint64"),
+    ),
+    "InferTensorContents": (
+        ("bool_contents", 1, "*bool"), ("int_contents", 2, "*int32"), ("int64_contents", 3, "*int64"),
+        ("uint_contents", 4, "*uint32"), ("uint64_contents", 5, "*uint64"), ("fp32_contents", 6, "*float"),
+        ("fp64_contents", 7, "*double"), ("bytes_contents", 8, "*bytes"),
+    ),
+    "ModelInferRequest": (
+        *_INFER, ("inputs", 5, "*ModelInferRequest.InferInputTensor"),
+        ("outputs", 6, "*ModelInferRequest.InferRequestedOutputTensor"), ("raw_input_contents", 7, "*bytes"),
+    ),
+    "ModelInferRequest.InferInputTensor": _TENSOR,
+    "ModelInferRequest.InferRequestedOutputTensor": (("name", 1, "string"), ("parameters", 2, "{}")),
+    "ModelInferResponse": (
+        *_INFER, ("outputs", 5, "*ModelInferResponse.InferOutputTensor"), ("raw_output_contents", 6, "*bytes"),
+    ),
+    "ModelInferResponse.InferOutputTensor": _TENSOR,
+}  # fmt: skip
+CONTENTS = {
+    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
+    "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
+    "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents",
+}  # fmt: skip
+
+_Proto = descriptor_pb2.FieldDescriptorProto
+
+
+@cache
+def message(name: str) -> Any:
+    """The class of a message."""
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"inference.{name}"))
+
+
+@cache
+def _pool() -> descriptor_pool.DescriptorPool:
+    file = descriptor_pb2.FileDescriptorProto(name="weft/inference.proto", package="inference", syntax="proto3")
+    made: dict[str, Any] = {}
+    for name, fields in MESSAGES.items():
+        outer, _, inner = name.rpartition(".")
+        made[name] = (made[outer].nested_type if outer else file.message_type).add(name=inner)
+        for field in fields:
+            _add(made[name], name, field)
+    for field in made["InferParameter"].field:
+        field.oneof_index = 0
+    made["InferParameter"].oneof_decl.add(name="parameter_choice")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return pool
+
+
+def _add(owner: Any, name: str, field: Field) -> None:
+    called, number, kind = field
+    if kind == "{}":
+        entry = owner.nested_type.add(name="ParametersEntry")
+        entry.options.map_entry = True
+        _add(entry, name, ("key", 1, "string"))
+        _add(entry, name, ("value", 2, "InferParameter"))
+        kind = f"*{name}.ParametersEntry"
+    label = _Proto.LABEL_REPEATED if kind.startswith("*") else _Proto.LABEL_OPTIONAL
+    bare = kind.removeprefix("*")
+    added = owner.field.add(name=called, number=number, label=label)
+    if bare[0].isupper():
+        added.type, added.type_name = _Proto.TYPE_MESSAGE, f".inference.{bare}"
+    else:
+        added.type = getattr(_Proto, f"TYPE_{bare.upper()}")
+
+
+def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
+    """The tensors of a message: of their raw bytes where it has these, else of their contents. Raises `DataError`."""
+    if len(raws) not in (0, len(tensors)):
+        raise DataError(f"{len(raws)} raw contents are there for {len(tensors)} tensors")
+    made: dict[str, Tensor] = {}
+    for index, tensor in enumerate(tensors):
+        datatype, shape = known(tensor.name, tensor.datatype), list(tensor.shape)
+        if tensor.name in made or any(size < 0 for size in shape):
+            raise DataError(f"tensor {tensor.name!r}: is there twice, or has the shape {shape}")
+        if len(raws):
+            raw = raws[index]
+        else:
+            values = getattr(tensor.contents, CONTENTS[datatype]) if datatype in CONTENTS else ()
+            try:
+                raw = np.array(list(values), DATATYPES[datatype]).tobytes()
+            except OverflowError:
+                raise DataError(f"tensor {tensor.name!r}: a number is out of range for {datatype}") from None
+        made[tensor.name] = from_bytes(tensor.name, datatype, shape, raw)
+    return made
+
+
+def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> None:
+    """Put tensors into a message, as raw bytes."""
+    for name, tensor in tensors.items():
+        datatype = datatype_of(tensor)
+        entries.add(name=name, datatype=datatype, shape=list(tensor.shape))
+        raws.append(tensor.astype(DATATYPES[datatype]).tobytes())
+
+
+def read_parameters(parameters: Any) -> dict[str, Any]:
+    """Plain values of a map of parameters."""
+    chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
+    return {name: getattr(parameters[name], choice) for name, choice in chosen.items() if choice}
+
+
+def write_parameters(values: Mapping[str, Any], parameters: Any) -> None:
+    """Put plain values into a map of parameters."""
+    kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    for name, value in values.items():
+        setattr(parameters[name], kinds[type(value)], value)

@@ -1,0 +1,147 @@
+"""Named tensors as HTTP carries them: JSON, or JSON followed by the tensors' bytes (the binary tensor data extension).
+
+body, header_length = pack({"id": "1"}, "inputs", {"input_ids": ids}, binary={"input_ids"})
+header, tensors = unpack(body, header_length, "inputs")
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.errors import DataError
+
+Tensor = npt.NDArray[Any]
+
+LENGTH_HEADER = "Inference-Header-Content-Length"  # bytes of JSON in front of the tensors' bytes
+DATATYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"), "INT8": np.dtype("<i1"), "INT16": np.dtype("<i2"), "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"), "UINT8": np.dtype("<u1"), "UINT16": np.dtype("<u2"), "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"), "FP16": np.dtype("<f2"), "FP32": np.dtype("<f4"), "FP64": np.dtype("<f8"),
+}  # fmt: skip
+
+
+def datatype_of(tensor: Tensor) -> str:
+    """The protocol's name of an array's type."""
+    return next(name for name, dtype in DATATYPES.items() if dtype == tensor.dtype)
+
+
+def pack(
+    header: Mapping[str, Any], key: str, tensors: Mapping[str, Tensor], binary: Collection[str] = ()
+) -> tuple[bytes, int | None]:
+    """(body, bytes of JSON in it; None where all of it is JSON): `header` with the tensors as its list `key`."""
+    entries, raws = [], []
+    for name, tensor in tensors.items():
+        dtype = DATATYPES[datatype_of(tensor)]
+        entry: dict[str, Any] = {"name": name, "datatype": datatype_of(tensor), "shape": list(tensor.shape)}
+        if name in binary:
+            raws.append(np.ascontiguousarray(tensor, dtype).tobytes())
+            entry["parameters"] = {"binary_data_size": len(raws[-1])}
+        else:
+            entry["data"] = tensor.ravel().tolist()
+        entries.append(entry)
+    text = json.dumps({**header, key: entries}).encode()
+    return b"".join([text, *raws]), len(text) if raws else None
+
+
+def unpack(body: bytes, header_length: int | None, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(the JSON, its tensors of the list `key`). Raises `DataError` for what is no such body."""
+    size = len(body) if header_length is None else header_length
+    if not 0 <= size <= len(body):
+        raise DataError(f"{LENGTH_HEADER}={size}: the body has {len(body)} bytes")
+    header = read_object(body[:size])
+    entries = header.get(key)
+    if not isinstance(entries, list):
+        raise DataError(f"{key} must be a list of tensors")
+    tensors: dict[str, Tensor] = {}
+    at = size
+    for entry in entries:
+        name, dtype, shape = _described(entry, key)
+        if name in tensors:
+            raise DataError(f"{key} has the tensor {name!r} twice")
+        count = _parameter(entry, "binary_data_size")
+        if count is None:
+            tensors[name] = _from_list(name, dtype, shape, entry.get("data"))
+        else:
+            tensors[name] = from_bytes(name, dtype, shape, body[at : at + count] if count >= 0 else b"")
+            at += count
+    if at != len(body):
+        raise DataError(f"the body has {len(body) - at} bytes more than its tensors")
+    return header, tensors
+
+
+def read_object(text: bytes) -> dict[str, Any]:
+    """A JSON object. Raises `DataError` for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError("the body must be a JSON object")
+    return value
+
+
+def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Tensor:
+    """A tensor of its little-endian bytes. Raises `DataError` where these are not as many as its shape says."""
+    dtype = DATATYPES[known(name, datatype)]
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise DataError(
+            f"tensor {name!r}: {len(raw)} bytes are no {datatype} of shape {list(shape)}, which are "
+            f"{math.prod(shape) * dtype.itemsize}"
+        )
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+def known(name: str, datatype: Any) -> str:
+    """The datatype. Raises `DataError` for one that is not a number's."""
+    if not isinstance(datatype, str) or datatype not in DATATYPES:
+        raise DataError(f"tensor {name!r}: datatype={datatype!r} must be one of {', '.join(DATATYPES)}")
+    return datatype
+
+
+def flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A parameter that is true or false. Raises `DataError` for anything else."""
+    parameters = entry.get("parameters") or {}
+    value = parameters.get(name, default) if isinstance(parameters, Mapping) else None
+    if not isinstance(value, bool):
+        raise DataError(f"the parameter {name} must be true or false")
+    return value
+
+
+def _described(entry: Any, key: str) -> tuple[str, str, list[int]]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        raise DataError(f"each of {key} must be an object with a name")
+    name, shape = entry["name"], entry.get("shape")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise DataError(f"tensor {name!r}: shape={shape!r} must be a list of whole numbers")
+    return name, known(name, entry.get("datatype")), shape
+
+
+def _parameter(entry: Mapping[str, Any], name: str) -> int | None:
+    parameters = entry.get("parameters") or {}
+    value = parameters.get(name) if isinstance(parameters, Mapping) else None
+    if value is not None and type(value) is not int:
+        raise DataError(f"tensor {entry['name']!r}: {name}={value!r} must be a whole number")
+    return value
+
+
+def _from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
+    """A tensor of nested or flat lists of numbers."""
+    if not isinstance(data, list):
+        raise DataError(f"tensor {name!r} has neither data nor binary_data_size")
+    kind = DATATYPES[datatype].kind
+    try:
+        found = np.array(data)
+        if found.size and found.dtype.kind not in {"b": "b", "i": "i", "u": "iu", "f": "fiu"}[kind]:
+            raise ValueError("of another type")
+        made = found.astype(DATATYPES[datatype])
+        if kind in "iu" and not np.array_equal(made, found):
+            raise ValueError("out of range")
+        return made.reshape(shape)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        raise DataError(f"tensor {name!r}: data must be {datatype} numbers of shape {list(shape)}") from None

@@ -1,0 +1,1 @@
+"""`weft serve`: a policy and a reward model behind HTTP and gRPC."""

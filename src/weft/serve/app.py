@@ -1,0 +1,194 @@
+"""The HTTP application: who may ask, which endpoint answers, and in what form a refusal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import DataError, UserError
+from weft.protocol.tensors import read_object
+from weft.serve.asgi import Exchange, Gone, Message, Refused
+from weft.serve.inference_api import MODEL, Inference
+from weft.serve.metrics import Metrics
+from weft.serve.openai_api import Completions
+from weft.serve.served import Served
+
+log = logging.getLogger(__name__)
+
+COMPLETIONS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
+OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes of one request, and of all of them."""
+
+    body_bytes: int = 16 * 2**20
+    body_seconds: float = 30.0
+    seconds: float = 600.0  # from a request's arrival to the end of its answer
+    most_prompt: int = 16384
+    most_new: int = 1024
+    most_load: int = 1024  # completions and rows, waiting and under way, of one model
+
+
+@dataclass(frozen=True)
+class App:
+    """An ASGI application. `token` is what a request must carry as `Authorization: Bearer`; None lets everybody in."""
+
+    models: Mapping[str, Served]
+    limits: Limits
+    token: str | None
+    metrics: Metrics
+    started: int
+
+    @property
+    def policy(self) -> Served | None:
+        return next((model for model in self.models.values() if model.spec is not None), None)
+
+    @property
+    def inference(self) -> Inference:
+        return Inference(self.models, self.metrics, self.limits.most_load)
+
+    async def __call__(
+        self, scope: Mapping[str, Any], receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+    ) -> None:  # fmt: skip
+        if scope["type"] != "http":
+            raise ValueError(f"this server speaks HTTP alone, not {scope['type']}")
+        exchange = Exchange(scope, receive, send)
+        began, endpoint, status = time.perf_counter(), self._endpoint(exchange.path), ""
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                await self._answer(exchange)
+        except Gone:
+            self.metrics.abandoned()
+            status = "abandoned"
+        except Exception as error:
+            refused = _as_refused(error, self.limits.seconds)
+            status = str(refused.status)
+            await self._refuse(exchange, refused)
+        self.metrics.answered(endpoint, status or str(exchange.status), time.perf_counter() - began)
+
+    def _endpoint(self, path: str) -> str:
+        """A path in the words of the metrics, which must not grow with what clients make up."""
+        if path in COMPLETIONS or path in OPEN or path in ("/v1/models", "/v2"):
+            return path
+        match = MODEL.fullmatch(path)
+        return f"/v2/models{match['rest'] or ''}" if match else "other"
+
+    async def _answer(self, exchange: Exchange) -> None:
+        if exchange.path == "/v2/health/live" and exchange.method == "GET":
+            return await exchange.reply(200, b"")
+        if exchange.path == "/v2/health/ready" and exchange.method == "GET":
+            ready = all(model.worker.alive for model in self.models.values())
+            return await exchange.reply(200 if ready else 503, b"")
+        self._check_allowed(exchange)
+        if exchange.path in COMPLETIONS:
+            self._check_method(exchange, "POST")
+            return await self._complete(exchange, chat=COMPLETIONS[exchange.path])
+        if exchange.path == "/v1/models" or exchange.path.startswith("/v1/models/"):
+            self._check_method(exchange, "GET")
+            return await exchange.reply_json(self._listed(exchange.path.removeprefix("/v1/models").lstrip("/")))
+        if exchange.path in ("/v2", "/v2/"):
+            self._check_method(exchange, "GET")
+            return await exchange.reply_json(self.inference.about())
+        if match := MODEL.fullmatch(exchange.path):
+            return await self._model(exchange, match["name"], match["version"], match["rest"])
+        raise Refused(404, f"unknown path {exchange.path[:80]!r}; see /v1/models and /v2")
+
+    async def _complete(self, exchange: Exchange, *, chat: bool) -> None:
+        limits = self.limits
+        body = read_object(await exchange.body(limits.body_bytes, limits.body_seconds))
+        name, policy = body.get("model"), self.policy
+        if not isinstance(name, str):
+            raise Refused(400, "model is missing, or no text", param="model")
+        if policy is None or name != policy.name:
+            here = f"here is {policy.name}" if policy else "this server has a reward model alone, which writes no text"
+            raise Refused(404, f"unknown model {name[:80]!r}; {here}", param="model", code="model_not_found")
+        completions = Completions(policy, self.metrics, limits.most_prompt, limits.most_new, limits.most_load)
+        await completions.answer(exchange, body, chat=chat)
+
+    async def _model(self, exchange: Exchange, name: str, version: str | None, rest: str | None) -> None:
+        served = self.inference.model(name, version)
+        self._check_method(exchange, "POST" if rest == "/infer" else "GET")
+        if rest is None:
+            await exchange.reply_json(served.metadata())
+        elif rest == "/ready":
+            await exchange.reply(200 if served.worker.alive else 503, b"")
+        elif rest == "/infer":
+            body = await exchange.body(self.limits.body_bytes, self.limits.body_seconds)
+            await self.inference.answer(exchange, body, served)
+        else:
+            raise Refused(404, "a model's configuration is Triton's own; this server has /v2/models/NAME")
+
+    def _listed(self, name: str) -> dict[str, Any]:
+        """The models, or one of them, as OpenAI lists them."""
+        cards = {
+            each: {"id": each, "object": "model", "created": self.started, "owned_by": "weft"} for each in self.models
+        }
+        if not name:
+            return {"object": "list", "data": list(cards.values())}
+        if name not in cards:
+            raise Refused(404, f"unknown model {name[:80]!r}; here are {', '.join(cards)}", code="model_not_found")
+        return cards[name]
+
+    def _check_allowed(self, exchange: Exchange) -> None:
+        """Raises `Refused` for a request without the token; where there is none, for one that another page's script sends."""
+        if self.token is None:
+            if "origin" in exchange.headers:
+                raise Refused(403, "requests of web pages are refused where the server has no token")
+            return
+        if not allowed(exchange.headers.get("authorization"), self.token):
+            raise Refused(401, "send the server's token: Authorization: Bearer TOKEN", code="invalid_api_key")
+
+    def _check_method(self, exchange: Exchange, method: str) -> None:
+        if exchange.method != method:
+            raise Refused(405, f"{exchange.method} is not possible here; use {method}")
+
+    async def _refuse(self, exchange: Exchange, refused: Refused) -> None:
+        """A refusal in the form of the endpoint's protocol; where the answer has begun, as the stream's last event."""
+        if exchange.path.startswith("/v2"):
+            value: dict[str, Any] = {"error": refused.message}
+        else:
+            value = {"error": _as_openai(refused)}
+        if exchange.status is not None:
+            await exchange.part(json.dumps(value))
+            await exchange.end()
+            return
+        headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(refused.status, {})
+        if refused.status in (408, 413):
+            headers = {"connection": "close"}
+        await exchange.reply_json(value, refused.status, headers)
+
+
+def allowed(header: str | None, token: str) -> bool:
+    """Whether a header `Authorization` holds the token; it takes as long for every wrong one."""
+    scheme, _, given = (header or "").partition(" ")
+    return secrets.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer"
+
+
+def _as_refused(error: Exception, seconds: float) -> Refused:
+    """What went wrong, as an answer. What the server's own failure was stands in its log alone."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, TimeoutError):
+        return Refused(504, f"no answer within {seconds:g} seconds, the server's --timeout", code="timeout")
+    if isinstance(error, DataError):
+        return Refused(400, str(error))
+    if isinstance(error, UserError):
+        return Refused(400, str(error))
+    log.error("a request failed", exc_info=error)
+    return Refused(500, f"the request failed: {type(error).__name__}; see the server's log", code="server_error")
+
+
+def _as_openai(refused: Refused) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    usual = "server_error" if refused.status >= 500 else "invalid_request_error"
+    return {
+        "message": refused.message, "type": kinds.get(refused.status, usual), "param": refused.param, "code": refused.code,
+    }  # fmt: skip

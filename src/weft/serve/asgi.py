@@ -1,0 +1,109 @@
+"""One HTTP exchange as ASGI gives it: a body within limits, a reply at once or in parts, and whether anybody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+Message = dict[str, Any]
+T = TypeVar("T")
+
+DRAIN = 4  # times the limit that is read of a body too large, so that its sender can read the answer
+
+
+class Refused(Exception):
+    """A request that gets no answer but this. `param` names the field at fault, `code` the fault, in OpenAI's words."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+
+class Gone(Exception):
+    """The client has closed the connection."""
+
+
+@dataclass
+class Exchange:
+    scope: Mapping[str, Any]
+    receive: Callable[[], Awaitable[Message]]
+    send: Callable[[Message], Awaitable[None]]
+    status: int | None = None  # of the reply, once it has begun
+    headers: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.scope["headers"]
+        }
+
+    @property
+    def method(self) -> str:
+        return str(self.scope["method"])
+
+    @property
+    def path(self) -> str:
+        return str(self.scope["path"])
+
+    async def body(self, limit: int, seconds: float) -> bytes:
+        """The whole body. Raises `Refused` for one of more than `limit` bytes or that takes longer, `Gone` for half of one."""
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    size += len(message.get("body", b""))
+                    if size <= limit:
+                        parts.append(message.get("body", b""))
+                    if not message.get("more_body") or size > DRAIN * limit:
+                        break
+        except TimeoutError:
+            raise Refused(408, f"the body did not come within {seconds:g} seconds") from None
+        if size > limit:
+            raise Refused(413, f"the body has more than {limit} bytes, the server's --max-body-mb")
+        return b"".join(parts)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is ended where the client leaves before (`Gone`). The body has been read by then."""
+        task, left = asyncio.ensure_future(work), asyncio.ensure_future(self._left())
+        try:
+            await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Gone
+            return task.result()
+        finally:
+            for one in (task, left):
+                one.cancel()
+            await asyncio.gather(task, left, return_exceptions=True)
+
+    async def _left(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(
+        self, status: int, body: bytes, kind: str = "application/json", headers: Mapping[str, str] | None = None
+    ) -> None:
+        await self._start(status, {"content-type": kind, "content-length": str(len(body)), **(headers or {})})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def reply_json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        await self.reply(status, json.dumps(value).encode(), headers=headers)
+
+    async def part(self, text: str) -> None:
+        """One server-sent event; the first begins the reply."""
+        if self.status is None:
+            await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        await self.send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+
+    async def end(self) -> None:
+        """The end of a reply in parts."""
+        await self.send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status = status
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": status, "headers": raw})

@@ -1,0 +1,127 @@
+"""The inference protocol over gRPC, answered by the same code as over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from weft.errors import DataError, UserError
+from weft.protocol import messages
+from weft.serve.app import App, allowed
+from weft.serve.asgi import Refused
+from weft.serve.served import VERSION
+
+log = logging.getLogger(__name__)
+
+THREADS = 64  # requests at a time; others wait
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED, 404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}  # fmt: skip
+OPEN = ("ServerLive", "ServerReady")  # without a token
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The protocol's calls. Work is done in `loop`, where the HTTP server runs, too."""
+
+    app: App
+    loop: asyncio.AbstractEventLoop
+
+    def answer(self, name: str, request: Any, context: Any) -> Any:
+        """One call. Ends it with a status where it cannot be answered."""
+        began = time.perf_counter()
+        status = "OK"
+        try:
+            self._check_allowed(name, context)
+            return getattr(self, f"_{name}")(request, context)
+        except (Refused, UserError) as error:
+            code = CODES.get(error.status if isinstance(error, Refused) else 400, grpc.StatusCode.INTERNAL)
+            status = code.name
+            context.abort(code, str(error))
+        except (Late, CancelledError):
+            status = grpc.StatusCode.DEADLINE_EXCEEDED.name
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within the deadline")
+        except Exception as error:
+            log.error("a request failed", exc_info=error)
+            status = grpc.StatusCode.INTERNAL.name
+            context.abort(grpc.StatusCode.INTERNAL, f"the request failed: {type(error).__name__}; see the server's log")
+        finally:
+            self.app.metrics.answered(f"grpc/{name}", status, time.perf_counter() - began)
+
+    def _check_allowed(self, name: str, context: Any) -> None:
+        held = dict(context.invocation_metadata()).get("authorization")
+        if name not in OPEN and self.app.token is not None and not allowed(held, self.app.token):
+            raise Refused(401, "send the server's token: metadata authorization: Bearer TOKEN")
+
+    def _ServerLive(self, request: Any, context: Any) -> Any:
+        return messages.message("ServerLiveResponse")(live=True)
+
+    def _ServerReady(self, request: Any, context: Any) -> Any:
+        return messages.message("ServerReadyResponse")(ready=all(m.worker.alive for m in self.app.models.values()))
+
+    def _ModelReady(self, request: Any, context: Any) -> Any:
+        served = self.app.inference.model(request.name, request.version)
+        return messages.message("ModelReadyResponse")(ready=served.worker.alive)
+
+    def _ServerMetadata(self, request: Any, context: Any) -> Any:
+        return messages.message("ServerMetadataResponse")(**self.app.inference.about())
+
+    def _ModelMetadata(self, request: Any, context: Any) -> Any:
+        return messages.message("ModelMetadataResponse")(
+            **self.app.inference.model(request.name, request.version).metadata()
+        )
+
+    def _ModelInfer(self, request: Any, context: Any) -> Any:
+        served = self.app.inference.model(request.model_name, request.model_version)
+        inputs = messages.read_tensors(request.inputs, request.raw_input_contents)
+        for output in request.outputs:
+            if output.name != served.output:
+                raise DataError(f"model {served.name!r} has no output {output.name!r}; it has {served.output}")
+        parameters = messages.read_parameters(request.parameters)
+        made = self._run(self.app.inference.infer(served, inputs, parameters), context)
+        reply = messages.message("ModelInferResponse")(model_name=served.name, model_version=VERSION, id=request.id)
+        messages.write_tensors(made, reply.outputs, reply.raw_output_contents)
+        return reply
+
+    def _run(self, work: Coroutine[Any, Any, Any], context: Any) -> Any:
+        """The result of `work`, which is ended where the client leaves, or the time is over."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        context.add_callback(future.cancel)
+        left = context.time_remaining()
+        try:
+            return future.result(min(self.app.limits.seconds, left if left is not None else self.app.limits.seconds))
+        finally:
+            future.cancel()
+
+
+def grpc_server(app: App, loop: asyncio.AbstractEventLoop) -> grpc.Server:
+    """A server, not started, without a port."""
+    calls, limit = Calls(app, loop), app.limits.body_bytes
+
+    def handler(name: str) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(
+            lambda request, context: calls.answer(name, request, context),
+            request_deserializer=messages.message(f"{name}Request").FromString,
+            response_serializer=lambda reply: reply.SerializeToString(),
+        )
+
+    server = grpc.server(
+        ThreadPoolExecutor(THREADS, thread_name_prefix="weft-grpc"),
+        options=[
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),
+        ],
+    )
+    handlers = {name: handler(name) for name in messages.CALLS}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE, handlers),))
+    return server

@@ -1,0 +1,74 @@
+"""Counts of what the server did, in Prometheus's text format."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # seconds
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HELP = {
+    "weft_requests_total": "Requests answered, by endpoint and status.",
+    "weft_request_seconds": "Seconds from a request's arrival to the end of its answer.",
+    "weft_abandoned_total": "Requests whose client left before the answer.",
+    "weft_prompt_tokens_total": "Tokens of prompts.",
+    "weft_generated_tokens_total": "Tokens sampled.",
+    "weft_scored_tokens_total": "Tokens scored.",
+    "weft_load": "Completions and rows that wait or are under way, by model.",
+}
+
+
+@dataclass
+class Metrics:
+    """May be told and asked from any thread."""
+
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    seconds: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def answered(self, endpoint: str, status: str, seconds: float) -> None:
+        with self._lock:
+            self.requests[endpoint, status] += 1
+            self.buckets[bisect_left(BUCKETS, seconds)] += 1
+            self.seconds += seconds
+
+    def abandoned(self) -> None:
+        with self._lock:
+            self.counts["weft_abandoned_total"] += 1
+
+    def tokens(self, prompt: int = 0, generated: int = 0, scored: int = 0) -> None:
+        with self._lock:
+            self.counts["weft_prompt_tokens_total"] += prompt
+            self.counts["weft_generated_tokens_total"] += generated
+            self.counts["weft_scored_tokens_total"] += scored
+
+    def text(self, loads: dict[str, int]) -> str:
+        """All of it, as Prometheus reads it."""
+        with self._lock:
+            lines = _head("weft_requests_total", "counter")
+            for (endpoint, status), count in sorted(self.requests.items()):
+                lines.append(f'weft_requests_total{{endpoint="{endpoint}",status="{status}"}} {count}')
+            lines += _head("weft_request_seconds", "histogram")
+            total = 0
+            for bound, count in zip((*map(str, BUCKETS), "+Inf"), self.buckets, strict=True):
+                total += count
+                lines.append(f'weft_request_seconds_bucket{{le="{bound}"}} {total}')
+            lines += [f"weft_request_seconds_sum {self.seconds:.6f}", f"weft_request_seconds_count {total}"]
+            for name in HELP:
+                if name.endswith("_total") and name != "weft_requests_total":
+                    lines += [*_head(name, "counter"), f"{name} {self.counts[name]}"]
+        lines += _head("weft_load", "gauge")
+        lines += [f'weft_load{{model="{_escaped(model)}"}} {load}' for model, load in loads.items()]
+        return "\n".join(lines) + "\n"
+
+
+def _head(name: str, kind: str) -> list[str]:
+    return [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}"]
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

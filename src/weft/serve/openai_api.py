@@ -1,0 +1,238 @@
+"""The OpenAI endpoints for a policy: `/v1/chat/completions`, `/v1/completions`, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from weft.data.messages import normalise
+from weft.engine.base import TokenEvent
+from weft.errors import UserError
+from weft.serve.asgi import Exchange, Refused
+from weft.serve.metrics import Metrics
+from weft.serve.openai_fields import Asked, read_asked
+from weft.serve.served import Served
+from weft.serve.text import GrowingText, Said
+from weft.serve.worker import Job
+
+MOST_PROMPTS = 128
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Both endpoints. `most_prompt` and `most_new` are the most tokens of a prompt and of a completion."""
+
+    policy: Served
+    metrics: Metrics
+    most_prompt: int
+    most_new: int
+    most_load: int
+
+    async def answer(self, exchange: Exchange, body: Mapping[str, Any], *, chat: bool) -> None:
+        """Answer a request. Raises `Refused`."""
+        asked = read_asked(body, self.most_new, self._stop_ids, chat=chat)
+        prompts = [self._chat_prompt(body.get("messages"))] if chat else self._prompts(body.get("prompt"))
+        limits = [self.limit(prompt, asked) for prompt in prompts]
+        if self.policy.worker.load + asked.count * len(prompts) > self.most_load:
+            raise Refused(429, "the server has as much to do as it takes; ask again later", code="overloaded")
+        form = Form.of(self.policy.name, chat)
+        run = Run(self, asked, prompts, limits, form)
+        if asked.stream:
+            await exchange.unless_gone(run.stream(exchange))
+        else:
+            await exchange.reply_json(await exchange.unless_gone(run.whole()))
+
+    @property
+    def _stop_ids(self) -> Sequence[int]:
+        return self.policy.spec.stop_ids if self.policy.spec is not None else ()
+
+    def _chat_prompt(self, messages: Any) -> list[int]:
+        tokenizer = self.policy.tokenizer
+        if messages is None:
+            raise Refused(400, "messages is missing", param="messages")
+        if tokenizer.chat_template is None:
+            raise Refused(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
+        try:
+            return tokenizer.encode_chat(normalise(messages), add_generation_prompt=True)
+        except UserError as error:
+            raise Refused(400, str(error), param="messages") from None
+
+    def _prompts(self, prompt: Any) -> list[list[int]]:
+        """A text, token ids, or a list of either."""
+        if isinstance(prompt, str):
+            return [self.policy.tokenizer.encode(prompt)]
+        if isinstance(prompt, list) and prompt:
+            if all(type(each) is int for each in prompt):
+                return [prompt]
+            texts = all(isinstance(each, str) for each in prompt)
+            ids = all(isinstance(each, list) and each and all(type(id) is int for id in each) for each in prompt)
+            if (texts or ids) and len(prompt) <= MOST_PROMPTS:
+                return [self.policy.tokenizer.encode(each) if texts else each for each in prompt]
+        raise Refused(
+            400, f"prompt must be a text, token ids, or a list of up to {MOST_PROMPTS} of either", param="prompt"
+        )
+
+    def limit(self, prompt: Sequence[int], asked: Asked) -> int:
+        """Most tokens of a completion of this prompt. Raises `Refused` where there is no room."""
+        if not prompt or min(prompt) < 0 or max(prompt) >= self.policy.known:
+            said = f"the prompt must have tokens, and their ids must be 0 to {self.policy.known - 1}"
+            raise Refused(400, said, param="prompt")
+        if len(prompt) > self.most_prompt:
+            said = f"the prompt has {len(prompt)} tokens and may have {self.most_prompt}"
+            raise Refused(400, said, code="context_length_exceeded")
+        context = self.policy.context
+        room = asked.max_new_tokens if context is None else context - len(prompt)
+        if room < 1 or (room < asked.max_new_tokens and not asked.may_be_fewer):
+            said = (
+                f"{len(prompt)} tokens of the prompt and {asked.max_new_tokens} new ones exceed the context, {context}"
+            )
+            raise Refused(400, said, code="context_length_exceeded")
+        return min(room, asked.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an endpoint's answers look."""
+
+    id: str
+    created: int
+    model: str
+    chat: bool
+
+    @classmethod
+    def of(cls, model: str, chat: bool) -> Form:
+        return cls(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time()), model, chat)
+
+    def head(self, *, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion" if self.chat else "text_completion") + (".chunk" if chunk and self.chat else "")
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def choice(self, index: int, text: str, finish: str | None, said: Sequence[Said] | None) -> dict[str, Any]:
+        rest = {"finish_reason": finish, "logprobs": self._logprobs(said)}
+        if self.chat:
+            return {"index": index, "message": {"role": "assistant", "content": text}, **rest}
+        return {"index": index, "text": text, **rest}
+
+    def delta(
+        self, index: int, delta: Mapping[str, str], finish: str | None, said: Sequence[Said] | None
+    ) -> dict[str, Any]:
+        rest = {"finish_reason": finish, "logprobs": self._logprobs(said)}
+        own = {"delta": dict(delta)} if self.chat else {"text": delta.get("content", "")}
+        return {**self.head(chunk=True), "choices": [{"index": index, **own, **rest}]}
+
+    def _logprobs(self, said: Sequence[Said] | None) -> dict[str, Any] | None:
+        if said is None:
+            return None
+        if self.chat:
+            return {
+                "content": [
+                    {"token": s.text, "logprob": s.logprob, "bytes": list(s.text.encode()), "top_logprobs": []}
+                    for s in said
+                ],
+                "refusal": None,
+            }
+        return {
+            "tokens": [s.text for s in said],
+            "token_logprobs": [s.logprob for s in said],
+            "top_logprobs": None,
+            "text_offset": [s.offset for s in said],
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """One request under way. Choice `p * n + k` is completion k of prompt p."""
+
+    of: Completions
+    asked: Asked
+    prompts: Sequence[Sequence[int]]
+    limits: Sequence[int]  # tokens of a completion of each
+    form: Form
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        texts = self._texts()
+        async with aclosing(self._events()) as events:
+            async for index, event in events:
+                texts[index].feed(event)
+        choices = [
+            self.form.choice(index, text.text, text.finish, text.take() if self.asked.logprobs else None)
+            for index, text in enumerate(texts)
+        ]
+        return {**self.form.head(chunk=False), "choices": choices, "usage": self._usage(texts)}
+
+    async def stream(self, exchange: Exchange) -> None:
+        """The answer as server-sent events."""
+        texts = self._texts()
+        async with aclosing(self._events()) as events:
+            if self.form.chat:
+                for index in range(len(texts)):
+                    first = {"role": "assistant", "content": ""}
+                    await self._part(exchange, self.form.delta(index, first, None, None))
+            async for index, event in events:
+                new = texts[index].feed(event)
+                said = texts[index].take()
+                if new or said:
+                    shown = said if self.asked.logprobs else None
+                    await self._part(exchange, self.form.delta(index, {"content": new}, None, shown))
+                if event.finish is not None:
+                    await self._part(exchange, self.form.delta(index, {}, event.finish, None))
+        if self.asked.usage_at_end:
+            await self._part(exchange, {**self.form.head(chunk=True), "choices": [], "usage": self._usage(texts)})
+        await exchange.part("[DONE]")
+        await exchange.end()
+
+    async def _part(self, exchange: Exchange, value: Mapping[str, Any]) -> None:
+        await exchange.part(json.dumps(value))
+
+    async def _events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+        """Tokens as they come, with the number of the choice. Leaving early stops what still runs."""
+        queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
+        loop, worker, n = asyncio.get_running_loop(), self.of.policy.worker, self.asked.count
+
+        def tell(event: TokenEvent | Exception) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        jobs = [self._job(index, tell) for index in range(len(self.prompts))]
+        left = {job.id: n for job in jobs}
+        places = {job.id: index for index, job in enumerate(jobs)}
+        for job in jobs:
+            worker.generate(job)
+        made = 0
+        try:
+            while any(left.values()):
+                event = await queue.get()
+                if isinstance(event, Exception):
+                    raise event
+                made += 1
+                left[event.id] -= event.finish is not None
+                yield places[event.id] * n + event.k, event
+        finally:
+            self.of.metrics.tokens(sum(map(len, self.prompts)), made)
+            for id, count in left.items():
+                if count:
+                    worker.cancel(id)
+
+    def _job(self, index: int, tell: Callable[[TokenEvent | Exception], None]) -> Job:
+        asked = self.asked
+        named = None if asked.seed is None else f"seed {asked.seed}"
+        id, prompt = f"{self.form.id}-{index}", self.prompts[index]
+        return Job(id, prompt, asked.count, self.limits[index], asked.sampling, tell, named)
+
+    def _texts(self) -> list[GrowingText]:
+        tokenizer = self.of.policy.tokenizer
+        return [
+            GrowingText(tokenizer, [] if self.form.chat else prompt, self.asked.stops)
+            for prompt in self.prompts
+            for _ in range(self.asked.count)
+        ]
+
+    def _usage(self, texts: Sequence[GrowingText]) -> dict[str, int]:
+        prompt, made = sum(map(len, self.prompts)), sum(text.count for text in texts)
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}

@@ -1,0 +1,163 @@
+"""What a request to the OpenAI endpoints may say: each field's type and range, and those that are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.engine.spec import GenerationSpec
+from weft.errors import nearest
+from weft.serve.asgi import Refused
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+COMPLETION_TOKENS = 16  # of `/v1/completions` where the request does not say, as OpenAI has it
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "n", "max_tokens")
+COMMON = ("model", "stream", "stream_options", "user", "logprobs", *SAMPLING)
+CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs")
+COMPLETION = (*COMMON, "prompt")
+# Fields of OpenAI's that change nothing at these values, and are refused at others.
+IDLE: Mapping[str, Sequence[Any]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "best_of": (1,), "echo": (False,),
+    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
+    "store": (False,), "metadata": ({},), "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (), "functions": ([],),
+    "function_call": ("none", "auto"), "web_search_options": (), "prompt_cache_key": (), "safety_identifier": (),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a request wants its completions."""
+
+    sampling: GenerationSpec
+    max_new_tokens: int
+    may_be_fewer: bool  # where the model's context has no room for as many: the request names no number
+    count: int
+    seed: int | None
+    stops: tuple[str, ...]
+    stream: bool
+    usage_at_end: bool  # of a stream
+    logprobs: bool
+
+
+def read_asked(body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence[int], *, chat: bool) -> Asked:
+    """The request's fields, checked. Raises `Refused` naming the field, its value and the rule."""
+    _check_names(body, CHAT if chat else COMPLETION)
+    temperature = number(body, "temperature", 1.0, 0.0, 2.0)
+    stops = _stops(body.get("stop"))
+    stream = flag(body, "stream")
+    greedy = temperature == 0.0
+    sampling = GenerationSpec(
+        max_new_tokens=most_new_tokens,
+        temperature=1.0 if greedy else temperature,
+        greedy=greedy,
+        top_p=number(body, "top_p", 1.0, 0.0, 1.0, above=True),
+        top_k=whole(body, "top_k", 0, 0, 2**31),
+        min_p=number(body, "min_p", 0.0, 0.0, 1.0),
+        stop=list(stops),
+        stop_ids=list(stop_ids),
+    )
+    return Asked(
+        sampling=sampling,
+        max_new_tokens=_max_tokens(body, most_new_tokens, chat=chat),
+        may_be_fewer=body.get("max_tokens") is None and body.get("max_completion_tokens") is None,
+        count=whole(body, "n", 1, 1, MOST_CHOICES),
+        seed=whole(body, "seed", 0, -(2**63), 2**63 - 1) if body.get("seed") is not None else None,
+        stops=stops,
+        stream=stream,
+        usage_at_end=_usage_at_end(body, stream),
+        logprobs=_logprobs(body, chat=chat),
+    )
+
+
+def number(
+    body: Mapping[str, Any], name: str, default: float, least: float, most: float, *, above: bool = False
+) -> float:
+    """A number from `least` (with `above`: above it) to `most`."""
+    value = body.get(name)
+    if value is None:
+        return default
+    fits = type(value) in (int, float) and least <= value <= most and not (above and value == least)
+    if not fits:
+        raise wrong(
+            name,
+            value,
+            f"must be a number {'above' if above else 'from'} {least:g} {'up ' if above else ''}to {most:g}",
+        )
+    return float(value)
+
+
+def whole(body: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+    """A whole number from `least` to `most`."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not least <= value <= most:
+        raise wrong(name, value, f"must be a whole number from {least} to {most}")
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and type(value) is not bool:
+        raise wrong(name, value, "must be true or false")
+    return bool(value)
+
+
+def wrong(name: str, value: Any, rule: str) -> Refused:
+    """The refusal of a field's value."""
+    shown = repr(value)
+    return Refused(400, f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'}: {rule}", param=name)
+
+
+def _check_names(body: Mapping[str, Any], taken: Sequence[str]) -> None:
+    for name, value in body.items():
+        if name in taken or value is None or (name in IDLE and value in IDLE[name]):
+            continue
+        if name in IDLE or name in CHAT or name in COMPLETION:
+            raise Refused(400, f"{name} is not supported here; leave it out", param=name, code="unsupported_parameter")
+        close = nearest(name, taken)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(taken))}"
+        raise Refused(400, f"unknown field {name!r}; {hint}", param=name, code="unknown_parameter")
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
+        raise wrong("stop", value, f"must be a text or a list of up to {MOST_STOPS} texts, none of them empty")
+    return tuple(dict.fromkeys(texts))
+
+
+def _max_tokens(body: Mapping[str, Any], most: int, *, chat: bool) -> int:
+    names = [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+    if len(names) > 1:
+        raise Refused(400, "max_tokens and max_completion_tokens exclude each other; set one of them", param=names[0])
+    if not names:
+        return most if chat else min(COMPLETION_TOKENS, most)
+    return whole(body, names[0], most, 1, most)
+
+
+def _usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not stream or not isinstance(options, Mapping) or set(options) - {"include_usage"}:
+        raise wrong("stream_options", options, "must be {include_usage: true}, and needs stream=true")
+    return flag(options, "include_usage")
+
+
+def _logprobs(body: Mapping[str, Any], *, chat: bool) -> bool:
+    """Whether tokens' log-probs are wanted. Those of tokens that were not sampled are not known."""
+    value = body.get("logprobs")
+    if chat:
+        if body.get("top_logprobs"):
+            raise wrong("top_logprobs", body["top_logprobs"], "only 0 is supported: the sampled tokens' own log-probs")
+        return flag(body, "logprobs")
+    if value is not None and (type(value) is not int or value != 0):
+        raise wrong("logprobs", value, "only 0 is supported: the sampled tokens' own log-probs")
+    return value is not None

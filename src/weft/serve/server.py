@@ -1,0 +1,158 @@
+"""The server's ports: HTTP, gRPC and metrics, all of them in threads of their own.
+
+with Server([policy, reward], Ports(http=8000), Limits(), token) as server:
+    print(server.urls)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from weft.errors import ConfigError
+from weft.serve.app import App, Limits
+from weft.serve.asgi import Exchange, Message, Refused
+from weft.serve.metrics import TYPE, Metrics
+from weft.serve.served import Served
+
+GRACE_S = 5.0  # that requests under way get at the end
+CONNECTIONS = 2048
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the server listens; 0 is a free port, None is not at all."""
+
+    host: str = "127.0.0.1"
+    http: int = 8000
+    grpc: int | None = None
+    metrics: int | None = None
+
+
+@dataclass
+class Server:
+    """Runs while it is open. `urls` says where, by protocol."""
+
+    models: Sequence[Served]
+    ports: Ports
+    limits: Limits
+    token: str | None
+    urls: dict[str, str] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    _loop: asyncio.AbstractEventLoop | None = None
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _servers: list[Any] = field(default_factory=list)  # uvicorn's
+    _grpc: Any = None
+
+    def __enter__(self) -> Server:
+        """Listen, or raise `ConfigError` for a port that is taken."""
+        app = App({model.name: model for model in self.models}, self.limits, self.token, self.metrics, int(time.time()))
+        http = _listening("--http-port", self.ports.host, self.ports.http)
+        try:
+            own = None
+            if self.ports.metrics is not None:
+                own = _listening("--metrics-port", self.ports.host, self.ports.metrics)
+            for model in self.models:
+                model.worker.start()
+            self._serve(app, http, "http")
+            if own is not None:
+                self._serve(self._page, own, "metrics")
+            if self.ports.grpc is not None:
+                self._start_grpc(app, self.ports.grpc)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening, give requests under way a little time, and end."""
+        if self._grpc is not None:
+            self._grpc.stop(GRACE_S).wait()
+        for server in self._servers:
+            server.should_exit = True
+        for thread in self._threads:
+            thread.join()
+        for model in self.models:
+            model.worker.stop()
+
+    def _serve(self, app: Any, listening: socket.socket, name: str) -> None:
+        """Run an application on a socket in a thread, until `close`."""
+        import uvicorn
+
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", interface="asgi3",
+            timeout_graceful_shutdown=int(GRACE_S),
+            limit_concurrency=CONNECTIONS, server_header=False,
+        )  # fmt: skip
+        server, begun = uvicorn.Server(config), threading.Event()
+
+        async def serve() -> None:
+            if name == "http":
+                self._loop = asyncio.get_running_loop()
+            begun.set()
+            await server.serve([listening])
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()), name=f"weft-{name}", daemon=True)
+        thread.start()
+        begun.wait()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        self._servers.append(server)
+        self._threads.append(thread)
+        self.urls[name] = f"http://{_shown(listening.getsockname())}"
+
+    def _start_grpc(self, app: App, port: int) -> None:
+        from weft.serve.grpc_server import grpc_server
+
+        assert self._loop is not None
+        server = grpc_server(app, self._loop)
+        host = f"[{self.ports.host}]" if ":" in self.ports.host else self.ports.host
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise ConfigError(f"--grpc-port={port}: cannot listen there; name another port, or 0 for a free one")
+        server.start()
+        self._grpc = server
+        self.urls["grpc"] = f"grpc://{host}:{bound}"
+
+    async def _page(
+        self, scope: Any, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+    ) -> None:
+        """The page of metrics; it holds counts alone and asks for no token."""
+        exchange = Exchange(scope, receive, send)
+        if exchange.path != "/metrics":
+            return await exchange.reply_json({"error": Refused(404, "see /metrics").message}, 404)
+        text = self.metrics.text({model.name: model.worker.load for model in self.models})
+        await exchange.reply(200, text.encode(), TYPE)
+
+
+def _listening(option: str, host: str, port: int) -> socket.socket:
+    """A socket on the port. Raises `ConfigError` where that cannot be."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        made = socket.socket(family, socket.SOCK_STREAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"{option}={port} on --host={host}: {error}; name another, or port 0 for a free one"
+        ) from None
+    return made
+
+
+def _shown(address: Any) -> str:
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

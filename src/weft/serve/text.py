@@ -1,0 +1,74 @@
+"""The text of one completion as it grows: what can be shown already, cut before a stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.data.tokenizer import StreamDecoder, Tokenizer
+from weft.engine.base import TokenEvent
+
+CONTEXT = 4  # tokens of the prompt that the first ones' text may depend on
+
+
+@dataclass(frozen=True)
+class Said:
+    """A token whose text has been shown: its text by itself, its log-prob, and where in the completion it begins."""
+
+    text: str
+    logprob: float
+    offset: int
+
+
+class GrowingText:
+    """`feed` returns new text that will stay, `said` holds the tokens it came of, until `take` gives them out.
+
+    Text that may be the beginning of a stop text is held back. End tokens, and those of the stop text, are not said.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
+        self._decoder = StreamDecoder(tokenizer)
+        self._decoder.feed(list(prompt)[-CONTEXT:])
+        self._text, self._shown = "", 0
+        self._held: list[Said] = []
+        self._ready: list[Said] = []
+        self.count = 0  # tokens
+        self.finish: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self._text[: self._shown]
+
+    def feed(self, event: TokenEvent) -> str:
+        """The text that this token lets be shown."""
+        self.count += 1
+        self._held.append(Said(self._tokenizer.decode([event.token]), event.logprob, len(self._text)))
+        self._text += self._decoder.feed([event.token])
+        self.finish = event.finish
+        if self.finish is not None:
+            self._text += self._decoder.flush()
+        until = self._until()
+        new, self._shown = self._text[self._shown : until], until
+        self._ready += [said for said in self._held if said.offset < until]
+        self._held = [said for said in self._held if said.offset >= until]
+        return new
+
+    def take(self) -> list[Said]:
+        """The tokens whose text has been shown since the last call."""
+        taken, self._ready = self._ready, []
+        return taken
+
+    def _until(self) -> int:
+        """How many characters can be shown."""
+        found = [at for stop in self._stops if (at := self._text.find(stop, max(0, self._shown - len(stop) + 1))) >= 0]
+        if found:
+            return max(self._shown, min(found))
+        if self.finish is not None:
+            return len(self._text)
+        held = [self._begins(stop) for stop in self._stops]
+        return max(self._shown, len(self._text) - max(held, default=0))
+
+    def _begins(self, stop: str) -> int:
+        """Characters at the end of the text that `stop` begins with."""
+        return next((n for n in range(min(len(stop) - 1, len(self._text)), 0, -1) if self._text.endswith(stop[:n])), 0)

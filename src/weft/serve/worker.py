@@ -1,0 +1,286 @@
+"""The one thread that uses a network: all requests' tokens come of one running batch, and scoring happens between its steps.
+
+worker = Worker(engine, spec)
+worker.start()
+worker.generate(Job("a", prompt, count=1, max_new_tokens=64, sampling=spec, tell=print))
+scores = worker.score(Rows([ids], [len(ids) - 1]), "scores").result()
+worker.stop()
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.algorithms.base import Output, host_array
+from weft.data.sample import SequenceSample
+from weft.engine.base import DEFAULT_MAX_TOKENS, Engine, Generator, Request, TokenEvent
+from weft.engine.spec import GenerationSpec
+from weft.errors import RunError, UserError
+
+Ids = Sequence[int]
+Vector = npt.NDArray[np.float32]
+MOST_SETTINGS = 256  # that one generator keeps; it is opened anew, when nothing runs, for more
+
+
+@dataclass(frozen=True)
+class Job:
+    """`count` completions of one prompt. `tell` is called in the worker's thread with each token, or with what went wrong;
+    then nothing more comes. Equal `draws_as` draw alike."""
+
+    id: str
+    prompt: Ids
+    count: int
+    max_new_tokens: int
+    sampling: GenerationSpec
+    tell: Callable[[TokenEvent | Exception], None]
+    draws_as: str | None = None
+
+    def requests(self, sampling: GenerationSpec) -> list[Request]:
+        return [
+            Request(
+                self.id, k, self.prompt, max_new_tokens=self.max_new_tokens, sampling=sampling, draws_as=self.draws_as
+            )
+            for k in range(self.count)
+        ]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token sequences to score; `starts[i]` is the first token of row i that is: the tokens before it are its prompt."""
+
+    tokens: Sequence[Ids]
+    starts: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Rows, what is wanted of them, and who waits for it."""
+
+    rows: Rows
+    want: Output
+    temperature: float
+    future: Future[list[Vector]]
+
+    @property
+    def kind(self) -> tuple[Output, float]:
+        return self.want, self.temperature
+
+
+@dataclass
+class Worker:
+    """`spec` says how completions are sampled where a request says nothing; without one the network only scores.
+
+    `load` is how many completions and rows are waiting or under way.
+    """
+
+    engine: Engine
+    spec: GenerationSpec | None = None
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    _commands: queue.SimpleQueue[Job | Scoring | str | None] = field(default_factory=queue.SimpleQueue)
+    _jobs: dict[str, Job] = field(default_factory=dict)  # that run
+    _left: dict[str, int] = field(default_factory=dict)  # unfinished completions of each
+    _next: list[Job] = field(default_factory=list)  # that wait for a generator with room for their settings
+    _scorings: list[Scoring] = field(default_factory=list)
+    _settings: dict[str, GenerationSpec] = field(default_factory=dict)  # of the open generator, by what they say
+    _stopping: bool = False
+    _load: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.Thread | None = None
+
+    # -- from any thread
+
+    @property
+    def load(self) -> int:
+        return self._load
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="weft-serve", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what still runs is told so."""
+        self._commands.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def generate(self, job: Job) -> None:
+        self._count(job.count)
+        self._commands.put(job)
+
+    def cancel(self, id: str) -> None:
+        """Stop a job's completions; nobody is told any more."""
+        self._commands.put(id)
+
+    def score(self, rows: Rows, want: Output, temperature: float = 1.0) -> Future[list[Vector]]:
+        """One vector a row: the log-probs of its tokens from `starts` on, or its score."""
+        future: Future[list[Vector]] = Future()
+        self._count(len(rows.tokens))
+        self._commands.put(Scoring(rows, want, temperature, future))
+        return future
+
+    # -- in the worker's thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._take(wait=not self._next)
+                self._score()
+                if self.spec is None or not self._next:
+                    continue
+                self._settings.clear()
+                with self.engine.generating(self.spec) as generator:
+                    self._generate(generator)
+            except Exception as error:  # ends what runs, and not the server
+                self._fail(error)
+        self._take(wait=False)
+        self._fail(RunError("the server is stopping"))
+
+    def _generate(self, generator: Generator) -> None:
+        """Until the worker stops, or another generator is needed."""
+        while not self._stopping:
+            self._take(wait=generator.idle and not self._next, generator=generator)
+            self._score()
+            self._admit(generator)
+            if generator.idle and self._next:
+                return
+            for event in [] if generator.idle else generator.step():
+                self._tell(event)
+
+    def _take(self, wait: bool, generator: Generator | None = None) -> None:
+        """Read the commands that are there; with `wait`, at least one."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if command is None:
+                self._stopping = True
+                return
+            if isinstance(command, Scoring):
+                self._scorings.append(command)
+            elif isinstance(command, Job):
+                self._next.append(command)
+            elif command in self._jobs and generator is not None:
+                generator.abort([command])
+                self._close(command)
+            else:
+                dropped = [job for job in self._next if job.id == command]
+                self._next = [job for job in self._next if job.id != command]
+                self._count(-sum(job.count for job in dropped))
+
+    def _admit(self, generator: Generator) -> None:
+        """Let waiting jobs join the running batch, as long as the generator has room for their settings."""
+        while self._next and not self._stopping:
+            job = self._next[0]
+            said = repr(job.sampling)
+            if said not in self._settings and len(self._settings) >= MOST_SETTINGS:
+                return
+            self._next.pop(0)
+            self._jobs[job.id], self._left[job.id] = job, job.count
+            try:
+                generator.submit(job.requests(self._settings.setdefault(said, job.sampling)))
+            except UserError as error:
+                generator.abort([job.id])
+                self._close(job.id)
+                job.tell(error)
+
+    def _tell(self, event: TokenEvent) -> None:
+        job = self._jobs.get(event.id)
+        if job is None:
+            return
+        if event.finish is not None:
+            self._left[event.id] -= 1
+            self._count(-1)
+            if not self._left[event.id]:
+                self._close(event.id)
+        job.tell(event)
+
+    def _close(self, id: str) -> None:
+        self._count(-self._left.pop(id))
+        del self._jobs[id]
+
+    def _score(self) -> None:
+        """Score what waits, rows of one kind together; where that fails, each by itself."""
+        waiting, self._scorings = self._scorings, []
+        for kind in dict.fromkeys(scoring.kind for scoring in waiting):
+            group = [scoring for scoring in waiting if scoring.kind == kind and not scoring.future.cancelled()]
+            try:
+                made = self._forward(group) if group else []
+            except Exception as error:
+                made = [self._forward_alone(scoring) if len(group) > 1 else error for scoring in group]
+            for scoring, found in zip(group, made, strict=True):
+                if not scoring.future.set_running_or_notify_cancel():
+                    continue
+                if isinstance(found, Exception):
+                    scoring.future.set_exception(found)
+                else:
+                    scoring.future.set_result(found)
+        self._count(-sum(len(scoring.rows.tokens) for scoring in waiting))
+
+    def _forward_alone(self, scoring: Scoring) -> list[Vector] | Exception:
+        try:
+            return self._forward([scoring])[0]
+        except Exception as error:
+            return error
+
+    def _forward(self, group: Sequence[Scoring]) -> list[list[Vector] | Exception]:
+        rows = [
+            (ids, start)
+            for scoring in group
+            for ids, start in zip(scoring.rows.tokens, scoring.rows.starts, strict=True)
+        ]
+        want, temperature = group[0].kind
+        batch = as_sample([ids for ids, _ in rows], [start for _, start in rows])
+        made = self.engine.forward(batch, frozenset({want}), temperature=temperature, max_tokens=self.max_tokens)
+        found = [host_array(values) for values in made.select(ids=batch.ids).sequences(want)]
+        split: list[list[Vector] | Exception] = []
+        for scoring in group:
+            count = len(scoring.rows.tokens)
+            split.append(found[:count])
+            del found[:count]
+        return split
+
+    def _fail(self, error: Exception) -> None:
+        """Tell everybody whose work is lost."""
+        jobs = [*self._jobs.values(), *self._next]
+        scorings, self._scorings = self._scorings, []
+        self._count(-sum(self._left.values()) - sum(job.count for job in self._next))
+        self._jobs.clear()
+        self._left.clear()
+        self._next.clear()
+        self._count(-sum(len(scoring.rows.tokens) for scoring in scorings))
+        for job in jobs:
+            job.tell(error)
+        for scoring in scorings:
+            if scoring.future.set_running_or_notify_cancel():
+                scoring.future.set_exception(error)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._load += more
+
+
+def as_sample(tokens: Sequence[Ids], starts: Sequence[int]) -> SequenceSample:
+    """One id a row, prompt and completion."""
+    ids = [str(index) for index in range(len(tokens))]
+    lengths = {
+        "prompt": [[start] for start in starts],
+        "completion": [[len(row) - start] for row, start in zip(tokens, starts, strict=True)],
+    }
+    parts = {
+        "prompt": [token for row, start in zip(tokens, starts, strict=True) for token in row[:start]],
+        "completion": [token for row, start in zip(tokens, starts, strict=True) for token in row[start:]],
+    }
+    return SequenceSample.from_groups(ids, lengths, {key: np.array(ids, np.int64) for key, ids in parts.items()})

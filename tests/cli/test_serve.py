@@ -1,0 +1,97 @@
+"""`weft serve` as a process: what it says, how it ends, what it refuses before it loads anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.tiny import make_llama
+from weft.cli.main import main
+from weft.cli.serve import _name_of, _token, parser
+from weft.errors import ConfigError
+
+SECRET = "a-secret-token"
+
+
+def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
+    make_llama(tmp_path / "policy")
+    command = [
+        sys.executable,
+        "-m",
+        "weft.cli.main",
+        "serve",
+        str(tmp_path / "policy"),
+        "--http-port",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "WEFT_SERVE_TOKEN"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line.strip())
+                if line.startswith("Ctrl-C"):
+                    break
+            told = "\n".join(lines)
+            assert "policy: policy" in told, told
+            url = next(line.split()[2] for line in lines if line.startswith("http at"))
+            token = next(line.rsplit(" ", 1)[1] for line in lines if line.startswith("token, made for this run"))
+            assert url.startswith("http://127.0.0.1:")
+            body = {"model": "policy", "prompt": "Once", "max_tokens": 2}
+            assert httpx.post(url + "/v1/completions", json=body, timeout=60).status_code == 401
+            headers = {"Authorization": f"Bearer {token}"}
+            assert httpx.post(url + "/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.read().strip() == "stopping"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "nothing to serve"),
+        (["m", "--http-port", "70000"], "--http-port=70000"),
+        (["m", "--max-load", "0"], "--max-load=0"),
+        (["m", "--no-token", "--host", "0.0.0.0"], "--no-token is for"),
+        (["m", "--token-env", "NOT_SET_ANYWHERE"], "not set"),
+        (["m", "--token-file", "/nowhere"], "No such file"),
+        (["/nowhere/m", "--no-token"], "no such directory"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_where_the_token_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_SERVE_TOKEN", raising=False)
+    (tmp_path / "token").write_text(f"{SECRET}\n")
+    made, told = _token(parser().parse_args(["m"]))
+    assert made is not None and len(made) >= 32 and made in told
+    assert _token(parser().parse_args(["m", "--no-token"]))[0] is None
+    for words in (["m", "--token-file", str(tmp_path / "token")], ["m"], ["m", "--token-env", "OTHER"]):
+        monkeypatch.setenv("WEFT_SERVE_TOKEN", SECRET)
+        monkeypatch.setenv("OTHER", SECRET)
+        token, told = _token(parser().parse_args(words))
+        assert token == SECRET and SECRET not in told
+    monkeypatch.setenv("OTHER", "two words")
+    with pytest.raises(ConfigError, match="ASCII") as refused:
+        _token(parser().parse_args(["m", "--token-env", "OTHER"]))
+    assert "two words" not in str(refused.value)
+
+
+def test_a_checkpoint_is_named_after_its_run() -> None:
+    assert _name_of("runs/e/t/checkpoints/model/step10") == "model" and _name_of("org/Name 1") == "Name-1"

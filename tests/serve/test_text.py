@@ -1,0 +1,49 @@
+"""Text as it grows: stop texts over several tokens, characters over several tokens, and which tokens were said."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from weft.engine.base import TokenEvent
+from weft.serve.text import GrowingText
+from weft.testing.datasets import small_tokenizer
+
+
+def grown(text: str, *stops: str, cut: int | None = None) -> tuple[list[str], GrowingText]:
+    """(parts shown, the text) of a completion a token at a time, the last with an end."""
+    tokenizer = small_tokenizer()
+    ids = tokenizer.encode(text, bos=False)[:cut]
+    growing = GrowingText(tokenizer, [], stops)
+    ends = [None] * (len(ids) - 1) + ["stop"]
+    parts = [
+        growing.feed(TokenEvent("a", 0, id, -float(n), 0, end))
+        for n, (id, end) in enumerate(zip(ids, ends, strict=True))
+    ]
+    return parts, growing
+
+
+@pytest.mark.parametrize("stop", ["END", "E", "xx", "D", "N stop"])
+def test_nothing_of_a_stop_text_is_shown(stop: str) -> None:
+    text = "before EN EEND after"
+    parts, growing = grown(text, stop, "never there")
+    assert "".join(parts) == text.partition(stop)[0] == growing.text
+    assert len(growing.take()) == len(growing.text) and growing.take() == []
+
+
+def test_characters_of_several_bytes_come_whole() -> None:
+    parts, growing = grown("aé€😀!")
+    assert "".join(parts) == "aé€😀!" and "\ufffd" not in "".join(parts)
+    said = growing.take()
+    assert len(said) == growing.count and all(one.offset <= other.offset for one, other in pairwise(said))
+
+
+def test_an_unfinished_character_shows_at_the_end() -> None:
+    parts, _ = grown("a😀", cut=3)
+    assert "".join(parts).startswith("a") and "\ufffd" in "".join(parts)
+
+
+def test_a_beginning_that_is_no_stop_text_is_shown_in_the_end() -> None:
+    parts, _ = grown("almost EN", "END")
+    assert "".join(parts) == "almost EN" and "EN" in parts[-1]
