@@ -30,6 +30,7 @@ LOOKS_LIKE = (
     ("prompt_answer", ("question", "answer")),
     ("prompt_answer", ("prompt", "completion")),
     ("prompt", ("prompt",)),
+    ("text", ("text",)),
 )
 
 
