@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 
 from weft.data.named import fetch
@@ -56,9 +58,13 @@ def test_real_trees_are_split_by_tree(data_dir: Path, tmp_path: Path, mode: str)
 
 
 def test_real_pairs_questions_and_conversations(data_dir: Path, tmp_path: Path) -> None:
-    pairs = prepare(SourceSpec(str(data_dir / "hh_rlhf" / "harmless-base_test.jsonl.gz"), "hh-rlhf"), "rm", tmp_path, Split())
+    pairs = prepare(
+        SourceSpec(str(data_dir / "hh_rlhf" / "harmless-base_test.jsonl.gz"), "hh-rlhf"), "rm", tmp_path, Split()
+    )
     found = rows(pairs)[0]
-    assert 2250 < len(found) <= 2312 and all(len(row["replies"]) == 2 and row["prompt"][-1]["role"] == "user" for row in found)
+    assert 2250 < len(found) <= 2312 and all(
+        len(row["replies"]) == 2 and row["prompt"][-1]["role"] == "user" for row in found
+    )
     assert pairs.notes and "left out" in pairs.notes[0]
     gsm8k = rows(prepare(SourceSpec(str(data_dir / "gsm8k"), "gsm8k"), "rl", tmp_path, Split()))
     assert [len(part) for part in gsm8k] == [7473, 1319] and "####" in gsm8k[0][0]["answer"]
@@ -85,13 +91,22 @@ def test_rows_are_made_once_and_anew_where_anything_differs(tmp_path: Path) -> N
     assert len(read(prepare(SourceSpec(path, "gsm8k"), "sft", tmp_path, Split()).source.path)) == 5
 
 
+def test_the_random_numbers_of_others_are_left_alone(tmp_path: Path) -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    texts = [{"document": f"d{i}", "summary": "s"} for i in range(20)]
+    made = rows(prepare(SourceSpec(jsonl(tmp_path / "t.jsonl", texts), "xsum"), "sft", tmp_path, Split(0.5)))
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+    random.seed(3)
+    assert made == rows(prepare(SourceSpec(str(tmp_path / "t.jsonl"), "xsum"), "sft", tmp_path / "b", Split(0.5)))
+
+
 def test_arguments_are_the_readers_or_the_types(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "train.jsonl", QUESTIONS)
     made = prepare(SourceSpec(path, "gsm8k", args={"lang": "de", "train_on": "last"}), "sft", tmp_path, Split())
     assert made.source.args == {"train_on": "last"} and rows(made)[0][0]["messages"][0]["lang"] == "de"
     with pytest.raises(ConfigError, match=r"gsm8k: langg='de': no such argument; did you mean lang"):
         prepare(SourceSpec(path, "gsm8k", args={"langg": "de"}), "sft", tmp_path, Split())
-    with pytest.raises(ConfigError, match="gsm8k: is of no use in mode rm; it is for sft, rl"):
+    with pytest.raises(ConfigError, match=r"gsm8k: is of no use in mode rm; it is for sft, rl"):
         prepare(SourceSpec(path, "gsm8k"), "rm", tmp_path, Split())
 
 
@@ -104,7 +119,7 @@ def test_bad_rows_are_said_with_their_place(tmp_path: Path) -> None:
             prepare(SourceSpec(jsonl(tmp_path / "train.jsonl", [row]), "gsm8k"), "sft", tmp_path, Split())
     with pytest.raises(DataError, match=r"vicuna.*no row is left for mode sft \(1 begun by the bot"):
         prepare(SourceSpec(jsonl(tmp_path / "v.jsonl", [{"conversations": []}]), "vicuna"), "sft", tmp_path, Split())
-    with pytest.raises(DataError, match="lacks the key 'conversations', which reader sharegpt reads"):
+    with pytest.raises(DataError, match=r"lacks the key 'conversations', which reader sharegpt reads"):
         prepare(SourceSpec(jsonl(tmp_path / "v.jsonl", [{"x": []}]), "vicuna"), "sft", tmp_path, Split())
 
 
@@ -118,16 +133,22 @@ def test_copies_are_found_in_their_folder(tmp_path: Path) -> None:
     )
     found = rows(prepare(SourceSpec(named="prompt_dialogue"), "sft", tmp_path, Split()))[0]
     assert [[m["content"] for m in row["messages"]] for row in found] == [["Hi?", "Ho."], ["So?", "No."]]
-    (tmp_path / "squad.json").write_text(json.dumps({"version": 1, "data": [{"Context": "C", "Question": "Q", "Answer": "A"}]}))
+    (tmp_path / "squad.json").write_text(
+        json.dumps({"version": 1, "data": [{"Context": "C", "Question": "Q", "Answer": "A"}]})
+    )
     assert len(rows(prepare(SourceSpec(str(tmp_path / "squad.json"), "ua_squad"), "sft", tmp_path, Split()))[0]) == 1
-    with pytest.raises(DataError, match=r"has no files 'train.json' \(it has train.jsonl\); give the file itself as path"):
+    with pytest.raises(
+        DataError, match=r"has no files 'train.json' \(it has train.jsonl\); give the file itself as path"
+    ):
         prepare(SourceSpec(str(tmp_path / "datasets/gsm8k/main"), "prosocial_dialogue"), "sft", tmp_path, Split())
     with pytest.raises(DataError, match=r"no such file or directory; did you mean .*squad.json"):
         prepare(SourceSpec(str(tmp_path / "sqad.json"), "ua_squad"), "sft", tmp_path, Split())
 
 
 def test_one_file_of_two_splits(tmp_path: Path) -> None:
-    whole = [{"prefixes": ["Q"], "responses": ["a", "b"], "augmented": ["x"], "split": split} for split in ("train", "val")]
+    whole = [
+        {"prefixes": ["Q"], "responses": ["a", "b"], "augmented": ["x"], "split": split} for split in ("train", "val")
+    ]
     made = prepare(SourceSpec(jsonl(tmp_path / "a.jsonl", whole), "augment_oasst"), "rm", tmp_path, Split())
     assert [[row["replies"] for row in part] for part in rows(made)] == [[["a", "b", "x"]], [["a", "b"]]]
 
@@ -145,13 +166,17 @@ def test_without_a_network_one_message_says_what_and_where(tmp_path: Path, monke
     with pytest.raises(DataError) as caught:
         prepare(SourceSpec(named="shp"), "rm", tmp_path, Split())
     assert "https://huggingface.co/datasets/stanfordnlp/SHP" in str(caught.value)
-    assert f"Network is unreachable; put its files in {tmp_path}/datasets/shp, or name them with path" in str(caught.value)
+    assert f"Network is unreachable; put its files in {tmp_path}/datasets/shp, or name them with path" in str(
+        caught.value
+    )
     assert len(attempts) == 2  # what the hub's own cache has, and the network
-    with pytest.raises(DataError, match=r"gpteacher_roleplay: .*raw.githubusercontent.com.*licence: mit.*put its files in"):
+    with pytest.raises(
+        DataError, match=r"gpteacher_roleplay: .*raw.githubusercontent.com.*licence: mit.*put its files in"
+    ):
         prepare(SourceSpec(named="gpteacher_roleplay"), "sft", tmp_path, Split())
-    with pytest.raises(DataError, match="private_tuning: .*it can be fetched from no public place; put its files in"):
+    with pytest.raises(DataError, match=r"private_tuning: .*it can be fetched from no public place; put its files in"):
         prepare(SourceSpec(named="private_tuning"), "sft", tmp_path, Split())
-    with pytest.raises(DataError, match="must begin with https://"):
+    with pytest.raises(DataError, match=r"must begin with https://"):
         prepare(SourceSpec(named="oig_file", args={"source_url": "http://x/a.jsonl"}), "sft", tmp_path, Split())
 
 
@@ -161,7 +186,7 @@ def test_a_server_that_does_not_answer_holds_nobody(tmp_path: Path, monkeypatch:
     never = threading.Event()
     monkeypatch.setattr(fetch, "CONNECT_S", 0.05)
     monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **options: never.wait(60))
-    with pytest.raises(DataError, match="no answer in 0 seconds"):
+    with pytest.raises(DataError, match=r"no answer in 0 seconds"):
         prepare(SourceSpec(named="joke"), "sft", tmp_path, Split())
     never.set()
 
