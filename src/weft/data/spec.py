@@ -65,7 +65,7 @@ class SourceSpec:
                 raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
         if not isinstance(value.get("named") or value.get("path"), str):
             raise ConfigError(
-                f"{where}: path or named is missing; every source is a file, a directory, a hub name, or a dataset "
+                f"{where}: path is missing; every source names a file, a directory, a hub name, or is `named`: a dataset "
                 "known by name"
             )
         source = cls(**{key: item for key, item in value.items() if item is not None})

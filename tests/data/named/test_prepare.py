@@ -25,7 +25,7 @@ def jsonl(file: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def read(path: str | None) -> list[dict[str, Any]]:
-    return [] if path is None else [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [] if path is None else list(map(json.loads, Path(path).open()))
 
 
 def rows(made: Prepared) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from weft.data import dialogue
 from weft.data.messages import Message, normalise
@@ -89,24 +89,27 @@ def _turns(text: str) -> list[Message]:
     return joined
 
 
+class ScoreOptions(TypedDict, total=False):
+    """How answers with scores become a ranking."""
+
+    max_answers: int  # 5 where it is absent
+    references: bool  # false takes `[1]` out of the answers
+    least_gap: float  # an answer that is not that much worse than the one before it is left out
+    lang: str
+
+
 @register_reader("scored")
 def scored(
     rows: Iterable[Row],
     use: Use,
     *,
     prompt: str,
-    answers: Sequence[Sequence[Any]],
+    answers: Sequence[Sequence[str]],
     group: str | None = None,
-    max_answers: int = 5,
-    references: bool = True,
-    least_gap: float = 0.0,
-    lang: str | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> Iterator[Example]:
-    """Answers with scores, [answer, score, ...] by column (several scores are added up), all rows of one question together,
-    the best
-    first. `references: false` takes `[1]` out of them; `least_gap` leaves out an answer that is not that much worse than the
-    one
-    before it."""
+    """Answers with scores, [answer, score, ...] by column (several scores are added up), all rows of one question together, the
+    best first."""
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):
         random = use.random(index)
@@ -114,9 +117,9 @@ def scored(
         said = {}
         for answer, *scores in answers:
             text = fill(answer, row, random)
-            text = text if references else REFERENCE.sub("", text)
+            text = text if options.get("references", True) else REFERENCE.sub("", text)
             said[text] = sum(number(pick(score, row, random), score) for score in scores)
-        if "" in said or (len(said) < len(answers)):
+        if "" in said or len(said) < len(answers):
             use.skip("answers that are empty or alike")
             continue
         key = fill(group, row, random) if group else question
@@ -124,10 +127,10 @@ def scored(
     for key, (question, replies) in found.items():
         best: list[str] = []
         for text in sorted(replies, key=lambda text: -replies[text]):
-            if not best or replies[best[-1]] - replies[text] >= least_gap:
+            if not best or replies[best[-1]] - replies[text] >= options.get("least_gap", 0.0):
                 best.append(text)
-        made = [assistant(text, lang=lang) for text in best[:max_answers]]
-        yield from _compared([user(question, lang=lang)], made, use, key)
+        made = [assistant(text, lang=options.get("lang")) for text in best[: options.get("max_answers", 5)]]
+        yield from _compared([user(question, lang=options.get("lang"))], made, use, key)
 
 
 @register_reader("comparisons")
