@@ -200,7 +200,7 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
 
     if spec.type is not None:
         return spec.type
-    if spec.named is not None:
+    if any(source.named is not None for source in sources_of(spec)):
         return USED_AS[mode]
     first = next(iter(paths), None) or spec.train_path or spec.path
     if first is None:

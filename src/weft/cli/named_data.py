@@ -51,9 +51,8 @@ def sources(words: Sequence[str], mode: str, spec: DatasetSpec) -> list[SourceSp
 
 
 def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[SourceSpec]:
-    """The sources that may be read: those at hand, and where the user agrees (`yes`, or asked on a terminal) those that have
-    to be
-    fetched."""
+    """The sources that may be read: those at hand, and where the user agrees (`yes`, or asked on a terminal) those that
+    have to be fetched."""
     cache = cache_root(spec.cache_dir)
     missing = [source for source in wanted if local(_entry(source, spec), source.path or None, cache) is None]
     if not missing or yes:

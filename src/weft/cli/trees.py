@@ -1,4 +1,5 @@
-"""`weft data trees`: Open-Assistant's message trees counted, filtered, split by tree, flattened to messages and built again."""
+"""`weft data trees`: Open-Assistant's message trees counted, filtered, split by tree, flattened to messages and built
+again."""
 
 from __future__ import annotations
 

@@ -21,9 +21,8 @@ LABELS = ("quality", "humor", "creativity")  # that go along with a message
 class Wanted:
     """Which trees and messages are taken. A thread is left out where one of its messages is; `langs` is of the first message.
 
-    `top_k` keeps replies ranked among the first k, and of several replies only ranked ones. `least` and `most` bound labels
-    such
-    as quality; a message without the label passes.
+    `top_k` keeps replies ranked among the first k, and of several replies only ranked ones. `least` and `most` bound
+    labels such as quality; a message without the label passes.
     """
 
     langs: tuple[str, ...] = ()
@@ -73,8 +72,8 @@ def label(node: Node, name: str) -> float | None:
 
 
 def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
-    """Trees of trees, of messages in any order, or of threads, in the order of their roots. Raises `BadRow` for other rows, and
-    for a message whose parent is missing."""
+    """Trees of trees, of messages in any order, or of threads, in the order of their roots. Raises `BadRow` for other
+    rows, and for a message whose parent is missing."""
     loose: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row.get("message_id") is not None:
@@ -160,8 +159,8 @@ def pruned(tree: Row, wanted: Wanted) -> Tree | None:
 
 
 def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
-    """Every path to a last reply of the assistant. Where the user has the last word that is left off, once for each reply it
-    follows, and not where another branch goes on from there."""
+    """Every path to a last reply of the assistant. Where the user has the last word that is left off, once for each reply
+    it follows, and not where another branch goes on from there."""
     for path in _paths(tree, wanted):
         replies = _kept(path[-1], wanted)
         if replies or len(path) < 2:

@@ -127,6 +127,12 @@ def test_copies_are_found_in_their_folder(tmp_path: Path) -> None:
     jsonl(tmp_path / "datasets" / "gsm8k" / "main" / "train.jsonl", QUESTIONS)
     jsonl(tmp_path / "datasets" / "gsm8k" / "socratic" / "train.jsonl", QUESTIONS[:1])
     assert len(rows(prepare(SourceSpec(named="gsm8k"), "sft", tmp_path, Split()))[0]) == 40
+    both = SourceSpec(str(tmp_path / "datasets"), "gsm8k")  # a folder with copies of several, by their names
+    jsonl(tmp_path / "datasets" / "alpaca" / "train.jsonl", [{"x": 1}])
+    assert len(rows(prepare(both, "sft", tmp_path / "datasets", Split()))[0]) == 40
+    flat = SourceSpec(jsonl(tmp_path / "flat" / "train.jsonl", QUESTIONS[:7]).rsplit("/", 1)[0], "gsm8k")
+    for _ in range(2):  # the cache lies in the same folder
+        assert len(rows(prepare(flat, "sft", tmp_path / "flat", Split()))[0]) == 7
     (tmp_path / "datasets" / "prompt_dialogue").mkdir()
     (tmp_path / "datasets" / "prompt_dialogue" / "chat_dialogue_v2_c.txt").write_text(
         "User: Hi?\n\nRosey: Ho.\n<|endoftext|>\nUser: So?\n\nRosey: No.\n<|endoftext|>\n"

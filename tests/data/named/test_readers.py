@@ -229,6 +229,8 @@ def test_tulu_messages_end_with_the_assistant() -> None:
     row = {"id": "1", "messages": [{"role": role, "content": text} for role, text in turns], "dataset": "d"}
     assert said(one("tulu-v3-sft-mixture", "sft", row)) == ["s", "a", "b"]
     assert said(one("tulu-v3-sft-mixture", "rl", row)) == ["s", "a"]
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert said(one("private_tuning", "sft", {"conversations": shared})) == ["a", "b"]
 
 
 # -- comparisons
@@ -294,6 +296,10 @@ def test_hh_pairs_differ_in_the_last_turn() -> None:
 def test_pairs_of_texts_and_of_messages() -> None:
     orca = one("orca_dpo_pairs", "rm", {"system": "S", "question": "Q", "chosen": "a", "rejected": "b"})
     assert said(orca) == ["S", "Q"] and orca["replies"] == ["a", "b"]
+    entry = find("orca_dpo_pairs")
+    rows = [{"system": "S", "question": f"Q{i}", "chosen": "a", "rejected": "b"} for i in range(3)]
+    groups = {each.group for each in readers.get(entry.reader)(rows, Use("x", "rm"), **entry.options)}
+    assert groups == {"Q0", "Q1", "Q2"}  # a system message that all share keeps nothing together
     stack = one("stack_exchange_paired", "rm", {"qid": 1, "question": "Q", "response_j": "a", "response_k": "b"})
     assert said(stack) == ["Q"] and stack["replies"] == ["a", "b"]
     talks = {

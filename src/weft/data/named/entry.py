@@ -14,11 +14,11 @@ SEVERAL = ("modes", "aliases")  # fields that hold several names
 
 @dataclass(frozen=True)
 class Entry:
-    """A source and how to read it. `train` and `valid` are a split, or a pattern of its files (`*x*.json`); without `valid`
-    a part
-    of the rows is set aside. `options` are those of the reader; what a user writes beside the name goes before them.
+    """A source and how to read it. `train` and `valid` are a split, or a pattern of its files (`*x*.json`); without `valid` a
+    part of the rows is set aside. `options` are those of the reader; what a user writes beside the name goes before them.
 
-    `repo` with `config` and `revision` is a hub dataset, `url` a file; an entry with neither is read from a local copy alone.
+    `repo` with `config` and `revision` is a hub dataset, `url` a file; an entry with neither is read from a local copy
+    alone.
     """
 
     name: str

@@ -18,8 +18,7 @@ TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the dataset type of 
 @dataclass(frozen=True)
 class Example:
     """`replies` to a conversation that ends with the user, the best first. Without a conversation `text` is what they go on
-    with
-    as it stands, and without replies it is plain text.
+    with as it stands, and without replies it is plain text.
 
     Examples of one `group` are never split into training and validation. `columns` go along with a prompt (mode rl).
     """

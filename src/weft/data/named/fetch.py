@@ -81,6 +81,7 @@ def chosen(entry: Entry, place: Path) -> Files:
     """The files of an entry in a folder; a file is all there is to train on. Raises `DataError` where the folder has none."""
     if place.is_file():
         return Files([place], [place] if entry.valid == entry.train else [])
+    place = place / entry.name if (place / entry.name).is_dir() else place  # a folder of copies of several datasets
     root = place / entry.config if entry.config and (place / entry.config).is_dir() else place
     train = _matching(root, entry.train) if _is_pattern(entry.train) else _of_split(root, entry.train)
     if not train:
@@ -125,7 +126,8 @@ def _is_pattern(which: str) -> bool:
 
 def _matching(root: Path, pattern: str) -> list[Path]:
     files = sorted(file for file in root.rglob("*") if file.is_file() and file.name.endswith((*SUFFIXES, ".txt")))
-    return [f for f in files if fnmatch(f.relative_to(root).as_posix(), pattern) or fnmatch(f.name, pattern)]
+    shown = [file for file in files if not any(part.startswith(".") for part in file.relative_to(root).parts)]
+    return [f for f in shown if fnmatch(f.relative_to(root).as_posix(), pattern) or fnmatch(f.name, pattern)]
 
 
 def _of_split(root: Path, split: str) -> list[Path]:
@@ -177,8 +179,7 @@ def _from_url(entry: Entry, cache: Path) -> Path:
 
 def _within(ask: Callable[[], Found]) -> Found:
     """What `ask` returns. Raises what it raises, and `TimeoutError` where it has not answered in `CONNECT_S`: a name that
-    cannot be
-    looked up would hold a program for minutes."""
+    cannot be looked up would hold a program for minutes."""
     answers: list[Found] = []
     errors: list[Exception] = []
 

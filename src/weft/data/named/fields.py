@@ -15,8 +15,8 @@ PLACE = re.compile(r"\{([^{}\n]+)\}")
 def fill(template: str, row: Row, random: Random) -> str:
     """The text of a column (`answer`, `meta.text`), or of a template with columns in braces.
 
-    In a path a number is an entry of a list, `?` one at random, `*` all of them in a line; what is null or not in a list is "".
-    Raises `BadRow` for a column that the row lacks.
+    In a path a number is an entry of a list, `?` one at random, `*` all of them in a line; what is null or not in a list
+    is "". Raises `BadRow` for a column that the row lacks.
     """
     if not PLACE.search(template):
         return _text(pick(template, row, random))

@@ -78,7 +78,8 @@ def prepare(source: SourceSpec, mode: str, cache: Path, split: Split, files: Seq
     options, of_form = _options(entry, reader, source.args, mode)
     found = locate(entry, source.path or None, cache)
     made = _Making(entry, reader, options, mode)
-    folder = cache / "named" / entry.name / f"{mode}-{made.digest(found, split)}"
+    # Hidden, since a folder of copies that holds the cache too is not to be read with it.
+    folder = cache / ".named" / entry.name / f"{mode}-{made.digest(found, split)}"
     report = _report(folder) or made.make(found, split, folder)
     if not report["train"]:
         reasons = (

@@ -10,7 +10,7 @@ from typing import Any
 from weft.data.messages import normalise
 from weft.data.named.example import Example, Use, alternating, conversation
 from weft.data.named.fields import fill, pick
-from weft.data.rows import BadRow, Row
+from weft.data.rows import MESSAGE_KEYS, BadRow, Row, need
 from weft.registry import register_reader
 
 MAX_CHARS = 32 * 1024
@@ -20,11 +20,12 @@ GO_ON = ("...", "Please continue", "Go on")  # in place of an empty turn of the 
 
 @register_reader("messages")
 def messages(
-    rows: Iterable[Row], use: Use, *, column: str = "messages", lang: str | None = None, filter_words: bool = False
+    rows: Iterable[Row], use: Use, *, column: str | None = None, lang: str | None = None, filter_words: bool = False
 ) -> Iterator[Example]:
-    """Lists of messages (`role`/`content` or `from`/`value`), up to the assistant's last turn."""
+    """Lists of messages (`role`/`content` or `from`/`value`) under the usual keys or `column`, up to the assistant's last
+    turn."""
     for index, row in enumerate(rows):
-        turns = normalise(pick(column, row, use.random(index)))
+        turns = normalise(pick(column or need(row, MESSAGE_KEYS, "chat"), row, use.random(index)))
         while turns and turns[-1]["role"] != "assistant":
             turns.pop()
         if len(turns) < 2:
@@ -38,8 +39,7 @@ def sharegpt(
     rows: Iterable[Row], use: Use, *, column: str = "conversations", max_chars: int = MAX_CHARS, lang: str | None = None
 ) -> Iterator[Example]:
     """`from`/`value` turns of web pages: escapes and references are taken out, turns of one speaker joined, and
-    conversations left
-    out that the bot begins, that end with the user, or where the bot says nothing."""
+    conversations left out that the bot begins, that end with the user, or where the bot says nothing."""
     for index, row in enumerate(rows):
         turns = _joined(_said(row[column], use.random(index)))
         if turns is None or not turns or turns[0][0] != "human":
@@ -120,8 +120,7 @@ def marked(
     lang: str | None = None,
 ) -> Iterator[Example]:
     """Whole dialogues as one text, each turn after the mark of its speaker. `min_length` joins dialogues, in a shuffled
-    order, until
-    one has that many characters; `max_count` keeps so many of them."""
+    order, until one has that many characters; `max_count` keeps so many of them."""
     marks = re.compile(rf"\s*({re.escape(user)}|{re.escape(bot)})\s*")
     found = []
     for row in rows:
@@ -159,8 +158,8 @@ def rounds(
     system: str | None = None,
     skip_where: dict[str, str] | None = None,
 ) -> Iterator[Example]:
-    """A list of rounds, each with what the human says and the answer. `system` is a column; `skip_where` leaves out rows whose
-    column holds a text."""
+    """A list of rounds, each with what the human says and the answer. `system` is a column; `skip_where` leaves out rows
+    whose column holds a text."""
     for index, row in enumerate(rows):
         if any(text in str(row[name]) for name, text in (skip_where or {}).items()):
             use.skip("other than asked for")

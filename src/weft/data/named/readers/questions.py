@@ -46,8 +46,7 @@ def question_answer(
     rows: Iterable[Row], use: Use, *, fill_min_length: int | None = None, **options: Unpack[PairOptions]
 ) -> Iterator[Example]:
     """One question and its answer a row. `fill_min_length` joins them, in a shuffled order, into conversations of more
-    characters
-    than that."""
+    characters than that."""
     pairs = Pairs(use, options)
     found = (each for index, row in enumerate(rows) if (each := pairs.read(row, use.random(index))) is not None)
     yield from found if fill_min_length is None else _filled(list(found), int(fill_min_length), use)
@@ -139,8 +138,7 @@ def each(
     rows: Iterable[Row], use: Use, *, prompt: str, answers: str, labels: str | None = None, templates: Any = ()
 ) -> Iterator[Example]:
     """An example of every entry of the list `answers`. With `templates` (pairs of a question and an answer) {0} is the
-    prompt or
-    the entry, and {1} the entry of `labels` beside it."""
+    prompt or the entry, and {1} the entry of `labels` beside it."""
     for index, row in enumerate(rows):
         random = use.random(index)
         question, found = fill(prompt, row, random), pick(answers, row, random) or []

@@ -35,7 +35,8 @@ def pairs(
     rejected: str = "rejected",
     system: str | None = None,
 ) -> Iterator[Example]:
-    """Two replies a row, as texts, or as lists of messages: replies, or whole conversations that differ in their last turn."""
+    """Two replies a row, as texts, or as lists of messages: replies, or whole conversations that differ in their last
+    turn."""
     for index, row in enumerate(rows):
         random = use.random(index)
         better, worse = pick(chosen, row, random), pick(rejected, row, random)
@@ -63,13 +64,18 @@ def _compared(
     elif len({reply["content"] for reply in kept}) < 2:
         use.skip("replies that are empty or alike")
     else:
-        yield Example(context, kept, group=group or str(context[0]["content"]))
+        yield Example(context, kept, group=group or _opening(context))
+
+
+def _opening(context: Sequence[Message]) -> str:
+    """What the user says first; a system message is shared by many."""
+    return str(next(message["content"] for message in context if message["role"] == "user"))
 
 
 @register_reader("hh")
 def hh(rows: Iterable[Row], use: Use) -> Iterator[Example]:
-    """Anthropic's `\\n\\nHuman:`/`\\n\\nAssistant:` dialogues, one chosen and one rejected, of as many turns that differ in
-    the last."""
+    """Anthropic's `\\n\\nHuman:`/`\\n\\nAssistant:` dialogues, one chosen and one rejected, of as many turns that differ
+    in the last."""
     for row in rows:
         talks = [_turns(str(row[key])) for key in ("chosen", "rejected")]
         if not all(talk and talk[-1]["role"] == "assistant" for talk in talks) or len(talks[0]) != len(talks[1]):
@@ -108,8 +114,8 @@ def scored(
     group: str | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Iterator[Example]:
-    """Answers with scores, [answer, score, ...] by column (several scores are added up), all rows of one question together, the
-    best first."""
+    """Answers with scores, [answer, score, ...] by column (several scores are added up), all rows of one question
+    together, the best first."""
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):
         random = use.random(index)

@@ -25,8 +25,9 @@ def trees(
 ) -> Iterator[Example]:
     """sft: every thread down to a last reply; rm: ranked replies to a prompt; rl: every prompt. A tree is never split.
 
-    `lang` are languages of the first message (en,de); `top_k` takes the replies of the first k ranks; `least` and `most` bound
-    labels ({quality: 0.5}). Deleted and synthetic messages are left out, and trees that were not released or not reviewed.
+    `lang` are languages of the first message (en,de); `top_k` takes the replies of the first k ranks; `least` and `most`
+    bound labels ({quality: 0.5}). Deleted and synthetic messages are left out, and trees that were not released or not
+    reviewed.
     """
     if top_k is not None and top_k < 1:
         raise ConfigError(f"{use.name}: top_k={top_k}: must be at least 1")
