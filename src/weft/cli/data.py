@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="weft data", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = parser.add_subparsers(dest="command", metavar="{inspect,counts,lengths,scan,trees}")
-    parts: tuple[tuple[str, Callable[..., None], str], ...] = (
+    parts: tuple[tuple[str, Callable[..., int | None], str], ...] = (
         (
             "inspect",
             inspect,

@@ -178,7 +178,7 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
 
 def files_of(spec: DatasetSpec, mode: str) -> dict[str, str]:
     """The file of rows of each named dataset among the options, and what to call it."""
-    found = {}
+    found: dict[str, str] = {}
     for source in (each for each in sources_of(spec) if each.named is not None):
         made = prepare(source, mode, cache_root(spec.cache_dir), Split(0.0), spec.named_file)
         found |= dict(zip(_files(made), (source.named, f"{source.named} (valid)"), strict=False))

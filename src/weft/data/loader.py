@@ -133,7 +133,8 @@ class SourceReader:
 
     def at_hand(self, named: list[tuple[SourceSpec, str]]) -> tuple[list[tuple[SourceSpec, str]], list[str]]:
         """The sources with datasets known by name as files of rows, and notes on what was left out of those."""
-        found, notes = [], []
+        found: list[tuple[SourceSpec, str]] = []
+        notes: list[str] = []
         for source, name in named:
             if source.named is not None:
                 share = self.spec.valid_split if source.valid_split is None else source.valid_split

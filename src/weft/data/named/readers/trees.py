@@ -47,14 +47,14 @@ def trees(
 
 
 def _examples(tree: Row, wanted: message_trees.Wanted, mode: str) -> Iterator[Example]:
-    of_tree = {"group": str(tree["message_tree_id"])}
+    group = str(tree["message_tree_id"])
     if mode == "sft":
         for path in message_trees.threads(tree, wanted):
-            yield conversation(message_trees.messages(path), id=path[-1]["message_id"], **of_tree)
+            yield conversation(message_trees.messages(path), id=path[-1]["message_id"], group=group)
     elif mode == "rm":
         for path, replies in message_trees.rankings(tree, wanted):
             context, said = message_trees.messages(path), message_trees.messages(replies)
-            yield Example(context, said, id=path[-1]["message_id"], **of_tree)
+            yield Example(context, said, id=path[-1]["message_id"], group=group)
     else:
         for path in message_trees.prompts(tree, wanted):
-            yield Example(message_trees.messages(path), id=path[-1]["message_id"], **of_tree)
+            yield Example(message_trees.messages(path), id=path[-1]["message_id"], group=group)
