@@ -139,3 +139,13 @@ def test_runs_on_real_samples_by_name(model: Path, data_dir: Path, tmp_path: Pat
     words = (f"actor.path={model}", f"rew.path={tmp_path}/rw/e/t/checkpoints/model/step2", "ppo.gen.max_new_tokens=4")
     line = run(tmp_path / "ppo", "ppo", *words, f"dataset.named=[{of_trees}]", "dataset.overlong=drop")
     assert "actor_train/loss" in line
+    line = run(tmp_path / "dpo", "dpo", f"actor.path={model}", f"dataset.named=[{hh}]")
+    assert "actor_train/rewards/accuracies" in line
+
+
+def test_auto_cuts_no_row_of_a_run(here: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = f"dataset.named=[{{gsm8k: {{path: '{here / 'datasets' / 'gsm8k'}'}}}}]"
+    run(tmp_path / "cut", "sft", f"model.path={model}", copy, "dataset.max_seqlen=12")
+    assert "with the end of the answer cut" in capsys.readouterr().err + (tmp_path / "cut/e/t/log.txt").read_text()
+    run(tmp_path / "auto", "sft", f"model.path={model}", copy, "dataset.max_seqlen=auto")
+    assert "cut" not in (tmp_path / "auto/e/t/log.txt").read_text()

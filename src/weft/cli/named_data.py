@@ -181,7 +181,7 @@ def files_of(spec: DatasetSpec, mode: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for source in (each for each in sources_of(spec) if each.named is not None):
         made = prepare(source, mode, cache_root(spec.cache_dir), Split(0.0), spec.named_file)
-        found |= dict(zip(_files(made), (source.named, f"{source.named} (valid)"), strict=False))
+        found |= dict(zip(_files(made), (str(source.named), f"{source.named} (valid)"), strict=False))
     return found
 
 
