@@ -10,7 +10,9 @@ from weft.registry import (
     register_hf_family,
     register_interface,
     register_loss,
+    register_named_dataset,
     register_quickstart,
+    register_reader,
     register_verifier,
 )
 
@@ -26,6 +28,8 @@ __all__ = [
     "register_hf_family",
     "register_interface",
     "register_loss",
+    "register_named_dataset",
     "register_quickstart",
+    "register_reader",
     "register_verifier",
 ]

@@ -147,6 +147,8 @@ backends = Registry("backend", "engine.backends")
 families = Registry("model family", "models.families")
 losses = Registry("loss", "algorithms")
 experiments = Registry("experiment")
+readers = Registry("reader of named datasets", "data.named.readers")
+named_datasets = Registry("named dataset")
 quickstarts = Registry("quickstart", "experiments")
 
 register_interface: Register = interfaces.register
@@ -155,6 +157,7 @@ register_verifier: Register = verifiers.register
 register_backend: Register = backends.register
 register_experiment: Register = experiments.register
 register_quickstart: Register = quickstarts.register
+register_reader: Register = readers.register
 
 
 def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -> Any:
@@ -162,6 +165,13 @@ def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -
     of another kind (`weft.data.datasets._row_function`)."""
     form = None if rows is None else Form("weft.data.datasets._row_function:dataset", {"rows": rows})
     return datasets.register(name, thing, form=form)
+
+
+def register_named_dataset(name: str, **entry: Any) -> Any:
+    """Give a dataset a name: `register_named_dataset("mine", reader="pairs", modes=["rm"], repo="OWNER/NAME", ...)`, the
+    keys of an
+    entry of `dataset.named_file` (docs/named-datasets.md)."""
+    return named_datasets.register(name, entry)
 
 
 def register_loss(name: str, thing: Any = None, *, per: str | None = None, by_row: bool = False) -> Any:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import overrides
-from weft.data.spec import DatasetSpec, TokenizerSpec, parse_sources
+from weft.data.spec import DatasetSpec, TokenizerSpec, sources_of
 from weft.errors import ConfigError, DataError
 from weft.options import option, read, validate
 from weft.registry import datasets, import_user_code, import_user_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
-    from weft.data.sample import SequenceSample
     from weft.data.tokenizer import Tokenizer
 
+USED_AS = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the type of a named dataset's rows, by mode
 ROLES = ("model", "actor")  # whose tokenizer makes the token ids of a run
 SHOWN = 5  # places listed for each finding of a scan
 
@@ -48,6 +47,10 @@ class DataConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft data ...`; returns the exit code. Raises `UserError` for input that cannot be used."""
+    if argv[:1] == ["trees"]:
+        from weft.cli import trees
+
+        return trees.main(argv[1:])
     parser = _parser()
     arguments, rest = parser.parse_known_args(list(argv))
     if arguments.command is None:
@@ -60,16 +63,15 @@ def main(argv: Sequence[str]) -> int:
     import_user_folder()
     import_user_code(arguments.imports)
     config, paths = _configure(arguments)
-    run: Callable[[DataConfig, list[str], argparse.Namespace], None] = arguments.run
-    run(config, paths, arguments)
-    return 0
+    run: Callable[[DataConfig, list[str], argparse.Namespace], int | None] = arguments.run
+    return run(config, paths, arguments) or 0
 
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="weft data", description=__doc__, epilog=EPILOG, formatter_class=form)
-    commands = parser.add_subparsers(dest="command", metavar="{inspect,counts,scan}")
-    parts: tuple[tuple[str, Callable[..., None], str], ...] = (
+    commands = parser.add_subparsers(dest="command", metavar="{inspect,counts,lengths,scan,trees}")
+    parts: tuple[tuple[str, Callable[..., int | None], str], ...] = (
         (
             "inspect",
             inspect,
@@ -79,6 +81,11 @@ def _parser() -> argparse.ArgumentParser:
             "counts",
             counts,
             "print how many rows each source gives to train and to evaluate on, and what was cut or left out",
+        ),
+        (
+            "lengths",
+            lengths,
+            "print the most tokens of a row, the 99th percentile and how many rows are above a limit, for each source",
         ),
         (
             "scan",
@@ -103,12 +110,30 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
         command.set_defaults(run=run)
-    inspecting, _, scanning = (commands.choices[name] for name, *_ in parts)
+        named_options(command)
+    commands.add_parser("trees", help="count, filter, split, flatten and build Open-Assistant's message trees")
+    inspecting, counting, measuring, scanning = (commands.choices[name] for name, *_ in parts)
+    counting.add_argument("--output", type=Path, metavar="FILE.csv", help="with --datasets: write the table as CSV too")
+    counting.add_argument(
+        "--detect-language", action="store_true", help="with --datasets: languages of the texts (langdetect)"
+    )
+    measuring.add_argument(
+        "--limit", type=_count, default=4096, metavar="N", help="count the rows above it (default 4096)"
+    )
     inspecting.add_argument("-n", type=_count, default=3, metavar="N", help="rows to print (default 3)")
     inspecting.add_argument("--skip", type=_count, default=0, metavar="K", help="rows to pass over first")
     inspecting.add_argument("--lines", action="store_true", help="one token a line, with its id")
     scanning.add_argument("--phrases", type=Path, help="a file of phrases to look for instead, one a line")
     return parser
+
+
+def named_options(command: argparse.ArgumentParser) -> None:
+    """The options of a command that reads datasets by name."""
+    command.add_argument(
+        "--datasets", nargs="+", metavar="NAME", help="datasets by name, or all (docs/named-datasets.md)"
+    )
+    command.add_argument("--mode", choices=tuple(USED_AS), default="sft", help="what they are used for (default sft)")
+    command.add_argument("--yes", action="store_true", help="fetch what is not at hand without asking")
 
 
 def _count(text: str) -> int:
@@ -134,13 +159,28 @@ def _configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
     if arguments.type is not None:
         config.dataset.type = arguments.type
     if paths:
-        config.dataset = replace(config.dataset, path=None, train_path=None, sources=None, valid_path=None)
+        config.dataset = replace(config.dataset, path=None, train_path=None, sources=None, named=None, valid_path=None)
+    if arguments.datasets:
+        _by_name(config, arguments)
     config.dataset = replace(config.dataset, train_bs_n_seqs=1, train_tokens_per_batch=None, shuffle=False)
     validate(config)
     spec = config.dataset
-    if not (paths or spec.path or spec.train_path or spec.sources or spec.args):
+    if not (paths or spec.path or spec.train_path or spec.sources or spec.named or spec.args or arguments.datasets):
         raise ConfigError("there are no data to look at: give a PATH, --config, or dataset.sources=...")
     return config, paths
+
+
+def _by_name(config: DataConfig, arguments: argparse.Namespace) -> None:
+    """Make the datasets that the command names the data, as far as they are at hand or the user lets them be fetched."""
+    from weft.cli import named_data
+
+    if arguments.command == "counts" and config.tokenizer.path is None:
+        return  # counts rows, one dataset after another
+    wanted = named_data.sources(arguments.datasets, arguments.mode, config.dataset)
+    allowed = named_data.allow(wanted, config.dataset, arguments.yes)
+    if not allowed:
+        raise ConfigError("--datasets: none of them is at hand; --yes fetches them")
+    config.dataset = replace(config.dataset, named=[{source.named: named_data.said(source)} for source in allowed])
 
 
 def _of_run(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,13 +193,15 @@ def _of_run(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _type(spec: DatasetSpec, paths: Sequence[str]) -> str:
+def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
     """The dataset type: the one asked for, or what the first row looks like. Raises `ConfigError` where it tells nothing."""
     from weft.data.rows import looks_like
     from weft.data.sources import Unreadable, find_files, read_rows
 
     if spec.type is not None:
         return spec.type
+    if any(source.named is not None for source in sources_of(spec)):
+        return USED_AS[mode]
     first = next(iter(paths), None) or spec.train_path or spec.path
     if first is None:
         sources = spec.sources or [{}]
@@ -205,97 +247,43 @@ def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
 
 def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print rows in the order of their files."""
+    from weft.cli.data_rows import shown_row
     from weft.data.loader import load_data
 
     tokenizer, spec = _tokenizer(config), _spec(config, paths)
-    data = load_data(spec, _type(spec, paths), tokenizer, seed=config.seed)
+    data = load_data(spec, _type(spec, paths, arguments.mode), tokenizer, seed=config.seed)
     console = _console(arguments)
     for number in range(arguments.skip + arguments.n):
         batch = data.train.next_batch()
         if number >= arguments.skip:
             for sample in batch.unpack():
-                console.print(_row(sample, tokenizer, arguments.lines))
+                console.print(shown_row(sample, tokenizer, arguments.lines))
         if data.train.epoch_done:
             break
     for note in data.notes:
         console.print(f"note: {note}", style="yellow", markup=False)
 
 
-def _row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
-    """One id: its prompt and completions, token by token."""
-    from rich.text import Text
-
-    prompt = sample.data["prompt"].tolist() if "prompt" in sample.keys else []
-    text = Text().append(f"id {sample.ids[0]}", style="bold")
-    text.append(f"  source {sample.metadata['source'][0]}", style="dim")
-    text.append(f"\nprompt, {len(prompt)} tokens\n", style="cyan")
-    text.append(_tokens(tokenizer, [], prompt, [False] * len(prompt), lines))
-    for name in (name for name in sample.metadata if name != "source"):
-        text.append(f"{name}: {sample.metadata[name][0]!r}\n", style="dim")
-    if "completion" not in sample.keys:
-        return text
-    masks = sample.sequences("loss_mask") if "loss_mask" in sample.keys else None
-    for k, completion in enumerate(sample.sequences("completion")):
-        ids = completion.tolist()
-        mask = [True] * len(ids) if masks is None else [bool(on) for on in masks[k].tolist()]
-        facts = [
-            f"{key} {sample.sequences(key)[k].item():g}"
-            for key in ("rank", "comparison", "margin", "label")
-            if key in sample.keys
-        ]
-        title = f"completion {k + 1}, {len(ids)} tokens, {sum(mask)} trained"
-        text.append(f"{', '.join([title, *facts])}\n", style="cyan")
-        text.append(_tokens(tokenizer, prompt, ids, mask, lines))
-    return text
-
-
-def _tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int], mask: Sequence[bool], lines: bool) -> Text:
-    """Tokens apart by |, runs of trained ones between \u27e6 and \u27e7; or one token a line."""
-    from rich.text import Text
-
-    text, previous = Text(), False
-    for index, (id, on, piece) in enumerate(zip(ids, mask, _pieces(tokenizer, before, ids), strict=True)):
-        style = "bold green" if on else "dim"
-        if lines:
-            text.append(f"{index:>6} {id:>8} {'trained' if on else '       '} {piece!r}\n", style=style)
-            continue
-        if on != previous:
-            text.append("\u27e6" if on else "\u27e7", style="green")
-        elif index:
-            text.append("|", style="dim")
-        text.append(piece.replace("\n", "\u23ce\n"), style=style)
-        previous = on
-    if previous and not lines:
-        text.append("\u27e7", style="green")
-    return text if lines else text.append("\n")
-
-
-def _pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> Iterator[str]:
-    """The text that each token completes; a token that ends within a character shows its id."""
-    from weft.data.tokenizer import StreamDecoder
-
-    stream = StreamDecoder(tokenizer, skip_special=False)
-    stream.feed(before)
-    for id in ids:
-        yield stream.feed([id]) or f"<{id}>"
-
-
 # -- counts
 
 
-def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
+def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> int | None:
     """Print the table of counts; without a tokenizer only rows are counted."""
+    from weft.cli import named_data
     from weft.data.loader import load_data
     from weft.data.sources import Unreadable, find_files, read_rows
 
     console = _console(arguments)
+    if config.tokenizer.path is None and (arguments.datasets or config.dataset.named):
+        asked = named_data.Asked(arguments.datasets or [], arguments.mode, config.dataset, arguments.yes)
+        return named_data.run(asked, output=arguments.output, detect=arguments.detect_language)
     if config.tokenizer.path is not None:
         spec = _spec(config, paths)
-        data = load_data(spec, _type(spec, paths), _tokenizer(config), seed=config.seed)
+        data = load_data(spec, _type(spec, paths, arguments.mode), _tokenizer(config), seed=config.seed)
         console.print(data.table(), markup=False)
         for note in data.notes:
             console.print(f"note: {note}", style="yellow", markup=False)
-        return
+        return None
     if not paths:
         raise ConfigError("--tokenizer is missing: what is cut or left out depends on it")
     for path in paths:
@@ -303,6 +291,21 @@ def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) 
         bad = sum(isinstance(row, Unreadable) for row in rows)
         console.print(f"{path}: {len(rows):,} rows{f', {bad:,} of them unreadable' if bad else ''}", markup=False)
     console.print("note: with --tokenizer the table also says what is trained, cut and left out", style="yellow")
+    return None
+
+
+# -- lengths
+
+
+def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
+    """Print a line a source, `name: longest (p99 N, >4096: rows above it)`; nothing is cut or left out."""
+    from weft.cli.named_data import spread
+    from weft.data.loader import load_data
+
+    spec = replace(_spec(config, paths), max_seqlen="auto", max_prompt_len=None, overlong="truncate")
+    data = load_data(spec, _type(spec, paths, arguments.mode), _tokenizer(config), seed=config.seed)
+    for line in spread(data, arguments.limit):
+        print(line)
 
 
 # -- scan
@@ -316,11 +319,16 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
 
     phrases = _phrases(arguments.phrases) if arguments.phrases else PHRASES
     spec, console = config.dataset, _console(arguments)
-    named = [source.path for source in parse_sources(spec.sources)] if spec.sources else [spec.train_path or spec.path]
-    for path in paths or [path for path in (*named, spec.valid_path) if path]:
+    named = {source.path: source.path for source in sources_of(spec) if source.named is None}
+    if any(source.named for source in sources_of(spec)):
+        from weft.cli.named_data import files_of
+
+        named |= files_of(spec, arguments.mode)
+    named |= {path: path for path in (spec.train_path or spec.path, spec.valid_path) if path}
+    for path, title in ({path: path for path in paths} or named).items():
         rows = [(str(place), row) for file in find_files(path) for place, row in read_rows(file)]
         found = look(rows, phrases)
-        console.print(f"{path}: {found.rows:,} rows", style="bold", markup=False)
+        console.print(f"{title}: {found.rows:,} rows", style="bold", markup=False)
         hits = sorted(found.phrases.items(), key=lambda item: -len(item[1]))
         _finding(console, "phrases", sum(len(places) for _, places in hits), [])
         for phrase, places in hits:
@@ -334,7 +342,7 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
         _finding(console, "rows with an empty answer", len(found.empty), found.empty)
         _finding(console, "unreadable rows", len(found.unreadable), found.unreadable)
         if config.tokenizer.path is not None:
-            _scan_tokens(console, config, path, rows)
+            _scan_tokens(console, replace(config, dataset=replace(spec, named=None)), path, rows)
 
 
 def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any]) -> None:
@@ -347,7 +355,7 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     if not isinstance(made, Tokenized) and "form" not in vars(made):
         raise ConfigError(f"--type={type_name}: scan tokenizes weft's own types; leave out --tokenizer for others")
     limits = {
-        "max_seqlen": spec.max_seqlen,
+        "max_seqlen": spec.limit,
         "max_prompt_len": spec.max_prompt_len,
         "overlong": "truncate",
         "truncate_side": spec.truncate_side,

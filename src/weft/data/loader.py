@@ -13,9 +13,10 @@ from weft.data import features
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
 from weft.data.counts import SourceCount, render
 from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, Tokenized
-from weft.data.mixture import Share, hold_out, per_epoch
+from weft.data.mixture import Share, generator, hold_out, per_epoch
+from weft.data.named.prepare import Split, cache_root, mode_of, prepare
 from weft.data.progress import Reporter, show, silent
-from weft.data.spec import DatasetSpec, SourceSpec, parse_sources
+from weft.data.spec import DatasetSpec, SourceSpec, sources_of
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets
@@ -27,7 +28,9 @@ UNSET = ("path", "overlong")  # options that a dataset class is not given where 
 class LoadedData:
     """What a run reads: training batches, a validation set a source, the counts, and lines to print before the start.
 
-    `longest`: most tokens of a prompt and one of its completions, 0 where no source tells before it is read.
+    `longest`: most tokens of a prompt and one of its completions, 0 where no source tells before it is read. `parts`: the
+    samples
+    to train on, by source.
     """
 
     train: Loader
@@ -35,6 +38,7 @@ class LoadedData:
     counts: tuple[SourceCount, ...] = ()
     notes: tuple[str, ...] = ()
     longest: int = 0
+    parts: tuple[Part, ...] = ()
 
     def table(self) -> str:
         """The counts as a plain-text table."""
@@ -65,7 +69,7 @@ def load_data(
         tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window
     )
     reader = SourceReader(spec, spec.type or dataset_type, util)
-    named = _named(_sources(spec))
+    named, said = reader.at_hand(_named(_sources(spec)))
     built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
     valid = {one.valid.name: one.valid for one in built if one.valid is not None}
     drawn = per_epoch([one.share for one in built])
@@ -78,10 +82,11 @@ def load_data(
         part, count = reader.validation(SourceSpec(spec.valid_path, args=spec.args), _name(spec.valid_path))
         valid[part.name] = part
         counts.append(count)
-    notes = [note for count in counts for note in count.notes(reader.limits(count.type))]
-    read = [one.train for one in built if isinstance(one.train, Part)] + list(valid.values())
+    notes = [*said, *(note for count in counts for note in count.notes(reader.limits(count.type)))]
+    parts = tuple(one.train for one in built if isinstance(one.train, Part))
+    read = [*parts, *valid.values()]
     longest = [part.dataset.table.longest() for part in read if isinstance(part.dataset, Tokenized)]
-    return LoadedData(_loader(spec, built, seed), valid, tuple(counts), tuple(notes), max(longest, default=0))
+    return LoadedData(_loader(spec, built, seed), valid, tuple(counts), tuple(notes), max(longest, default=0), parts)
 
 
 def _loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> Loader:
@@ -124,7 +129,7 @@ class SourceReader:
         """The options that decide what is too long, in words."""
         spec = self.spec
         sizes = {
-            "max_seqlen": spec.max_seqlen,
+            "max_seqlen": spec.limit,
             "max_prompt_len": spec.max_prompt_len,
             "overlong": self.overlong or "truncate",
         }
@@ -134,6 +139,21 @@ class SourceReader:
     def overlong(self) -> str | None:
         """What happens to longer rows, or None for what is usual for their type."""
         return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
+
+    def at_hand(self, named: list[tuple[SourceSpec, str]]) -> tuple[list[tuple[SourceSpec, str]], list[str]]:
+        """The sources with datasets known by name as files of rows, and notes on what was left out of those."""
+        found: list[tuple[SourceSpec, str]] = []
+        notes: list[str] = []
+        for source, name in named:
+            if source.named is not None:
+                share = self.spec.valid_split if source.valid_split is None else source.valid_split
+                elsewhere = self.spec.valid_path is not None
+                split = Split(0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0)
+                mode, cache = mode_of(self.type), cache_root(self.spec.cache_dir)
+                made = prepare(source, mode, cache, split, self.spec.named_file)
+                source, notes = made.source, [*notes, *made.notes]
+            found.append((source, name))
+        return found, notes
 
     def source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
         """Read one training source and split off what it is evaluated on."""
@@ -158,6 +178,10 @@ class SourceReader:
         if source.valid_path is not None:
             valid, count = self.validation(replace(source, path=source.valid_path, split=None), name)
             counts.append(count)
+        if valid is not None and source.max_valid is not None and len(valid) > source.max_valid:
+            drawn_ones = generator(self.util.seed, f"max_valid|{name}", 0).permutation(len(valid))[: source.max_valid]
+            valid = replace(valid, indices=valid.indices[np.sort(drawn_ones)])
+            counts[-1] = replace(counts[-1], evaluation=len(valid))
         return SourceData(drawn, train, tuple(counts), valid)
 
     def validation(self, source: SourceSpec, name: str) -> tuple[Part, SourceCount]:
@@ -179,7 +203,7 @@ class SourceReader:
         offered = {
             "path": source.path or None,
             "split": source.split,
-            "max_seqlen": spec.max_seqlen,
+            "max_seqlen": spec.limit,
             "max_prompt_len": spec.max_prompt_len,
             "overlong": self.overlong,
             "truncate_side": spec.truncate_side,
@@ -213,20 +237,27 @@ class SourceReader:
 
 def _sources(spec: DatasetSpec) -> list[SourceSpec]:
     path = spec.train_path or spec.path
-    if spec.sources is None:
+    listed = sources_of(spec)
+    if not listed:
         return [SourceSpec(path or "", args=spec.args)]
     if path is not None:
+        option = "dataset.named" if spec.sources is None else "dataset.sources"
         raise ConfigError(
-            f"dataset.sources and dataset.train_path={path!r} exclude each other; make the path one of the sources"
+            f"{option} and dataset.train_path={path!r} exclude each other; make the path one of the sources"
         )
-    return [replace(source, args={**spec.args, **source.args}) for source in parse_sources(spec.sources)]
+    return [replace(source, args={**spec.args, **source.args}) for source in listed]
 
 
 def _named(sources: list[SourceSpec]) -> list[tuple[SourceSpec, str]]:
-    """Each source with its name. Sources of one file name take their folder's too; still equal ones are an error."""
-    names = [source.name or _name(source.path) for source in sources]
+    """Each source with its name. Sources of one file name take their folder's too; still equal ones are an error. A dataset
+    that is
+    named twice is numbered."""
+    names = [source.name or source.named or _name(source.path) for source in sources]
     for index, source in enumerate(sources):
-        if names.count(names[index]) > 1 and source.name is None:
+        if source.named is not None and source.name is None:
+            before = sum(other.named == source.named and other.name is None for other in sources[:index])
+            names[index] = f"{names[index]}-{before + 1}" if before else names[index]
+        elif names.count(names[index]) > 1 and source.name is None:
             names[index] = f"{Path(source.path).expanduser().absolute().parent.name}-{_name(source.path)}"
     for name in names:
         if names.count(name) > 1 or "/" in name:

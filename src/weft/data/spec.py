@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from weft.errors import ConfigError, nearest
 from weft.options import option
@@ -47,7 +47,8 @@ class SourceSpec:
     to the other weights: an epoch is as long as the scarcest source allows without using a row twice.
     """
 
-    path: str
+    path: str = ""
+    named: str | None = None  # a dataset that is known by name (`weft.data.named`); `path` is then a copy of it
     type: str | None = None  # the experiment's dataset type when absent
     name: str | None = None  # the file's stem when absent; begins the ids, and names the metrics
     fraction: float | None = None
@@ -57,6 +58,7 @@ class SourceSpec:
     args: Mapping[str, Any] = field(default_factory=dict)
     valid_path: str | None = None
     valid_split: float | None = None  # dataset.valid_split when absent
+    max_valid: int | None = None  # most rows of the validation set
 
     @classmethod
     def parse(cls, value: Any, where: str) -> SourceSpec:
@@ -71,8 +73,11 @@ class SourceSpec:
                 close = nearest(str(key), known)
                 hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
                 raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
-        if not isinstance(value.get("path"), str):
-            raise ConfigError(f"{where}: path is missing; every source names a file, a directory or a hub name")
+        if not isinstance(value.get("named") or value.get("path"), str):
+            raise ConfigError(
+                f"{where}: path is missing; every source names a file, a directory, a hub name, or is `named`: a dataset "
+                "known by name"
+            )
         source = cls(**{key: item for key, item in value.items() if item is not None})
         source.check(where)
         return source
@@ -95,19 +100,75 @@ class SourceSpec:
             raise ConfigError(f"{where}.weight={self.weight}: must lie above 0; leave the source out to give it none")
         if self.valid_split is not None and not 0 <= self.valid_split < 1:
             raise ConfigError(f"{where}.valid_split={self.valid_split}: must be at least 0 and below 1")
+        if self.max_valid is not None and (isinstance(self.max_valid, bool) or not isinstance(self.max_valid, int)):
+            raise ConfigError(f"{where}.max_valid={self.max_valid!r}: must be a whole number of rows")
+        if self.max_valid is not None and self.max_valid < 1:
+            raise ConfigError(
+                f"{where}.max_valid={self.max_valid}: must be at least 1; set valid_split=0 for no validation"
+            )
+        if self.named is not None and (self.type is not None or self.split is not None):
+            raise ConfigError(f"{where}: named={self.named!r} says what its rows are; leave out type and split")
         if not isinstance(self.args, Mapping):
             raise ConfigError(f"{where}.args={self.args!r}: must be a mapping of arguments of the dataset class")
+
+
+def sources_of(spec: DatasetSpec) -> list[SourceSpec]:
+    """The entries of `dataset.sources` and `dataset.named`. Raises `ConfigError` naming the entry."""
+    listed = [] if spec.sources is None else parse_sources(spec.sources)
+    return all_or_none_weighted([*listed, *([] if spec.named is None else parse_named(spec.named))])
+
+
+def all_or_none_weighted(sources: list[SourceSpec]) -> list[SourceSpec]:
+    """The sources. Raises `ConfigError` where some have a weight and others none."""
+    weighted = [source.weight is not None for source in sources]
+    if any(weighted) and not all(weighted):
+        raise ConfigError("dataset.sources: weight is relative, so all sources have one or none; set the missing ones")
+    return sources
 
 
 def parse_sources(value: Any) -> list[SourceSpec]:
     """The entries of `dataset.sources`. Raises `ConfigError` naming the entry."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ConfigError(f"dataset.sources={value!r}: must be a list such as [{{path: FILE, fraction: 0.5}}, ...]")
-    sources = [SourceSpec.parse(entry, f"dataset.sources[{index}]") for index, entry in enumerate(value)]
-    weighted = [source.weight is not None for source in sources]
-    if any(weighted) and not all(weighted):
-        raise ConfigError("dataset.sources: weight is relative, so all sources have one or none; set the missing ones")
-    return sources
+    return all_or_none_weighted(
+        [SourceSpec.parse(entry, f"dataset.sources[{index}]") for index, entry in enumerate(value)]
+    )
+
+
+def parse_named(value: Any) -> list[SourceSpec]:
+    """The entries of `dataset.named`, a name or a list of names and `{name: {fraction: .., OPTION: ..}}`. Raises
+    `ConfigError`."""
+    entries = [value] if isinstance(value, str | Mapping) else value
+    if not isinstance(entries, Sequence) or not entries:
+        raise ConfigError(
+            f"dataset.named={value!r}: must be a list such as [webgpt, {{oasst_export: {{fraction: 0.5}}}}]"
+        )
+    return [_named_source(entry, f"dataset.named[{index}]") for index, entry in enumerate(entries)]
+
+
+def _named_source(entry: Any, where: str) -> SourceSpec:
+    """One entry: keys that no source has are the reader's options."""
+    if isinstance(entry, str):
+        return SourceSpec.parse({"named": entry}, where)
+    if not isinstance(entry, Mapping) or len(entry) != 1:
+        names = f"; one entry is one dataset, and this one has the keys {', '.join(map(str, entry))}" if entry else ""
+        raise ConfigError(f"{where}={entry!r}: must be a name, or {{name: {{fraction: 0.5, ...}}}}{names}")
+    ((name, options),) = entry.items()
+    if not isinstance(options or {}, Mapping):
+        raise ConfigError(f"{where}: {name}={options!r}: must be a mapping such as {{fraction: 0.5}}")
+    known = {spec.name for spec in fields(SourceSpec)} - {"named", "type", "split"}
+    own = {key: item for key, item in (options or {}).items() if key in known}
+    args = {key: item for key, item in (options or {}).items() if key not in known}
+    return SourceSpec.parse({**own, "named": str(name), "args": {**args, **(own.get("args") or {})}}, where)
+
+
+def named_problem(value: Any) -> str | None:
+    """What is wrong with `dataset.named`, or None: the rule of the option."""
+    try:
+        parse_named(value)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def sources_problem(value: Any) -> str | None:
@@ -132,12 +193,19 @@ class DatasetSpec:
     args: dict[str, Any] = option({}, "arguments of the dataset class")
     sources: Any = option(
         None,
-        "a mixture: list of {path, type, fraction | size | weight, split, name, args, valid_path, valid_split}",
+        "a mixture: list of {path | named, type, fraction | size | weight, split, name, args, valid_path, valid_split, "
+        "max_valid}",
         check=sources_problem,
     )
-    max_seqlen: int | None = option(
+    named: Any = option(
         None,
-        "most tokens of a sequence, prompt and answer; absent: the model's context",
+        "datasets by name, more of the mixture: [webgpt, {oasst_export: {fraction: 0.5, lang: en}}] (docs/named-datasets.md)",
+        check=named_problem,
+    )
+    named_file: list[str] = option([], "YAML files with entries of your own for dataset.named")
+    max_seqlen: int | Literal["auto"] | None = option(
+        None,
+        "most tokens of a sequence, prompt and answer; absent: the model's context; auto: as many as the longest row has",
         at_least=2,
     )
     max_prompt_len: int | None = option(
@@ -196,3 +264,8 @@ class DatasetSpec:
         None, "processes that tokenize; 0 is none but this one; absent: as many as cores, for large files", at_least=0
     )
     cache_dir: str | None = option(None, "where tokenized rows are kept; ~/.cache/weft when absent")
+
+    @property
+    def limit(self) -> int | None:
+        """`max_seqlen` as a number; None where it is absent, or `auto`, which cuts no row."""
+        return self.max_seqlen if isinstance(self.max_seqlen, int) else None

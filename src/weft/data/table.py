@@ -109,11 +109,16 @@ class TokenTable:
 
     def longest(self) -> int:
         """Most tokens of a sequence: a prompt and one of its completions."""
+        return int(self.sizes().max(initial=0))
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample's longest sequence: its prompt and one of its completions."""
         lengths = self.sample.lengths
-        prompts = lengths["prompt"].astype(np.int64)
-        if "completion" not in lengths:
-            return int(prompts.max(initial=0))
-        return int((prompts[self.sample.group_of("completion")] + lengths["completion"]).max(initial=0))
+        sizes = lengths["prompt"].astype(np.int64)
+        if "completion" in lengths:
+            groups = self.sample.group_of("completion")
+            np.maximum.at(sizes, groups, lengths["prompt"].astype(np.int64)[groups] + lengths["completion"])
+        return sizes
 
     @classmethod
     def build(cls, ids: Sequence[str], encoded: Sequence[Encoded], rows: Sequence[int], report: Report) -> TokenTable:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from weft.data.spec import DatasetSpec, parse_sources
+from weft.data.named import find
+from weft.data.spec import DatasetSpec, sources_of
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, unknown_name
 from weft.experiment import Control, Evaluation, Experiment
@@ -28,6 +29,7 @@ COMPARED = (*RANKED, "label")
 ROW_KEYS = {
     "prompt_answer": ANSWERS,
     "chat": ANSWERS,
+    "text": ANSWERS,
     "prompt": ("prompt",),
     "paired_comparison": COMPARED,
     "preference": COMPARED,
@@ -150,8 +152,10 @@ def evaluating(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
 
 def has_validation(dataset: DatasetSpec) -> bool:
     """Whether there are rows to evaluate on; sources bring their own."""
-    sources = parse_sources(dataset.sources) if dataset.sources else []
+    sources = sources_of(dataset)
     own = any(source.valid_path is not None or source.valid_split for source in sources)
+    named = [source for source in sources if source.named is not None and source.valid_split is None]
+    own = own or any(find(source.named or "", dataset.named_file).valid is not None for source in named)
     return own or dataset.valid_path is not None or dataset.valid_split > 0
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.data.spec import DatasetSpec
+from weft.data.named import find
+from weft.data.spec import DatasetSpec, sources_of
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, nearest
@@ -172,10 +173,13 @@ def check_dataset(dataset: DatasetSpec) -> None:
     if dataset.path is not None and dataset.train_path is not None and dataset.path != dataset.train_path:
         raise ConfigError("dataset.path and dataset.train_path are the same option and differ; set one of them")
     named = dataset.train_path or dataset.path
-    if named is None and not dataset.sources and not dataset.args:
+    if named is None and not dataset.sources and not dataset.named and not dataset.args:
         raise ConfigError(
             "dataset.train_path is missing: give a JSON, JSONL or Parquet file, a directory, or a hub name"
         )
+    for source in sources_of(dataset):
+        if source.named is not None:
+            find(source.named, dataset.named_file)
     for option, path in (("dataset.train_path", named), ("dataset.valid_path", dataset.valid_path)):
         if path is not None and _looks_like_file(path):
             _check_data_file(option, path)

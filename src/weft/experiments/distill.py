@@ -166,7 +166,7 @@ class _Distillation:
                 f"dataset.train_tokens_per_batch={tokens}: distill counts rows, unless nothing is sampled (on_policy=0) and a "
                 "batch is one minibatch; set dataset.train_bs_n_seqs"
             )
-        asked = [config.dataset.max_seqlen] if share < 1.0 else []
+        asked = [config.dataset.limit] if share < 1.0 else []
         if share:
             lengths = Lengths.of(config, dataset, gen, "distill.gen")
             dataset, gen = lengths.dataset, lengths.gen

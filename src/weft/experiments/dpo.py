@@ -116,7 +116,7 @@ class DPOConfig(RunConfig):
                 dataset_type=type_of(dataset, "paired_comparison"),
                 data_role="actor",
                 steps_follow="actor_train",
-                longest=self.dataset.max_seqlen,
+                longest=self.dataset.limit,
                 evaluation=evaluating(nodes, dataset),
                 init_from=init_from,
                 updates_per_firing={"actor_train": 1},

@@ -65,7 +65,7 @@ class RWConfig(RunConfig):
                 dataset_type=type_of(dataset, "paired_comparison"),
                 data_role="model",
                 steps_follow="train",
-                longest=self.dataset.max_seqlen,
+                longest=self.dataset.limit,
                 evaluation=evaluating([train], dataset),
                 updates_per_firing={"train": 1},
             ),

@@ -60,7 +60,7 @@ class SFTConfig(RunConfig):
                 dataset_type=type_of(dataset, "prompt_answer"),
                 data_role="model",
                 steps_follow="train",
-                longest=self.dataset.max_seqlen,
+                longest=self.dataset.limit,
                 evaluation=evaluating([train], dataset),
                 updates_per_firing={"train": 1},
             ),

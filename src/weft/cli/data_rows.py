@@ -1,0 +1,63 @@
+"""Rows of a batch as text for a terminal: token by token, what is trained coloured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import StreamDecoder, Tokenizer
+
+
+def shown_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
+    """One id: its prompt and completions, token by token."""
+    prompt = sample.data["prompt"].tolist() if "prompt" in sample.keys else []
+    text = Text().append(f"id {sample.ids[0]}", style="bold")
+    text.append(f"  source {sample.metadata['source'][0]}", style="dim")
+    text.append(f"\nprompt, {len(prompt)} tokens\n", style="cyan")
+    text.append(_tokens(tokenizer, [], prompt, [False] * len(prompt), lines))
+    for name in (name for name in sample.metadata if name != "source"):
+        text.append(f"{name}: {sample.metadata[name][0]!r}\n", style="dim")
+    if "completion" not in sample.keys:
+        return text
+    masks = sample.sequences("loss_mask") if "loss_mask" in sample.keys else None
+    for k, completion in enumerate(sample.sequences("completion")):
+        ids = completion.tolist()
+        mask = [True] * len(ids) if masks is None else [bool(on) for on in masks[k].tolist()]
+        facts = [
+            f"{key} {sample.sequences(key)[k].item():g}"
+            for key in ("rank", "comparison", "margin", "label")
+            if key in sample.keys
+        ]
+        title = f"completion {k + 1}, {len(ids)} tokens, {sum(mask)} trained"
+        text.append(f"{', '.join([title, *facts])}\n", style="cyan")
+        text.append(_tokens(tokenizer, prompt, ids, mask, lines))
+    return text
+
+
+def _tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int], mask: Sequence[bool], lines: bool) -> Text:
+    """Tokens apart by |, runs of trained ones between \u27e6 and \u27e7; or one token a line."""
+    text, previous = Text(), False
+    for index, (id, on, piece) in enumerate(zip(ids, mask, _pieces(tokenizer, before, ids), strict=True)):
+        style = "bold green" if on else "dim"
+        if lines:
+            text.append(f"{index:>6} {id:>8} {'trained' if on else '       '} {piece!r}\n", style=style)
+            continue
+        if on != previous:
+            text.append("\u27e6" if on else "\u27e7", style="green")
+        elif index:
+            text.append("|", style="dim")
+        text.append(piece.replace("\n", "\u23ce\n"), style=style)
+        previous = on
+    if previous and not lines:
+        text.append("\u27e7", style="green")
+    return text if lines else text.append("\n")
+
+
+def _pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> Iterator[str]:
+    """The text that each token completes; a token that ends within a character shows its id."""
+    stream = StreamDecoder(tokenizer, skip_special=False)
+    stream.feed(before)
+    for id in ids:
+        yield stream.feed([id]) or f"<{id}>"

@@ -1,0 +1,176 @@
+"""`weft data trees`: Open-Assistant's message trees counted, filtered, split by tree, flattened to messages and built
+again."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.data import message_trees
+from weft.data.message_trees import Tree, Wanted
+from weft.data.mixture import hold_out
+from weft.data.rows import BadRow
+from weft.data.sources import Unreadable, find_files, read_rows
+from weft.errors import ConfigError, DataError
+
+EPILOG = """examples:
+  weft data trees stats trees.jsonl.gz
+  weft data trees filter trees.jsonl.gz german.jsonl --lang de --least quality=0.5 --most toxicity=0.3
+  weft data trees split trees.jsonl train.jsonl valid.jsonl --valid 0.05
+  weft data trees flatten trees.jsonl messages.jsonl
+  weft data trees build messages.jsonl trees.jsonl.gz"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `weft data trees ...`. Raises `UserError` for files and options that cannot be used."""
+    arguments = _parser().parse_args(list(argv))
+    if arguments.command is None:
+        _parser().print_help()
+        return 2
+    trees = read(arguments.input)
+    if arguments.command == "stats":
+        print("\n".join(stats(trees)))
+    elif arguments.command == "filter":
+        kept = (made for tree in trees if (made := message_trees.pruned(tree, _wanted(arguments))) is not None)
+        print(f"{write(arguments.output, kept):,} trees in {arguments.output}")
+    elif arguments.command == "split":
+        _split(list(trees), arguments)
+    elif arguments.command == "flatten":
+        count = write(arguments.output, (message for tree in trees for message in message_trees.flatten(tree)))
+        print(f"{count:,} messages in {arguments.output}")
+    else:
+        print(f"{write(arguments.output, trees):,} trees in {arguments.output}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="weft data trees", description=__doc__, epilog=EPILOG, formatter_class=form)
+    commands = parser.add_subparsers(dest="command", metavar="{stats,filter,split,flatten,build}")
+    helps = {
+        "stats": "count trees, messages, threads, ranked replies, languages, states",
+        "filter": "write the trees that are wanted, without the messages that are not nor what follows them",
+        "split": "write two files; the messages of a tree are never split",
+        "flatten": "write single messages, a parent before its replies",
+        "build": "write trees, from messages in any order or threads",
+    }
+    for name, help in helps.items():
+        command = commands.add_parser(name, help=help, description=help)
+        command.add_argument("input", help="trees, messages or threads, .jsonl or .jsonl.gz")
+        if name != "stats":
+            command.add_argument("output", help=".jsonl or .jsonl.gz")
+    _, filtering, splitting, *_ = (commands.choices[name] for name in helps)
+    filtering.add_argument("--lang", default="", metavar="en,de", help="languages of the first message; absent: all")
+    filtering.add_argument("--states", default="ready_for_export", metavar="S,S", help="states of trees, or all")
+    filtering.add_argument("--top-k", type=int, metavar="K", help="replies of the first K ranks")
+    for name, word in (("least", "at least"), ("most", "at most")):
+        filtering.add_argument(
+            f"--{name}", action="append", default=[], metavar="LABEL=X", help=f"messages whose label is {word} X"
+        )
+    filtering.add_argument("--unreviewed", action="store_true", help="also trees whose first message failed its review")
+    filtering.add_argument("--deleted", action="store_true", help="also deleted messages")
+    filtering.add_argument("--synthetic", action="store_true", help="also messages that a model wrote")
+    splitting.add_argument("valid_output", metavar="valid", help="the trees that are set aside")
+    splitting.add_argument("--valid", type=float, default=0.1, metavar="X", help="share of the trees (default 0.1)")
+    splitting.add_argument("--seed", type=int, default=1, help="another seed sets other trees aside (default 1)")
+    return parser
+
+
+def read(path: str) -> Iterator[Tree]:
+    """The trees of a file. Raises `DataError` with the place of what is none."""
+    place = path
+
+    def rows() -> Iterator[Mapping[str, Any]]:
+        nonlocal place
+        for file in find_files(path):
+            for at, row in read_rows(file):
+                place = str(at)
+                if isinstance(row, Unreadable):
+                    raise BadRow(row.wrong)
+                yield row
+
+    try:
+        yield from message_trees.read_trees(rows())
+    except BadRow as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
+    """Write one object a line, gzipped where the name ends so; how many there were."""
+    if not path.endswith((".jsonl", ".jsonl.gz")):
+        raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
+    count = 0
+    with (
+        gzip.open(path, "wt", encoding="utf-8")
+        if path.endswith(".gz")
+        else Path(path).open("w", encoding="utf-8") as out
+    ):
+        for each in objects:
+            out.write(json.dumps(each, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def stats(trees: Iterable[Tree]) -> list[str]:
+    """Counts, one a line."""
+    every = Wanted(states=(), reviewed=False)
+    counts, langs, states, roles = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    for tree in trees:
+        counts["trees"] += 1
+        states[str(tree.get("tree_state"))] += 1
+        for node in message_trees.nodes(tree["prompt"]):
+            counts["messages"] += 1
+            roles[str(node.get("role"))] += 1
+            langs[str(node.get("lang"))] += 1
+            counts["deleted"] += bool(node.get("deleted"))
+            counts["synthetic"] += bool(node.get("synthetic"))
+            counts["with a rank"] += node.get("rank") is not None
+            counts["with labels"] += bool(node.get("labels"))
+        counts["threads (sft)"] += sum(1 for _ in message_trees.threads(tree, every))
+        counts["rankings (rm)"] += sum(1 for _ in message_trees.rankings(tree, every))
+        counts["prompts (rl)"] += sum(1 for _ in message_trees.prompts(tree, every))
+    tables = {"roles": roles, "languages": langs, "states": states}
+    said = [f"{count:>9,}  {name}" for name, count in counts.items()]
+    return said + [
+        f"{name}: {', '.join(f'{k} {n:,}' for k, n in table.most_common())}" for name, table in tables.items()
+    ]
+
+
+def _split(trees: list[Tree], arguments: argparse.Namespace) -> None:
+    if not 0 < arguments.valid < 1:
+        raise ConfigError(f"--valid {arguments.valid}: must lie between 0 and 1")
+    held = hold_out([f"{arguments.seed}|{tree['message_tree_id']}" for tree in trees], arguments.valid).tolist()
+    for path, wanted in ((arguments.output, False), (arguments.valid_output, True)):
+        count = write(path, (tree for tree, out in zip(trees, held, strict=True) if out == wanted))
+        print(f"{count:,} trees in {path}")
+
+
+def _wanted(arguments: argparse.Namespace) -> Wanted:
+    if arguments.top_k is not None and arguments.top_k < 1:
+        raise ConfigError(f"--top-k {arguments.top_k}: must be at least 1")
+    return Wanted(
+        langs=tuple(lang for lang in arguments.lang.split(",") if lang),
+        states=() if arguments.states == "all" else tuple(arguments.states.split(",")),
+        top_k=arguments.top_k,
+        reviewed=not arguments.unreviewed,
+        deleted=arguments.deleted,
+        synthetic=arguments.synthetic,
+        least=_bounds("--least", arguments.least),
+        most=_bounds("--most", arguments.most),
+    )
+
+
+def _bounds(flag: str, words: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"{flag} {word}: must be LABEL=NUMBER, such as quality=0.5") from error
+    return found

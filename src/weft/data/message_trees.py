@@ -1,0 +1,212 @@
+"""Open-Assistant's message trees: read from trees or single messages, filter, walk, flatten and build again.
+
+A line is a tree (`message_tree_id`, `prompt` with nested `replies`), a message (`message_id`, `parent_id`), or a thread
+(`thread_id`, `messages` from the root on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.data.rows import BadRow, Row
+
+Node = Mapping[str, Any]
+Tree = dict[str, Any]
+LABELS = ("quality", "humor", "creativity")  # that go along with a message
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which trees and messages are taken. A thread is left out where one of its messages is; `langs` is of the first message.
+
+    `top_k` keeps replies ranked among the first k, and of several replies only ranked ones. `least` and `most` bound
+    labels such as quality; a message without the label passes.
+    """
+
+    langs: tuple[str, ...] = ()
+    states: tuple[str, ...] = ("ready_for_export",)
+    top_k: int | None = None
+    reviewed: bool = True
+    deleted: bool = False
+    synthetic: bool = False
+    least: Mapping[str, float] = field(default_factory=dict)
+    most: Mapping[str, float] = field(default_factory=dict)
+
+    def tree(self, tree: Row) -> bool:
+        root = tree["prompt"]
+        state = tree.get("tree_state")
+        return (
+            (not self.states or state is None or state in self.states)
+            and (not self.reviewed or bool(root.get("review_result")))
+            and (not self.langs or root.get("lang") in self.langs)
+        )
+
+    def message(self, node: Node) -> bool:
+        if (node.get("deleted") and not self.deleted) or (node.get("synthetic") and not self.synthetic):
+            return False
+        for bounds, sign in ((self.least, 1.0), (self.most, -1.0)):
+            for name, bound in bounds.items():
+                value = label(node, name)
+                if value is not None and sign * value < sign * bound:
+                    return False
+        return True
+
+    def ranked(self, node: Node, siblings: int) -> bool:
+        """Whether `top_k` takes this reply, one of so many."""
+        if self.top_k is None or node.get("role") != "assistant":
+            return True
+        rank = node.get("rank")
+        return siblings < 2 if rank is None else rank < self.top_k
+
+
+def label(node: Node, name: str) -> float | None:
+    """The mean value of a label, as exports hold it or as the hub's tables do; None where nobody gave it."""
+    labels = node.get("labels") or {}
+    if isinstance(labels.get("name"), Sequence) and not isinstance(labels["name"], str):
+        return dict(zip(labels["name"], labels["value"], strict=True)).get(name)
+    found = labels.get(name)
+    value = found.get("value") if isinstance(found, Mapping) else found
+    return None if value is None else float(value)
+
+
+def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
+    """Trees of trees, of messages in any order, or of threads, in the order of their roots. Raises `BadRow` for other
+    rows, and for a message whose parent is missing."""
+    loose: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row.get("message_id") is not None:
+            _add(loose, row)
+        elif row.get("thread_id") is not None and isinstance(row.get("messages"), Sequence):
+            parent = None
+            for node in row["messages"]:
+                _add(loose, {"parent_id": parent, **node})
+                parent = node.get("message_id")
+        elif isinstance(row.get("prompt"), Mapping) and "message_id" in row["prompt"]:
+            yield {**row, "prompt": _nested(row["prompt"])}
+        else:
+            raise BadRow(
+                "is no tree (message_tree_id, prompt), message (message_id, parent_id) or thread (thread_id, messages); "
+                f"it has: {', '.join(map(repr, row))}"
+            )
+    yield from _built(loose)
+
+
+def _add(loose: dict[str, dict[str, Any]], row: Row) -> None:
+    """A message among the loose ones, and the replies nested in it."""
+    if row["message_id"] in loose:
+        return
+    loose[row["message_id"]] = {**row, "replies": []}
+    for reply in row.get("replies") or ():
+        _add(loose, {**reply, "parent_id": row["message_id"]})
+
+
+def _built(loose: Mapping[str, dict[str, Any]]) -> Iterator[Tree]:
+    for node in loose.values():
+        parent = node.get("parent_id")
+        if parent is not None:
+            if parent not in loose:
+                raise BadRow(f"message {node['message_id']!r}: its parent {parent!r} is not among the messages")
+            loose[parent]["replies"].append(node)
+    for node in loose.values():
+        if node.get("parent_id") is None:
+            yield {
+                "message_tree_id": node.get("message_tree_id") or node["message_id"],
+                "tree_state": node.get("tree_state"),
+                "prompt": node,
+            }
+
+
+def _nested(node: Node) -> dict[str, Any]:
+    return {**node, "replies": [_nested(reply) for reply in node.get("replies") or ()]}
+
+
+def nodes(node: Node) -> Iterator[Node]:
+    """A message and all below it, depth first."""
+    yield node
+    for reply in node.get("replies") or ():
+        yield from nodes(reply)
+
+
+def flatten(tree: Row) -> Iterator[dict[str, Any]]:
+    """The messages of a tree, each alone, a parent before its replies; what the tree says stands with the root."""
+
+    def alone(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
+        mine = {key: value for key, value in node.items() if key != "replies"}
+        yield {
+            **mine,
+            "parent_id": parent,
+            "message_tree_id": tree["message_tree_id"],
+            "tree_state": tree.get("tree_state"),
+        }
+        for reply in node.get("replies") or ():
+            yield from alone(reply, node["message_id"])
+
+    return alone(tree["prompt"], None)
+
+
+def pruned(tree: Row, wanted: Wanted) -> Tree | None:
+    """The tree without the messages that are not wanted, nor what follows them; None where nothing is left."""
+
+    def kept(node: Node) -> dict[str, Any]:
+        replies = [reply for reply in node.get("replies") or () if wanted.message(reply)]
+        return {**node, "replies": [kept(reply) for reply in replies if wanted.ranked(reply, len(replies))]}
+
+    if not wanted.tree(tree) or not wanted.message(tree["prompt"]):
+        return None
+    return {**tree, "prompt": kept(tree["prompt"])}
+
+
+def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
+    """Every path to a last reply of the assistant. Where the user has the last word that is left off, once for each reply
+    it follows, and not where another branch goes on from there."""
+    for path in _paths(tree, wanted):
+        replies = _kept(path[-1], wanted)
+        if replies or len(path) < 2:
+            continue
+        if path[-1]["role"] == "assistant":
+            yield path
+        elif _kept(path[-2], wanted)[0]["message_id"] == path[-1]["message_id"] and len(path) > 2:
+            yield path[:-1]
+
+
+def rankings(tree: Row, wanted: Wanted) -> Iterator[tuple[list[Node], list[Node]]]:
+    """(path to a user's message, its ranked replies best first) where there are two or more of them."""
+    for path in _paths(tree, wanted):
+        ranked = [reply for reply in _kept(path[-1], wanted, all=True) if reply.get("rank") is not None]
+        if path[-1]["role"] == "prompter" and len(ranked) > 1:
+            yield path, sorted(ranked, key=lambda reply: int(reply["rank"]))
+
+
+def prompts(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
+    """Every path to a user's message."""
+    return (path for path in _paths(tree, wanted) if path[-1]["role"] == "prompter")
+
+
+def _paths(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
+    """The paths from the root to every message, depth first, over wanted ones."""
+    if not wanted.tree(tree) or not wanted.message(tree["prompt"]):
+        return
+    stack: list[list[Node]] = [[tree["prompt"]]]
+    while stack:
+        path = stack.pop()
+        yield path
+        stack += [[*path, reply] for reply in reversed(_kept(path[-1], wanted))]
+
+
+def _kept(node: Node, wanted: Wanted, *, all: bool = False) -> list[Node]:
+    """The wanted replies to a message; `all`: whatever their rank."""
+    replies = [reply for reply in node.get("replies") or () if wanted.message(reply)]
+    return replies if all else [reply for reply in replies if wanted.ranked(reply, len(replies))]
+
+
+def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
+    """The messages of a path as those of a chat, with their language and labels."""
+    made = []
+    for node in path:
+        role = "assistant" if node["role"] == "assistant" else "user"
+        values = {"lang": node.get("lang"), **{name: label(node, name) for name in LABELS}}
+        known = {name: value for name, value in values.items() if value is not None}
+        made.append({"role": role, "content": node["text"], **known})
+    return made

@@ -1,0 +1,106 @@
+"""Every dataset that has a name: the ones weft ships, those that a user registers, those of a user's YAML file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.data.named.entry import MODES, Entry
+from weft.errors import ConfigError, unknown_name
+from weft.registry import named_datasets
+
+FOLDER = Path(__file__).parent / "entries"
+LANGUAGES = (
+    "ar",
+    "de",
+    "fr",
+    "en",
+    "it",
+    "nl",
+    "tr",
+    "ru",
+    "ms",
+    "ko",
+    "ja",
+    "zh",
+)  # of pairs in a name: wmt2019_zh-en
+PAIR = "{source}-{target}"
+
+
+def find(name: str, files: Sequence[str] = ()) -> Entry:
+    """The entry called `name`, in the user's `files` first. Raises `ConfigError` with the nearest names, and for a pair of
+    languages that there are no prompts for."""
+    known = _known(files)
+    found = known.get(name) or known.get(name.lower())
+    if found is not None and PAIR not in found.name:
+        return found
+    for entry in known.values():
+        if PAIR in entry.name and re.match(entry.name.removesuffix(PAIR), name):
+            return _pair(entry, name)
+    raise unknown_name("dataset", name, known)
+
+
+def names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
+    """The names of all entries, or of those that a mode (sft, rm, rl) can read, sorted; no aliases."""
+    if mode is not None and mode not in MODES:
+        raise unknown_name("mode", mode, MODES)
+    return sorted({entry.name for entry in _known(files).values() if mode is None or mode in entry.modes})
+
+
+def read_entries(file: Path) -> dict[str, Entry]:
+    """The entries of a YAML file `NAME: {reader: .., repo: .., ...}`. Raises `ConfigError`."""
+    if not file.is_file():
+        raise ConfigError(f"dataset.named_file={file}: there is no such file")
+    try:
+        values = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: is not YAML: {error}") from error
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{file}: must hold entries as NAME: {{reader: .., repo: ..}}")
+    return {str(name): Entry.parse(str(name), value, str(file)) for name, value in values.items()}
+
+
+def _known(files: Sequence[str]) -> dict[str, Entry]:
+    """All entries by name and alias; later ones go before earlier ones: shipped, registered, of files."""
+    entries: dict[str, Entry] = dict(_shipped())
+    for name in named_datasets.names():
+        entries[name] = _registered(name, named_datasets.get(name))
+    for file in files:
+        entries |= read_entries(Path(file).expanduser())
+    aliases = {alias: entry for entry in entries.values() for alias in entry.aliases}
+    return {**aliases, **entries}
+
+
+@cache
+def _shipped() -> Mapping[str, Entry]:
+    found: dict[str, Entry] = {}
+    for file in sorted(FOLDER.glob("*.yaml")):
+        entries = read_entries(file)
+        twice = found.keys() & entries.keys()
+        assert not twice, f"{file.name}: {', '.join(twice)} stand in another file too"
+        found |= entries
+    return found
+
+
+def _registered(name: str, value: Any) -> Entry:
+    return replace(value, name=name) if isinstance(value, Entry) else Entry.parse(name, value, "register_named_dataset")
+
+
+def _pair(entry: Entry, name: str) -> Entry:
+    """The entry for one pair of languages."""
+    pair = name[len(entry.name) - len(PAIR) :]
+    languages = pair.split("-")
+    if len(languages) != 2 or languages[0] == languages[1] or any(each not in LANGUAGES for each in languages):
+        shape = entry.name.replace(PAIR, "zh-en")
+        raise ConfigError(
+            f"dataset {name!r}: {pair!r} is no pair of known languages; write two of {', '.join(LANGUAGES)}, such as {shape}"
+        )
+    source, target = languages
+    config = entry.config.format(source=source, target=target) if entry.config else None
+    return replace(entry, name=name, config=config, options={**entry.options, "source": source, "target": target})

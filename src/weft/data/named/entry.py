@@ -1,0 +1,73 @@
+"""One dataset that is known by name: where it comes from, which reader reads it, and with which options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from weft.errors import ConfigError, nearest
+
+MODES = ("sft", "rm", "rl")
+SEVERAL = ("modes", "aliases")  # fields that hold several names
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A source and how to read it. `train` and `valid` are a split, or a pattern of its files (`*x*.json`); without `valid` a
+    part of the rows is set aside. `options` are those of the reader; what a user writes beside the name goes before them.
+
+    `repo` with `config` and `revision` is a hub dataset, `url` a file; an entry with neither is read from a local copy
+    alone.
+    """
+
+    name: str
+    reader: str
+    modes: tuple[str, ...]
+    repo: str | None = None
+    config: str | None = None
+    revision: str | None = None
+    url: str | None = None
+    train: str = "train"
+    valid: str | None = None
+    separator: str | None = None  # ends a record of a file of plain text
+    rows_in: str | None = None  # the key that holds the rows, where a file is one JSON object
+    aliases: tuple[str, ...] = ()
+    licence: str | None = None
+    note: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, name: str, value: Any, where: str) -> Entry:
+        """Read an entry of a YAML file; keys that are no fields are options of the reader. Raises `ConfigError`."""
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{where}: {name}: must be a mapping such as {{reader: pairs, repo: OWNER/NAME, modes: [rm]}}"
+            )
+        known = {spec.name for spec in fields(cls)} - {"name", "options"}
+        given = {key: item for key, item in value.items() if key in known}
+        options = {key: item for key, item in value.items() if key not in known}
+        for key in ("reader", "modes"):
+            if not given.get(key):
+                close = nearest(key, options, 1)
+                hint = f"; is {close[0]!r} meant?" if close else ""
+                raise ConfigError(f"{where}: {name}: {key} is missing{hint}")
+        for key, item in given.items():
+            if key in SEVERAL:
+                given[key] = tuple(item) if isinstance(item, list | tuple) else (item,)
+            elif item is not None and not isinstance(item, str):
+                raise ConfigError(f"{where}: {name}: {key}={item!r}: must be text")
+        wrong = [mode for mode in given["modes"] if mode not in MODES]
+        if wrong:
+            raise ConfigError(f"{where}: {name}: modes={wrong}: must be of {', '.join(MODES)}")
+        if given.get("repo") and given.get("url"):
+            raise ConfigError(f"{where}: {name}: repo and url exclude each other; keep the one that it comes from")
+        return cls(name=name, options=options, **given)
+
+    @property
+    def origin(self) -> str:
+        """Where it is fetched from, in words."""
+        if self.repo:
+            config = f", configuration {self.config}" if self.config else ""
+            return f"https://huggingface.co/datasets/{self.repo}{config}"
+        return self.url or "no public place"

@@ -1,0 +1,100 @@
+"""What readers make of rows, whatever it is used for: a conversation and replies to it, and its row in each mode."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.data.messages import Message
+from weft.data.named.words import unwanted
+
+TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the dataset type of a mode's rows
+
+
+@dataclass(frozen=True)
+class Example:
+    """`replies` to a conversation that ends with the user, the best first. Without a conversation `text` is what they go on
+    with as it stands, and without replies it is plain text.
+
+    Examples of one `group` are never split into training and validation. `columns` go along with a prompt (mode rl).
+    """
+
+    context: Sequence[Message] = ()
+    replies: Sequence[Message] = ()
+    text: str | None = None
+    group: str | None = None
+    id: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Use:
+    """What a reader is told, and what it counts: `left_out[reason]` rows that gave no example."""
+
+    name: str
+    mode: str
+    training: bool = True
+    seed: int = 1
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def skip(self, reason: str, count: int = 1) -> None:
+        self.left_out[reason] += count
+
+    def random(self, *parts: object) -> random.Random:
+        """Random numbers for one purpose, the same in every run."""
+        digest = hashlib.blake2b("|".join(map(str, (self.seed, self.name, *parts))).encode(), digest_size=8).digest()
+        return random.Random(int.from_bytes(digest, "little"))
+
+    def clean(self, *said: str) -> bool:
+        """Whether none of these texts holds a phrase that no model should learn; counts it where one does."""
+        if any(unwanted(text) for text in said):
+            self.skip("unwanted phrases")
+            return False
+        return True
+
+
+def user(content: str, **more: Any) -> Message:
+    return {"role": "user", "content": content, **_kept(more)}
+
+
+def assistant(content: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **_kept(more)}
+
+
+def alternating(turns: Sequence[str], system: str | None = None, **more: Any) -> list[Message]:
+    """Texts of the user and the assistant in turn; `more` (lang, ...) stands with each."""
+    head = [{"role": "system", "content": system}] if system and system.strip() else []
+    return [*head, *((assistant if i % 2 else user)(turn, **more) for i, turn in enumerate(turns))]
+
+
+def conversation(messages: Sequence[Message], **more: Any) -> Example:
+    """An example whose reply is the last message."""
+    return Example(context=messages[:-1], replies=messages[-1:], **more)
+
+
+def row_of(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
+    """(dataset type, row) of an example in a mode; None where it has too little for it."""
+    own = {} if example.id is None else {"id": example.id}
+    plain = not example.context
+    if plain and mode == "rl":
+        return None
+    if mode == "rl":
+        return "prompt", {**own, "prompt": list(example.context), **example.columns}
+    if mode == "rm":
+        if len(example.replies) < 2:
+            return None
+        prompt: Any = example.text or "" if plain else list(example.context)
+        return "ranking", {**own, "prompt": prompt, "replies": [reply["content"] for reply in example.replies]}
+    if plain and not example.replies:
+        return "text", {**own, "text": example.text}
+    if plain:
+        return "text", {**own, "text": (example.text or "") + example.replies[0]["content"]}
+    return ("chat", {**own, "messages": [*example.context, example.replies[0]]}) if example.replies else None
+
+
+def _kept(more: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in more.items() if value is not None and value != ""}

@@ -1,0 +1,212 @@
+"""The files of a named dataset: a local copy, or fetched once. Without a network it says so at once, and where a copy may
+lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from weft.data.named.entry import Entry
+from weft.data.rows import Row
+from weft.data.sources import SUFFIXES, Place, Unreadable, find_files, read_rows
+from weft.errors import DataError, nearest
+
+CONNECT_S = 15.0  # until a server has answered
+READ_S = 60.0  # without a byte of a file
+PARQUET = "refs/convert/parquet"  # where the hub keeps every dataset as CONFIG/SPLIT/*.parquet
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files to train on, and those of the source's own validation split (none where it has none)."""
+
+    train: list[Path]
+    valid: list[Path]
+
+
+def copies(entry: Entry, cache: Path) -> Path:
+    """Where a copy of the files may be put, and where a file that was fetched by its address lies."""
+    return cache / "datasets" / entry.name
+
+
+def locate(entry: Entry, path: str | None, cache: Path) -> Files:
+    """The files, from `path`, the folder of copies, or the place they come from. Raises `DataError` where there are none."""
+    at_hand = local(entry, path, cache)
+    if at_hand is not None:
+        return at_hand
+    if entry.repo is not None:
+        return chosen(entry, _from_hub(entry, cache))
+    if entry.url is not None:
+        return chosen(entry, _from_url(entry, cache))
+    raise DataError(_missing(entry, cache, "it can be fetched from no public place"))
+
+
+def local(entry: Entry, path: str | None, cache: Path) -> Files | None:
+    """The files that are at hand without a network, or None."""
+    if path is not None:
+        place = Path(path).expanduser()
+        if not place.exists():
+            siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
+            close = nearest(place.name, siblings, 1)
+            hint = f"did you mean {place.parent / close[0]}?" if close else "check the spelling"
+            raise DataError(f"{entry.name}: path={path}: there is no such file or directory; {hint}")
+        return chosen(entry, place)
+    folder = copies(entry, cache)
+    if entry.url is not None and (fetched := folder / entry.url.rsplit("/", 1)[-1]).is_file():
+        return chosen(entry, fetched)
+    if folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir()):
+        return chosen(entry, folder)
+    if entry.repo is not None:
+        try:
+            held = Path(huggingface_hub.snapshot_download(**_request(entry), local_files_only=True))
+            return chosen(entry, held)
+        except (LocalEntryNotFoundError, HfHubHTTPError, DataError, OSError):
+            return None
+    return None
+
+
+def chosen(entry: Entry, place: Path) -> Files:
+    """The files of an entry in a folder; a file is all there is to train on. Raises `DataError` where the folder has none."""
+    if place.is_file():
+        return Files([place], [place] if entry.valid == entry.train else [])
+    place = place / entry.name if (place / entry.name).is_dir() else place  # a folder of copies of several datasets
+    root = place / entry.config if entry.config and (place / entry.config).is_dir() else place
+    train = _matching(root, entry.train) if _is_pattern(entry.train) else _of_split(root, entry.train)
+    if not train:
+        has = ", ".join(sorted(file.name for file in root.iterdir())[:8]) or "nothing"
+        raise DataError(
+            f"{entry.name}: {root} has no files {entry.train!r} (it has {has}); give the file itself as path"
+        )
+    valid: list[Path] = []
+    if entry.valid is not None:
+        valid = _matching(root, entry.valid) if _is_pattern(entry.valid) else _of_split(root, entry.valid)
+    return Files(train, valid)
+
+
+def rows_of(entry: Entry, file: Path) -> Iterator[tuple[Place, Row | Unreadable]]:
+    """The rows of a file; of plain text the records that `separator` ends, as `{text: ..}`."""
+    if entry.rows_in is not None and file.name.endswith(".json") and (rows := _inside(file, entry.rows_in)) is not None:
+        yield from ((Place(str(file), number), row) for number, row in enumerate(rows, 1))
+        return
+    if entry.separator is None or not file.name.endswith(".txt"):
+        yield from read_rows(file)
+        return
+    line = 1
+    for record in file.read_text(encoding="utf-8").split(entry.separator):
+        if record.strip():
+            yield Place(str(file), line), {"text": record}
+        line += record.count("\n")
+
+
+def _inside(file: Path, key: str) -> list[Row] | None:
+    """The rows under a key of a file that is one JSON object; None for files of rows."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return None
+    rows = value.get(key) if isinstance(value, dict) else None
+    return rows if isinstance(rows, list) else None
+
+
+def _is_pattern(which: str) -> bool:
+    return "*" in which or "." in which
+
+
+def _matching(root: Path, pattern: str) -> list[Path]:
+    files = sorted(file for file in root.rglob("*") if file.is_file() and file.name.endswith((*SUFFIXES, ".txt")))
+    shown = [file for file in files if not any(part.startswith(".") for part in file.relative_to(root).parts)]
+    return [f for f in shown if fnmatch(f.relative_to(root).as_posix(), pattern) or fnmatch(f.name, pattern)]
+
+
+def _of_split(root: Path, split: str) -> list[Path]:
+    try:
+        return find_files(str(root), None if split == "train" else split)
+    except DataError:
+        return []
+
+
+def _request(entry: Entry) -> dict[str, Any]:
+    """What is asked of the hub: the files of the configuration, or those that the patterns name."""
+    patterns = [which for which in (entry.train, entry.valid) if which is not None and _is_pattern(which)]
+    folder = entry.config or ("default" if entry.revision == PARQUET else None)
+    if not patterns:
+        patterns = [f"{folder}/*{suffix}" if folder else f"*{suffix}" for suffix in SUFFIXES]
+    request: dict[str, Any] = {"repo_id": entry.repo, "repo_type": "dataset", "allow_patterns": patterns}
+    return {**request, "revision": entry.revision} if entry.revision else request
+
+
+def _from_hub(entry: Entry, cache: Path) -> Path:
+    assert entry.repo is not None
+    repo = entry.repo
+    try:
+        _within(lambda: huggingface_hub.HfApi().dataset_info(repo, revision=entry.revision, timeout=CONNECT_S))
+        return Path(huggingface_hub.snapshot_download(**_request(entry)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, TimeoutError, RuntimeError) as error:
+        raise DataError(_missing(entry, cache, _reason(error))) from error
+
+
+def _from_url(entry: Entry, cache: Path) -> Path:
+    assert entry.url is not None
+    url, folder = entry.url, copies(entry, cache)
+    if not url.startswith("https://"):
+        raise DataError(f"{entry.name}: url={url}: must begin with https://")
+    target = folder / url.rsplit("/", 1)[-1]
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with _within(lambda: urllib.request.urlopen(url, timeout=READ_S)) as answer:
+            folder.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as stream:
+                while block := answer.read(1 << 20):
+                    stream.write(block)
+        os.replace(part, target)
+    except (OSError, TimeoutError) as error:
+        part.unlink(missing_ok=True)
+        raise DataError(_missing(entry, cache, _reason(error))) from error
+    return target
+
+
+def _within(ask: Callable[[], Found]) -> Found:
+    """What `ask` returns. Raises what it raises, and `TimeoutError` where it has not answered in `CONNECT_S`: a name that
+    cannot be looked up would hold a program for minutes."""
+    answers: list[Found] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:  # handed to the caller below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(CONNECT_S)
+    if errors:
+        raise errors[0] if isinstance(errors[0], OSError | HfHubHTTPError) else OSError(_reason(errors[0]))
+    if not answers:
+        raise TimeoutError(f"no answer in {CONNECT_S:.0f} seconds")
+    return answers[0]
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _missing(entry: Entry, cache: Path, why: str) -> str:
+    """One message on what would be fetched and where a copy may lie."""
+    licence = f" (licence: {entry.licence})" if entry.licence else ""
+    return (
+        f"{entry.name}: there is no copy at hand, and nothing could be fetched from {entry.origin}{licence}: {why}; put its "
+        f"files in {copies(entry, cache)}, or name them with path: {{{entry.name}: {{path: FILE_OR_FOLDER}}}}"
+    )

@@ -1,0 +1,62 @@
+"""Columns of a row by their path, and texts made of several: `"{context} {question}"`, `"{answers.text.0}"`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from weft.data.rows import BadRow, Row
+
+PLACE = re.compile(r"\{([^{}\n]+)\}")
+
+
+def fill(template: str, row: Row, random: Random) -> str:
+    """The text of a column (`answer`, `meta.text`), or of a template with columns in braces.
+
+    In a path a number is an entry of a list, `?` one at random, `*` all of them in a line; what is null or not in a list
+    is "". Raises `BadRow` for a column that the row lacks.
+    """
+    if not PLACE.search(template):
+        return _text(pick(template, row, random))
+    return PLACE.sub(lambda found: _text(pick(found[1], row, random)), template)
+
+
+def pick(path: str, row: Row, random: Random) -> Any:
+    """The value at a path. Raises `BadRow` for a column that the row lacks."""
+    value: Any = row
+    if path in row:  # also a column with a dot in its name
+        return row[path]
+    for step in path.split("."):
+        if value is None:
+            return None
+        if isinstance(value, Mapping):
+            if step not in value:
+                raise BadRow(f"lacks the key {path!r} (it has: {', '.join(map(repr, row))})")
+            value = value[step]
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            value = _entry(value, step, path, random)
+        else:
+            raise BadRow(f"{path!r}: there is no {step!r} in {type(value).__name__}")
+    return value
+
+
+def _entry(values: Sequence[Any], step: str, path: str, random: Random) -> Any:
+    if step == "*":
+        return " ".join(map(_text, values))
+    if step == "?":
+        return values[random.randrange(len(values))] if values else None
+    if not step.isdecimal():
+        raise BadRow(f"{path!r}: {step!r} is no place in a list; write a number, ? or *")
+    return values[int(step)] if int(step) < len(values) else None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, Mapping | list | tuple):
+        raise BadRow(f"a text was expected, not {type(value).__name__}")
+    return str(value)

@@ -1,0 +1,244 @@
+"""A named dataset as files of rows that weft's own dataset types read, made once and kept under a hash of all they depend
+on."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TextIO, get_args, get_type_hints
+
+from weft.data.lengths import Lengths
+from weft.data.mixture import hold_out
+from weft.data.named.catalogue import find
+from weft.data.named.entry import Entry
+from weft.data.named.example import TYPES, Example, Use, row_of
+from weft.data.named.fetch import Files, locate, rows_of
+from weft.data.rows import BadRow, Row
+from weft.data.sources import Unreadable, content_hash
+from weft.data.spec import SourceSpec
+from weft.errors import ConfigError, DataError, nearest
+from weft.registry import datasets, readers
+
+VERSION = 1  # raised when the same rows give other examples
+OF_TYPE = {
+    "prompt_answer": "sft", "chat": "sft", "text": "sft", "paired_comparison": "rm", "preference": "rm", "ranking": "rm",
+    "prompt": "rl",
+}  # fmt: skip
+
+Reader = Callable[..., Iterator[Example]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """What is set aside for validation: the source's own split (`own`), or where it has none this `share` of its groups."""
+
+    share: float = 0.0
+    own: bool = True
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The source to read in place of the named one, and what was left out, in words."""
+
+    source: SourceSpec
+    notes: tuple[str, ...] = ()
+
+
+def mode_of(dataset_type: str) -> str:
+    """What an experiment with rows of this type uses a dataset for: sft, rm or rl. Raises `ConfigError` for a user's own
+    type."""
+    if dataset_type not in OF_TYPE:
+        raise ConfigError(
+            f"dataset.type={dataset_type!r}: named datasets bring rows of weft's own types; leave dataset.type out, and set "
+            "`type` of the sources that are files"
+        )
+    return OF_TYPE[dataset_type]
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "weft"
+
+
+def prepare(source: SourceSpec, mode: str, cache: Path, split: Split, files: Sequence[str] = ()) -> Prepared:
+    """The rows of `source.named`, as files. Raises `ConfigError` and `DataError` with the name, the rule and the fix."""
+    assert source.named is not None
+    entry = find(source.named, files)
+    if "source_url" in source.args:  # another file of the same shape
+        entry = replace(entry, repo=None, url=str(source.args["source_url"]))
+        source = replace(source, args={name: value for name, value in source.args.items() if name != "source_url"})
+    if mode not in entry.modes:
+        raise ConfigError(f"{entry.name}: is of no use in mode {mode}; it is for {', '.join(entry.modes)}")
+    reader: Reader = readers.get(entry.reader)
+    options, of_form = _options(entry, reader, source.args, mode)
+    found = locate(entry, source.path or None, cache)
+    made = _Making(entry, reader, options, mode)
+    # Hidden, since a folder of copies that holds the cache too is not to be read with it.
+    folder = cache / ".named" / entry.name / f"{mode}-{made.digest(found, split)}"
+    report = _report(folder) or made.make(found, split, folder)
+    if not report["train"]:
+        reasons = (
+            ", ".join(f"{count:,} {reason}" for reason, count in report["left_out"].items()) or "the files have none"
+        )
+        raise DataError(f"{entry.name}: no row is left for mode {mode} ({reasons})")
+    read = replace(
+        source,
+        path=str(folder / "train.jsonl"),
+        type=report["type"],
+        valid_path=str(folder / "valid.jsonl") if report["valid"] and source.valid_path is None else source.valid_path,
+        valid_split=0.0,
+        split=None,
+        args=of_form,
+    )
+    left_out = report["left_out"]
+    told = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
+    return Prepared(read, (f"{entry.name}: {sum(left_out.values()):,} left out ({told})",) if left_out else ())
+
+
+def reader_options(reader: Reader) -> list[str]:
+    """The names of a reader's options."""
+    parameters = list(inspect.signature(reader).parameters.values())[2:]
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    for p in parameters:
+        if p.kind is p.VAR_KEYWORD:
+            (kind,) = get_args(get_type_hints(reader)[p.name])  # `**options: Unpack[SomeOptions]`
+            names += list(kind.__annotations__)
+    return names
+
+
+def _options(entry: Entry, reader: Reader, args: Mapping[str, Any], mode: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the reader's options, those of the dataset type) of what an entry and a user say. Raises `ConfigError`."""
+    known = reader_options(reader)
+    of_type = {spec.name for kind in (datasets.get(TYPES[mode]).form, Lengths) for spec in fields(kind)}
+    for name in args:
+        if name not in known and name not in of_type:
+            close = nearest(name, [*known, *of_type])
+            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"{entry.name}: {name}={args[name]!r}: no such argument; {hint}")
+    wrong = [name for name in entry.options if name not in known]
+    if wrong:
+        raise ConfigError(f"{entry.name}: reader {entry.reader} has no option {wrong[0]!r}; known: {', '.join(known)}")
+    options = {**entry.options, **{name: value for name, value in args.items() if name in known}}
+    try:
+        inspect.signature(reader).bind(None, None, **options)
+    except TypeError as error:
+        raise ConfigError(f"{entry.name}: reader {entry.reader}: {error}; set it in the entry") from error
+    return options, {name: value for name, value in args.items() if name not in known}
+
+
+def _report(folder: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    return found
+
+
+@dataclass(frozen=True)
+class _Making:
+    """One entry in one mode, being read."""
+
+    entry: Entry
+    reader: Reader
+    options: dict[str, Any]
+    mode: str
+
+    def digest(self, files: Files, split: Split) -> str:
+        """A hash of all that the rows depend on: the files, the entry, the options, and the reader's code."""
+        source = inspect.getsourcefile(self.reader)
+        code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+        known = [VERSION, asdict(self.entry), self.options, self.mode, asdict(split), code]
+        contents = [content_hash(files.train), content_hash(files.valid)]
+        return hashlib.sha256(json.dumps([known, contents], sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+    def make(self, files: Files, split: Split, folder: Path) -> dict[str, Any]:
+        """Write `train.jsonl`, `valid.jsonl` and, last, `report.json`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
+        parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
+        left_out: Counter[str] = Counter()
+        own = files.valid if split.own else []
+        try:
+            with parts[0].open("w") as train, parts[1].open("w") as valid:
+                found, groups = self._write(files.train, train, True, left_out)
+                counts = [len(groups), 0]
+                if own:
+                    of_valid, held = self._write(own, valid, False, left_out, start=len(groups))
+                    counts[1], found = len(held), found or of_valid
+            if split.share > 0 and not own:
+                counts = _divide(parts, hold_out(groups, split.share).tolist())
+            for part, name in zip(parts, names, strict=True):
+                os.replace(part, name)
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
+        kept = {key: count for key, count in left_out.items() if count}
+        report = {"type": found, "train": counts[0], "valid": counts[1], "left_out": kept}
+        (folder / "report.json").write_text(json.dumps(report))
+        return report
+
+    def _write(
+        self, files: list[Path], stream: TextIO, training: bool, left_out: Counter[str], start: int = 0
+    ) -> tuple[str, list[str]]:
+        """(dataset type, the group of each row) of the rows written."""
+        use = Use(self.entry.name, self.mode, training, left_out=left_out)
+        groups: list[str] = []
+        types: set[str] = set()
+        for example in self._examples(files, use):
+            made = row_of(example, self.mode)
+            if made is None:
+                use.skip("too little for this mode")
+                continue
+            type, row = made
+            types.add(type)
+            stream.write(json.dumps({"id": str(start + len(groups)), **row}, ensure_ascii=False) + "\n")
+            groups.append(example.group if example.group is not None else f"{len(groups)}")
+        if len(types) > 1:
+            raise DataError(
+                f"{self.entry.name}: reader {self.entry.reader} makes rows of several types: {', '.join(types)}"
+            )
+        return next(iter(types), ""), groups
+
+    def _examples(self, files: list[Path], use: Use) -> Iterator[Example]:
+        rows = _Rows(self.entry, files)
+        try:
+            yield from self.reader(rows, use, **self.options)
+        except BadRow as error:
+            raise DataError(f"{rows.at}: {error}") from error
+        except KeyError as error:
+            raise DataError(f"{rows.at}: lacks the key {error}, which reader {self.entry.reader} reads") from error
+        except (TypeError, AttributeError, ValueError, IndexError) as error:
+            if isinstance(error, ConfigError | DataError):
+                raise
+            raise DataError(f"{rows.at}: cannot be read by reader {self.entry.reader} ({error})") from error
+
+
+class _Rows:
+    """The rows of several files, and the place of the one read last."""
+
+    def __init__(self, entry: Entry, files: list[Path]) -> None:
+        self.entry, self.files, self.at = entry, files, str(files[0])
+
+    def __iter__(self) -> Iterator[Row]:
+        for file in self.files:
+            for place, row in rows_of(self.entry, file):
+                self.at = str(place)
+                if isinstance(row, Unreadable):
+                    raise BadRow(row.wrong)
+                yield row
+
+
+def _divide(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
+    """Move the rows that are held out from the first file to the second; how many each has."""
+    whole = parts[0].with_name(f"{parts[0].name}.all")
+    os.replace(parts[0], whole)
+    with whole.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:
+        for line, out in zip(lines, held, strict=True):
+            (valid if out else train).write(line)
+    whole.unlink()
+    return [len(held) - sum(held), sum(held)]

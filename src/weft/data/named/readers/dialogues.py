@@ -1,0 +1,212 @@
+"""Conversations of several turns, in the shapes that public datasets have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+from weft.data.messages import normalise
+from weft.data.named.example import Example, Use, alternating, conversation
+from weft.data.named.fields import fill, pick
+from weft.data.rows import MESSAGE_KEYS, BadRow, Row, need
+from weft.registry import register_reader
+
+MAX_CHARS = 32 * 1024
+REFERENCE = re.compile(r"\[\s?\d+\s?\]")
+GO_ON = ("...", "Please continue", "Go on")  # in place of an empty turn of the user
+
+
+@register_reader("messages")
+def messages(
+    rows: Iterable[Row], use: Use, *, column: str | None = None, lang: str | None = None, filter_words: bool = False
+) -> Iterator[Example]:
+    """Lists of messages (`role`/`content` or `from`/`value`) under the usual keys or `column`, up to the assistant's last
+    turn."""
+    for index, row in enumerate(rows):
+        turns = normalise(pick(column or need(row, MESSAGE_KEYS, "chat"), row, use.random(index)))
+        while turns and turns[-1]["role"] != "assistant":
+            turns.pop()
+        if len(turns) < 2:
+            use.skip("no turn of the assistant")
+        elif not filter_words or use.clean(*(turn["content"] for turn in turns)):
+            yield conversation([{**turn, **({"lang": lang} if lang else {})} for turn in turns])
+
+
+@register_reader("sharegpt")
+def sharegpt(
+    rows: Iterable[Row], use: Use, *, column: str = "conversations", max_chars: int = MAX_CHARS, lang: str | None = None
+) -> Iterator[Example]:
+    """`from`/`value` turns of web pages: escapes and references are taken out, turns of one speaker joined, and
+    conversations left out that the bot begins, that end with the user, or where the bot says nothing."""
+    for index, row in enumerate(rows):
+        turns = _joined(_said(row[column], use.random(index)))
+        if turns is None or not turns or turns[0][0] != "human":
+            use.skip("begun by the bot, or an empty turn of it")
+        elif len(turns) % 2:
+            use.skip("no reply to the last turn")
+        else:
+            yield conversation(alternating([text[:max_chars] for _, text in turns], lang=lang))
+
+
+def _said(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
+    """(speaker, text) of each turn; None where the bot says nothing."""
+    for turn in turns:
+        speaker, text = turn["from"], turn["value"]
+        if not text and speaker == "gpt":
+            yield None
+            return
+        text = REFERENCE.sub("", (text or random.choice(GO_ON)).replace(r"\_", "_").replace(r"\*", "*"))
+        yield speaker, text.strip()
+
+
+def _joined(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | None:
+    """Turns of one speaker in a row as one, a line each."""
+    found: list[tuple[str, str]] = []
+    for turn in turns:
+        if turn is None:
+            return None
+        if found and found[-1][0] == turn[0]:
+            found[-1] = turn[0], f"{found[-1][1]}\n{turn[1]}"
+        else:
+            found.append(turn)
+    return found
+
+
+@register_reader("gpt4all")
+def gpt4all(rows: Iterable[Row], use: Use) -> Iterator[Example]:
+    """Rows `{prompt, response}`, and `{conversation: [{User, Bot}]}` with one of the two in each entry."""
+    for row in rows:
+        if row.get("conversation") is None:
+            turns = [("User", str(row["prompt"])), ("Bot", str(row["response"]))]
+        else:
+            if any(line.get("User") and line.get("Bot") for line in row["conversation"]):
+                raise BadRow("'conversation' has an entry of both User and Bot; each is of one of them")
+            said = [
+                (who, line[who].strip()) for line in row["conversation"] for who in ("User", "Bot") if line.get(who)
+            ]
+            turns = _joined(said) or []
+        if len(turns) < 2 or turns[0][0] != "User":
+            use.skip("begun by the bot, or no reply")
+        elif use.clean(*(text for _, text in turns)):
+            yield conversation(alternating([text for _, text in turns][: len(turns) // 2 * 2]))
+
+
+@register_reader("soda")
+def soda(rows: Iterable[Row], use: Use, *, input_max_length: int = MAX_CHARS) -> Iterator[Example]:
+    """Talks of two people who take turns; the narrative stands before the first turn, and the second speaker is the
+    assistant."""
+    for row in rows:
+        speakers, lines = list(row["speakers"]), list(row["dialogue"])
+        orderly = len(set(speakers)) == 2 and all(who == speakers[i % 2] for i, who in enumerate(speakers))
+        if not orderly or not lines or len(lines) % 2:
+            use.skip("not two speakers in turn")
+            continue
+        lines[0] = f"{row['narrative']} You are {speakers[1]}. {lines[0]}"
+        yield conversation(alternating([line[:input_max_length] for line in lines]))
+
+
+@register_reader("marked")
+def marked(
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    column: str = "text",
+    user: str = "User:",
+    bot: str = "Assistant:",
+    min_length: int | None = None,
+    max_count: int | None = None,
+    lang: str | None = None,
+) -> Iterator[Example]:
+    """Whole dialogues as one text, each turn after the mark of its speaker. `min_length` joins dialogues, in a shuffled
+    order, until one has that many characters; `max_count` keeps so many of them."""
+    marks = re.compile(rf"\s*({re.escape(user)}|{re.escape(bot)})\s*")
+    found = []
+    for row in rows:
+        pieces = marks.split(str(row[column] or ""))
+        turns = _joined(zip(pieces[1::2], (piece.strip() for piece in pieces[2::2]), strict=True)) or []
+        if len(turns) < 2 or turns[0][0] != user or len(turns) % 2 or not all(text for _, text in turns):
+            use.skip("turns that do not alternate, or an empty one")
+        else:
+            found.append([text for _, text in turns])
+    if min_length is not None or max_count is not None:
+        use.random("order").shuffle(found)
+    yield from (conversation(alternating(turns, lang=lang)) for turns in _merged(found, min_length)[:max_count])
+
+
+def _merged(dialogues: list[list[str]], least: int | None) -> list[list[str]]:
+    if least is None:
+        return dialogues
+    merged: list[list[str]] = []
+    for turns in dialogues:
+        if merged and sum(map(len, merged[-1])) < least:
+            merged[-1] += turns
+        else:
+            merged.append(list(turns))
+    return merged
+
+
+@register_reader("rounds")
+def rounds(
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    column: str,
+    human: str,
+    answer: str,
+    system: str | None = None,
+    skip_where: dict[str, str] | None = None,
+) -> Iterator[Example]:
+    """A list of rounds, each with what the human says and the answer. `system` is a column; `skip_where` leaves out rows
+    whose column holds a text."""
+    for index, row in enumerate(rows):
+        if any(text in str(row[name]) for name, text in (skip_where or {}).items()):
+            use.skip("other than asked for")
+            continue
+        turns = [str(part[key]) for part in row[column] or () for key in (human, answer)]
+        if not turns or not all(turn.strip() for turn in turns):
+            use.skip("an empty turn")
+            continue
+        yield conversation(alternating(turns, fill(system, row, use.random(index)) if system else None))
+
+
+@register_reader("by_system")
+def by_system(
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    system: str = "instruction",
+    prompt: str = "input",
+    answer: str = "output",
+    num_samples: int | None = None,
+    max_char_len: int = 8000,
+    seed: int = 42,
+) -> Iterator[Example]:
+    """Rows of one system message as rounds of conversations of about `max_char_len` characters; `num_samples` draws that
+    many rows."""
+    chosen = list(rows)
+    Random(seed).shuffle(chosen)
+    open_ones: dict[str, list[str]] = {}
+    for row in chosen[:num_samples]:
+        turns = [str(row[prompt] or ""), str(row[answer] or "")]
+        if not all(turn.strip() for turn in turns):
+            use.skip("an empty question or answer")
+            continue
+        said = open_ones.setdefault(str(row[system] or ""), [])
+        said += turns
+        if len(str(row[system] or "")) + sum(map(len, said)) >= max_char_len:
+            yield _of_system(str(row[system] or ""), said)
+            del open_ones[str(row[system] or "")]
+    yield from (_of_system(head, said) for head, said in open_ones.items())
+
+
+def _of_system(head: str, turns: list[str]) -> Example:
+    return conversation(alternating(turns, head))
+
+
+def checked(value: Any, column: str) -> Sequence[Any]:
+    """A list of a row. Raises `BadRow` for other values."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRow(f"{column!r} must be a list")
+    return value

@@ -1,0 +1,156 @@
+"""Questions with an answer: tables of instructions, question-answer sets, summaries, rows that hold several pairs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, TypedDict, Unpack
+
+from weft.data.messages import Message
+from weft.data.named.example import Example, Use, alternating, assistant, conversation, user
+from weft.data.named.fields import fill, pick
+from weft.data.rows import BadRow, Row, plain
+from weft.errors import ConfigError
+from weft.registry import register_reader
+
+REFERENCE = re.compile(r"\[\d+(?:,\s*\d+)*?\]|\[citation needed\]|\[[a-zA-Z]\]")
+SUMMARIES = ("TL;DR:", "Summarize this", "Give me the summary")
+WORDS = 512  # of a text that is summarized
+
+
+class PairOptions(TypedDict, total=False):
+    """How a row becomes a question and its answer; columns may be paths or templates (`weft.data.named.fields`)."""
+
+    prompt: str  # "INSTRUCTION" where it is absent
+    answer: str  # "RESPONSE" where it is absent
+    lang: str
+    lang_column: str  # the column that says the language
+    system: str
+    input: str  # a column that goes below the question ...
+    join: list[str]  # ... after one of these, at random
+    no_input: list[str]  # texts in it that say there is none
+    input_once: bool  # leave it out where the question holds it already
+    context: str  # a column that the answer rests on ...
+    context_as: str  # ... at the end of the question (prompt), or as the reply's own `context` (tag)
+    otherwise: str  # the answer where there is none
+    cut: str  # the answer ends where this begins
+    filter_words: bool  # leave out rows with phrases that give away another model
+    keep: dict[str, str] | list[str]  # columns for a verifier (mode rl), by their names
+    prompt_only: bool  # there are no answers
+
+
+@register_reader("question_answer")
+def question_answer(
+    rows: Iterable[Row], use: Use, *, fill_min_length: int | None = None, **options: Unpack[PairOptions]
+) -> Iterator[Example]:
+    """One question and its answer a row. `fill_min_length` joins them, in a shuffled order, into conversations of more
+    characters than that."""
+    pairs = Pairs(use, options)
+    found = (each for index, row in enumerate(rows) if (each := pairs.read(row, use.random(index))) is not None)
+    yield from found if fill_min_length is None else _filled(list(found), int(fill_min_length), use)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows read with these options."""
+
+    use: Use
+    options: PairOptions
+
+    def __post_init__(self) -> None:
+        said = self.options.get("context_as", "prompt")
+        if said not in ("prompt", "tag"):
+            raise ConfigError(f"{self.use.name}: context_as={said!r}: must be prompt or tag")
+
+    def read(self, row: Row, random: Random) -> Example | None:
+        """The example of a row; None, counted in `use`, where it has no question or no answer."""
+        options = self.options
+        question = self._with_input(fill(options.get("prompt", "INSTRUCTION"), row, random), row, random)
+        answer = "" if options.get("prompt_only") else self._answer(row, random)
+        if not question.strip() or not (answer.strip() or options.get("prompt_only")):
+            self.use.skip("an empty question or answer")
+            return None
+        if options.get("filter_words") and not self.use.clean(question, answer):
+            return None
+        lang = str(row[options["lang_column"]]) if "lang_column" in options else options.get("lang")
+        context = REFERENCE.sub("", fill(options["context"], row, random)).strip() if "context" in options else ""
+        tag = {"context": context} if options.get("context_as") == "tag" else {}
+        asked = f"{question}\n\n{context}" if context and not tag else question
+        turns = alternating([asked], fill(options["system"], row, random) if "system" in options else None, lang=lang)
+        columns = {name: plain(pick(path, row, random)) for name, path in self._kept().items()}
+        return Example(turns, [assistant(answer, lang=lang, **tag)] if answer.strip() else [], columns=columns)
+
+    def _answer(self, row: Row, random: Random) -> str:
+        answer = fill(self.options.get("answer", "RESPONSE"), row, random) or self.options.get("otherwise", "")
+        return answer.split(self.options["cut"], 1)[0] if "cut" in self.options else answer
+
+    def _with_input(self, question: str, row: Row, random: Random) -> str:
+        options = self.options
+        more = fill(options["input"], row, random) if "input" in options else ""
+        low = more.lower()
+        none = any(each in low for each in options.get("no_input", []))
+        if not more or none or (options.get("input_once") and low in question.lower()):
+            return question
+        return question + random.choice(options.get("join", ["\n"])) + more
+
+    def _kept(self) -> dict[str, str]:
+        keep = self.options.get("keep", {})
+        return dict(keep) if isinstance(keep, dict) else {name: name for name in keep}
+
+
+def _filled(examples: list[Example], least: int, use: Use) -> Iterator[Example]:
+    """Conversations of several pairs, each of more than `least` characters but the last."""
+    use.random("order").shuffle(examples)
+    messages: list[Message] = []
+    for example in examples:
+        messages += [*example.context, *example.replies[:1]]
+        if sum(len(message["content"]) for message in messages) > least:
+            yield conversation(messages)
+            messages = []
+    if messages:
+        yield conversation(messages)
+
+
+@register_reader("summary")
+def summary(
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    text: str,
+    summary: str,
+    max_words: int = WORDS,
+    prompts: Sequence[str] = SUMMARIES,
+) -> Iterator[Example]:
+    """The first `max_words` words of a text, then one of `prompts`; the summary is the answer."""
+    for index, row in enumerate(rows):
+        random = use.random(index)
+        words, answer = fill(text, row, random).replace("\n\n", "\n").split(" ")[:max_words], fill(summary, row, random)
+        if not "".join(words).strip() or not answer.strip():
+            use.skip("an empty text or summary")
+            continue
+        yield Example([user(" ".join(words) + random.choice(prompts))], [assistant(answer)])
+
+
+@register_reader("each")
+def each(
+    rows: Iterable[Row], use: Use, *, prompt: str, answers: str, labels: str | None = None, templates: Any = ()
+) -> Iterator[Example]:
+    """An example of every entry of the list `answers`. With `templates` (pairs of a question and an answer) {0} is the
+    prompt or the entry, and {1} the entry of `labels` beside it."""
+    for index, row in enumerate(rows):
+        random = use.random(index)
+        question, found = fill(prompt, row, random), pick(answers, row, random) or []
+        beside = (pick(labels, row, random) or []) if labels else [""] * len(found)
+        if isinstance(found, str) or len(found) != len(beside):
+            raise BadRow(f"{answers!r} and {labels!r} must be lists of one length")
+        for said, label in zip(found, beside, strict=True):
+            asked, answer = question, said
+            if templates:
+                form = random.choice(templates)
+                asked, answer = form[0].format(question, label), form[1].format(said, label)
+            if asked.strip() and answer.strip():
+                yield Example([user(asked)], [assistant(answer)], group=question)
+            else:
+                use.skip("an empty question or answer")

@@ -1,0 +1,25 @@
+"""Plain text that is learned whole: no dialogue, so that a model does not forget what it knew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from weft.data.named.example import Example, Use
+from weft.data.rows import Row
+from weft.registry import register_reader
+
+CHUNK = 64 * 1024
+
+
+@register_reader("plain_text")
+def plain_text(
+    rows: Iterable[Row], use: Use, *, column: str = "text", max_chunk_size: int = CHUNK
+) -> Iterator[Example]:
+    """A column of text, cut into pieces of at most `max_chunk_size` characters; the pieces of a row stay in one split."""
+    for index, row in enumerate(rows):
+        text = str(row[column] or "")
+        if not text.strip():
+            use.skip("an empty text")
+            continue
+        for start in range(0, len(text), max_chunk_size):
+            yield Example(text=text[start : start + max_chunk_size], group=str(index))

@@ -1,0 +1,119 @@
+"""Pairs of sentences in two languages as requests to translate, one direction at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from random import Random
+
+from weft.data.named.example import Example, Use, alternating, conversation
+from weft.data.rows import Row
+from weft.registry import register_reader
+
+PROMPTS = {
+    "ar": (
+        "{}. translate to arabic",
+        "{} write in arabic",
+        "arabic translation: '{}'",
+    ),
+    "de": (
+        "{}: translate to german",
+        "give me the german translation {}",
+        "{}, ins Deutsche \xfcbersetzen",
+    ),
+    "en": (
+        "{}. translate to english",
+        "{} write in english",
+        "english translation: '{}'",
+    ),
+    "fr": (
+        "{}. translate to french",
+        "{} write in french",
+        "{} french translation",
+        "{}, donnez-moi la traduction fran\xe7aise",
+    ),
+    "it": (
+        "{}. translate to italian",
+        "{} write in italian",
+        "italian translation: '{}'",
+    ),
+    "ja": (
+        "{}: help me translate to japanese",
+        "Need japanese translation: {}",
+        "{}: \u65e5\u672c\u8a9e\u306b\u7ffb\u8a33\u3057\u3066\u304f\u3060\u3055\u3044",
+    ),
+    "ko": (
+        "{}. translate to Korean",
+        "how do we write in korean: {}",
+        "{}, \ud55c\uad6d\uc5b4 \ubc88\uc5ed\uc744 \ud574\uc8fc\uc138\uc694",
+    ),
+    "ms": (
+        "{} translate to malay",
+        "{} how do we write in Malay",
+        "{}, berikan saya terjemahan dalam bahasa melayu",
+    ),
+    "nl": (
+        "{}. translate to dutch",
+        "{} write in dutch",
+        "dutch translation: '{}'",
+    ),
+    "ru": (
+        "{} \u043f\u0435\u0440\u0435\u0432\u0435\u0441\u0442\u0438 \u043d\u0430 "
+        "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u044f\u0437\u044b\u043a",
+        "russian translation: '{}'",
+    ),
+    "tr": (
+        "{}. t\xfcrk\xe7eye \xe7evirin",
+        "{} write in turkish",
+        "turkish translation: '{}'",
+    ),
+    "zh": (
+        "Translate to chinese simplified: {}",
+        "{} give me the chinese translation",
+        "\u7ffb\u8bd1\u6210\u4e2d\u6587: {}",
+    ),
+}
+ISO = {"tur": "tr", "ita": "it", "nld": "nl", "ara": "ar"}  # of divemt's subjects, those with prompts
+NEAR = 20  # rows in a run of pairs that may stand before one another, and are never split
+MOST = 100_000
+
+Asked = tuple[str, str]
+
+
+@register_reader("translation")
+def translation(
+    rows: Iterable[Row], use: Use, *, source: str, target: str, mix_probability: float = 0.2, maximum_size: int = MOST
+) -> Iterator[Example]:
+    """`{translation: {de: .., en: ..}}`; with `mix_probability` a pair that stands near comes before one, as a turn of its
+    own."""
+    pairs = ((row["translation"][source], row["translation"][target], source, target) for row in rows)
+    yield from _examples(list(islice(pairs, maximum_size)), use, mix_probability)
+
+
+@register_reader("divemt")
+def divemt(rows: Iterable[Row], use: Use, *, mix_probability: float = 0.2) -> Iterator[Example]:
+    """`{src_text, tgt_text, subject_id: tur_t1}` out of English; languages without prompts are left out."""
+    found = []
+    for row in rows:
+        language = ISO.get(str(row["subject_id"]).split("_")[0])
+        if language is None:
+            use.skip("languages without prompts")
+        else:
+            found.append((row["src_text"], row["tgt_text"], "en", language))
+    yield from _examples(found, use, mix_probability)
+
+
+def _examples(pairs: list[tuple[str, str, str, str]], use: Use, mix: float) -> Iterator[Example]:
+    asked = [_asked(pair, use.random(index)) for index, pair in enumerate(pairs)]
+    for index, pair in enumerate(asked):
+        random, first = use.random("before", index), index // NEAR * NEAR
+        others = [each for each in range(first, min(first + NEAR, len(asked))) if each != index]
+        before = asked[random.choice(others)] if others and random.random() < mix else ()
+        yield conversation(alternating([*before, *pair]), group=str(index // NEAR))
+
+
+def _asked(pair: tuple[str, str, str, str], random: Random) -> Asked:
+    one, other, source, target = pair
+    if random.random() > 0.5:
+        return random.choice(PROMPTS[target]).format(one), other
+    return random.choice(PROMPTS[source]).format(other), one

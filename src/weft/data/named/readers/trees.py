@@ -1,0 +1,60 @@
+"""Open-Assistant's exports: threads, ranked replies or prompts of message trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from weft.data import message_trees
+from weft.data.named.example import Example, Use, conversation
+from weft.data.rows import Row
+from weft.errors import ConfigError
+from weft.registry import register_reader
+
+WAITING = ("ready_for_export", "prompt_lottery_waiting")  # trees whose first message is a prompt worth answering
+
+
+@register_reader("trees")
+def trees(
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    lang: str | list[str] = "",
+    top_k: int | None = None,
+    least: Mapping[str, float] | None = None,
+    most: Mapping[str, float] | None = None,
+) -> Iterator[Example]:
+    """sft: every thread down to a last reply; rm: ranked replies to a prompt; rl: every prompt. A tree is never split.
+
+    `lang` are languages of the first message (en,de); `top_k` takes the replies of the first k ranks; `least` and `most`
+    bound labels ({quality: 0.5}). Deleted and synthetic messages are left out, and trees that were not released or not
+    reviewed.
+    """
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"{use.name}: top_k={top_k}: must be at least 1")
+    langs = lang.split(",") if isinstance(lang, str) else lang
+    wanted = message_trees.Wanted(
+        langs=tuple(each.strip() for each in langs if each.strip()),
+        states=WAITING if use.mode == "rl" else WAITING[:1],
+        top_k=None if use.mode == "rl" else top_k,
+        least=least or {},
+        most=most or {},
+    )
+    for tree in message_trees.read_trees(rows):
+        if not wanted.tree(tree):
+            use.skip("other languages, or not released and reviewed")
+        else:
+            yield from _examples(tree, wanted, use.mode)
+
+
+def _examples(tree: Row, wanted: message_trees.Wanted, mode: str) -> Iterator[Example]:
+    group = str(tree["message_tree_id"])
+    if mode == "sft":
+        for path in message_trees.threads(tree, wanted):
+            yield conversation(message_trees.messages(path), id=path[-1]["message_id"], group=group)
+    elif mode == "rm":
+        for path, replies in message_trees.rankings(tree, wanted):
+            context, said = message_trees.messages(path), message_trees.messages(replies)
+            yield Example(context, said, id=path[-1]["message_id"], group=group)
+    else:
+        for path in message_trees.prompts(tree, wanted):
+            yield Example(message_trees.messages(path), id=path[-1]["message_id"], group=group)

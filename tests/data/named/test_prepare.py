@@ -1,0 +1,213 @@
+"""Named datasets as files of rows: splits without leaks, copies, what is kept, what is said where nothing can be had."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+
+from weft.data.named import fetch
+from weft.data.named.prepare import Prepared, Split, prepare
+from weft.data.spec import SourceSpec
+from weft.errors import ConfigError, DataError
+
+
+def jsonl(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def read(path: str | None) -> list[dict[str, Any]]:
+    return [] if path is None else list(map(json.loads, Path(path).open()))
+
+
+def rows(made: Prepared) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    return read(made.source.path), read(made.source.valid_path)
+
+
+QUESTIONS = [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(40)]
+
+
+def test_a_split_is_seeded_and_the_sources_own_goes_first(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "copy" / "train.jsonl", QUESTIONS)
+    source = SourceSpec(path, "gsm8k")
+    train, valid = rows(prepare(source, "sft", tmp_path, Split(0.25)))
+    assert (len(train), len(valid)) == (30, 10) and len({row["id"] for row in train + valid}) == 40
+    assert rows(prepare(source, "sft", tmp_path / "other", Split(0.25))) == (train, valid)
+    assert [len(part) for part in rows(prepare(source, "sft", tmp_path, Split(0.0)))] == [40, 0]
+    jsonl(tmp_path / "copy" / "test.jsonl", QUESTIONS[:3])
+    folder = SourceSpec(str(tmp_path / "copy"), "gsm8k")
+    assert [len(part) for part in rows(prepare(folder, "sft", tmp_path, Split(0.25)))] == [40, 3]
+    assert [len(part) for part in rows(prepare(folder, "sft", tmp_path, Split(0.0, own=False)))] == [40, 0]
+
+
+@pytest.mark.parametrize("mode", ["sft", "rm", "rl"])
+def test_real_trees_are_split_by_tree(data_dir: Path, tmp_path: Path, mode: str) -> None:
+    file = data_dir / "oasst" / "en_100_tree.jsonl"
+    train, valid = rows(prepare(SourceSpec(str(file), "oasst_export"), mode, tmp_path, Split(0.2)))
+    roots = [{(row.get("messages") or row["prompt"])[0]["content"] for row in part} for part in (train, valid)]
+    assert not roots[0] & roots[1] and len(roots[1]) >= 15
+    assert len(train) + len(valid) == {"sft": 538, "rm": 207, "rl": 475}[mode]
+
+
+def test_real_pairs_questions_and_conversations(data_dir: Path, tmp_path: Path) -> None:
+    pairs = prepare(
+        SourceSpec(str(data_dir / "hh_rlhf" / "harmless-base_test.jsonl.gz"), "hh-rlhf"), "rm", tmp_path, Split()
+    )
+    found = rows(pairs)[0]
+    assert 2250 < len(found) <= 2312 and all(
+        len(row["replies"]) == 2 and row["prompt"][-1]["role"] == "user" for row in found
+    )
+    assert pairs.notes and "left out" in pairs.notes[0]
+    gsm8k = rows(prepare(SourceSpec(str(data_dir / "gsm8k"), "gsm8k"), "rl", tmp_path, Split()))
+    assert [len(part) for part in gsm8k] == [7473, 1319] and "####" in gsm8k[0][0]["answer"]
+    talks = SourceSpec(str(data_dir / "fastchat" / "dummy_conversation.json"), "vicuna")
+    assert len(rows(prepare(talks, "sft", tmp_path, Split()))[0]) == 500
+    alpaca = SourceSpec(str(data_dir / "llamafactory_sft" / "alpaca_en_demo.json"), "alpaca")
+    made = prepare(alpaca, "sft", tmp_path, Split())
+    assert len(rows(made)[0]) == 982 and made.notes == ("alpaca: 17 left out (unwanted phrases: 17)",)
+    assert len(rows(prepare(SourceSpec(str(data_dir / "ifeval"), "ifeval"), "rl", tmp_path, Split()))[0]) == 541
+
+
+def test_rows_are_made_once_and_anew_where_anything_differs(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "train.jsonl", QUESTIONS)
+    first = prepare(SourceSpec(path, "gsm8k"), "sft", tmp_path, Split()).source.path
+    Path(first).write_text('{"kept": true}\n')
+    assert read(prepare(SourceSpec(path, "gsm8k"), "sft", tmp_path, Split()).source.path) == [{"kept": True}]
+    for source, mode, split in (
+        (SourceSpec(path, "gsm8k", args={"lang": "de"}), "sft", Split()),
+        (SourceSpec(path, "gsm8k"), "rl", Split()),
+        (SourceSpec(path, "gsm8k"), "sft", Split(0.1)),
+    ):
+        assert prepare(source, mode, tmp_path, split).source.path != first
+    jsonl(tmp_path / "train.jsonl", QUESTIONS[:5])
+    assert len(read(prepare(SourceSpec(path, "gsm8k"), "sft", tmp_path, Split()).source.path)) == 5
+
+
+def test_the_random_numbers_of_others_are_left_alone(tmp_path: Path) -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    texts = [{"document": f"d{i}", "summary": "s"} for i in range(20)]
+    made = rows(prepare(SourceSpec(jsonl(tmp_path / "t.jsonl", texts), "xsum"), "sft", tmp_path, Split(0.5)))
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+    random.seed(3)
+    assert made == rows(prepare(SourceSpec(str(tmp_path / "t.jsonl"), "xsum"), "sft", tmp_path / "b", Split(0.5)))
+
+
+def test_arguments_are_the_readers_or_the_types(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "train.jsonl", QUESTIONS)
+    made = prepare(SourceSpec(path, "gsm8k", args={"lang": "de", "train_on": "last"}), "sft", tmp_path, Split())
+    assert made.source.args == {"train_on": "last"} and rows(made)[0][0]["messages"][0]["lang"] == "de"
+    with pytest.raises(ConfigError, match=r"gsm8k: langg='de': no such argument; did you mean lang"):
+        prepare(SourceSpec(path, "gsm8k", args={"langg": "de"}), "sft", tmp_path, Split())
+    with pytest.raises(ConfigError, match=r"gsm8k: is of no use in mode rm; it is for sft, rl"):
+        prepare(SourceSpec(path, "gsm8k"), "rm", tmp_path, Split())
+
+
+def test_bad_rows_are_said_with_their_place(tmp_path: Path) -> None:
+    for row, wrong in (
+        ({"frage": 1}, r"train.jsonl:1: lacks the key 'question' \(it has: 'frage'\)"),
+        ({"question": {"a": 1}, "answer": "b"}, "train.jsonl:1: a text was expected, not dict"),
+    ):
+        with pytest.raises(DataError, match=wrong):
+            prepare(SourceSpec(jsonl(tmp_path / "train.jsonl", [row]), "gsm8k"), "sft", tmp_path, Split())
+    with pytest.raises(DataError, match=r"vicuna.*no row is left for mode sft \(1 begun by the bot"):
+        prepare(SourceSpec(jsonl(tmp_path / "v.jsonl", [{"conversations": []}]), "vicuna"), "sft", tmp_path, Split())
+    with pytest.raises(DataError, match=r"lacks the key 'conversations', which reader sharegpt reads"):
+        prepare(SourceSpec(jsonl(tmp_path / "v.jsonl", [{"x": []}]), "vicuna"), "sft", tmp_path, Split())
+
+
+def test_copies_are_found_in_their_folder(tmp_path: Path) -> None:
+    jsonl(tmp_path / "datasets" / "gsm8k" / "main" / "train.jsonl", QUESTIONS)
+    jsonl(tmp_path / "datasets" / "gsm8k" / "socratic" / "train.jsonl", QUESTIONS[:1])
+    assert len(rows(prepare(SourceSpec(named="gsm8k"), "sft", tmp_path, Split()))[0]) == 40
+    both = SourceSpec(str(tmp_path / "datasets"), "gsm8k")  # a folder with copies of several, by their names
+    jsonl(tmp_path / "datasets" / "alpaca" / "train.jsonl", [{"x": 1}])
+    assert len(rows(prepare(both, "sft", tmp_path / "datasets", Split()))[0]) == 40
+    flat = SourceSpec(jsonl(tmp_path / "flat" / "train.jsonl", QUESTIONS[:7]).rsplit("/", 1)[0], "gsm8k")
+    for _ in range(2):  # the cache lies in the same folder
+        assert len(rows(prepare(flat, "sft", tmp_path / "flat", Split()))[0]) == 7
+    (tmp_path / "datasets" / "prompt_dialogue").mkdir()
+    (tmp_path / "datasets" / "prompt_dialogue" / "chat_dialogue_v2_c.txt").write_text(
+        "User: Hi?\n\nRosey: Ho.\n<|endoftext|>\nUser: So?\n\nRosey: No.\n<|endoftext|>\n"
+    )
+    found = rows(prepare(SourceSpec(named="prompt_dialogue"), "sft", tmp_path, Split()))[0]
+    assert [[m["content"] for m in row["messages"]] for row in found] == [["Hi?", "Ho."], ["So?", "No."]]
+    (tmp_path / "squad.json").write_text(
+        json.dumps({"version": 1, "data": [{"Context": "C", "Question": "Q", "Answer": "A"}]})
+    )
+    assert len(rows(prepare(SourceSpec(str(tmp_path / "squad.json"), "ua_squad"), "sft", tmp_path, Split()))[0]) == 1
+    with pytest.raises(
+        DataError, match=r"has no files 'train.json' \(it has train.jsonl\); give the file itself as path"
+    ):
+        prepare(SourceSpec(str(tmp_path / "datasets/gsm8k/main"), "prosocial_dialogue"), "sft", tmp_path, Split())
+    with pytest.raises(DataError, match=r"no such file or directory; did you mean .*squad.json"):
+        prepare(SourceSpec(str(tmp_path / "sqad.json"), "ua_squad"), "sft", tmp_path, Split())
+
+
+def test_one_file_of_two_splits(tmp_path: Path) -> None:
+    whole = [
+        {"prefixes": ["Q"], "responses": ["a", "b"], "augmented": ["x"], "split": split} for split in ("train", "val")
+    ]
+    made = prepare(SourceSpec(jsonl(tmp_path / "a.jsonl", whole), "augment_oasst"), "rm", tmp_path, Split())
+    assert [[row["replies"] for row in part] for part in rows(made)] == [[["a", "b", "x"]], [["a", "b"]]]
+
+
+def test_without_a_network_one_message_says_what_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[str] = []
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        attempts.append("asked")
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    with pytest.raises(DataError) as caught:
+        prepare(SourceSpec(named="shp"), "rm", tmp_path, Split())
+    assert "https://huggingface.co/datasets/stanfordnlp/SHP" in str(caught.value)
+    assert f"Network is unreachable; put its files in {tmp_path}/datasets/shp, or name them with path" in str(
+        caught.value
+    )
+    assert len(attempts) == 2  # what the hub's own cache has, and the network
+    with pytest.raises(
+        DataError, match=r"gpteacher_roleplay: .*raw.githubusercontent.com.*licence: mit.*put its files in"
+    ):
+        prepare(SourceSpec(named="gpteacher_roleplay"), "sft", tmp_path, Split())
+    with pytest.raises(DataError, match=r"private_tuning: .*it can be fetched from no public place; put its files in"):
+        prepare(SourceSpec(named="private_tuning"), "sft", tmp_path, Split())
+    with pytest.raises(DataError, match=r"must begin with https://"):
+        prepare(SourceSpec(named="oig_file", args={"source_url": "http://x/a.jsonl"}), "sft", tmp_path, Split())
+
+
+def test_a_server_that_does_not_answer_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    never = threading.Event()
+    monkeypatch.setattr(fetch, "CONNECT_S", 0.05)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **options: never.wait(60))
+    with pytest.raises(DataError, match=r"no answer in 0 seconds"):
+        prepare(SourceSpec(named="joke"), "sft", tmp_path, Split())
+    never.set()
+
+
+def test_a_file_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    asked: list[str] = []
+
+    def answer(url: str, timeout: float) -> io.BytesIO:
+        asked.append(url)
+        return io.BytesIO(b'{"text": "<human>: q\\n<bot>: a"}\n')
+
+    monkeypatch.setattr(urllib.request, "urlopen", answer)
+    source = SourceSpec(named="oig_file", args={"source_url": "https://x/unified_other.jsonl", "min_length": None})
+    for _ in range(2):
+        assert len(rows(prepare(source, "sft", tmp_path, Split()))[0]) == 1
+    assert asked == ["https://x/unified_other.jsonl"]
