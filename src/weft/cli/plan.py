@@ -1,4 +1,5 @@
-"""`weft plan`: what a run would do, without doing it; `realloc`: what moving parameters between two layouts sends."""
+"""`weft plan`: what a run would do, without doing it. `realloc`: what moving parameters between two layouts sends; `memory`:
+which GPU holds the training of a model."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from weft.cli import plan_memory
 from weft.errors import ConfigError
 from weft.topology import Layout, Mesh, parse_mesh
 
@@ -45,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
+    if arguments.command == "memory":
+        return plan_memory.main(arguments)
     if arguments.devices_per_node < 1:
         realloc_parser.error(f"--devices-per-node={arguments.devices_per_node}: a node has at least one device")
     realloc(arguments)
@@ -54,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="weft plan", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="{realloc}")
+    commands = parser.add_subparsers(dest="command", metavar="{realloc,memory}")
     told = "what moving a role's parameters from one layout to another sends"
     made = commands.add_parser("realloc", help=told, description=f"Print {told}.", epilog=EPILOG, formatter_class=form)
     made.add_argument("source", metavar="FROM", help="layout that has the parameters, such as d4f4t2")
@@ -69,6 +73,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         made.add_argument(f"--{side}-stages", type=int, metavar="N", help=f"pipeline_stages_per_rank of {name}")
     made.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices of one node (%(default)s)")
     made.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    plan_memory.add(commands)
     return parser, made
 
 

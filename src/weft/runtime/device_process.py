@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from weft.data.sample import SequenceSample
 from weft.engine.device import peak_memory_gb, using
+from weft.engine.profile import Trace
 from weft.errors import DevicesLost, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, backend_of
@@ -96,6 +97,7 @@ class DeviceProcess:
         self.groups: ProcessGroups | None = None
         self._worker: Worker | None = None
         self.reallocations: dict[str, Reallocation] = {}
+        self.trace: Trace | None = None
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()
         self._next: deque[Queued] = deque()  # taken out of the queue and not yet run

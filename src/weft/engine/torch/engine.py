@@ -23,9 +23,10 @@ from weft.engine.generation.generate import Decoder, open_generator
 from weft.engine.rows import PackLayout, SampleRows
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.spread import OneDevice, Spread
+from weft.engine.torch import states
 from weft.engine.torch.adapters_off import AdaptersOff
 from weft.engine.torch.master_weights import MasterWeights
-from weft.engine.torch.optimizer import Optimizer, decayed
+from weft.engine.torch.optimizer import Optimizer, decayed, embeddings
 from weft.engine.torch.prepare import Pass, Scoring
 from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Step, Veto, plain
 from weft.errors import CheckpointError, ConfigError
@@ -141,7 +142,8 @@ class TorchEngine:
             trained = self._masters.trained
             assert spec.schedule is not None, "the runtime gives every trained role a schedule"
             self._optimizer = Optimizer(
-                spec.optimizer, spec.schedule, trained, decayed(self._network), scaled=spec.dtype == "float16",
+                spec.optimizer, spec.schedule, trained, decayed(self._network),
+                embeddings=embeddings(self._network), scaled=spec.dtype == "float16",
                 lane=lane if home is None else None, updated=None if home is None else self._masters.updated,
             )  # fmt: skip
         if spec.offload:
@@ -300,10 +302,11 @@ class TorchEngine:
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
         """Those of the tensors here that no other rank writes."""
         slices = self._masters.slices()
+        held = states.written(held, slices)
         owners = _owners(held, slices)
         kept = set(self._spread.kept(dict.fromkeys(owners.values())))
         chosen = {key: value for key, value in held.items() if owners[key] in kept}
-        places = {key: slices[owners[key]] for key, value in chosen.items() if value.dim()}
+        places = {key: slices[owners[key]] for key, value in chosen.items() if states.fits_layouts(key, value)}
         checkpoint.write_tensors(path, chosen, places if self._built.part is not None else None)
 
     def load_state(self, d: Path) -> None:
@@ -324,9 +327,13 @@ class TorchEngine:
         """This rank's part of every tensor that was saved; names that the role does not have are left to the caller."""
         saved, slices = checkpoint.Saved(d, stem), self._masters.slices()
         elsewhere: Mapping[str, Any] = {} if self._built.part is None else self._built.part.shapes
-        owners = _owners(saved.names, slices)
-        wanted = [key for key in saved.names if owners[key] in slices or owners[key] not in elsewhere]
-        return {key: saved.read(key, slices.get(owners[key])) for key in wanted}
+        names = states.readable(saved.names, slices)
+        owners = _owners(names, slices)
+        wanted = [key for key in names if owners[key] in slices or owners[key] not in elsewhere]
+        return {
+            names[key]: saved.read(key, None if states.is_scales(names[key]) else slices.get(owners[key]))
+            for key in wanted
+        }
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """A Hugging Face directory that `transformers` loads, in the role's dtype. With adapters it holds the merged model,
