@@ -106,11 +106,6 @@ def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
     return tuple(f"{option}: on a CPU {what} in host memory already; nothing changes" for option, what in there)
 
 
-def _owners(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:
-    """The parameter of each tensor, which is named by it, or by it and what an optimizer keeps of it."""
-    return {name: name if name in slices else name.rsplit("/", 1)[0] for name in names}
-
-
 class TorchEngine:
     """Implements `weft.engine.base.Engine` for one rank of a layout."""
 
@@ -303,7 +298,7 @@ class TorchEngine:
         """Those of the tensors here that no other rank writes."""
         slices = self._masters.slices()
         held = states.written(held, slices)
-        owners = _owners(held, slices)
+        owners = states.owners(held, slices)
         kept = set(self._spread.kept(dict.fromkeys(owners.values())))
         chosen = {key: value for key, value in held.items() if owners[key] in kept}
         places = {key: slices[owners[key]] for key, value in chosen.items() if states.fits_layouts(key, value)}
@@ -325,15 +320,8 @@ class TorchEngine:
 
     def _read(self, d: Path, stem: str) -> dict[str, Tensor]:
         """This rank's part of every tensor that was saved; names that the role does not have are left to the caller."""
-        saved, slices = checkpoint.Saved(d, stem), self._masters.slices()
         elsewhere: Mapping[str, Any] = {} if self._built.part is None else self._built.part.shapes
-        names = states.readable(saved.names, slices)
-        owners = _owners(names, slices)
-        wanted = [key for key in names if owners[key] in slices or owners[key] not in elsewhere]
-        return {
-            names[key]: saved.read(key, None if states.is_scales(names[key]) else slices.get(owners[key]))
-            for key in wanted
-        }
+        return states.read(checkpoint.Saved(d, stem), self._masters.slices(), elsewhere)
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """A Hugging Face directory that `transformers` loads, in the role's dtype. With adapters it holds the merged model,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from weft.engine.checkpoint import Saved
 from weft.models.network.parameters import StoredParameter
 from weft.topology import Slice
 
@@ -82,7 +83,24 @@ def fits_layouts(written_as: str, value: Tensor) -> bool:
     return value.dim() > 0 and not is_scales(written_as.partition("@")[0])
 
 
-def readable(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[str, str]:
+def read(saved: Saved, places: Mapping[str, Slice], elsewhere: Collection[str]) -> dict[str, Tensor]:
+    """This rank's part of every tensor that was saved, but of parameters that other ranks have (`elsewhere`) and of scales that
+    are of other parts than lie here."""
+    names = _readable(saved.names, places)
+    of = owners(names, places)
+    return {
+        own: saved.read(key, None if is_scales(own) else places.get(of[key]))
+        for key, own in names.items()
+        if of[key] in places or of[key] not in elsewhere
+    }
+
+
+def owners(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:
+    """The parameter of each tensor, which is named by it, or by it and what an optimizer keeps of it."""
+    return {name: name if name in slices else name.rsplit("/", 1)[0] for name in names}
+
+
+def _readable(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[str, str]:
     """What is written -> what this rank calls it; scales of other parts than lie here are left out."""
     found = {}
     for written_as in keys:
