@@ -46,25 +46,25 @@ class Way:
 
 
 def ways(cases: Cases) -> list[Way]:
-    """As it is set, and what would take less: each way with those before it, but adapters, which take the place of the
-    optimizer's part, and shards, which stand beside recomputation alone."""
-    found = [Way("as set", _total(cases))]
-
-    def add(option: str, changed: Cases, devices: int = 1) -> Cases:
-        if changed != cases:
-            found.append(Way(option, _total(changed, devices), devices))
-        return changed
-
-    again = add("gradient_checkpointing=true", _changed(cases, lambda s: replace(s, recompute=1)))
+    """As it is set, and what would take less: recomputation, and with it one thing more. What is set already is left out."""
+    option = "gradient_checkpointing=true"
+    again = _changed(cases, lambda s: replace(s, recompute=1))
     narrow = _changed(again, lambda s: replace(s, state_dtype="8bit") if s.optimizer == "adamw" else s)
-    add("gradient_checkpointing=true optimizer.state_dtype=8bit", narrow)
-    add(
-        "gradient_checkpointing=true optimizer.offload=true",
-        _changed(again, lambda s: replace(s, offload_optimizer=True)),
-    )
-    add(f"gradient_checkpointing=true lora.r={RANK}", {name: _adapted(case) for name, case in again.items()})
+    on_host = _changed(again, lambda s: replace(s, offload_optimizer=True))
+    adapted = {name: _adapted(case) for name, case in again.items()}
+    found = [Way("as set", _total(cases))]
+    if again != cases:
+        found.append(Way(option, _total(again)))
+    for more, changed in (
+        ("optimizer.state_dtype=8bit", narrow),
+        ("optimizer.offload=true", on_host),
+        (f"lora.r={RANK}", adapted),
+    ):
+        if changed != again:
+            found.append(Way(f"{option} {more}", _total(changed)))
     for count in SHARDS:
-        add(f"gradient_checkpointing=true layout=d{count}", {n: _sharded(c, count) for n, c in again.items()}, count)
+        shared = {name: _sharded(case, count) for name, case in again.items()}
+        found.append(Way(f"{option} layout=d{count}", _total(shared, count), count))
     return found
 
 
