@@ -59,4 +59,5 @@ def case_of(model: str, tokens: int, dtype: str) -> Case:
         chunk_rows=chunk_rows(config.vocab_size, torch.device("cuda")), keeps_cache=True,
     )  # fmt: skip
     work = Work(tokens=tokens, rows=tokens, backward=True, parts=2)
-    return Case(NetworkShape(count, count, **sizes_of(network)), settings, (work,))
+    sizes: dict[str, Any] = dict(sizes_of(network))
+    return Case(NetworkShape(count, count, **sizes), settings, (work,))

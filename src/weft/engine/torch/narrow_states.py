@@ -191,9 +191,8 @@ class NarrowAdamW(torch.optim.Optimizer):
                 if not state:
                     state.update(moments.new(parameter), step=torch.zeros(()))  # on the host: read without waiting
                 state["step"] += 1
-                moments.update(
-                    parameter, state, Rule(int(state["step"]), group["lr"], *group["betas"], eps=group["eps"])
-                )
+                beta1, beta2 = group["betas"]
+                moments.update(parameter, state, Rule(int(state["step"]), group["lr"], beta1, beta2, group["eps"]))
         return loss
 
     def saved(self, parameter: nn.Parameter, state: State) -> State:
