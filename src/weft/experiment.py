@@ -58,11 +58,27 @@ class Control:
     resume_from: str | None = None
     max_tokens_per_microbatch: int = 16384
     deterministic: bool = False
+    tf32: bool = False
+    profile_steps: str | None = None
     on_nonfinite: str = "stop"
     loggers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     imports: Sequence[str] = ()
     progress: bool = True
     env: Mapping[str, str] = field(default_factory=dict)  # of the run and its workers, over that of whoever starts it
+
+
+STEPS = re.compile(r"(\d+)(?::(\d+))?")
+
+
+def step_range(text: str) -> range:
+    """The steps that `5:8` (both of them too) or `5` names, counted from 1. Raises `ConfigError` for anything else."""
+    found = STEPS.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"must be steps such as 5:8 or 5, not {text!r}")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if not 1 <= first <= last:
+        raise ConfigError(f"must name steps from 1 on, the first one first, such as 5:8, not {text!r}")
+    return range(first, last + 1)
 
 
 @dataclass(frozen=True)
@@ -213,6 +229,11 @@ def _check_control(control: Control) -> None:
             raise ConfigError(f"{option}={value!r}: must hold letters, digits, . and - only, and not begin with a dot")
     if control.recover_mode not in ("auto", "resume", "disabled"):
         raise ConfigError(f"recover_mode={control.recover_mode!r}: must be one of auto, resume, disabled")
+    if control.profile_steps is not None:
+        try:
+            step_range(control.profile_steps)
+        except ConfigError as error:
+            raise ConfigError(f"profile_steps: {error}") from None
     for spec in fields(control):
         value = getattr(control, spec.name)
         if (

@@ -27,6 +27,56 @@ def test_devices() -> None:
     assert rate > 1e8 and device.matmul_rate(here, torch.float32) == rate
 
 
+class Gpu:
+    """What torch says of a GPU that is not here."""
+
+    name, total_memory = "NVIDIA A100-SXM4-80GB", 85_095_874_560
+
+
+def test_what_a_gpu_is_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    version.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version: 12.3.0\n"
+    )
+    read = device._driver
+    monkeypatch.setattr(device, "_driver", lambda: read(version))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Gpu)
+    gpu = torch.device("cuda", 0)
+    facts = device.hardware(gpu)
+    assert facts["driver"] == "550.54.15" and read(tmp_path / "none") is None
+    assert device.hardware_line(facts, Gpu.name) == (
+        "NVIDIA A100-SXM4-80GB (driver 550.54.15, 79.25 GiB, at most 312 bfloat16 TFLOP/s and 2,039 GB/s)"
+    )
+    monkeypatch.setattr(Gpu, "name", "A card of tomorrow")
+    assert device.hardware_line({**device.hardware(gpu)}, "A card of tomorrow").endswith(
+        "(driver 550.54.15, 79.25 GiB)"
+    )
+
+
+def test_what_a_processor_is_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nmodel name\t: A Processor 9354\nflags\t: avx2\n" * 2)
+    read = device._processor
+    assert read(info) == "A Processor 9354" and read(tmp_path / "none")
+    monkeypatch.setattr(device, "_processor", lambda: read(info))
+    monkeypatch.setattr(device, "_cores", lambda: 1)
+    line = device.hardware_line(device.hardware(torch.device("cpu")), "cpu")
+    assert line.startswith("cpu (A Processor 9354, 1 core, ") and line.endswith(" GiB)")
+
+
+def test_tf32_is_a_gpus_and_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    device.set_tf32(False, torch.device("cuda"))
+    device.set_tf32(True, torch.device("cpu"))
+    assert asked == []
+    device.set_tf32(True, torch.device("cuda"))
+    assert asked == ["high"]
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert device.numerics(torch.device("cuda"))["tf32"] and "tf32" not in device.numerics(torch.device("cpu"))
+
+
 def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     device.set_deterministic(True)

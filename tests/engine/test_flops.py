@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
-from weft.engine.flops import Cost, ProductRate
+from weft.engine.flops import Cost, ProductRate, peak_of
 
 
 def test_cost_of_training_by_hand() -> None:
@@ -26,3 +27,27 @@ def test_a_step_is_never_faster_than_the_best_rate() -> None:
     assert rate.share(50.0, 1.0) == 0.5
     assert rate.share(400.0, 2.0) == 1.0, "faster than was measured: now this is the best"
     assert rate.share(50.0, 1.0) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", (989, 3350)),
+        ("NVIDIA H100 PCIe", (756, 2000)),
+        ("NVIDIA H200", (989, 4800)),
+        ("NVIDIA A100-SXM4-40GB", (312, 1555)),
+        ("NVIDIA A100-SXM4-80GB", (312, 2039)),
+        ("NVIDIA A100 80GB PCIe", (312, 1935)),
+        ("NVIDIA L4", (121, 300)),
+        ("NVIDIA A10G", (70, 600)),
+        ("NVIDIA GeForce RTX 4090", (165, 1008)),
+        ("Tesla T4", (65, 320)),
+    ],
+)
+def test_peaks_by_the_names_that_drivers_give(name: str, peak: tuple[float, float]) -> None:
+    found = peak_of(name)
+    assert found is not None and (found.tflops, found.gb_per_s) == peak
+
+
+def test_a_gpu_that_nobody_knows_has_no_peak() -> None:
+    assert peak_of("NVIDIA L400") is None and peak_of("") is None

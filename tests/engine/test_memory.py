@@ -32,6 +32,17 @@ def test_what_is_held_by_hand() -> None:
     assert here.call - there.call == 4000, "no gradient stays on the device either"
 
 
+def test_states_of_other_dtypes_by_hand() -> None:
+    """1,000 parameters, 400 of them the embedding's: two moments each."""
+    held = {
+        dtype: estimate(SHAPE, replace(TRAINED, state_dtype=dtype), [TRAIN]).optimizer
+        for dtype in ("float32", "bfloat16", "8bit")
+    }
+    assert held == {"float32": 8000, "bfloat16": 4000, "8bit": int(2 * (400 * 4 + 600 * (1 + 4 / 256)))}
+    adapters = replace(SHAPE, trainable=512)
+    assert estimate(adapters, replace(TRAINED, state_dtype="8bit"), [TRAIN]).optimizer == 2 * (512 + 2 * 4)
+
+
 def test_activations_by_hand() -> None:
     layer = 4 * 8 + 2 * 8 + 2 * 4 + 2 * 16
     ends, working = 2 * 100 * 8 + 60 * 8, 100 * (3 * 8 + 4 * 16)

@@ -1,5 +1,5 @@
 """`weft plan`: what a run would do, without doing it. `search`: which devices each call of an experiment would work on, and how
-long; `realloc`: what moving parameters between two layouts sends."""
+long; `realloc`: what moving parameters between two layouts sends; `memory`: which GPU holds the training of a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from weft.cli import plan_memory
 from weft.errors import ConfigError
 from weft.topology import Layout, Mesh, parse_mesh
 
@@ -57,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "search":
         search(arguments.words, as_json=arguments.json)
         return 0
+    if arguments.command == "memory":
+        return plan_memory.main(arguments)
     if arguments.devices_per_node < 1:
         realloc_parser.error(f"--devices-per-node={arguments.devices_per_node}: a node has at least one device")
     realloc(arguments)
@@ -66,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="weft plan", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="{search,realloc}")
+    commands = parser.add_subparsers(dest="command", metavar="{search,realloc,memory}")
     told = "the placement that allocation_mode=search finds for an experiment"
     looked = commands.add_parser(
         "search", help=told, description=f"Print {told}.", epilog=SEARCH_EPILOG, formatter_class=form
@@ -87,6 +90,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         made.add_argument(f"--{side}-stages", type=int, metavar="N", help=f"pipeline_stages_per_rank of {name}")
     made.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices of one node (%(default)s)")
     made.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    plan_memory.add(commands)
     return parser, made
 
 

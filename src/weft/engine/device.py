@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform
+import re
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from weft.engine.flops import peak_of
 from weft.errors import ConfigError
 from weft.kernels import product
 from weft.observe import memory as observe_memory
@@ -133,14 +137,72 @@ def set_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
+def set_tf32(enabled: bool, device: torch.device) -> None:
+    """Let a GPU round what it multiplies in float32 to 10 bits of mantissa; left alone where it is not asked for."""
+    if enabled and device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+
 def numerics(device: torch.device) -> dict[str, Any]:
     """What bitwise repetition depends on beside the inputs; stored with a recovery point and compared on restart."""
+    rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return {
+        **({"tf32": True} if rounded else {}),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """For people: the device's `name`, its `memory` in bytes, and of a GPU its `driver` and what its maker promises
+    (`tflops`, `gb_per_s`), of a CPU its `cores`; what nobody knows is left out."""
+    if device.type != "cuda":
+        return {
+            "name": _processor() if device.type == "cpu" else device.type,
+            "cores": _cores(),
+            "memory": memory_bytes(device),
+        }
+    properties = torch.cuda.get_device_properties(device)
+    found = {"name": properties.name, "memory": properties.total_memory}
+    if (driver := _driver()) is not None:
+        found["driver"] = driver
+    if (peak := peak_of(properties.name)) is not None:
+        found |= {"tflops": peak.tflops, "gb_per_s": peak.gb_per_s}
+    return found
+
+
+def hardware_line(facts: Mapping[str, Any], called: str) -> str:
+    """`hardware` in a line: cpu (AMD EPYC 9354, 8 cores, 62.70 GiB); NVIDIA A100-SXM4-80GB (driver 550.54.15, 79.25 GiB, at
+    most 312 bfloat16 TFLOP/s and 2,039 GB/s). `called` is the device's short name."""
+    parts = [] if facts["name"] == called else [str(facts["name"])]
+    if "cores" in facts:
+        parts.append(f"{facts['cores']} {'core' if facts['cores'] == 1 else 'cores'}")
+    if "driver" in facts:
+        parts.append(f"driver {facts['driver']}")
+    parts.append(f"{facts['memory'] / GIGABYTE:.2f} GiB")
+    if "tflops" in facts:
+        parts.append(f"at most {facts['tflops']:g} bfloat16 TFLOP/s and {facts['gb_per_s']:,.0f} GB/s")
+    return f"{called} ({', '.join(parts)})"
+
+
+def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as its maker gives it, else its architecture."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Of NVIDIA's kernel module; None where it does not tell."""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", version.read_text()) if version.is_file() else None
+    return None if found is None else found[0]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""How many floating-point operations a network's training takes: what `mfu` counts."""
+"""How many floating-point operations a network's training takes, which is what `mfu` counts; and what GPUs' makers promise."""
 
 from __future__ import annotations
 
@@ -62,3 +62,50 @@ class ProductRate:
         rate = operations / seconds
         self.best = max(self.best, rate)
         return rate / self.best
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a GPU's maker promises: `tflops` of dense products in bfloat16 (float16 where it has none), summed in float32;
+    `gb_per_s` of its memory."""
+
+    tflops: float
+    gb_per_s: float
+
+
+# The first whose words are all in the GPU's name. From the makers' data sheets, without sparsity.
+PEAKS: tuple[tuple[str, Peak], ...] = (
+    ("B200", Peak(2250, 8000)),
+    ("H200 NVL", Peak(835, 4800)),
+    ("H200", Peak(989, 4800)),
+    ("H100 PCIe", Peak(756, 2000)),
+    ("H100 NVL", Peak(835, 3900)),
+    ("H100", Peak(989, 3350)),
+    ("H800", Peak(989, 3350)),
+    ("H20", Peak(148, 4000)),
+    ("A100 80GB SXM", Peak(312, 2039)),
+    ("A100 80GB", Peak(312, 1935)),
+    ("A100", Peak(312, 1555)),
+    ("A800", Peak(312, 2039)),
+    ("L40S", Peak(362, 864)),
+    ("L40", Peak(181, 864)),
+    ("L4", Peak(121, 300)),
+    ("A10G", Peak(70, 600)),
+    ("A10", Peak(125, 600)),
+    ("A30", Peak(165, 933)),
+    ("A40", Peak(150, 696)),
+    ("RTX 5090", Peak(209, 1792)),
+    ("RTX 4090", Peak(165, 1008)),
+    ("RTX 3090", Peak(71, 936)),
+    ("RTX A6000", Peak(155, 768)),
+    ("RTX 6000 Ada", Peak(364, 960)),
+    ("V100", Peak(125, 900)),
+    ("T4", Peak(65, 320)),
+    ("MI300X", Peak(1307, 5300)),
+)
+
+
+def peak_of(name: str) -> Peak | None:
+    """Of the GPU that the driver calls so, such as `NVIDIA A100-SXM4-80GB`; None of one that is not in the table."""
+    words = name.replace("-", " ").replace("SXM4", "SXM").replace("SXM5", "SXM").split()
+    return next((peak for known, peak in PEAKS if set(known.split()) <= set(words)), None)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # float32 values an optimizer keeps for each trained parameter
+SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # values an optimizer keeps for each trained parameter
+STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}  # of each; in 8 bits with a scale a block
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = 4  # bytes of masters, gradients, logits
 TRAINING_CHUNKS, SCORING_CHUNKS = 3, 2  # the head's chunks of logits and what is made of them, alive at once
@@ -91,6 +92,7 @@ class Settings:
     in_place: bool = False
     adds_rows: bool = False
     keeps_cache: bool = False  # from one call to the next
+    state_dtype: str = "float32"  # of the optimizer
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
     on_device = 0 if settings.offload_optimizer else 1
     calls = [_call(shape, settings, trainable, work) for work in works]
     parameters, masters = shape.parameters * width, trainable * WIDE * apart * on_device
-    state = trainable * WIDE * SLOTS[settings.optimizer] * on_device
+    state = _states(shape, settings, trainable) * on_device
     cache = max((cache for _, cache, _ in calls), default=0)
     kept = cache if settings.keeps_cache else 0
     return RoleMemory(
@@ -151,6 +153,15 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
         kept=kept,
         away=(parameters + masters + kept) * settings.weights_leave + state * settings.optimizer_leaves,
     )
+
+
+def _states(shape: NetworkShape, settings: Settings, trainable: int) -> int:
+    """Of the optimizer; in 8 bits embeddings keep float32."""
+    wide = 0
+    if settings.state_dtype == "8bit" and trainable == shape.parameters:
+        wide = min(shape.embedding, trainable)
+    each = STATE_BYTES[settings.state_dtype] * (trainable - wide) + WIDE * wide
+    return int(SLOTS[settings.optimizer] * each)
 
 
 def total(roles: Mapping[str, RoleMemory]) -> int:

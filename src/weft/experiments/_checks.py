@@ -13,6 +13,7 @@ from weft.data.spec import DatasetSpec, sources_of
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, nearest
+from weft.experiment import step_range
 from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
 from weft.topology import Layout
 
@@ -36,6 +37,14 @@ def device_problem(device: str) -> str | None:
         if DEVICE.fullmatch(device)
         else "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best there is"
     )
+
+
+def profile_problem(steps: str) -> str | None:
+    try:
+        step_range(steps)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def allocation_problem(mode: str) -> str | None:
@@ -86,6 +95,8 @@ def check_model(role: str, spec: ModelSpec) -> None:
                 f"{role}.backend={spec.backend} is a role of a tokenizer alone: set {role}.tokenizer.path"
             )
         return
+    if spec.trained:
+        spec.optimizer.check_library()
     if spec.path is None:
         raise ConfigError(f"{role}.path is missing: give a Hugging Face directory or a hub name")
     directory = _check_local(f"{role}.path", spec.path)

@@ -211,6 +211,16 @@ class RunConfig(ABC):
     )
     max_tokens_per_microbatch: int = option(16384, "most tokens of one forward pass, for every call", at_least=1)
     deterministic: bool = option(False, "choose kernels that repeat bit for bit (on CUDA; the CPU's do anyway)")
+    tf32: bool = option(
+        False,
+        "round what a GPU multiplies in float32 to 10 bits of mantissa (TF32): several times as fast, less exact; products of "
+        "bfloat16 are not changed, a CPU's neither",
+    )
+    profile_steps: str | None = option(
+        None,
+        "steps to trace with torch's profiler, such as 5:8 (the last one too) or 5; one file a device, in the run's profile/",
+        check=checks.profile_problem,
+    )
     on_nonfinite: str = option(
         "stop", "a loss that is not finite stops the run, or is skipped and counted", choices=("stop", "skip")
     )

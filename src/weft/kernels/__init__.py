@@ -31,7 +31,7 @@ from weft.kernels.grouped import Groups, grouped_linear
 from weft.kernels.grouped import serves as serves_groups
 from weft.kernels.lane import Lane, Mark, lane_of
 from weft.kernels.pointwise import activated, activated_linear, rms_norm, rotate, rotate_heads
-from weft.kernels.products import LEAST_ROWS, GradientSum, add_product, linear, product, wide_product
+from weft.kernels.products import LEAST_ROWS, GradientSum, add_product, linear, product, weight_gradient, wide_product
 from weft.kernels.softmax import statistics, to_gradients
 from weft.kernels.transfer import address, put, resize_storage, storage_of
 from weft.kernels.types import Activation, AttentionSpec, AttentionState, Statistics, VarlenLengths, VarlenSegments
@@ -43,5 +43,6 @@ __all__ = [
     "activated", "activated_linear", "add_product", "address", "attend_cache", "attend_rows", "attend_segments",
     "cpu_library", "draw", "flash", "flex", "grouped_linear", "in_vectors", "kernel_bytes", "lane_of", "linear", "merge_rows",
     "product", "put", "resize_storage", "rms_norm", "rotate", "rotate_heads", "serves", "serves_attention", "serves_groups",
-    "serves_network", "statistics", "storage_of", "store_keys", "to_gradients", "wide_product",
+    "serves_network", "statistics", "storage_of", "store_keys", "to_gradients",
+    "weight_gradient", "wide_product",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from weft.checkpoints.hf_io import read_config
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.common import check_copies, check_spec, with_dtype
-from weft.engine.device import resolve_device, set_deterministic
+from weft.engine.device import hardware_line, resolve_device, set_deterministic, set_tf32
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
@@ -31,6 +31,7 @@ from weft.runtime.evaluate import Evaluator
 from weft.runtime.group import WorkerGroup
 from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
+from weft.runtime.profiling import check_steps
 from weft.runtime.samples import Samples
 from weft.runtime.schedule import Horizon
 from weft.runtime.session import Parts, Session
@@ -51,6 +52,7 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
     alone = mode == "local" and experiment.num_devices == 1
     device = resolve_device(control.device) if alone else torch.device(device_kind(experiment))
     set_deterministic(control.deterministic)
+    set_tf32(control.tf32, device)
     check_calls(experiment)
     tokenizers = load_tokenizers(experiment)
     check_tokens(experiment, tokenizers)
@@ -59,6 +61,7 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
     data = load_data(experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed)
     check_longest(experiment, data.longest)
     horizon = Horizon.of(experiment, data.train)
+    check_steps(control.profile_steps, horizon.steps)
     specs = horizon.specs(experiment)
     shared = experiment.dataset.cache_dir
     cache = Path(shared).expanduser() / "outputs" if shared is not None else directory.path / "cache"
@@ -71,6 +74,8 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
         group = DeviceGroup(devices, experiment, build, directory.path.absolute() / LOGS)
     try:
         facts = group.describe()
+        numerics = group.numerics()
+        hardware = hardware_line(group.hardware(), numerics["device"])
         expected = forecast(experiment, facts, data, device, baseline)
         return Parts(
             experiment=experiment,
@@ -80,7 +85,8 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
             evaluator=_evaluator(experiment, group, data, tokenizers),
             samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
             horizon=horizon,
-            plan=plan_lines(experiment, horizon, facts, group.numerics(), data, expected),
+            plan=plan_lines(experiment, horizon, facts, {**numerics, "hardware": hardware}, data, expected),
+            hardware=hardware,
             farewell=expected.compared if alone else None,
         )
     except BaseException:

@@ -12,8 +12,9 @@ import torch
 from weft import kernels
 from weft.data.loader import LoadedData
 from weft.data.sample import SequenceSample
-from weft.engine import memory, microbatches
+from weft.engine import fits, memory, microbatches
 from weft.engine.device import peak_memory_gb
+from weft.engine.fits import Case
 from weft.engine.generation.budgets import DEFAULT_SEQUENCES, SEQUENCES, kv_bytes
 from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
 from weft.engine.rows import PackLayout
@@ -28,6 +29,7 @@ from weft.runtime.split import minibatches
 from weft.topology import Mesh
 
 GIB, MIB = 2.0**30, 2.0**20
+GPU = torch.device("cuda")  # any
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
 
 
@@ -40,6 +42,7 @@ class Forecast:
     incomplete: tuple[str, ...]
     baseline: float  # GiB that the process held before the engines were made
     cache_limits: Mapping[str, int] = field(default_factory=dict)  # bytes of keys and values, by the call that samples
+    on_gpu: Mapping[str, Case] = field(default_factory=dict)  # what a GPU would compute, where one device has all roles
 
     @property
     def total(self) -> float:
@@ -65,6 +68,8 @@ class Forecast:
         for device, names in on.items():
             part = self._of(names)
             yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {size(part.total)} {part._scope}"
+        if len(on) == 1 and not self.incomplete:
+            yield from fits.lines(self.on_gpu, "" if self.device.type == "cuda" else "on a GPU in bfloat16: ")
 
     def _of(self, names: Sequence[str]) -> Forecast:
         roles = {name: self.roles[name] for name in names if name in self.roles}
@@ -105,29 +110,41 @@ def forecast(
     """`facts` are the engines' descriptions by role, with those of its copies."""
     batches = [_completed(experiment, batch) for batch in data.train.large_batches()]
     meshes = experiment.meshes()
-    roles, incomplete = {}, []
+    roles, incomplete, on_gpu = {}, [], dict[str, Case]()
     for role, spec in experiment.roles.items():
         if not facts[role].get("num_parameters"):
             continue  # a tokenizer alone
         for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
             calls = [c for c in experiment.graph.model_calls() if c.role == role and experiment.mesh_of(c) == mesh]
-            works = [
-                w
-                for call in calls
-                for batch in batches
-                for w in _works(experiment, call, batch, device, own.get("shared_prompts", {}))
-            ]
+            works = _all_works(experiment, calls, batches, device, own)
             name = place_name(experiment, role, mesh)
             if own.get("sizes") is None:
                 incomplete.append(name)
             chosen = spec if mesh == meshes[role] else spec.mirror()
             leaves = _leaves(chosen, calls) if device.type != "cpu" else frozenset[What]()
-            roles[name] = _estimate(chosen, own, works, device, leaves)
+            case = _case(chosen, own, works, device, leaves)
+            roles[name] = memory.estimate(case.shape, case.settings, case.works)
+            on_gpu[name] = case if device.type == "cuda" else _case(
+                replace(chosen, dtype="bfloat16"), own, _all_works(experiment, calls, batches, GPU, own), GPU,
+                _leaves(chosen, calls),
+            )  # fmt: skip
         if any(shares_base(spec, s) and meshes[role].parts_as(meshes[r]) for r, s in experiment.roles.items()):
             roles[role] = replace(roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0)
+            on_gpu.pop(role)
     calls = [call for call in experiment.graph.model_calls() if call.method == "generate"]
     limits = {call.name: limit for call in calls if (limit := _limit(call, device)) is not None}
-    return Forecast(roles, device, tuple(incomplete), baseline, limits)
+    return Forecast(roles, device, tuple(incomplete), baseline, limits, on_gpu)
+
+
+def _all_works(
+    experiment: Experiment,
+    calls: Sequence[MFCDef],
+    batches: Sequence[SequenceSample],
+    device: torch.device,
+    facts: Mapping[str, Any],
+) -> list[Work]:
+    shared = facts.get("shared_prompts", {})
+    return [w for call in calls for batch in batches for w in _works(experiment, call, batch, device, shared)]
 
 
 def _limit(call: MFCDef, device: torch.device) -> int | None:
@@ -160,20 +177,20 @@ def _leaves(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
     return frozenset(found)
 
 
-def _estimate(
+def _case(
     spec: ModelSpec,
     facts: Mapping[str, Any],
     works: Sequence[Work],
     device: torch.device,
     leaves: frozenset[What] = frozenset(),
-) -> RoleMemory:
+) -> Case:
     sizes = facts.get("sizes")
     if sizes is None:
         works = []
         sizes = dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {"vocab": 1}
     held = facts.get("held_parameters", facts["num_parameters"])
     shape = NetworkShape(held, facts.get("held_trainable", facts["num_trainable"]), **sizes)
-    return memory.estimate(shape, _settings(spec, device, shape.vocab, leaves), works)
+    return Case(shape, _settings(spec, device, shape.vocab, leaves), tuple(works))
 
 
 def _settings(spec: ModelSpec, device: torch.device, vocab_size: int, leaves: frozenset[What]) -> Settings:
@@ -192,6 +209,7 @@ def _settings(spec: ModelSpec, device: torch.device, vocab_size: int, leaves: fr
         in_place=plain and kernels.cpu_library() is not None,
         adds_rows=plain,
         keeps_cache=device.type == "cuda",
+        state_dtype=spec.optimizer.state_dtype,
     )
 
 

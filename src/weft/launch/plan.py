@@ -20,7 +20,8 @@ def plan_lines(
     data: LoadedData,
     expected: Forecast,
 ) -> list[str]:
-    """`facts` are the engines' descriptions by role; `numerics` says device and threads; `expected` is the memory."""
+    """`facts` are the engines' descriptions by role; `numerics` says threads and, under `hardware`, in a line what a device is;
+    `expected` is the memory."""
     lines = [f"nodes: {' -> '.join(experiment.graph.order)}", *data.table().splitlines(), *data.notes]
     lines += experiment.plan_notes
     lines += _counts(experiment, horizon)
@@ -37,7 +38,7 @@ def plan_lines(
     what = f"{len(on)} devices" if len(on) > 1 else "device"
     each = " each" if len(on) > 1 else ""
     lines.append(
-        f"{what} {numerics['device']}, {_many(numerics['threads'], 'thread')}{each}, torch {numerics['torch']}"
+        f"{what} {numerics['hardware']}, {_many(numerics['threads'], 'thread')}{each}, torch {numerics['torch']}"
     )
     return lines
 

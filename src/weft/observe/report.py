@@ -49,6 +49,7 @@ def page(run: RunFiles) -> str:
         ("curves", "Curves", _curves(drawn, 1 if hero else 0)),
         ("completions", "Completions", sections.completions(run) if run.samples else ""),
         ("time", "Time", _time(run)),
+        ("machine", "Machine", _machine(run)),
         ("graph", "Graph", _graph(run.graph) if run.graph else ""),
         ("configuration", "Configuration", _configuration(run) if run.config else ""),
         ("log", "Log", _folded(f"The last {len(run.log)} lines", sections.log(run.log)) if run.log else ""),
@@ -114,6 +115,15 @@ def _time(run: RunFiles) -> str:
     parts = [f'<div class="card"><h3>Seconds of a step</h3>{share}</div>' if share else ""]
     parts.append(f'<div class="card wide"><h3>What ran when</h3>{gantt}</div>' if gantt else "")
     return f'<div class="pair">{"".join(parts)}</div>' if share or gantt else ""
+
+
+def _machine(run: RunFiles) -> str:
+    """What the run was computed on, and where the traces of its steps lie."""
+    parts = [f"<p>{escape(run.hardware)}</p>"] if run.hardware else []
+    if run.traces:
+        files = "".join(f"<li><code>{escape(trace)}</code></li>" for trace in run.traces)
+        parts.append(f"<p>Traces of steps, which ui.perfetto.dev shows:</p><ul>{files}</ul>")
+    return f'<div class="card">{"".join(parts)}</div>' if parts else ""
 
 
 def _graph(svg: str) -> str:

@@ -17,6 +17,7 @@ from weft.observe.metrics import finite
 from weft.observe.timeline import Span, read_spans
 
 CONFIG, STATUS, METRICS, SAMPLES = "config.yaml", "status.json", "metrics.jsonl", "samples.jsonl"
+HARDWARE, PROFILE = "hardware.txt", "profile"  # what the device is; the folder of traces
 TIMELINE, GRAPH, LOG = "timeline.json", "graph.svg", "log.txt"
 KNOWN = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
 LOG_LINES = 400
@@ -35,6 +36,8 @@ class RunFiles:
     config: Mapping[str, Any] = field(default_factory=dict)
     log: Sequence[str] = ()
     status: str = "unfinished"
+    hardware: str = ""
+    traces: Sequence[str] = ()  # of steps that were profiled, by their paths in the directory
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
@@ -57,6 +60,8 @@ class RunFiles:
             config=_config(directory / CONFIG),
             log=(_text(directory / LOG) or "").splitlines()[-LOG_LINES:],
             status=_status(directory),
+            hardware=(_text(directory / HARDWARE) or "").strip(),
+            traces=sorted(f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")),
         )
 
     @property

@@ -16,7 +16,16 @@ from torch.distributed import ProcessGroup
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.device import numerics, reset_peak_memory, resolve_device, set_deterministic, set_threads
+from weft.engine.device import (
+    hardware,
+    numerics,
+    reset_peak_memory,
+    resolve_device,
+    set_deterministic,
+    set_tf32,
+    set_threads,
+)
+from weft.engine.profile import Trace
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
@@ -65,6 +74,7 @@ class Build:
         import_user_code(self.experiment.control.imports)
         process.device = device = resolve_device(self.kind)
         set_deterministic(self.experiment.control.deterministic)
+        set_tf32(self.experiment.control.tf32, device)
         reset_peak_memory(device)
         specs = {role: replace(spec, device=str(device)) for role, spec in self.specs.items()}
         worker = Worker(self.experiment, specs, self.tokenizers, str(device), self.cache, process.rank, process.groups)
@@ -296,6 +306,26 @@ class LogTo:
         os.close(log)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         faulthandler.enable(sys.stderr)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Begin a trace of what this device does; or end it and write it to `path`, in which `{rank}` stands for the device."""
+
+    path: str | None
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        if self.path is None:
+            process.trace = Trace(process.device)
+        elif process.trace is not None:
+            process.trace.end(Path(self.path.replace("{rank}", str(process.rank))))
+            process.trace = None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    def run(self, process: DeviceProcess, number: int) -> Mapping[str, Any]:
+        return hardware(process.device)
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,10 @@ class DeviceGroup:
         command = commands.Save(role, directory)
         return _none(self._ask(f"saving role {role!r}", self._meshes[role].ranks, lambda rank: command, role))
 
+    def profile(self, path: str | None = None) -> None:
+        command = commands.Profile(path)
+        self._ask("tracing its work", self._all, lambda rank: command).result()
+
     def close(self, deadline_s: float) -> None:
         if not self._closed:
             self._closed = True
@@ -236,6 +240,10 @@ class DeviceGroup:
     def numerics(self) -> Mapping[str, Any]:
         found = self._ask("asking for its numerics", [0], lambda rank: commands.Numerics()).result()
         return {**found[0], "devices": len(self._all)}
+
+    def hardware(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._ask("asking what it is", [0], lambda rank: commands.Hardware()).result()[0]
+        return found
 
     def peak_memory_gb(self) -> float:
         return self._explained(self._devices.peak_memory_gb)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from weft.data.sample import SequenceSample
 from weft.engine.device import peak_memory_gb, using
+from weft.engine.profile import Trace
 from weft.errors import DevicesLost, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, backend_of
@@ -98,6 +99,7 @@ class DeviceProcess:
         self._worker: Worker | None = None
         self.reallocations: dict[str, Reallocation] = {}
         self.kept: dict[tuple[str, int], Kept] = {}  # weights that are no longer the newest, by way and version
+        self.trace: Trace | None = None
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()
         self._next: deque[Queued] = deque()  # taken out of the queue and not yet run

@@ -38,6 +38,7 @@ FREE = (
     "recover_freq_steps",
     "resume_from",
     "progress",
+    "profile_steps",
     "log_freq_steps",
     "logger",
     "fileroot",

@@ -51,6 +51,11 @@ class WorkerGroup(Protocol):
         """Take up what `snapshot` wrote."""
         ...
 
+    def profile(self, path: str | None = None) -> None:
+        """Begin a trace of all devices, or end it: each then writes its own to `path`, in which `{rank}` stands for its number.
+        What was submitted before goes first."""
+        ...
+
     def close(self, deadline_s: float) -> None:
         """Let go of everything; what is still at work after the deadline is left behind."""
         ...
@@ -85,6 +90,10 @@ class WorkerGroup(Protocol):
 
     def numerics(self) -> Mapping[str, Any]:
         """What bitwise repetition depends on beside the inputs: torch, device, threads, deterministic."""
+        ...
+
+    def hardware(self) -> Mapping[str, Any]:
+        """What the first device is, for people (`weft.engine.device.hardware`)."""
         ...
 
     def peak_memory_gb(self) -> float:

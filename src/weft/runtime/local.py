@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from weft.data.sample import SequenceSample
-from weft.engine.device import numerics, peak_memory_gb, reset_peak_memory, set_threads, using
+from weft.engine.device import hardware, numerics, peak_memory_gb, reset_peak_memory, set_threads, using
+from weft.engine.profile import Trace
 from weft.errors import RunError
 from weft.graph.mfc import ParamSync
 from weft.runtime import events
@@ -48,6 +49,7 @@ class LocalGroup:
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._next: deque[_Work | None] = deque()  # taken out of the queue and not yet done, by the thread
         self._device, self._closed = device, False
+        self._trace: Trace | None = None  # the thread's
         self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
         self._thread.start()
         reset_peak_memory(device)
@@ -101,6 +103,16 @@ class LocalGroup:
 
         self._run(load).result()
 
+    def profile(self, path: str | None = None) -> None:
+        def switch() -> None:
+            if path is None:
+                self._trace = Trace(self._device)
+            elif self._trace is not None:
+                self._trace.end(Path(path.replace("{rank}", "0")))
+                self._trace = None
+
+        self._run(switch).result()
+
     def close(self, deadline_s: float) -> None:
         self._closed = True
         self._queue.put(None)
@@ -129,6 +141,9 @@ class LocalGroup:
 
     def numerics(self) -> Mapping[str, Any]:
         return self._run(lambda: numerics(self._device)).result()
+
+    def hardware(self) -> Mapping[str, Any]:
+        return hardware(self._device)
 
     def peak_memory_gb(self) -> float:
         return peak_memory_gb(self._device)

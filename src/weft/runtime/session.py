@@ -15,6 +15,7 @@ from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, Observer
 from weft.observe.report import build_report
+from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
 from weft.runtime import disk
 from weft.runtime.checkpoints import Checkpoints
@@ -23,6 +24,7 @@ from weft.runtime.evaluate import Evaluator
 from weft.runtime.firing_recorder import FiringRecorder
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS, Master, StepResult
+from weft.runtime.profiling import Profiling
 from weft.runtime.recovery import RecoveryPoint, RecoveryPoints, named_point
 from weft.runtime.samples import Samples
 from weft.runtime.schedule import Every, Horizon
@@ -49,6 +51,7 @@ class Parts:
     horizon: Horizon
     plan: Sequence[str] = ()
     farewell: Callable[[float], str] | None = None
+    hardware: str = ""  # a line on what a device is, for the report
 
 
 class Session:
@@ -64,6 +67,9 @@ class Session:
         self._due = frequencies(self._control, evaluates=parts.evaluator is not None)
         self._saved_step = self._point_step = self._evaluated_step = 0
         self._signals = Signals()
+        self._profiling = Profiling(
+            self._control.profile_steps, self._group, self._directory.path / PROFILE, self._tell
+        )
         self._notes = list(parts.plan)  # until there is an observer to tell
         self._recorder: FiringRecorder | None = None
         self._observer: Observer | None = None
@@ -108,6 +114,7 @@ class Session:
         self._directory.write_config(config)
         self._directory.set_status("running", self.step)
         disk.write_text(self._directory.path / "graph.svg", to_svg(self._parts.experiment.graph))
+        disk.write_text(self._directory.path / HARDWARE, self._parts.hardware + "\n")
         if instead_of is not None:
             self._notes = self._notes[len(self.plan) :]  # it has shown them
             instead_of.retire()
@@ -192,6 +199,7 @@ class Session:
         with self._signals.heard(lambda: self.step + 1):
             while not self._over():
                 try:
+                    self._profiling.before(self.step + 1)
                     result = self._master.step()
                     if result is None:
                         break
@@ -228,6 +236,7 @@ class Session:
         """After a step: measure, write the line, save, write a recovery point. A signal ends the run here."""
         due = {name: every.due(result.step, result.epochs_done) for name, every in self._due.items()}
         over = self._over()
+        self._profiling.after(result.step, over=over or self._signals.number is not None)
         line = {"step": result.step, "epoch": result.epoch, "step_seconds": result.seconds, **result.measured}
         line["peak_memory_gb"] = self._peak = self._group.peak_memory_gb()
         if due["evaluate"] or over:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
+from weft.engine.profile import labelled
 from weft.engine.spec import ModelSpec
 from weft.errors import RunError
 from weft.experiment import Experiment
@@ -77,7 +78,8 @@ class Worker:
         try:
             model = self.model(node.role, step, self._meshes[name], weights, or_newer=node.interruptible)
             model = replace(model, announce=self._announce(node, name, early), updates=updates)
-            made, metrics = self._call(node, name, model, minibatches)
+            with labelled(name):
+                made, metrics = self._call(node, name, model, minibatches)
         except RunError as error:
             raise RunError(f"{where}: {error}") from error
         except Exception as error:

@@ -26,6 +26,7 @@ SPEC: dict[str, Any] = {"optimizer": OptimizerSpec(lr=1e-2, weight_decay=0.1), "
 KINDS = {
     "float32": {}, "bfloat16": {"dtype": "bfloat16"}, "float16": {"dtype": "float16"}, "lora": {"lora": LORA},
     "lora-bfloat16": {"lora": LORA, "dtype": "bfloat16"}, "tied": {"init_from_scratch": True},
+    "states": {"optimizer": OptimizerSpec(lr=1e-2, weight_decay=0.1, state_dtype="bfloat16")},
 }  # fmt: skip
 
 

@@ -55,8 +55,9 @@ def logprobs(engine: Any) -> torch.Tensor:
         {"optimizer": OptimizerSpec(lr=1e-2), "lora": LoRASpec(r=2), "dtype": "bfloat16"},
         {"optimizer": OptimizerSpec(lr=1e-2), "head": "value", "init_from_scratch": True},
         {"optimizer": OptimizerSpec(lr=1e-2, offload=True)},
+        {"optimizer": OptimizerSpec(lr=1e-2, state_dtype="bfloat16"), "dtype": "bfloat16"},
     ],
-    ids=["adamw", "lion", "sgd-dropout", "bfloat16", "float16", "lora", "lora-bfloat16", "value", "host"],
+    ids=["adamw", "lion", "sgd-dropout", "bfloat16", "float16", "lora", "lora-bfloat16", "value", "host", "states"],
 )
 def test_a_restart_goes_on_bit_for_bit(path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = {"schedule": Schedule(8, 2), **changes}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.models.common import sequences, tiny
+from tests.models.common import adapted, sequences, tiny
 from weft.models.network import gradient_sums
 from weft.models.network.packed import pack
 
@@ -43,3 +43,23 @@ def test_they_add_up_over_passes(tied: bool) -> None:
         whole = masters["embed.weight"].grad + look_up.float()
         assert float((whole - total["embed.weight"]).norm() / total["embed.weight"].norm()) < 0.01
     assert_close(look_up.isfinite().all(), torch.tensor(True))
+
+
+def test_those_of_adapters_are_summed_in_float32_too() -> None:
+    plain, summed = (adapted().bfloat16() for _ in range(2))
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in summed.named_parameters() if p.requires_grad}
+    gradient_sums.add_to(summed, masters)
+    total: dict[str, torch.Tensor] = {}
+    for seed in range(3):
+        packed = pack(sequences([9, 4, 6], seed=seed))
+        for network in (plain, summed):
+            network(packed, WANT)["logprobs"].sum().backward()
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                total[name] = total.get(name, 0.0) + parameter.grad.float()
+                parameter.grad = None
+    assert total.keys() == masters.keys() and any(name.endswith("lora_a") for name in total)
+    own = dict(summed.named_parameters())
+    for name, master in masters.items():
+        assert master.grad is not None and master.grad.dtype == torch.float32 and own[name].grad is None, name
+        assert float((master.grad - total[name]).norm() / total[name].norm()) < 0.01, name

@@ -52,7 +52,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     for each in {whole, network}:
         each.padding = saving.skipped_padding(tokenizer, spec)
     cost = _cost(network, frozen=spec.has_adapters).shared(layout.context)
-    sizes = _sizes(network) | {"row_ranks": layout.tensor if spec.sequence_parallel else 1}
+    sizes = sizes_of(network) | {"row_ranks": layout.tensor if spec.sequence_parallel else 1}
     part = None
     if mesh is None:
         network.to_empty(device=device)
@@ -134,7 +134,7 @@ def _dropped(block: torch.nn.Module) -> int:
     return sum(layer.weight.shape[1] for layer, alone in zip(readers, apart, strict=True) if alone)
 
 
-def _sizes(network: Transformer) -> dict[str, int]:
+def sizes_of(network: Transformer) -> dict[str, int]:
     """What `weft.engine.memory.NetworkShape` says of a network beside its numbers of parameters."""
     config, lm = network.config, network.kind == "lm"
     experts = config.experts

@@ -23,9 +23,10 @@ from weft.engine.generation.generate import Decoder, open_generator
 from weft.engine.rows import PackLayout, SampleRows
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.spread import OneDevice, Spread
+from weft.engine.torch import states
 from weft.engine.torch.adapters_off import AdaptersOff
 from weft.engine.torch.master_weights import MasterWeights
-from weft.engine.torch.optimizer import Optimizer, decayed
+from weft.engine.torch.optimizer import Optimizer, decayed, embeddings
 from weft.engine.torch.prepare import Pass, Scoring
 from weft.engine.torch.step import NO_AUX_LOSS, Accumulated, AuxLoss, Step, Veto, plain
 from weft.errors import CheckpointError, ConfigError
@@ -105,11 +106,6 @@ def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
     return tuple(f"{option}: on a CPU {what} in host memory already; nothing changes" for option, what in there)
 
 
-def _owners(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:
-    """The parameter of each tensor, which is named by it, or by it and what an optimizer keeps of it."""
-    return {name: name if name in slices else name.rsplit("/", 1)[0] for name in names}
-
-
 class TorchEngine:
     """Implements `weft.engine.base.Engine` for one rank of a layout."""
 
@@ -141,7 +137,8 @@ class TorchEngine:
             trained = self._masters.trained
             assert spec.schedule is not None, "the runtime gives every trained role a schedule"
             self._optimizer = Optimizer(
-                spec.optimizer, spec.schedule, trained, decayed(self._network), scaled=spec.dtype == "float16",
+                spec.optimizer, spec.schedule, trained, decayed(self._network),
+                embeddings=embeddings(self._network), scaled=spec.dtype == "float16",
                 lane=lane if home is None else None, updated=None if home is None else self._masters.updated,
             )  # fmt: skip
         if spec.offload:
@@ -300,10 +297,11 @@ class TorchEngine:
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
         """Those of the tensors here that no other rank writes."""
         slices = self._masters.slices()
-        owners = _owners(held, slices)
+        held = states.written(held, slices)
+        owners = states.owners(held, slices)
         kept = set(self._spread.kept(dict.fromkeys(owners.values())))
         chosen = {key: value for key, value in held.items() if owners[key] in kept}
-        places = {key: slices[owners[key]] for key, value in chosen.items() if value.dim()}
+        places = {key: slices[owners[key]] for key, value in chosen.items() if states.fits_layouts(key, value)}
         checkpoint.write_tensors(path, chosen, places if self._built.part is not None else None)
 
     def load_state(self, d: Path) -> None:
@@ -322,11 +320,8 @@ class TorchEngine:
 
     def _read(self, d: Path, stem: str) -> dict[str, Tensor]:
         """This rank's part of every tensor that was saved; names that the role does not have are left to the caller."""
-        saved, slices = checkpoint.Saved(d, stem), self._masters.slices()
         elsewhere: Mapping[str, Any] = {} if self._built.part is None else self._built.part.shapes
-        owners = _owners(saved.names, slices)
-        wanted = [key for key in saved.names if owners[key] in slices or owners[key] not in elsewhere]
-        return {key: saved.read(key, slices.get(owners[key])) for key in wanted}
+        return states.read(checkpoint.Saved(d, stem), self._masters.slices(), elsewhere)
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """A Hugging Face directory that `transformers` loads, in the role's dtype. With adapters it holds the merged model,

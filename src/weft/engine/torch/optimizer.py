@@ -1,18 +1,22 @@
 """The optimizer of one trained role: update rules, weight decay, learning-rate schedule, clipping, and their state.
 
-Masters are float32 and so is everything here. AdamW and SGD are torch's own (fused where the device has it); Lion is ours.
+Masters are float32 and so is everything here, but for states that the user wants narrower. AdamW and SGD are torch's own
+(fused where the device has it); Lion is ours, and so is AdamW with narrow states.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from weft.engine.spec import OptimizerSpec, Schedule
+from weft.engine.torch import narrow_states, states
 from weft.engine.torch.host_memory import HostMemory
+from weft.engine.torch.narrow_states import BLOCK, NarrowAdamW
+from weft.engine.torch.states import State
 from weft.errors import CheckpointError
 from weft.kernels import Lane
 from weft.models.network.parameters import StoredParameter, canonical
@@ -50,14 +54,19 @@ def decayed(network: nn.Module) -> frozenset[str]:
 
     Norms and biases have one dim. A head tied to the embedding is the embedding's parameter, so it is not decayed either.
     """
-    embeddings = {
+    apart = embeddings(network)
+    return frozenset(n for n, part in canonical(network).items() if part.data.dim() >= 2 and n not in apart)
+
+
+def embeddings(network: nn.Module) -> frozenset[str]:
+    """Canonical names of the embeddings, and of heads that are tied to one."""
+    found = {
         id(parameter)
         for m in network.modules()
         if isinstance(m, nn.Embedding | Embedding)
         for parameter in m.parameters(recurse=False)
     }
-    stored = canonical(network).items()
-    return frozenset(n for n, part in stored if part.data.dim() >= 2 and id(part.parameter) not in embeddings)
+    return frozenset(n for n, part in canonical(network).items() if id(part.parameter) in found)
 
 
 class Lion(torch.optim.Optimizer):
@@ -79,10 +88,17 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
-def make(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's optimizer for `spec`. `sgd` has momentum `beta1` (0 is plain SGD); `lion` takes both betas."""
+def make(
+    spec: OptimizerSpec, names: Mapping[nn.Parameter, str], embeddings: Collection[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer in torch's form for `spec` and the parameters that have these names. `sgd` has momentum `beta1` (0 is plain
+    SGD); `lion` takes both betas."""
+    parameters = list(names)
     fused = parameters[0].device.type in FUSED
     betas = (spec.beta1, spec.beta2)
+    if spec.state_dtype != "float32":
+        spec.check_library()
+        return narrow_states.make(spec.state_dtype, names, embeddings, spec.peak_lr, betas, spec.eps)
     if spec.type == "adamw":
         return torch.optim.AdamW(parameters, lr=spec.peak_lr, betas=betas, eps=spec.eps, weight_decay=0.0, fused=fused)
     if spec.type == "lion":
@@ -91,8 +107,9 @@ def make(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Opt
 
 
 class Optimizer:
-    """`trained` says where the trained parameters lie, by canonical name; `decay` names those that shrink. `steps` counts the
-    steps taken. State goes in and out by canonical name, however parameters are stored.
+    """`trained` says where the trained parameters lie, by canonical name; `decay` names those that shrink, `embeddings` those
+    whose states are never of 8 bits. `steps` counts the steps taken. State goes in and out by canonical name, however
+    parameters are stored.
 
     `scaled`: the network computes in float16, whose gradients vanish below 6e-8. The loss is multiplied by `loss_scale`
     before the backward pass and the gradients divided by it; it halves when they overflow (Micikevicius et al. 2017,
@@ -109,6 +126,7 @@ class Optimizer:
         trained: Mapping[str, StoredParameter],
         decay: Iterable[str],
         *,
+        embeddings: Collection[str] = (),
         scaled: bool = False,
         lane: Lane | None = None,
         updated: Updated | None = None,
@@ -117,10 +135,15 @@ class Optimizer:
         self.attempts = 0  # minibatches seen, also those that were skipped; numbers dropout masks
         self.loss_scale, self._calm_steps, self._scaled = (FIRST_SCALE if scaled else 1.0), 0, scaled
         self._trained = dict(trained)
-        self._parameters = list(dict.fromkeys(part.parameter for part in self._trained.values()))
+        names: dict[nn.Parameter, str] = {}
+        for name, part in self._trained.items():
+            names.setdefault(part.parameter, name)
+        self._parameters = list(names)
         shrink = set(decay)
         self._decayed = list(dict.fromkeys(part.parameter for name, part in self._trained.items() if name in shrink))
-        self._optimizer = make(spec, self._parameters)
+        self._optimizer = make(
+            spec, names, [self._trained[name].parameter for name in embeddings if name in self._trained]
+        )
         self._lane, self._updated, self._buckets = lane, updated, _buckets(self._parameters)
         self._memory: HostMemory | None = None  # of the state, since it left first
         self._held: list[list[Tensor]] = []  # what that is of
@@ -202,13 +225,14 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """`{parameter}/{slot}` -> tensor; empty before the first step."""
-        state = self._optimizer.state
-        return {
-            f"{name}/{slot}": part.of(self._now(value)) if value.dim() else value.clone()
-            for name, part in self._trained.items()
-            for slot, value in sorted(state.get(part.parameter, {}).items())
-            if isinstance(value, Tensor)
-        }
+        return states.named(self._trained, {p: self._saved(p) for p in self._parameters}, BLOCK)
+
+    def _saved(self, parameter: nn.Parameter) -> State:
+        """What is written of a parameter's state."""
+        state: Mapping[str, object] = self._optimizer.state.get(parameter, {})
+        here = {slot: self._now(value) for slot, value in state.items() if isinstance(value, Tensor)}
+        own = self._optimizer
+        return own.saved(parameter, here) if here and isinstance(own, NarrowAdamW) else here
 
     def values(self) -> dict[str, float]:
         """The rest of the state: plain numbers."""
@@ -221,25 +245,25 @@ class Optimizer:
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
         """Take over what `tensors` and `values` returned, bit for bit. Raises `CheckpointError` for an unknown parameter."""
-        place = {parameter: index for index, parameter in enumerate(self._parameters)}
-        slots: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            name, slot = key.rsplit("/", 1)
-            if name not in self._trained:
-                raise CheckpointError(f"the optimizer state holds {name!r}, which this role does not train")
-            part = self._trained[name]
-            held = slots.setdefault(place[part.parameter], {})
-            if not value.dim():
-                held[slot] = value
-                continue
-            whole = held.setdefault(slot, torch.zeros_like(part.parameter, dtype=value.dtype, device=value.device))
-            part.of(whole).copy_(value)
+        if unknown := [name for name in (key.rsplit("/", 1)[0] for key in tensors) if name not in self._trained]:
+            raise CheckpointError(f"the optimizer state holds {unknown[0]!r}, which this role does not train")
         self._memory = None  # what is away is not taken back
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        self._optimizer.state.clear()
+        for parameter, saved in states.stored(self._trained, tensors, BLOCK).items():
+            self._optimizer.state[parameter] = self._taken(parameter, saved)
         self.steps, self.attempts = int(values["steps"]), int(values["attempts"])
         self._calm_steps = int(values["calm_steps"])
         self.loss_scale = float(values["loss_scale"])
+
+    def _taken(self, parameter: nn.Parameter, saved: State) -> State:
+        """The state of a parameter, from what was written of it, in other dtypes too."""
+        if isinstance(self._optimizer, NarrowAdamW):
+            return self._optimizer.taken(parameter, saved)
+        made = {slot: value for slot, value in saved.items() if not states.is_scales(slot)}
+        steps = {slot: value.clone() for slot, value in made.items() if not value.dim()}
+        if self._optimizer.defaults.get("fused"):
+            steps = {slot: value.to(parameter.device) for slot, value in steps.items()}
+        return {**{slot: value.to(parameter, copy=True) for slot, value in made.items() if value.dim()}, **steps}
 
     def _now(self, value: Tensor) -> Tensor:
         """As it lies: in host memory what is away."""
@@ -250,8 +274,8 @@ class Optimizer:
         """Free the device of the state, but for step counters; its values are in host memory."""
         if self._lane is None or not self._lane.apart:
             return
-        states = [[self._optimizer.state.get(parameter, {}) for parameter in bucket] for bucket in self._buckets]
-        held = [[v for s in bucket for v in s.values() if isinstance(v, Tensor) and v.dim()] for bucket in states]
+        slots = [[self._optimizer.state.get(parameter, {}) for parameter in bucket] for bucket in self._buckets]
+        held = [[v for s in bucket for v in s.values() if isinstance(v, Tensor) and v.dim()] for bucket in slots]
         if self._memory is None or [[*map(id, each)] for each in held] != [[*map(id, each)] for each in self._held]:
             self.come()
             self._memory, self._held = HostMemory(held, self._lane), held

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from weft.kernels import GradientSum
 from weft.models.network.linear import Linear
+from weft.models.network.lora import adapters_of
 from weft.models.network.transformer import Transformer
 
 
 def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
-    """From now on the gradients of linear layers and of the output layer go to the `masters`, by the names that parameters have
-    in the network; all others, and what autograd finds for these on other ways, go to the parameters' own `grad` as ever.
+    """From now on the gradients of linear layers, of their adapters and of the output layer go to the `masters`, by the names
+    that parameters have in the network; all others, and what autograd finds for these on other ways, go to the parameters'
+    own `grad` as ever.
 
     Not where a backward pass goes through a layer twice, as in a pipeline that splits it: each would add.
     """
@@ -23,5 +25,7 @@ def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
     for module in network.modules():
         if isinstance(module, Linear):
             module.gradient_sum = sums.get(module.weight)
+            for adapter in adapters_of(module):
+                adapter.gradient_sums = sums.get(adapter.lora_a), sums.get(adapter.lora_b)
         elif isinstance(module, Transformer) and module.ends and module.kind == "lm":
             module.head.gradient_sum = sums.get(module.projection.weight)

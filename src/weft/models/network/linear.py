@@ -18,6 +18,8 @@ from weft.kernels import Activation, GradientSum
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.shared_rows import RowShare
 
+Sums = tuple[GradientSum | None, GradientSum | None]  # where the gradients of A and of B go in place of their `grad`
+
 
 class Adapter(nn.Module):
     """A low-rank adapter of a layer, or of a stack of experts: y += scale B A drop(x) (Hu et al. 2021, "LoRA", section 4.1)."""
@@ -28,6 +30,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.channel = 0
         self.scale, self.rate, self.site, self.active = scale, rate, site, True
+        self.gradient_sums: Sums = (None, None)
         lead, (outputs, inputs) = weight.shape[:-2], weight.shape[-2:]
         self.lora_a = nn.Parameter(weight.new_empty(*lead, r, inputs))
         self.lora_b = nn.Parameter(weight.new_zeros(*lead, outputs, r))
@@ -38,10 +41,17 @@ class Adapter(nn.Module):
 
 
 def adapted(
-    x: Tensor, dropped: Tensor | None, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    x: Tensor,
+    dropped: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    sums: Sums = (None, None),
 ) -> Tensor:
     """W x + bias + scale B A y for x and y = `dropped` [T, in] (None: it is x) -> [T, out]. W and bias are frozen."""
-    y: Tensor = _Adapted.apply(x, dropped, weight, bias, a, b, scale)
+    y: Tensor = _Adapted.apply(x, dropped, weight, bias, a, b, (scale, sums))
     return y
 
 
@@ -95,7 +105,8 @@ class Linear(nn.Module):
             adapter = self.adapter(part)
             if adapter is not None and adapter.active:
                 dropped = adapter.dropped(x, dropout)
-                made.append(adapted(x, dropped, weight, own, adapter.lora_a, adapter.lora_b, adapter.scale))
+                a, b = adapter.lora_a, adapter.lora_b
+                made.append(adapted(x, dropped, weight, own, a, b, adapter.scale, adapter.gradient_sums))
             else:
                 made.append(kernels.linear(x, weight, own))
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
@@ -125,8 +136,16 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+        ctx,
+        x: Tensor,
+        y: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        how: tuple[float, Sums],
     ) -> Tensor:
+        scale, ctx.sums = how
         source = x if y is None else y
         low = kernels.product(source, a).mul_(scale)
         out = kernels.product(x, weight, bias)
@@ -145,6 +164,6 @@ class _Adapted(torch.autograd.Function):
         grad_y = kernels.product(grad_low, a.T) if needed[1] else None
         if grad_x is not None and not ctx.apart:
             kernels.add_product(grad_x, grad_low, a.T)
-        grad_a = kernels.product(grad_low.T, source.T) if needed[4] else None
-        grad_b = kernels.product(grad_out.T, low.T) if needed[5] else None
+        grad_a = kernels.weight_gradient(grad_low.T, source.T, ctx.sums[0]) if needed[4] else None
+        grad_b = kernels.weight_gradient(grad_out.T, low.T, ctx.sums[1]) if needed[5] else None
         return grad_x, grad_y, None, None, grad_a, grad_b, None

@@ -1,0 +1,143 @@
+"""Which GPU holds a training run, and what would make it fit a smaller one: plain values in, lines for people out, no torch.
+
+Every way is estimated as the run itself is (`weft.engine.memory`), with one thing changed after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from weft.engine.memory import BYTES, NetworkShape, Settings, Work, estimate, total
+
+GIB = 2.0**30
+# What is sold as so many GB, and the least GiB that such cards have; of them the driver and torch take some.
+GPUS = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
+TAKEN = 1.5  # GiB
+RANK = 16  # of the adapters that are offered
+SHARDS = (2, 4, 8)
+ADAPTED = 4  # matrices of attention that get adapters
+
+
+@dataclass(frozen=True)
+class Case:
+    """One role: its network, how it is computed, and what is asked of it."""
+
+    shape: NetworkShape
+    settings: Settings
+    works: tuple[Work, ...]
+
+
+Cases = Mapping[str, Case]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Options to set, and the bytes that a GPU then has to hold."""
+
+    options: str
+    size: float
+    devices: int = 1
+
+    @property
+    def gpu(self) -> int | None:
+        """The GB of the smallest GPU that holds it; None where none does."""
+        return next((gb for gb, gib in GPUS if self.size / GIB <= gib - TAKEN), None)
+
+
+def ways(cases: Cases) -> list[Way]:
+    """As it is set, and what would take less: recomputation, and with it one thing more. What is set already is left out."""
+    option = "gradient_checkpointing=true"
+    again = _changed(cases, lambda s: replace(s, recompute=1))
+    narrow = _changed(again, lambda s: replace(s, state_dtype="8bit") if s.optimizer == "adamw" else s)
+    on_host = _changed(again, lambda s: replace(s, offload_optimizer=True))
+    adapted = {name: _adapted(case) for name, case in again.items()}
+    found = [Way("as set", _total(cases))]
+    if again != cases:
+        found.append(Way(option, _total(again)))
+    for more, changed in (
+        ("optimizer.state_dtype=8bit", narrow),
+        ("optimizer.offload=true", on_host),
+        (f"lora.r={RANK}", adapted),
+    ):
+        if changed != again:
+            found.append(Way(f"{option} {more}", _total(changed)))
+    for count in SHARDS:
+        shared = {name: _sharded(case, count) for name, case in again.items()}
+        found.append(Way(f"{option} layout=d{count}", _total(shared, count), count))
+    return found
+
+
+def lines(cases: Cases, begin: str) -> Iterator[str]:
+    """Which GPU holds the run, in a line that begins so; where that is not the smallest, which ways lead to smaller ones."""
+    if not any(case.settings.trained for case in cases.values()):
+        return
+    first, *others = ways(cases)
+    yield f"{begin}about {_size(first.size)}, {_held(first)}"
+    best = first.gpu or GPUS[-1][0] + 1
+    smaller = [way for way in others if way.gpu is not None and way.gpu < best]
+    for way in smaller:
+        yield f"  {way.options}: about {_size(way.size)}{' each' if way.devices > 1 else ''}, {_held(way)}"
+    if first.gpu is None and not smaller:
+        least = min(others, key=lambda way: way.size, default=first)
+        yield f"  the least is {_size(least.size)} ({least.options}); shard it over more GPUs (layout=d16)"
+
+
+def table(found: Sequence[Way]) -> list[str]:
+    """All ways, one a line."""
+    width = max(len(way.options) for way in found)
+    return [
+        f"{way.options:<{width}}  {_size(way.size):>12}{' each' if way.devices > 1 else '     '}  {_held(way)}"
+        for way in found
+    ]
+
+
+def _held(way: Way) -> str:
+    many = f"{way.devices} GPUs" if way.devices > 1 else "a GPU"
+    return f"fits {many} of {way.gpu} GB" if way.gpu is not None else f"more than {many} of {GPUS[-1][0]} GB"
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.1f} GiB"
+
+
+def _total(cases: Cases, devices: int = 1) -> float:
+    """Bytes of a GPU that has all roles, or of each of several: what is gathered of two blocks at once comes on top."""
+    whole = float(total({name: estimate(case.shape, case.settings, case.works) for name, case in cases.items()}))
+    gathered = 0.0
+    if devices > 1:
+        for case in (c for c in cases.values() if c.settings.trained):
+            block = (case.shape.parameters * devices - case.shape.embedding) // max(1, case.shape.layers)
+            gathered = max(gathered, 2.0 * max(block, case.shape.embedding) * BYTES[case.settings.dtype])
+    return whole + gathered
+
+
+def _changed(cases: Cases, change: Callable[[Settings], Settings]) -> Cases:
+    """Those of trained roles."""
+    return {
+        name: replace(case, settings=change(case.settings)) if case.settings.trained else case
+        for name, case in cases.items()
+    }
+
+
+def _adapted(case: Case) -> Case:
+    """With adapters on all matrices of the blocks in place of training all parameters; not with experts."""
+    shape = case.shape
+    if not case.settings.trained or not shape.fused or shape.trainable != shape.parameters:
+        return case
+    mlp = (3 if shape.gated else 2) * (shape.hidden + shape.inner)
+    attention = 2 * (shape.hidden + shape.query) + 2 * (shape.hidden + shape.key)
+    count = shape.layers * RANK * (attention + mlp)
+    kept = RANK * (ADAPTED + (3 if shape.gated else 2)) + shape.inner
+    adapted = replace(shape, parameters=shape.parameters + count, trainable=count, adapters=kept)
+    return replace(case, shape=adapted)
+
+
+def _sharded(case: Case, ranks: int) -> Case:
+    """A rank's part of a trained role; others are on every rank whole."""
+    if not case.settings.trained:
+        return case
+    shape = case.shape
+    return replace(
+        case, shape=replace(shape, parameters=-(-shape.parameters // ranks), trainable=-(-shape.trainable // ranks))
+    )

@@ -1,0 +1,42 @@
+"""Has the devices trace the steps that a run's options name, and says where the traces lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.errors import ConfigError
+from weft.experiment import step_range
+from weft.runtime.group import WorkerGroup
+
+
+def check_steps(steps: str | None, total: int) -> None:
+    """Raises `ConfigError` where a run of `total` steps has none of those to be traced."""
+    if steps is not None and step_range(steps)[0] > total:
+        count = f"{total} {'step' if total == 1 else 'steps'}"
+        raise ConfigError(f"profile_steps={steps}: the run has {count}; name one of them, or leave it out")
+
+
+class Profiling:
+    """`steps` as the option has them; None traces nothing."""
+
+    def __init__(self, steps: str | None, group: WorkerGroup, folder: Path, tell: Callable[[str], None]) -> None:
+        self._steps = range(0) if steps is None else step_range(steps)
+        self._group, self._folder, self._tell = group, folder, tell
+        self._first: int | None = None  # of the steps that are being traced
+
+    def before(self, step: int) -> None:
+        """Step `step` comes next."""
+        if self._first is None and step in self._steps:
+            self._group.profile()
+            self._first = step
+
+    def after(self, step: int, *, over: bool = False) -> None:
+        """Step `step` is done; `over`: no other follows."""
+        if self._first is None or not (over or step >= self._steps[-1]):
+            return
+        name = f"steps-{self._first}-{step}-worker-{{rank}}.json.gz"
+        self._group.profile(str(self._folder.absolute() / name))
+        which = f"step {step}" if step == self._first else f"steps {self._first} to {step}"
+        self._first = None
+        self._tell(f"trace of {which}: {self._folder / name.replace('{rank}', '*')} (open it at ui.perfetto.dev)")

@@ -1,0 +1,80 @@
+"""Which GPU a run fits, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.engine.fits import GIB, GPUS, RANK, TAKEN, Case, Way, lines, table, ways
+from weft.engine.memory import NetworkShape, Settings, Work
+
+BILLION = 10**9
+SHAPE = NetworkShape(
+    parameters=BILLION,
+    trainable=BILLION,
+    layers=10,
+    hidden=1000,
+    query=1000,
+    key=500,
+    inner=4000,
+    vocab=1,
+    embedding=10**8,
+)
+SETTINGS = Settings("bfloat16", True, "adamw", recompute=0, offload_optimizer=False, chunk_rows=1)
+CASE = Case(SHAPE, SETTINGS, (Work(tokens=1, rows=1, backward=True),))
+SMALL = 10**-3  # of a pass of one token, and of what an embedding's gradient takes besides
+
+
+def size(case: Case, options: str) -> float:
+    return next(way.size for way in ways({"model": case}) if way.options == options)
+
+
+def test_a_parameter_takes_18_bytes_and_each_way_what_is_left_of_them() -> None:
+    """Weights 2, masters 4, gradients 4, states 8. Beside all gradients the look-up's own stand at the end: 4 bytes."""
+    more = 4 * 10**8
+    assert abs(size(CASE, "as set") / (18 * BILLION + more) - 1) < SMALL
+    assert (
+        abs(size(replace(CASE, settings=replace(SETTINGS, dtype="float32")), "as set") / (16 * BILLION + more) - 1)
+        < SMALL
+    )
+    again = "gradient_checkpointing=true"
+    narrow = 10 * BILLION + 2 * (4 * 10**8 + 9 * 10**8 * (1 + 4 / 256)) + more
+    assert abs(size(CASE, f"{again} optimizer.state_dtype=8bit") / narrow - 1) < SMALL
+    assert abs(size(CASE, f"{again} optimizer.offload=true") / (2 * BILLION + more) - 1) < SMALL
+    adapters = RANK * 10 * (2 * (1000 + 1000) + 2 * (1000 + 500) + 3 * (1000 + 4000))
+    assert abs(size(CASE, f"{again} lora.r={RANK}") / (2 * BILLION + 18 * adapters) - 1) < SMALL
+    gathered = 2 * 2 * 10**8  # two blocks' or embeddings' worth, in two bytes
+    assert abs(size(CASE, f"{again} layout=d4") / (18 * BILLION / 4 + gathered + more) - 1) < SMALL
+
+
+def test_the_smallest_gpu_that_leaves_the_driver_its_part() -> None:
+    for sold, gib in GPUS:
+        assert Way("x", (gib - TAKEN) * GIB).gpu == sold
+    assert Way("x", (GPUS[0][1] - TAKEN + 0.1) * GIB).gpu == 40 and Way("x", 150 * GIB).gpu is None
+
+
+def test_lines_name_what_leads_to_a_smaller_gpu_and_nothing_else() -> None:
+    assert list(lines({"model": CASE}, "on a GPU: ")) == ["on a GPU: about 17.1 GiB, fits a GPU of 24 GB"]
+    large = replace(CASE, shape=replace(SHAPE, parameters=7 * BILLION, trainable=7 * BILLION))
+    first, *others = lines({"model": large}, "")
+    assert first == "about 117.7 GiB, fits a GPU of 141 GB"
+    assert len(others) >= 4 and not any("141" in line for line in others), "those that lead to a smaller one"
+    assert any("optimizer.offload=true: about 13.4 GiB, fits a GPU of 24 GB" in line for line in others)
+    huge = replace(CASE, shape=replace(SHAPE, parameters=2000 * BILLION, trainable=2000 * BILLION))
+    assert (
+        "more than a GPU of 141 GB" in next(lines({"model": huge}, ""))
+        and "layout=d16" in [*lines({"m": huge}, "")][-1]
+    )
+    assert not list(lines({"ref": replace(CASE, settings=replace(SETTINGS, trained=False))}, ""))
+
+
+def test_what_is_set_already_is_not_offered() -> None:
+    options = [
+        way.options for way in ways({"m": replace(CASE, settings=replace(SETTINGS, recompute=1, optimizer="sgd"))})
+    ]
+    assert options[1:3] == [
+        "gradient_checkpointing=true optimizer.offload=true",
+        "gradient_checkpointing=true lora.r=16",
+    ]
+    experts = replace(CASE, shape=replace(SHAPE, fused=False))
+    assert not any("lora" in way.options for way in ways({"m": experts}))
+    assert all(" GiB" in line and "fits" in line for line in table(ways({"m": CASE})))
