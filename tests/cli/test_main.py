@@ -129,7 +129,7 @@ def test_cfg_job_prints_what_a_run_would_use(folder: Path, capsys: pytest.Captur
         (["trial_name=a/b"], "trial_name='a/b'"),
         (["trial_name='a b'"], "write trial_name=a-b"),
         (["mode=locl"], "must be local, ray or slurm (did you mean local?)"),
-        (["allocation_mode=search", "n_gpus_per_node=2", "search.memory_gb=1e-5"], "no placement on 2 devices fits; the least"),
+        (["allocation_mode=search", "n_gpus_per_node=2"], "config.json of a llama model lacks 'hidden_size'"),
         (["allocation_mode=searc"], "did you mean search"),
         (["allocation_mode=d2x1"], "'x' is unknown"),
         (["model.layout=d2", "model.device_mesh=1"], "model: device mesh [1]: layout d2f2t1p1c1e1 needs 2 different devices"),
@@ -262,7 +262,7 @@ def fails():
     threading.Thread(target=work, name=weft.WORKER, daemon=True).start()
     raise RunError("the run failed")
 
-weft._dispatch = lambda words: fails()
+weft._dispatch = lambda words, **more: fails()
 sys.argv = ["weft", "quickstart"]
 sys.exit(weft.main())
 """

@@ -249,7 +249,7 @@ def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> Load:
 def _ids(experiment: Experiment) -> int:
     """Of one step."""
     size, dataset = experiment.node(experiment.steps_follow).batch_size, experiment.dataset
-    return size or max(1, (dataset.train_tokens_per_batch or 0) // (dataset.max_seqlen or PROMPT + ANSWER))
+    return size or max(1, (dataset.train_tokens_per_batch or 0) // (dataset.limit or PROMPT + ANSWER))
 
 
 def _lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
@@ -261,7 +261,7 @@ def _lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
         args = samplers[0].args
         new = int(args.get("max_new_tokens") or MAX_NEW_TOKENS)
         return prompt, spec.answer_tokens or new, int(args.get("samples_per_prompt", 1))
-    most = written.max_seqlen
+    most = written.limit
     if most is None:
         return prompt, spec.answer_tokens or ANSWER, 1
     prompt = min(prompt, max(1, most // 2))
