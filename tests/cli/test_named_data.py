@@ -14,7 +14,9 @@ import pytest
 from tests.tiny import make_llama
 from weft.cli.data import main
 from weft.cli.main import main as weft
+from weft.cli.named_data import sources
 from weft.data.named import fetch
+from weft.data.spec import DatasetSpec
 from weft.errors import ConfigError, DataError
 from weft.testing.datasets import small_tokenizer
 
@@ -150,3 +152,10 @@ def test_auto_cuts_no_row_of_a_run(here: Path, model: Path, tmp_path: Path, caps
     assert "with the end of the answer cut" in capsys.readouterr().err + (tmp_path / "cut/e/t/log.txt").read_text()
     run(tmp_path / "auto", "sft", f"model.path={model}", copy, "dataset.max_seqlen=auto")
     assert "with the end of the answer cut" not in (tmp_path / "auto/e/t/log.txt").read_text()
+
+
+def test_a_section_stands_for_the_datasets_that_it_lists() -> None:
+    found = sources(["reference-data"], "sft", DatasetSpec())
+    assert [source.named for source in found] == ["oasst_export", "alpaca"]
+    with pytest.raises(ConfigError, match="reference-dat"):
+        sources(["reference-dat"], "sft", DatasetSpec())

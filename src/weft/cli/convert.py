@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     triton = kinds.add_parser(
         "triton", help="a model store for NVIDIA Triton: a TorchScript module and its configuration"
     )
-    triton.add_argument("model", metavar="MODEL", help="model directory or hub name")
+    triton.add_argument("model", nargs="?", metavar="MODEL", help="model directory or hub name")
+    triton.add_argument("--configs", nargs="+", metavar="NAME", help="sections that name it instead")
     triton.add_argument("output", metavar="OUT", type=Path, help="directory to write; must not exist or be empty")
     triton.add_argument("--triton_mode", required=True, choices=("rm", "sft"),
                         help="rm: rewards of a reward model; sft: log-probs and logits of a policy")  # fmt: skip
@@ -167,16 +168,22 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 def _triton(arguments: argparse.Namespace) -> None:
     from weft.checkpoints import triton
+    from weft.cli.open_assistant.commands import triton_model
     from weft.data.spec import TokenizerSpec
     from weft.data.tokenizer import Tokenizer
     from weft.engine.saving import skipped_padding
     from weft.engine.spec import ModelSpec
 
     mode, padding = arguments.triton_mode, None
+    if (arguments.model is None) == (arguments.configs is None):
+        raise ConfigError("weft convert triton: name a MODEL, or --configs with sections that name it")
+    model = arguments.model or triton_model(
+        [name for word in arguments.configs for name in word.split(",") if name], mode
+    )
     if mode == "rm":
-        spec = ModelSpec(path=arguments.model, head="score")
-        padding = skipped_padding(Tokenizer.load(TokenizerSpec(), arguments.model), spec)
-    triton.write(arguments.model, arguments.output, mode, arguments.name, padding)
+        spec = ModelSpec(path=model, head="score")
+        padding = skipped_padding(Tokenizer.load(TokenizerSpec(), model), spec)
+    triton.write(model, arguments.output, mode, arguments.name, padding)
 
 
 def _tokenizer_of(adapter: Path, base: Path) -> Path | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.cli.open_assistant.commands import named_datasets
 from weft.data.datasets.base import Tokenized
 from weft.data.loader import LoadedData
 from weft.data.named import find, names
@@ -40,14 +41,26 @@ class Counted:
 
 
 def sources(words: Sequence[str], mode: str, spec: DatasetSpec) -> list[SourceSpec]:
-    """The named sources that a command asks for: `all` of a mode, names (also `a,b`), and those of the options."""
+    """The named sources that a command asks for: `all` of a mode, names (also `a,b`), those that a section of settings lists,
+    and those of the options."""
     asked = [name for word in words for name in word.split(",") if name]
     if asked == ["all"]:
         asked = [name for name in names(mode, spec.named_file) if "{" not in name]
     elif "all" in asked:
         raise ConfigError(f"--datasets {' '.join(words)}: `all` stands alone")
-    listed = [SourceSpec(named=find(name, spec.named_file).name) for name in asked]
+    listed = [SourceSpec(named=name) for word in asked for name in _names(word, spec)]
     return [*listed, *(source for source in sources_of(spec) if source.named is not None)]
+
+
+def _names(word: str, spec: DatasetSpec) -> list[str]:
+    """A dataset's name, or those that the section of that name lists. Raises `ConfigError` with the nearest names."""
+    try:
+        return [find(word, spec.named_file).name]
+    except ConfigError:
+        listed = named_datasets([word])
+        if listed == [word]:
+            raise
+    return [find(name, spec.named_file).name for name in listed]
 
 
 def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[SourceSpec]:

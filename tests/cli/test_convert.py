@@ -1,0 +1,26 @@
+"""`weft convert triton` with a model, and with sections of settings that name one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.evaluation.test_rewards import make_scorer
+from weft.cli.main import main
+
+
+def test_a_stack_of_sections_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_scorer(tmp_path / "rm")
+    (tmp_path / "configs").mkdir()
+    section = {"mine": {"rank_config": {"is_reward_model": True, "model_name": str(model)}}}
+    (tmp_path / "configs" / "own.yaml").write_text(yaml.safe_dump(section))
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", "triton", "store", "--configs", "defaults_rlhf,mine", "--triton_mode", "rm"]) == 0
+    assert (tmp_path / "store" / "rm" / "config.pbtxt").is_file()
+
+
+def test_one_of_model_and_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "triton", str(tmp_path / "store"), "--triton_mode", "rm"]) == 2
+    assert "name a MODEL, or --configs" in capsys.readouterr().err
