@@ -57,6 +57,7 @@ class Control:
     resume_from: str | None = None
     max_tokens_per_microbatch: int = 16384
     deterministic: bool = False
+    flash_attention: str = "auto"
     on_nonfinite: str = "stop"
     loggers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     imports: Sequence[str] = ()

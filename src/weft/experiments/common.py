@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
+from weft.engine.spec import FLASH
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments import _checks as checks
@@ -209,6 +210,12 @@ class RunConfig(ABC):
     )
     max_tokens_per_microbatch: int = option(16384, "most tokens of one forward pass, for every call", at_least=1)
     deterministic: bool = option(False, "choose kernels that repeat bit for bit (on CUDA; the CPU's do anyway)")
+    flash_attention: str = option(
+        "auto",
+        "version of flash attention on NVIDIA GPUs: fa2 is torch's own, fa3 the package flash_attn_interface on Hopper; auto: fa3 where "
+        "it is installed",
+        choices=FLASH,
+    )
     on_nonfinite: str = option(
         "stop", "a loss that is not finite stops the run, or is skipped and counted", choices=("stop", "skip")
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from weft.kernels import GradientSum
+from weft.models.network.block import Block
 from weft.models.network.linear import Linear
 from weft.models.network.transformer import Transformer
 
@@ -15,13 +16,19 @@ def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
     """From now on the gradients of linear layers and of the output layer go to the `masters`, by the names that parameters have
     in the network; all others, and what autograd finds for these on other ways, go to the parameters' own `grad` as ever.
 
-    Not where a backward pass goes through a layer twice, as in a pipeline that splits it: each would add.
+    Compiled parts of blocks leave theirs to autograd. Not where a backward pass goes through a layer twice, as in a pipeline that splits it: each would add.
     """
     sums: dict[Tensor, GradientSum] = {
         p: GradientSum(masters[name]) for name, p in network.named_parameters() if name in masters
     }
+    compiled = {
+        part
+        for block in network.modules()
+        if isinstance(block, Block) and block.compiled is not None
+        for part in block.modules()
+    }
     for module in network.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module not in compiled:
             module.gradient_sum = sums.get(module.weight)
         elif isinstance(module, Transformer) and module.ends and module.kind == "lm":
             module.head.gradient_sum = sums.get(module.projection.weight)
