@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_backends import LLAMA_3_2_1B
 from weft.checkpoints import hf_io
+from weft.engine.generation.caches import DRAWING, PageCaches
+from weft.engine.generation.scheduler import Budget
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, decayed
-from weft.engine.generation.caches import DRAWING, PageCaches
-from weft.engine.generation.scheduler import Budget
 from weft.kernels import flash, lane_of
 from weft.kernels.gpu import compiled
 from weft.models.attention.contexts import Dense
@@ -214,14 +214,16 @@ def pages(counted: Counted, rows: int, length: int) -> None:
     def varlen(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **named: Any) -> Tensor:
         held = keys.new_empty(2, rows * length, *keys.shape[2:])
         operations = 4.0 * rows * length * q.shape[1] * q.shape[2]
-        return counted.as_one("attention", lambda q, held: torch.empty_like(q), operations, counted.device.attention[0])(q, held)
+        return counted.as_one(
+            "attention", lambda q, held: torch.empty_like(q), operations, counted.device.attention[0]
+        )(q, held)
 
     flash.kernel = lambda: varlen  # type: ignore[assignment]
 
 
 def decode(raw: dict[str, Any], rows: int, length: int, counted: Counted) -> float:
-    """A decode step of `rows` sequences of `length` tokens, the draw included, counted; the least bytes that it can move: weights
-    and the sequences' keys and values, once."""
+    """A decode step of `rows` sequences of `length` tokens, the draw included, counted; the least bytes that it can move:
+    weights and the sequences' keys and values, once."""
     config, meta = hf_io.find_family(raw, None).config(raw), torch.device("meta")
     network = Transformer.empty(config, device=meta, dtype=torch.bfloat16).eval()
     caches = PageCaches(network, meta, Budget(rows, 2 * rows * length))

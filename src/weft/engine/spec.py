@@ -151,7 +151,7 @@ class ModelSpec:
     )
     fp8: bool = option(
         False,
-        "multiply by 8-bit floats in training and scoring, on an H100 or later, with torchao and compile=true; weights stay wide",
+        "multiply by 8-bit floats in training and scoring: on an H100 or later, with torchao and compile=true",
     )
     fp8_recipe: str = option(
         "tensorwise",

@@ -212,8 +212,8 @@ class RunConfig(ABC):
     deterministic: bool = option(False, "choose kernels that repeat bit for bit (on CUDA; the CPU's do anyway)")
     flash_attention: str = option(
         "auto",
-        "version of flash attention on NVIDIA GPUs: fa2 is torch's own, fa3 the package flash_attn_interface on Hopper; auto: fa3 where "
-        "it is installed",
+        "flash attention of NVIDIA GPUs: fa2 is torch's, fa3 the package flash_attn_interface on Hopper; auto: fa3 where it "
+        "is installed",
         choices=FLASH,
     )
     on_nonfinite: str = option(

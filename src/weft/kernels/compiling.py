@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ def obstacle(device: torch.device) -> str | None:
 def by_rows(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
     """The function compiled where it is first called, for tensors of any number of rows (one row apart).
 
-    It is given whatever it is given; the first dimension of tensors among its arguments is that of rows. What is compiled serves all
-    callers in the process whose arguments are alike: modules of one form, say.
+    The first dimension of tensors among its arguments, and in dataclasses among them, is that of rows. What is compiled serves
+    all callers in the process whose arguments are alike: modules of one form, say.
     """
 
     @functools.wraps(function)
     def call(*given: Any) -> Any:
-        for each in given:
+        inside = [value for each in given if is_dataclass(each) for value in vars(each).values()]
+        for each in (*given, *inside):
             if isinstance(each, Tensor) and each.dim():
                 torch._dynamo.maybe_mark_dynamic(each, ROWS)
         with torch._dynamo.config.patch(recompile_limit=flex.RECOMPILE_LIMIT):

@@ -19,15 +19,19 @@ NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, 
 
 def obstacle(device: torch.device) -> str | None:
     """What keeps a device from them; None where nothing does."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if (
+        device.type != "cuda"
+        or torch.version.hip is not None
+        or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY
+    ):
         return f"{device} has no such products; an H100 or a later GPU of NVIDIA has"
     return None
 
 
 class Fp8Product:
-    """x [..., in] times weight [out, in] transposed, differentiable in both. Each of the three products of a layer rounds what it
-    multiplies to 8 bits, scaled by its largest entries: those of the whole tensor, or by `recipe` of a row. Sums are wide, and
-    so are gradients; `emulate` computes the same anywhere, by wide products of rounded numbers.
+    """x [..., in] times weight [out, in] transposed, differentiable in both. Each of the three products of a layer rounds what
+    it multiplies to 8 bits, scaled by its largest entries: those of the whole tensor, or by `recipe` of a row. Sums are wide,
+    and so are gradients; `emulate` computes the same anywhere, by wide products of rounded numbers.
 
     Raises `ConfigError` where torchao is missing.
     """

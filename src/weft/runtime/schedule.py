@@ -61,9 +61,12 @@ class Horizon:
         control = experiment.control
         specs = {
             role: replace(
-                spec, device=control.device, seed=control.seed, flash_attention=control.flash_attention,
+                spec,
+                device=control.device,
+                seed=control.seed,
+                flash_attention=control.flash_attention,
                 on_nonfinite=control.on_nonfinite,
-            )  # fmt: skip
+            )
             for role, spec in experiment.roles.items()
         }
         for node in experiment.trained_nodes():

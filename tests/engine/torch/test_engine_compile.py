@@ -80,14 +80,29 @@ def test_two_processes_are_as_one(layout: str, options: dict[str, Any], ranks: R
 
 def test_what_cannot_be_compiled_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, spec = torch.device("cpu"), ModelSpec(path=str(path), compile=True)
-    with pytest.raises(ConfigError, match="compile=true: backend=hf .* use backend=torch, or leave it out"):
+    with pytest.raises(ConfigError, match=r"compile=true: backend=hf .* use backend=torch, or leave it out"):
         engine_of(path, backend="hf", compile=True)
-    with pytest.raises(ConfigError, match="compile=true, layout=.*tensor-parallel ranks .* write t1"):
+    with pytest.raises(ConfigError, match=r"compile=true, layout=.*tensor-parallel ranks .* write t1"):
         common.check_compile(spec, Layout(tensor=2), cpu)
     halved = ModelSpec(path=str(path), compile=True, pipeline_schedule="zero_bubble")
-    with pytest.raises(ConfigError, match="pipeline_schedule=zero_bubble halves backward passes"):
+    with pytest.raises(ConfigError, match=r"pipeline_schedule=zero_bubble halves backward passes"):
         common.check_compile(halved, Layout(pipeline=2), cpu)
     monkeypatch.setattr(kernels, "compiling_obstacle", lambda device: "there is no C++ compiler")
-    with pytest.raises(ConfigError, match="cannot compile for cpu here: there is no C\\+\\+ compiler; install it"):
+    with pytest.raises(ConfigError, match=r"cannot compile for cpu here: there is no C\+\+ compiler; install it"):
         engine_of(path, compile=True)
     common.check_compile(ModelSpec(path=str(path)), Layout(tensor=2), cpu)
+
+
+def test_products_of_8_bits_are_refused_where_they_cannot_be(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, changes = torch.device("cpu"), {"compile": True, "fp8": True, "dtype": "bfloat16"}
+    for change, said in {
+        "without": ({"compile": False}, "fp8=true: without compile=true .*; set it, or leave fp8 out"),
+        "adapters": ({"lora": LORA, "trained": True}, "fp8=true, lora.r above 0: .* leave one of them out"),
+        "dtype": ({"dtype": "float32"}, "fp8=true, dtype=float32: .* set dtype=bfloat16"),
+        "device": ({}, "fp8=true: cpu has no such products; an H100 or a later GPU of NVIDIA has; leave it out"),
+    }.values():
+        with pytest.raises(ConfigError, match=said):
+            common.fp8_product(ModelSpec(path=str(path), **{**changes, **change}), cpu)
+    assert common.fp8_product(ModelSpec(path=str(path)), cpu) is None
+    with pytest.raises(ConfigError, match="fp8=true: cpu has no such"):
+        engine_of(path, **changes)

@@ -174,7 +174,9 @@ def test_version_3_is_taken_where_it_is_and_given_back(monkeypatch: pytest.Monke
     registry = Registry(monkeypatch)
     for device in (AMPERE, torch.device("cpu")):
         assert flash.choose(device, "auto") is None and registry.current is None
-        with pytest.raises(ConfigError, match=r"flash_attention=fa3: .* is no GPU of compute capability 9.x; leave it out"):
+        with pytest.raises(
+            ConfigError, match=r"flash_attention=fa3: .* is no GPU of compute capability 9.x; leave it out"
+        ):
             flash.choose(device, "fa3")
     assert flash.choose(HOPPER, "auto") == flash.choose(HOPPER, "fa3") == "flash attention 3 of flash_attn_interface"
     assert flash.active() == registry.current == flash.THIRD

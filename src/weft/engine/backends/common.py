@@ -78,7 +78,9 @@ def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None
         )
     lacking = kernels.compiling_obstacle(device)
     if lacking is not None:
-        raise ConfigError(f"compile=true: torch cannot compile for {device} here: {lacking}; install it, or leave it out")
+        raise ConfigError(
+            f"compile=true: torch cannot compile for {device} here: {lacking}; install it, or leave it out"
+        )
 
 
 def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | None:
@@ -87,7 +89,9 @@ def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | N
     if not spec.fp8:
         return None
     if not spec.compile:
-        raise ConfigError("fp8=true: without compile=true scaling costs more than products save; set it, or leave fp8 out")
+        raise ConfigError(
+            "fp8=true: without compile=true scaling costs more than products save; set it, or leave fp8 out"
+        )
     if spec.has_adapters:
         raise ConfigError(
             "fp8=true, lora.r above 0: what adapters correct would be rounded weights, which are not the ones saved; leave "

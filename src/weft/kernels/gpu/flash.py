@@ -54,8 +54,9 @@ def abilities() -> Abilities:
 
 
 def choose(device: torch.device, asked: str) -> str | None:
-    """Have the flash attention of this process be of the version that is `asked` for: "fa2", torch's own; "fa3" (Shah et al. 2024,
-    arXiv:2407.08608), whose package torch puts in its place; "auto", 3 where the device is a Hopper and the package is there.
+    """Have the flash attention of this process be of the version that is `asked` for: "fa2", torch's own; "fa3" (Shah et al.
+    2024, arXiv:2407.08608), whose package torch puts in its place; "auto", 3 where the device is a Hopper and the package is
+    there.
 
     torch knows one at a time, for all its devices. What a user should know about the choice, if anything. Raises `ConfigError`
     where 3 cannot be had.
@@ -70,7 +71,11 @@ def choose(device: torch.device, asked: str) -> str | None:
         raise ConfigError(f"flash_attention=fa3: {obstacle}; leave it out")
     if not fits:
         return None
-    return f"flash attention 3 of {PACKAGE}" if obstacle is None else f"flash attention is torch's own, version 2: {obstacle}"
+    return (
+        f"flash attention 3 of {PACKAGE}"
+        if obstacle is None
+        else f"flash attention is torch's own, version 2: {obstacle}"
+    )
 
 
 def active() -> str | None:

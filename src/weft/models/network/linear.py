@@ -51,9 +51,10 @@ def adapted(
 class Linear(nn.Module):
     """x W^T + b for one layer or several that read the same input, side by side: [T, in] -> [T, sum of out].
 
-    `adapters` by part, where there are any. `narrow` multiplies in place of torch in compiled passes. `gradient_sum` is where the weight's gradient goes in place of its `grad`, if
-    the engine says so. `reduce` joins what ranks have that hold columns of W each: it is called before the bias is added,
-    which all of them hold. In a pass whose rows the ranks share, `share` does it, and leaves those of this rank.
+    `adapters` by part, where there are any. `narrow` multiplies in place of torch in compiled passes. `gradient_sum` is where
+    the weight's gradient goes in place of its `grad`, if the engine says so. `reduce` joins what ranks have that hold columns
+    of W each: it is called before the bias is added, which all of them hold. In a pass whose rows the ranks share, `share`
+    does it, and leaves those of this rank.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
