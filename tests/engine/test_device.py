@@ -27,6 +27,15 @@ def test_devices() -> None:
     assert rate > 1e8 and device.matmul_rate(here, torch.float32) == rate
 
 
+def test_flash_attention_that_cannot_be_had_is_refused() -> None:
+    cpu = torch.device("cpu")
+    assert device.choose_flash(cpu, "auto") == device.choose_flash(cpu, "fa2") == ()
+    with pytest.raises(
+        ConfigError, match=r"flash_attention=fa3: cpu is no GPU of compute capability 9\.x; leave it out"
+    ):
+        device.choose_flash(cpu, "fa3")
+
+
 def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     device.set_deterministic(True)

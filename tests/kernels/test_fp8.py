@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.models.common import sequences, tiny
 from weft import kernels
-from weft.errors import ConfigError
 from weft.kernels.fp8 import MULTIPLE, RECIPES
 from weft.models.network.compiled import compile_blocks
 from weft.models.network.linear import Linear
@@ -30,14 +27,6 @@ def off(made: Tensor, right: Tensor) -> float:
 def emulated(recipe: str = "tensorwise") -> kernels.Fp8Product:
     pytest.importorskip("torchao.float8")
     return kernels.Fp8Product(recipe, emulate=True)
-
-
-def test_without_torchao_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(
-        ConfigError, match=r"fp8=true: torchao cannot be imported .*; pip install 'weft\[fp8\]', or leave"
-    ):
-        kernels.Fp8Product("tensorwise")
 
 
 def test_which_devices_and_matrices_have_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ConfigError
-
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # names of torchao's
 MULTIPLE = 16  # of both sides of a matrix
 LEAST_CAPABILITY = (9, 0)  # Hopper
@@ -33,7 +31,7 @@ class Fp8Product:
     it multiplies to 8 bits, scaled by its largest entries: those of the whole tensor, or by `recipe` of a row. Sums are wide,
     and so are gradients; `emulate` computes the same anywhere, by wide products of rounded numbers.
 
-    Raises `ConfigError` where torchao is missing.
+    Raises `ImportError` where torchao is missing.
     """
 
     @staticmethod
@@ -41,12 +39,8 @@ class Fp8Product:
         return all(size % MULTIPLE == 0 for size in weight.shape)
 
     def __init__(self, recipe: str, *, emulate: bool = False) -> None:
-        try:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        except ImportError as missing:
-            raise ConfigError(
-                f"fp8=true: torchao cannot be imported ({missing}); pip install 'weft[fp8]', or leave it out"
-            ) from missing
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
         # Packs have any number of tokens, which gradients of matrices sum over: torchao fills them up.
         config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate)
         with torch.device("meta"):

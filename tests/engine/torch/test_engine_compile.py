@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,6 @@ def test_what_cannot_be_compiled_is_refused(path: Path, monkeypatch: pytest.Monk
 def test_products_of_8_bits_are_refused_where_they_cannot_be(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, changes = torch.device("cpu"), {"compile": True, "fp8": True, "dtype": "bfloat16"}
     for change, said in {
-        "without": ({"compile": False}, "fp8=true: without compile=true .*; set it, or leave fp8 out"),
         "adapters": ({"lora": LORA, "trained": True}, "fp8=true, lora.r above 0: .* leave one of them out"),
         "dtype": ({"dtype": "float32"}, "fp8=true, dtype=float32: .* set dtype=bfloat16"),
         "device": ({}, "fp8=true: cpu has no such products; an H100 or a later GPU of NVIDIA has; leave it out"),
@@ -104,5 +104,15 @@ def test_products_of_8_bits_are_refused_where_they_cannot_be(path: Path, monkeyp
         with pytest.raises(ConfigError, match=said):
             common.fp8_product(ModelSpec(path=str(path), **{**changes, **change}), cpu)
     assert common.fp8_product(ModelSpec(path=str(path)), cpu) is None
+    for backend in ("torch", "hf"):
+        with pytest.raises(ConfigError, match=r"fp8=true: without compile=true .*; set it, or leave fp8 out"):
+            engine_of(path, backend=backend, fp8=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "fp8_obstacle", lambda device: None)
+        patch.setitem(sys.modules, "torchao.float8", None)
+        with pytest.raises(
+            ConfigError, match=r"fp8=true: torchao cannot be imported .*; pip install 'weft\[fp8\]', or leave"
+        ):
+            engine_of(path, **changes)
     with pytest.raises(ConfigError, match="fp8=true: cpu has no such"):
         engine_of(path, **changes)

@@ -58,7 +58,11 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
 
 
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
-    """Raises `ConfigError` where blocks are to be compiled that cannot be."""
+    """Raises `ConfigError` where blocks are to be compiled that cannot be, or products of 8 bits asked for without."""
+    if spec.fp8 and not spec.compile:
+        raise ConfigError(
+            "fp8=true: without compile=true scaling costs more than products save; set it, or leave fp8 out"
+        )
     if not spec.compile:
         return
     if spec.backend != "torch":
@@ -88,10 +92,6 @@ def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | N
     be had."""
     if not spec.fp8:
         return None
-    if not spec.compile:
-        raise ConfigError(
-            "fp8=true: without compile=true scaling costs more than products save; set it, or leave fp8 out"
-        )
     if spec.has_adapters:
         raise ConfigError(
             "fp8=true, lora.r above 0: what adapters correct would be rounded weights, which are not the ones saved; leave "
@@ -102,7 +102,12 @@ def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | N
     lacking = kernels.fp8_obstacle(device)
     if lacking is not None:
         raise ConfigError(f"fp8=true: {lacking}; leave it out")
-    return kernels.Fp8Product(spec.fp8_recipe)
+    try:
+        return kernels.Fp8Product(spec.fp8_recipe)
+    except ImportError as missing:
+        raise ConfigError(
+            f"fp8=true: torchao cannot be imported ({missing}); pip install 'weft[fp8]', or leave it out"
+        ) from missing
 
 
 def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:

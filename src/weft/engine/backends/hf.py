@@ -42,7 +42,6 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     common.check_copies(layout)
     device = resolve_device(spec.device)
     common.check_compile(spec, layout, device)
-    common.fp8_product(spec, device)
     spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")

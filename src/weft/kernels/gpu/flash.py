@@ -16,7 +16,6 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from weft.errors import ConfigError
 from weft.kernels.types import AttentionSpec, VarlenLengths
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -58,7 +57,7 @@ def choose(device: torch.device, asked: str) -> str | None:
     2024, arXiv:2407.08608), whose package torch puts in its place; "auto", 3 where the device is a Hopper and the package is
     there.
 
-    torch knows one at a time, for all its devices. What a user should know about the choice, if anything. Raises `ConfigError`
+    torch knows one at a time, for all its devices. What a user should know about the choice, if anything. Raises `RuntimeError`
     where 3 cannot be had.
     """
     if asked == "fa2":
@@ -68,7 +67,7 @@ def choose(device: torch.device, asked: str) -> str | None:
     fits = device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == HOPPER
     obstacle = _activate() if fits else f"{device} is no GPU of compute capability {HOPPER}.x"
     if asked == "fa3" and obstacle is not None:
-        raise ConfigError(f"flash_attention=fa3: {obstacle}; leave it out")
+        raise RuntimeError(obstacle)
     if not fits:
         return None
     return (
