@@ -1,8 +1,9 @@
-"""What a training step should take on a GPU, without one: the kernels of a step on tensors without memory, each timed by the
-bytes it moves and the operations it does.
+"""What a step of training or of generation should take on a GPU, without one: its kernels run on tensors without memory, each
+timed by the bytes it moves and the operations it does.
 
     python -m benchmarks.estimate               # SFT of Llama-3.2-1B, four sequences of 2,048 tokens, bfloat16, on an H100
     python -m benchmarks.estimate --eager       # where nothing can be compiled
+    python -m benchmarks.estimate --decode      # a token each of 64 sequences of 1,024
 
 Assumed (`Device`): rates that an H100 SXM reaches, not its data sheet's. Nothing here has been measured.
 """
@@ -22,18 +23,23 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_backends import LLAMA_3_2_1B
 from weft.checkpoints import hf_io
+from weft.engine.generation.caches import DRAWING, PageCaches
+from weft.engine.generation.scheduler import Budget
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, decayed
 from weft.kernels import flash, lane_of
 from weft.kernels.gpu import compiled
 from weft.models.attention.contexts import Dense
+from weft.models.kv.pages import PAGE, TABLE
 from weft.models.network import gradient_sums
 from weft.models.network.packed import Packed
 from weft.models.network.transformer import Transformer
 
 aten = torch.ops.aten
+DECODE = 64, 1024  # sequences, and tokens that each has
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_"}
+GATHERS = {"embedding", "index_select", "gather", "index"}
 # Views, and memory that nothing is written to.
 FREE = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes", "unsqueeze",
@@ -49,6 +55,7 @@ class Device:
     products: float = 660e12  # operations a second, bfloat16
     attention: tuple[float, float] = (400e12, 300e12)  # forward and backward
     bytes: float = 2.8e12  # a second
+    most_bytes: float = 3.35e12  # by the data sheet, of which the roofline of a decode step is made
     least: float = 3e-6  # seconds of a kernel
     peak: float = 800e12  # of the largest products; what MFU is a share of
 
@@ -76,7 +83,12 @@ class Counted(TorchDispatchMode):
         if name in PRODUCTS:
             left, right = [x for x in args if isinstance(x, Tensor)][-2:]
             operations = 2.0 * left.numel() * right.shape[-1]
-        self.add(name, (args, kwargs), out, operations, self.device.products)
+        if name in GATHERS:
+            self.add(name, (args[1:], torch.empty_like(out)), out)  # of what it looks up it reads what it gives
+        elif name == "index_copy_":
+            self.add(name, args[2:], args[3])
+        else:
+            self.add(name, (args, kwargs), out, operations, self.device.products)
         return out
 
     def add(self, name: str, given: Any, made: Any, operations: float = 0.0, rate: float = 1.0) -> None:
@@ -196,19 +208,54 @@ def step(raw: dict[str, Any], lengths: list[int], counted: Counted) -> float:
     return 6.0 * products * total + 12.0 * pairs * config.num_layers * config.num_heads * config.head_dim
 
 
+def pages(counted: Counted, rows: int, length: int) -> None:
+    """Count flash attention over pages: of the pool it reads what the rows hold, once a key head."""
+
+    def varlen(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **named: Any) -> Tensor:
+        held = keys.new_empty(2, rows * length, *keys.shape[2:])
+        operations = 4.0 * rows * length * q.shape[1] * q.shape[2]
+        return counted.as_one(
+            "attention", lambda q, held: torch.empty_like(q), operations, counted.device.attention[0]
+        )(q, held)
+
+    flash.kernel = lambda: varlen  # type: ignore[assignment]
+
+
+def decode(raw: dict[str, Any], rows: int, length: int, counted: Counted) -> float:
+    """A decode step of `rows` sequences of `length` tokens, the draw included, counted; the least bytes that it can move:
+    weights and the sequences' keys and values, once."""
+    config, meta = hf_io.find_family(raw, None).config(raw), torch.device("meta")
+    network = Transformer.empty(config, device=meta, dtype=torch.bfloat16).eval()
+    caches = PageCaches(network, meta, Budget(rows, 2 * rows * length))
+    caches._results[rows] = torch.empty(rows, 2, dtype=torch.float64, device=meta)  # in place of the host's memory
+    step = torch.zeros(rows, DRAWING + TABLE + length // PAGE + 1, dtype=torch.int32, device=meta)
+    pages(counted, rows, length)
+    with counted, torch.no_grad():
+        caches._drawn(step)
+    weights = sum(p.numel() * p.element_size() for p in network.parameters())
+    return weights + 4.0 * rows * length * config.num_layers * config.num_kv_heads * config.head_dim
+
+
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="of each sequence (default: %(default)s)")
     parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--decode", action="store_true", help="a step of generation, 64 sequences of 1,024 tokens")
     parser.add_argument("--eager", action="store_true", help="nothing is compiled")
     parser.add_argument("--kernels", action="store_true", help="print every kernel")
     chosen = parser.parse_args(words)
     device, lengths = Device(), [chosen.tokens] * chosen.sequences
     counted = Counted(device)
     install(counted, lengths, fused=not chosen.eager)
-    operations = step(LLAMA_3_2_1B, lengths, counted)
-    seconds = sum(counted.seconds.values())
-    print(f"{sum(lengths)} tokens: {1e3 * seconds:.1f} ms, MFU {operations / seconds / device.peak:.1%}")
+    if chosen.decode:
+        rows, length = DECODE
+        least = decode(LLAMA_3_2_1B, rows, length, counted) / device.most_bytes
+        seconds = sum(counted.seconds.values())
+        print(f"{rows} tokens after {length}: {1e3 * seconds:.2f} ms, {least / seconds:.0%} of the roofline")
+    else:
+        operations = step(LLAMA_3_2_1B, lengths, counted)
+        seconds = sum(counted.seconds.values())
+        print(f"{sum(lengths)} tokens: {1e3 * seconds:.1f} ms, MFU {operations / seconds / device.peak:.1%}")
     print(
         f"{sum(counted.kernels.values())} kernels, {counted.bytes / 1e9:.1f} GB, {counted.operations / 1e12:.1f} TFLOP"
     )

@@ -60,6 +60,7 @@ class Control:
     deterministic: bool = False
     tf32: bool = False
     profile_steps: str | None = None
+    flash_attention: str = "auto"
     on_nonfinite: str = "stop"
     loggers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     imports: Sequence[str] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from weft.checkpoints import hf_io
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends import common
+from weft.engine.backends import torch as torch_backend
 from weft.engine.base import Request
 from weft.engine.generation.settings import SettingsTable
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
+from weft.models.network.compiled import compile_blocks
 from weft.models.network.parameters import values
 from weft.models.network.transformer import Head
 from weft.parallel.mesh import ProcessGroups, RankMesh
@@ -87,6 +90,7 @@ def batch(seed: int) -> SequenceSample:
 def float64() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "reading_dtype", lambda spec: torch.float64)
+        patch.setattr(torch_backend, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
         yield
 
 

@@ -77,6 +77,15 @@ def test_tf32_is_a_gpus_and_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch
     assert device.numerics(torch.device("cuda"))["tf32"] and "tf32" not in device.numerics(torch.device("cpu"))
 
 
+def test_flash_attention_that_cannot_be_had_is_refused() -> None:
+    cpu = torch.device("cpu")
+    assert device.choose_flash(cpu, "auto") == device.choose_flash(cpu, "fa2") == ()
+    with pytest.raises(
+        ConfigError, match=r"flash_attention=fa3: cpu is no GPU of compute capability 9\.x; leave it out"
+    ):
+        device.choose_flash(cpu, "fa3")
+
+
 def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     device.set_deterministic(True)

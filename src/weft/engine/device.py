@@ -17,7 +17,7 @@ import torch
 
 from weft.engine.flops import peak_of
 from weft.errors import ConfigError
-from weft.kernels import product
+from weft.kernels import flash, product
 from weft.observe import memory as observe_memory
 
 GIGABYTE = 1024.0**3
@@ -128,6 +128,16 @@ def keep_sums_wide(device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def choose_flash(device: torch.device, asked: str) -> tuple[str, ...]:
+    """Have this process use the flash attention that the option `flash_attention` asks for; what to say of it, if anything.
+    Raises `ConfigError` where it cannot be had."""
+    try:
+        note = flash.choose(device, asked)
+    except RuntimeError as refused:
+        raise ConfigError(f"flash_attention={asked}: {refused}; leave it out") from refused
+    return () if note is None else (note,)
 
 
 def set_threads(count: int) -> None:

@@ -14,6 +14,7 @@ from weft.parallel.schedule import Kind, placement_of
 from weft.topology import Layout, Mesh, parse_mesh
 
 SCHEDULERS = ("constant", "linear", "cosine")
+FLASH = ("auto", "fa2", "fa3")  # versions of flash attention
 DTYPES = ("float32", "bfloat16", "float16")
 STATE_LIBRARY = "bitsandbytes"  # that keeps optimizer states in 8 bits
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
@@ -165,6 +166,19 @@ class ModelSpec:
         "it excludes",
         at_least=1,
     )
+    compile: bool = option(
+        False,
+        "have torch compile each block in training and scoring, once for all lengths; takes half a minute or more at the start",
+    )
+    fp8: bool = option(
+        False,
+        "multiply by 8-bit floats in training and scoring: on an H100 or later, with torchao and compile=true",
+    )
+    fp8_recipe: str = option(
+        "tensorwise",
+        "torchao's recipe for fp8: one scale a tensor (fastest), one a row, or that with exact gradients of weights",
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    )
     offload: bool = option(False, "keep the weights in pinned host memory while the role is not at work")
     trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
     dropout: float | None = option(
@@ -240,6 +254,7 @@ class ModelSpec:
     # What the runtime fills in from the run's options, so that a backend is a function of (spec, layout) alone.
     device: str | None = option(None, "", hidden=True)
     seed: int = option(1, "", hidden=True)  # of new weights and dropout
+    flash_attention: str = option("auto", "", choices=FLASH, hidden=True)
     on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)  # a loss that is NaN or infinite
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
+from weft.engine.spec import FLASH
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments import _checks as checks
@@ -220,6 +221,12 @@ class RunConfig(ABC):
         None,
         "steps to trace with torch's profiler, such as 5:8 (the last one too) or 5; one file a device, in the run's profile/",
         check=checks.profile_problem,
+    )
+    flash_attention: str = option(
+        "auto",
+        "flash attention of NVIDIA GPUs: fa2 is torch's, fa3 the package flash_attn_interface on Hopper; auto: fa3 where it "
+        "is installed",
+        choices=FLASH,
     )
     on_nonfinite: str = option(
         "stop", "a loss that is not finite stops the run, or is skipped and counted", choices=("stop", "skip")

@@ -6,6 +6,8 @@ alone are called where `serves` or its kin say so.
 """
 
 from weft.kernels.activations import activate
+from weft.kernels.compiling import by_rows as compiled_by_rows
+from weft.kernels.compiling import obstacle as compiling_obstacle
 from weft.kernels.cpu.attention import MOST_DIM as MOST_HEAD_DIM
 from weft.kernels.cpu.attention import attend as attend_segments
 from weft.kernels.cpu.attention import attend_rows, merge_rows
@@ -26,6 +28,8 @@ from weft.kernels.cpu.library import serves
 from weft.kernels.cpu.rows import store as store_keys
 from weft.kernels.cpu.sizes import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors, kernel_bytes
 from weft.kernels.cpu.softmax import draw
+from weft.kernels.fp8 import Fp8Product, NarrowProduct
+from weft.kernels.fp8 import obstacle as fp8_obstacle
 from weft.kernels.gpu import flash, flex
 from weft.kernels.grouped import Groups, grouped_linear
 from weft.kernels.grouped import serves as serves_groups
@@ -38,11 +42,11 @@ from weft.kernels.types import Activation, AttentionSpec, AttentionState, Statis
 
 __all__ = [
     "HOLES", "LEAST_QUERIES", "LEAST_ROWS", "LEAST_SPARED_KEYS", "MOST_HEAD_DIM", "Activation", "AttentionSpec",
-    "AttentionState", "BlockWeights", "CachedForward", "CachedPass", "Drawing", "GradientSum", "Groups", "Lane",
-    "LinearWeights", "Mark", "NetworkWeights", "PrefixRows", "Statistics", "VarlenLengths", "VarlenSegments", "activate",
-    "activated", "activated_linear", "add_product", "address", "attend_cache", "attend_rows", "attend_segments",
-    "cpu_library", "draw", "flash", "flex", "grouped_linear", "in_vectors", "kernel_bytes", "lane_of", "linear", "merge_rows",
-    "product", "put", "resize_storage", "rms_norm", "rotate", "rotate_heads", "serves", "serves_attention", "serves_groups",
-    "serves_network", "statistics", "storage_of", "store_keys", "to_gradients",
-    "weight_gradient", "wide_product",
+    "AttentionState", "BlockWeights", "CachedForward", "CachedPass", "Drawing", "Fp8Product", "GradientSum", "Groups",
+    "Lane", "LinearWeights", "Mark", "NarrowProduct", "NetworkWeights", "PrefixRows", "Statistics", "VarlenLengths",
+    "VarlenSegments", "activate", "activated", "activated_linear", "add_product", "address", "attend_cache", "attend_rows",
+    "attend_segments", "compiled_by_rows", "compiling_obstacle", "cpu_library", "draw", "flash", "flex", "fp8_obstacle",
+    "grouped_linear", "in_vectors", "kernel_bytes", "lane_of", "linear", "merge_rows", "product", "put", "resize_storage",
+    "rms_norm", "rotate", "rotate_heads", "serves", "serves_attention", "serves_groups", "serves_network", "statistics",
+    "storage_of", "store_keys", "to_gradients", "weight_gradient", "wide_product",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 RMS norm keeps its input and one number a token; the MLP's second half keeps what came out of its first matrices and computes
 the activation again. What torch keeps for the same formulas is two to three times as much. On a GPU each is one kernel
-(`formulas.py`, compiled), where kernels can be compiled.
+(`formulas.py`, compiled), where kernels can be compiled. A compiler that reads a whole part of a block is given the formulas.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     Zhang and Sennrich 2019, arXiv:1910.07467. Gemma's weights count from 1 (`offset` 1) and it rounds to `x`'s dtype after
     scaling; the others round before, but for torch's own kernel, which rounds once.
     """
+    if torch.compiler.is_compiling():
+        return formulas.rms_norm(x, weight, eps, offset)[0]
     if x.device.type in ("cuda", "meta") and offset == 0.0 and x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     if not torch.is_grad_enabled():
@@ -99,6 +101,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
     """activation(gate_up), [T, n]; where it is `gated`, that of its first half, times its second."""
+    if torch.compiler.is_compiling():
+        return formulas.activated(gate_up, gated, activation)
     if not torch.is_grad_enabled():
         return _activated(gate_up, gated, activation)
     return _Activated.apply(gate_up, gated, activation)
@@ -110,6 +114,8 @@ def activated_linear(
 ) -> Tensor:  # fmt: skip
     """activated(gate_up) times weight [hidden, n] transposed, plus bias: [T, n or 2 n] -> [T, hidden]. With a `gradient_sum`
     the weight's gradient goes there."""
+    if torch.compiler.is_compiling():
+        return F.linear(formulas.activated(gate_up, gated, activation), weight, bias)
     if not torch.is_grad_enabled():
         return product(_activated(gate_up, gated, activation), weight, bias)
     return _ActivatedLinear.apply(gate_up, gated, weight, bias, activation, gradient_sum)

@@ -47,7 +47,9 @@ class GradientSum:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gradient_sum: GradientSum | None = None) -> Tensor:
     """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out]; differentiable in all three, once. With a
-    `gradient_sum` the weight's gradient goes there."""
+    `gradient_sum` the weight's gradient goes there; a compiler, which is given none, is left torch's own."""
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return product(x, weight, bias)
     own = gradient_sum is not None or native.serves(x, weight, bias) or _by_onednn(x, weight, bias)

@@ -27,7 +27,11 @@ def plan_lines(
     lines += _counts(experiment, horizon)
     for role, spec in experiment.roles.items():
         lines.append(f"{role}: {_describe(spec, facts[role])}")
-        lines += [f"{role}: {note}" for note in facts[role].get("notes", ())]
+    said: dict[str, list[str]] = {}  # who is noted the same says it once
+    for role in experiment.roles:
+        for note in facts[role].get("notes", ()):
+            said.setdefault(note, []).append(role)
+    lines += [f"{', '.join(roles)}: {note}" for note, roles in said.items()]
     places = [*experiment.meshes().items(), *experiment.copies()]
     named = {place_name(experiment, role, mesh): mesh for role, mesh in places}
     on = {rank: [name for name in named if rank in named[name].ranks] for rank in range(experiment.num_devices)}

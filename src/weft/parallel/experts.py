@@ -11,7 +11,7 @@ all ranks of the group, and is summed over those of other groups that hold the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Exchange:
     def _dropout(self, own: TokenDropout, sent: list[int], taken: list[int]) -> TokenDropout:
         """Of the tokens that arrive."""
         words = _moved(torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group)
-        return TokenDropout(words[:, :2], words[:, 2], own.first_head)
+        return replace(own, keys=words[:, :2], positions=words[:, 2])
 
 
 def _exchanged(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:

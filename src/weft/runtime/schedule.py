@@ -60,7 +60,13 @@ class Horizon:
         """The roles' specs with what a backend needs of the run; trained ones with the schedule of the real run."""
         control = experiment.control
         specs = {
-            role: replace(spec, device=control.device, seed=control.seed, on_nonfinite=control.on_nonfinite)
+            role: replace(
+                spec,
+                device=control.device,
+                seed=control.seed,
+                flash_attention=control.flash_attention,
+                on_nonfinite=control.on_nonfinite,
+            )
             for role, spec in experiment.roles.items()
         }
         for node in experiment.trained_nodes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -146,6 +147,73 @@ def by_row(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor,
         weights = torch.softmax(torch.einsum("hd,khd->hk", q[row].double().cpu(), k) * spec.scale, -1)
         rows.append(torch.einsum("hk,khd->hd", weights, v))
     return torch.stack(rows)
+
+
+HOPPER, AMPERE = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class Registry:
+    """Stands in for what torch knows of other flash attention than its own; `refusal` is raised where one is activated."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, refusal: Exception | None = None) -> None:
+        self.current: str | None = None
+        self.refusal = refusal
+        patch.setattr(flash, "_capability", lambda device: (9, 0) if device == HOPPER else (8, 6))
+        patch.setattr(torch.nn.attention, "activate_flash_attention_impl", self.activate)
+        patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: self.current)
+        patch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: self.activate(None))
+
+    def activate(self, name: str | None) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.current = name
+
+
+def test_version_3_is_taken_where_it_is_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(monkeypatch)
+    for device in (AMPERE, torch.device("cpu")):
+        assert flash.choose(device, "auto") is None and registry.current is None
+        with pytest.raises(RuntimeError, match=r"is no GPU of compute capability 9\.x"):
+            flash.choose(device, "fa3")
+    assert flash.choose(HOPPER, "auto") == flash.choose(HOPPER, "fa3") == "flash attention 3 of flash_attn_interface"
+    assert flash.active() == registry.current == flash.THIRD
+    assert flash.choose(HOPPER, "fa2") is None and registry.current is None
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (ModuleNotFoundError("No module named 'flash_attn_interface'"), "flash_attn_interface.* is not installed"),
+        (RuntimeError("does not expose FA3 backward kernels"), "does not expose FA3 backward kernels"),
+    ],
+)
+def test_without_version_3_the_plan_says_why(monkeypatch: pytest.MonkeyPatch, refusal: Exception, said: str) -> None:
+    Registry(monkeypatch, refusal)
+    note = flash.choose(HOPPER, "auto")
+    assert note is not None and re.match(f"flash attention is torch's own, version 2: .*{said}", note)
+    with pytest.raises(RuntimeError, match=said):
+        flash.choose(HOPPER, "fa3")
+
+
+def test_another_kernel_that_the_user_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(monkeypatch)
+    registry.current = "FA4"
+    assert "FA4 is in its place already" in str(flash.choose(HOPPER, "auto"))
+    assert flash.choose(HOPPER, "fa2") is None and registry.current == "FA4"
+
+
+def test_the_installed_torch_has_a_place_for_version_3() -> None:
+    assert flash.THIRD in torch.nn.attention.list_flash_attention_impls()
+
+
+def test_version_3_reads_pages_by_their_table_alone(kernel: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, pages = torch.zeros(2, 4, 16), torch.zeros(3, 8, 2, 16)
+    table, used = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    flash.paged(q, pages, pages, table, used, AttentionSpec(0.25))
+    assert kernel.given[4].tolist() == [0, 16, 32]
+    Registry(monkeypatch).current = flash.THIRD
+    flash.paged(q, pages, pages, table, used, AttentionSpec(0.25))
+    assert kernel.given[4] is None and kernel.named["block_table"] is table
 
 
 @needs_cuda

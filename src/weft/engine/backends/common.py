@@ -7,12 +7,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from weft import kernels
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.errors import ConfigError
 from weft.models.network.transformer import Embedding
+from weft.parallel.schedule import HALVES
 from weft.topology import Layout
 
 
@@ -61,6 +63,59 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
             f"recompute_every={spec.recompute_every}: the network has {layers} layers, and every n-th of them is recomputed; "
             f"write 1 to {layers}, or leave it out"
         )
+
+
+def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
+    """Raises `ConfigError` where blocks are to be compiled that cannot be, or products of 8 bits asked for without."""
+    if spec.fp8 and not spec.compile:
+        raise ConfigError(
+            "fp8=true: without compile=true scaling costs more than products save; set it, or leave fp8 out"
+        )
+    if not spec.compile:
+        return
+    if spec.backend != "torch":
+        raise ConfigError(
+            f"compile=true: backend={spec.backend} runs modules of others, which weft does not compile; use backend=torch, or "
+            "leave it out"
+        )
+    if layout.tensor > 1:
+        raise ConfigError(
+            f"compile=true, layout={layout}: tensor-parallel ranks wait for each other inside of what would be compiled; write "
+            "t1 (f shards parameters too), or leave it out"
+        )
+    if layout.pipeline > 1 and spec.pipeline_schedule in HALVES:
+        raise ConfigError(
+            f"compile=true: pipeline_schedule={spec.pipeline_schedule} halves backward passes, which compiled blocks do not; "
+            "write 1f1b or interleaved_1f1b, or leave it out"
+        )
+    lacking = kernels.compiling_obstacle(device)
+    if lacking is not None:
+        raise ConfigError(
+            f"compile=true: torch cannot compile for {device} here: {lacking}; install it, or leave it out"
+        )
+
+
+def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | None:
+    """What multiplies in compiled blocks; None: torch itself. Raises `ConfigError` where 8-bit floats are asked for and cannot
+    be had."""
+    if not spec.fp8:
+        return None
+    if spec.has_adapters:
+        raise ConfigError(
+            "fp8=true, lora.r above 0: what adapters correct would be rounded weights, which are not the ones saved; leave "
+            "one of them out"
+        )
+    if spec.dtype != "bfloat16":
+        raise ConfigError(f"fp8=true, dtype={spec.dtype}: products of 8 bits are made in bfloat16; set dtype=bfloat16")
+    lacking = kernels.fp8_obstacle(device)
+    if lacking is not None:
+        raise ConfigError(f"fp8=true: {lacking}; leave it out")
+    try:
+        return kernels.Fp8Product(spec.fp8_recipe)
+    except ImportError as missing:
+        raise ConfigError(
+            f"fp8=true: torchao cannot be imported ({missing}); pip install 'weft[fp8]', or leave it out"
+        ) from missing
 
 
 def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:

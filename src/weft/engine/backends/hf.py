@@ -23,7 +23,7 @@ from weft.engine.hf import lora as hf_lora
 from weft.engine.hf.network import DIGITS, HFNetwork
 from weft.engine.hf.trial import Trial, try_out
 from weft.engine.spec import ModelSpec
-from weft.engine.torch.engine import BuiltNetwork, Part, TorchEngine
+from weft.engine.torch.engine import HOST, BuiltNetwork, Part, TorchEngine
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.models.network.head import Pooling
@@ -41,6 +41,7 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     path = common.check_spec(spec)
     common.check_copies(layout)
     device = resolve_device(spec.device)
+    common.check_compile(spec, layout, device)
     spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")
@@ -88,7 +89,11 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
         facts={"family": config.family, "vocab_size": config.vocab_size, "num_layers": module.config.num_hidden_layers},
         dropout=any(rates.values()) or (spec.has_adapters and spec.lora.dropout > 0.0),
         adapters_off=(lambda: hf_lora.adapters_off(module)) if spec.has_adapters else None,
-        notes=(*_notes(module, trial, caches), *saving.notes(tokenizer, spec, network.pooling)),
+        notes=(
+            *_notes(module, trial, caches),
+            *_reading(spec, device),
+            *saving.notes(tokenizer, spec, network.pooling),
+        ),
         part=None if mesh is None else _copy(network, mesh, device),
     )
     return TorchEngine(built, spec, layout, device)
@@ -169,6 +174,16 @@ def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ..
     if not caches:
         notes.append(f"backend=hf: {kind} generates without a cache, computing all tokens again for each new one")
     return tuple(notes)
+
+
+def _reading(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
+    """What the host's memory has to do with it."""
+    if device.type == HOST.type or spec.init_from_scratch or hf_load.straight_to(device):
+        return ()
+    return (
+        "backend=hf: weights are read into host memory as a whole before they go to the device; with pip install "
+        "'weft[hf]' (accelerate) each goes there by itself",
+    )
 
 
 def _save(

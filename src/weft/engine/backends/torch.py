@@ -24,6 +24,7 @@ from weft.engine.torch.step import AuxLoss
 from weft.models.network import lora
 from weft.models.network.aux_loss import aux_loss_weight
 from weft.models.network.block import MLP, Block
+from weft.models.network.compiled import compile_blocks
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear
 from weft.models.network.moe import ExpertStack
@@ -46,9 +47,13 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     config = role_config.changed(spec, config, tokenizer)
     check_layout(spec, layout, config)
     common.check_recomputation(spec, config.num_layers)
+    common.check_compile(spec, layout, device)
+    fp8 = common.fp8_product(spec, device)
     source = Source(spec, path, config, tokenizer.added_from)
     whole = source.network(None)
     network = whole if mesh is None else source.network(mesh)
+    if spec.compile:
+        compile_blocks(network, fp8=fp8)
     for each in {whole, network}:
         each.padding = saving.skipped_padding(tokenizer, spec)
     cost = _cost(network, frozen=spec.has_adapters).shared(layout.context)

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import is_accelerate_available, logging
 
 from weft import randomness
 from weft.checkpoints import hf_io
@@ -45,7 +45,7 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
                     _check_files(hf_io.resolve(where))
                     module, report = auto.from_pretrained(
                         where, config=config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
-                        output_loading_info=True,
+                        output_loading_info=True, **straight_to(device),
                     )  # fmt: skip
                     new = _check_report(path, report)
         except (OSError, ValueError, SafetensorError) as refused:
@@ -58,6 +58,12 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
     if spec.head != "lm" and any(name.startswith(HEADS) for name in new):
         _new_head(module, spec)
     return module.to(device).eval()
+
+
+def straight_to(device: torch.device) -> dict[str, Any]:
+    """How `transformers` is told to give each tensor, once it is read, to a device with memory of its own, so that the host
+    never holds the whole model. It does so with the package accelerate alone; without, nothing is told."""
+    return {} if device.type == "cpu" or not is_accelerate_available() else {"device_map": {"": device}}
 
 
 def _check_files(directory: Path) -> None:

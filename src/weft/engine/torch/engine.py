@@ -16,7 +16,7 @@ from weft.algorithms.base import Loss, Output, reduce_stats
 from weft.data.sample import SequenceSample
 from weft.engine import checkpoint, microbatches
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
-from weft.engine.device import keep_sums_wide, matmul_rate
+from weft.engine.device import choose_flash, keep_sums_wide, matmul_rate
 from weft.engine.flops import Cost, ProductRate
 from weft.engine.generation.caches import KeptPages
 from weft.engine.generation.generate import Decoder, open_generator
@@ -111,7 +111,7 @@ class TorchEngine:
 
     def __init__(self, built: BuiltNetwork, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
         self.layout, self.version = layout, 0
-        self.notes = (*built.notes, *_notes(spec, device))
+        self.notes = (*built.notes, *_notes(spec, device), *choose_flash(device, spec.flash_attention))
         self._built, self._spec, self._device = built, spec, device
         self._kept = KeptPages()
         self._checked: list[Loss] = []  # losses whose `by_row` is known to be true

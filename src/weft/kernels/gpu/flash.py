@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from weft.kernels.types import AttentionSpec, VarlenLengths
@@ -20,6 +21,8 @@ from weft.kernels.types import AttentionSpec, VarlenLengths
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_DIM = 256  # of a head; the kernels also want a multiple of 8
 LEAST_CAPABILITY = (8, 0)  # Ampere
+HOPPER = 9  # what version 3 is made for
+THIRD, PACKAGE = "FA3", "flash_attn_interface"  # its name in torch, and where it comes from
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,54 @@ def abilities() -> Abilities:
     return Abilities.of(kernel())
 
 
+def choose(device: torch.device, asked: str) -> str | None:
+    """Have the flash attention of this process be of the version that is `asked` for: "fa2", torch's own; "fa3" (Shah et al.
+    2024, arXiv:2407.08608), whose package torch puts in its place; "auto", 3 where the device is a Hopper and the package is
+    there.
+
+    torch knows one at a time, for all its devices. What a user should know about the choice, if anything. Raises `RuntimeError`
+    where 3 cannot be had.
+    """
+    if asked == "fa2":
+        if active() == THIRD:
+            torch.nn.attention.restore_flash_attention_impl()
+        return None
+    fits = device.type == "cuda" and torch.version.hip is None and _capability(device)[0] == HOPPER
+    obstacle = _activate() if fits else f"{device} is no GPU of compute capability {HOPPER}.x"
+    if asked == "fa3" and obstacle is not None:
+        raise RuntimeError(obstacle)
+    if not fits:
+        return None
+    return (
+        f"flash attention 3 of {PACKAGE}"
+        if obstacle is None
+        else f"flash attention is torch's own, version 2: {obstacle}"
+    )
+
+
+def active() -> str | None:
+    """What has taken the place of torch's own kernels."""
+    current: str | None = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return current
+
+
+def _activate() -> str | None:
+    """Put version 3 in place, unless something is there already; why that cannot be, if so."""
+    other = active()
+    if other is not None:
+        return None if other == THIRD else f"{other} is in its place already"
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None:
+        return f"torch {torch.__version__} has no place for another"
+    try:
+        activate(THIRD)
+    except ModuleNotFoundError:
+        return f"{PACKAGE}, the package of version 3, is not installed"
+    except (ImportError, RuntimeError, ValueError) as refused:
+        return f"torch does not take version 3 ({str(refused).splitlines()[0]})"
+    return None
+
+
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the flash kernels take such queries."""
     fits = dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MOST_DIM
@@ -58,6 +109,10 @@ def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 @functools.cache
 def _has_kernels(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= LEAST_CAPABILITY
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSpec) -> Tensor:
@@ -85,10 +140,11 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, 
     unsplit rows do not depend on their company. `test_automatic_splits_write_every_row` says which builds of torch are right.
     """
     rows, most = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32), table.shape[1] * keys.shape[1]
+    bounds = None if active() == THIRD else rows * most  # version 3 takes them from the table alone
     grouped = q.shape[1] != keys.shape[2]
     reach = (-1, -1) if spec.window is None else _reach(spec.window)
     return kernel()(
-        q.contiguous(), keys, values, rows, rows * most, 1, most, scale=spec.scale, window_size=reach,
+        q.contiguous(), keys, values, rows, bounds, 1, most, scale=spec.scale, window_size=reach,
         enable_gqa=grouped, seqused_k=used, block_table=table, num_splits=1,
     )  # fmt: skip
 

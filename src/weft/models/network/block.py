@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,12 @@ from weft import kernels
 from weft.kernels import AttentionSpec
 from weft.models.attention.contexts import AttentionContext
 from weft.models.attention.dispatch import attend_heads
+from weft.models.kv.pages import Paged
+from weft.models.kv.slots import Cached
 from weft.models.network import dropout
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.config import TransformerConfig
-from weft.models.network.dropout import TokenDropout
+from weft.models.network.dropout import TokenDropout, in_layer
 from weft.models.network.linear import DownLinear, Linear
 from weft.models.network.moe import MoE
 from weft.models.network.shared_rows import RowShare, SharedRows, entered
@@ -54,6 +57,11 @@ class BlockContext:
         """Which of those are here that are wanted."""
         return self.share if self.shared is None or self.rows is None else self.shared.wanted
 
+    @property
+    def cached(self) -> bool:
+        """Whether keys and values of tokens before these lie in a cache."""
+        return isinstance(self.attention, Cached | Paged)
+
     @cached_property
     def late_dropout(self) -> TokenDropout | None:
         """The dropout of the tokens whose states are wanted."""
@@ -64,6 +72,14 @@ class BlockContext:
         """That of those among them that are here."""
         late, share = self.late_dropout, self.late_share
         return late if late is None or share is None else late.select(share.own)
+
+
+@dataclass(frozen=True)
+class CompiledParts:
+    """`Block.into` and `Block.out`, compiled; given the block as they are."""
+
+    into: Callable[..., Tensor]
+    out: Callable[..., Tensor]
 
 
 class Norm(nn.Module):
@@ -117,16 +133,19 @@ class Attention(nn.Module):
         window = config.window(layer)
         self.spec = AttentionSpec(scale, window, config.attention_softcap, config.attention_dropout)
 
-    def forward(self, x: Tensor, at: BlockContext) -> Tensor:
-        """x [T, hidden] -> [T, hidden], or [N, hidden] of the rows that are wanted; where ranks share them, this rank's."""
-        heads, kv = self.qkv(x, at.dropout).unflatten(-1, (-1, self.head_dim)), self.num_kv_heads
+    def heads(self, x: Tensor, dropout: TokenDropout | None) -> Tensor:
+        """x [T, hidden] -> queries, keys and values side by side [T, heads + 2 kv_heads, head_dim], not yet rotated."""
+        heads, kv = self.qkv(x, dropout).unflatten(-1, (-1, self.head_dim)), self.num_kv_heads
         if self.qk_norm is not None:
             q, k, v = heads.split([self.num_heads, kv, kv], dim=1)
             heads = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k), v], dim=1)
+        return heads
+
+    def mix(self, heads: Tensor, at: BlockContext) -> Tensor:
+        """What `heads` gives -> what `o` reads: [T, heads x head_dim]."""
         dropout = None if at.dropout is None else replace(at.dropout, first_head=self.first_head)
-        mixed = attend_heads(heads, kv, at.rotation, at.attention, self.spec, self.layer, dropout).flatten(1)
-        y: Tensor = self.o(at.wanted(mixed), at.late_dropout, at.late_share)
-        return y
+        kv = self.num_kv_heads
+        return attend_heads(heads, kv, at.rotation, at.attention, self.spec, self.layer, dropout).flatten(1)
 
     def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
         """[T, n, head_dim], each head by itself or all as one."""
@@ -161,6 +180,7 @@ class Block(nn.Module):
         self.layer, self.dropout = layer, config.hidden_dropout
         self.placement, self.parallel = config.placement, config.parallel_residual
         self.enter: Callable[[Tensor], Tensor] | None = None
+        self.compiled: CompiledParts | None = None  # in place of `into` and `out`, where no keys are cached
         self.attention = Attention(config, layer)
         self.mlp = MoE(config) if config.has_experts(layer) else MLP(config)
         if config.placement != "post":
@@ -170,33 +190,62 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, at: BlockContext) -> Tensor:
         """x [T, hidden] -> [T, hidden], or [N, hidden] of the `rows` that are wanted: the others give their keys and values."""
+        into, out, layer = Block.into, Block.out, cast("int | Tensor", self.layer)
+        if self.compiled is not None and not at.cached:
+            into, out, layer = self.compiled.into, self.compiled.out, torch.tensor(self.layer)
+        dropped, late, stream = (in_layer(each, layer) for each in (at.dropout, at.late_dropout, at.stream_dropout))
+        mixed = at.wanted(self.attention.mix(into(self, x, dropped, at.share), at))
+        return out(self, at.stream(x), mixed, late, stream, at.late_share, at.aux_loss)
+
+    def into(self, x: Tensor, dropped: TokenDropout | None, share: RowShare | None) -> Tensor:
+        """x [T, hidden] -> queries, keys and values, as `Attention.heads` gives them."""
+        normed = self.norm1(x) if self.parallel or self.placement in ("pre", "both") else x
+        return self.attention.heads(entered(normed, share, self.enter), dropped)
+
+    def out(
+        self, x: Tensor, mixed: Tensor, late: TokenDropout | None, stream: TokenDropout | None,
+        share: RowShare | None, aux_loss: MoEAuxLoss | None,
+    ) -> Tensor:  # fmt: skip
+        """x [N, hidden] and what `Attention.mix` gives of the same rows -> [N, hidden]. `late` is the dropout of what is inside
+        the MLP, `stream` that of what joins x."""
+        attended = _dropped(self.attention.o(mixed, late, share), stream, self.dropout, dropout.ATTENTION_OUT)
+        del mixed
+        feeding = Feeding(late, stream, share, aux_loss)
         if self.parallel:
-            own = at.stream(x)
-            return own + self._attend(self.norm1(x), at) + self._feed(self.norm2(own), at)
+            return x + attended + self._feed(self.norm2(x), feeding)
         match self.placement:
             case "pre":
-                x = at.stream(x) + self._attend(self.norm1(x), at)
-                return x + self._feed(self.norm2(x), at)
+                x = x + attended
+                return x + self._feed(self.norm2(x), feeding)
             case "post":
-                x = at.stream(x) + self.norm1_post(self._attend(x, at))
-                return x + self.norm2_post(self._feed(x, at))
+                x = x + self.norm1_post(attended)
+                return x + self.norm2_post(self._feed(x, feeding))
             case "both":
-                x = at.stream(x) + self.norm1_post(self._attend(self.norm1(x), at))
-                return x + self.norm2_post(self._feed(self.norm2(x), at))
+                x = x + self.norm1_post(attended)
+                return x + self.norm2_post(self._feed(self.norm2(x), feeding))
             case "after":
-                x = self.norm1(at.stream(x) + self._attend(x, at))
-                y: Tensor = self.norm2(x + self._feed(x, at))
+                x = self.norm1(x + attended)
+                y: Tensor = self.norm2(x + self._feed(x, feeding))
                 return y
 
-    def _attend(self, x: Tensor, at: BlockContext) -> Tensor:
-        return self._drop(self.attention(entered(x, at.share, self.enter), at), at, dropout.ATTENTION_OUT)
+    def _feed(self, x: Tensor, how: Feeding) -> Tensor:
+        x = entered(x, how.share, self.enter)
+        if isinstance(self.mlp, MoE):
+            fed = self.mlp(x, how.late, how.aux_loss, how.share)
+        else:
+            fed = self.mlp(x, how.late, how.share)
+        return _dropped(fed, how.stream, self.dropout, dropout.MLP_OUT)
 
-    def _feed(self, x: Tensor, at: BlockContext) -> Tensor:
-        dropped, share = at.late_dropout, at.late_share
-        x = entered(x, share, self.enter)
-        fed = self.mlp(x, dropped, at.aux_loss, share) if isinstance(self.mlp, MoE) else self.mlp(x, dropped, share)
-        return self._drop(fed, at, dropout.MLP_OUT)
 
-    def _drop(self, x: Tensor, at: BlockContext, place: int) -> Tensor:
-        keys = at.stream_dropout
-        return x if keys is None else keys.drop(x, self.dropout, dropout.site(self.layer, place))
+@dataclass(frozen=True)
+class Feeding:
+    """What an MLP or experts are told beside the states: see `Block.out`."""
+
+    late: TokenDropout | None
+    stream: TokenDropout | None
+    share: RowShare | None
+    aux_loss: MoEAuxLoss | None
+
+
+def _dropped(x: Tensor, how: TokenDropout | None, rate: float, place: int) -> Tensor:
+    return x if how is None else how.drop_at(x, rate, place)

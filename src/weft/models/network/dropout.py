@@ -11,7 +11,7 @@ that no two share their masks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ EMBEDDING, SITES_A_LAYER = 0, 16
 ATTENTION_OUT, MLP_OUT, ADAPTERS = 0, 1, 2  # sites of a layer; adapters take one each from ADAPTERS on
 
 
-def site(layer: int, place: int) -> int:
-    """The number of a place that drops something; 0 is the embedding."""
+def site(layer: int | Tensor, place: int) -> int | Tensor:
+    """The number of a place of a layer that drops something; 0 is the embedding."""
     return 1 + layer * SITES_A_LAYER + place
 
 
@@ -47,11 +47,13 @@ class DropoutKeys:
 
 @dataclass(frozen=True)
 class TokenDropout:
-    """What a place in the network needs to drop: each token's key int32 [T, 2] and position int32 [T]. `first_head` counts the
-    heads of all layers before the first of those whose weights are dropped."""
+    """What a place in the network needs to drop: each token's key int32 [T, 2] and position int32 [T]. `layer` is the one whose
+    places drop, a number or an integer tensor [] that a compiler takes as an input; `first_head` counts the heads of all layers
+    before the first of those whose weights are dropped."""
 
     keys: Tensor
     positions: Tensor
+    layer: int | Tensor = 0
     first_head: int = 0
 
     @classmethod
@@ -61,9 +63,13 @@ class TokenDropout:
 
     def select(self, tokens: Tensor) -> TokenDropout:
         """The same for some tokens, `tokens` int64 [n]."""
-        return TokenDropout(self.keys[tokens], self.positions[tokens], self.first_head)
+        return replace(self, keys=self.keys[tokens], positions=self.positions[tokens])
 
-    def drop(self, x: Tensor, rate: float, site: int, channel: int = 0) -> Tensor:
+    def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
+        """As `drop`, at a place of the layer."""
+        return self.drop(x, rate, site(self.layer, place), channel)
+
+    def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:
         """x [T, C] with each entry 0 with probability `rate`, the rest divided by 1 - rate. Its first channel is the place's
         `channel`."""
         if rate == 0.0:
@@ -86,6 +92,11 @@ class TokenDropout:
         first, second = threefry(key0[..., None, None], key1[..., None, None], query, pairs)
         words = torch.stack([first, second], dim=-1).flatten(-2)[..., :length]
         return torch.where(_kept(words, rate), weights / (1.0 - rate), 0.0)
+
+
+def in_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
+    """The same at the places of a layer."""
+    return None if how is None else replace(how, layer=layer)
 
 
 def _kept(words: Tensor, rate: float) -> Tensor:

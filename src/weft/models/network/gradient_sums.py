@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from weft.kernels import GradientSum
+from weft.models.network.block import Block
 from weft.models.network.linear import Linear
 from weft.models.network.lora import adapters_of
 from weft.models.network.transformer import Transformer
@@ -17,13 +18,20 @@ def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
     that parameters have in the network; all others, and what autograd finds for these on other ways, go to the parameters'
     own `grad` as ever.
 
-    Not where a backward pass goes through a layer twice, as in a pipeline that splits it: each would add.
+    Compiled parts of blocks leave theirs to autograd. Not where a backward pass goes through a layer twice, as in a pipeline
+    that splits it: each would add.
     """
     sums: dict[Tensor, GradientSum] = {
         p: GradientSum(masters[name]) for name, p in network.named_parameters() if name in masters
     }
+    compiled = {
+        part
+        for block in network.modules()
+        if isinstance(block, Block) and block.compiled is not None
+        for part in block.modules()
+    }
     for module in network.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module not in compiled:
             module.gradient_sum = sums.get(module.weight)
             for adapter in adapters_of(module):
                 adapter.gradient_sums = sums.get(adapter.lora_a), sums.get(adapter.lora_b)

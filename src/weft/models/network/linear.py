@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft import kernels
-from weft.kernels import Activation, GradientSum
+from weft.kernels import Activation, GradientSum, NarrowProduct
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.shared_rows import RowShare
 
@@ -24,12 +24,12 @@ Sums = tuple[GradientSum | None, GradientSum | None]  # where the gradients of A
 class Adapter(nn.Module):
     """A low-rank adapter of a layer, or of a stack of experts: y += scale B A drop(x) (Hu et al. 2021, "LoRA", section 4.1)."""
 
-    def __init__(self, weight: Tensor, r: int, scale: float, rate: float, site: int) -> None:
-        """`weight` [out, in], or [experts, out, in] of a stack; `site` numbers its dropout (`weft.models.network.dropout`),
-        and `channel` is the first of its inputs in the whole layer."""
+    def __init__(self, weight: Tensor, r: int, scale: float, rate: float, place: int) -> None:
+        """`weight` [out, in], or [experts, out, in] of a stack; `place` numbers its dropout within the layer
+        (`weft.models.network.dropout`), and `channel` is the first of its inputs in the whole layer."""
         super().__init__()
         self.channel = 0
-        self.scale, self.rate, self.site, self.active = scale, rate, site, True
+        self.scale, self.rate, self.place, self.active = scale, rate, place, True
         self.gradient_sums: Sums = (None, None)
         lead, (outputs, inputs) = weight.shape[:-2], weight.shape[-2:]
         self.lora_a = nn.Parameter(weight.new_empty(*lead, r, inputs))
@@ -37,7 +37,7 @@ class Adapter(nn.Module):
 
     def dropped(self, x: Tensor, dropout: TokenDropout | None) -> Tensor | None:
         """x after the adapter's own dropout; None where that is x itself."""
-        return None if dropout is None or self.rate == 0.0 else dropout.drop(x, self.rate, self.site, self.channel)
+        return None if dropout is None or self.rate == 0.0 else dropout.drop_at(x, self.rate, self.place, self.channel)
 
 
 def adapted(
@@ -51,6 +51,9 @@ def adapted(
     sums: Sums = (None, None),
 ) -> Tensor:
     """W x + bias + scale B A y for x and y = `dropped` [T, in] (None: it is x) -> [T, out]. W and bias are frozen."""
+    if torch.compiler.is_compiling():
+        low = nn.functional.linear(x if dropped is None else dropped, a)
+        return nn.functional.linear(x, weight, bias) + scale * nn.functional.linear(low, b)
     y: Tensor = _Adapted.apply(x, dropped, weight, bias, a, b, (scale, sums))
     return y
 
@@ -58,9 +61,10 @@ def adapted(
 class Linear(nn.Module):
     """x W^T + b for one layer or several that read the same input, side by side: [T, in] -> [T, sum of out].
 
-    `adapters` by part, where there are any. `gradient_sum` is where the weight's gradient goes in place of its `grad`, if
-    the engine says so. `reduce` joins what ranks have that hold columns of W each: it is called before the bias is added,
-    which all of them hold. In a pass whose rows the ranks share, `share` does it, and leaves those of this rank.
+    `adapters` by part, where there are any. `narrow` multiplies in place of torch in compiled passes. `gradient_sum` is where
+    the weight's gradient goes in place of its `grad`, if the engine says so. `reduce` joins what ranks have that hold columns
+    of W each: it is called before the bias is added, which all of them hold. In a pass whose rows the ranks share, `share`
+    does it, and leaves those of this rank.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -70,6 +74,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.adapters = nn.ModuleDict()
+        self.narrow: NarrowProduct | None = None
         self.gradient_sum: GradientSum | None = None
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
@@ -77,6 +82,9 @@ class Linear(nn.Module):
         bias = self.bias if self.reduce is None else None
         if len(self.adapters):
             return self._reduced(self._adapted(x, bias, dropout), share)
+        if self.narrow is not None and torch.compiler.is_compiling():
+            made = self.narrow(x, self.weight)
+            return self._reduced(made if bias is None else made + bias, share)
         return self._reduced(kernels.linear(x, self.weight, bias, self.gradient_sum), share)
 
     def rows(self, part: str) -> slice:
@@ -124,7 +132,7 @@ class DownLinear(Linear):
 
     def forward(self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None) -> Tensor:
         """x [T, in], or gate and up side by side [T, 2 in] -> [T, out]."""
-        if len(self.adapters):
+        if len(self.adapters) or (self.narrow is not None and torch.compiler.is_compiling()):
             return super().forward(kernels.activated(x, self.gated, self.activation), dropout, share)
         bias = self.bias if self.reduce is None else None
         made = kernels.activated_linear(x, self.gated, self.weight, bias, self.activation, self.gradient_sum)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from weft import randomness
 from weft.errors import ConfigError, nearest
-from weft.models.network.dropout import ADAPTERS, site
+from weft.models.network.dropout import ADAPTERS
 from weft.models.network.linear import Adapter, Linear
 from weft.models.network.moe import ExpertStack
 from weft.models.network.parameters import canonical, numbered
@@ -76,8 +76,7 @@ def attach_ranks(network: nn.Module, ranks: Mapping[str, tuple[int, float]], dro
         if name not in ranks:
             continue
         rank, scale = ranks[name]
-        number, letter = int(name.split(".")[1]), name.rsplit(".", 1)[1]
-        place = site(number, ADAPTERS + TARGETS.index(letter))
+        place = ADAPTERS + TARGETS.index(name.rsplit(".", 1)[1])
         if isinstance(module, Linear):
             module.adapters[part] = Adapter(module.weight[module.rows(part)], rank, scale, dropout, place)
         else:
