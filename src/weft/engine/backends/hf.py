@@ -60,8 +60,7 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
         hf_lora.attach(module, spec.lora, seed=spec.seed)
         if spec.mirrors:
             module.requires_grad_(False)
-    if spec.recomputed_layers:
-        _recompute(module, spec)
+    _recompute(module, spec)
     caches = _fits_cache(trial)
     network = HFNetwork(
         module,
@@ -108,6 +107,8 @@ def _copy(network: HFNetwork, mesh: RankMesh, device: torch.device) -> Part:
 def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
     """Compute every n-th layer again in the backward pass. Raises `ConfigError` where the module has all or none, or fewer
     than n."""
+    if not spec.recomputed_layers:
+        return
     every = spec.recomputed_layers
     with warnings.catch_warnings():  # the newer name of the same call is not in every version that weft runs with
         warnings.simplefilter("ignore", FutureWarning)
