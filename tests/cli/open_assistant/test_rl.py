@@ -35,7 +35,7 @@ def options(**values: Any) -> dict[str, Any]:
         ({"sft_config": {"model_name": "s", "freeze_layer": None, "num_layers_unfrozen": -1, "residual_dropout": 0.2,
                          "dtype": "fp16", "quantization": False, "seq2seqmodel": False, "batch_size": 1}},
          {"actor.path": "s", "ref.path": "s", "actor.residual_dropout": 0.2, "actor.dtype": "float16",
-          "critic.dtype": "float16"}),
+          "critic.dtype": "float16", "actor.optimizer.state_dtype": "float32", "critic.optimizer.state_dtype": "float32"}),
         ({"sft_config": {"freeze_layer": 52}}, {"actor.freeze_layers": 52}),
         ({"triton_host_rm": "localhost:8002/rm"}, {"rew.url": "grpc://localhost:8002/rm"}),
         ({"triton_host_sft": "http://h:1/m"}, {"ref.url": "http://h:1/m"}),

@@ -25,8 +25,6 @@ LOSSES = {
 OFF_LOSSES = ("cross_entropy", "ranking")
 METRICS = ("accuracy", "kendalltau", "spearmanr")
 LORA = {"r": ("r", 16), "lora_alpha": ("alpha", 32), "lora_dropout": ("dropout", 0.05)}
-PREFIX = {"num_virtual_tokens": ("virtual_tokens", 30), "prefix_projection": ("projection", True),
-          "encoder_hidden_size": ("projection_size", 1024)}  # fmt: skip
 TASKS = ("CAUSAL_LM", "SEQ_CLS")
 LINEAR = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "gate_proj": "gate", "up_proj": "up",
           "down_proj": "down"}  # fmt: skip
@@ -149,7 +147,10 @@ def _quantization(done: Mapped, value: Any) -> None:
 
 
 def _int8(done: Mapped, value: Any) -> None:
-    done.put("{first}.quantization", "8bit" if done.truth(value) else None, off=None)
+    if done.truth(value):
+        done.refuse(
+            value, "weft holds no weights in 8 bits; write false, and train adapters (peft_model) on a base in bf16"
+        )
 
 
 def _freeze(done: Mapped, value: Any) -> None:
@@ -171,18 +172,14 @@ def _peft(done: Mapped, value: Any) -> None:
         done.under("peft_config").refuse(settings, "must be a group of keys")
         return
     kind = settings.get("peft_type", done.get("peft_type", "lora"))
-    kinds: dict[Any, Mapping[str, tuple[str, Any]]] = {"lora": LORA, "prefix-tuning": PREFIX}
-    rules = kinds.get(kind)
-    if rules is None:
-        done.under("peft_type").refuse(kind, "must be lora or prefix-tuning")
+    if kind != "lora":
+        done.under("peft_type").refuse(kind, "weft trains low-rank adapters alone; write lora")
         return
-    if kind == "prefix-tuning":
-        done.put("{model}.lora.type", "prefix")
-    for key, (name, default) in rules.items():
+    for key, (name, default) in LORA.items():
         at = done.under(f"peft_config.{key}") if key in settings else done
         at.put(f"{{model}}.lora.{name}", settings.get(key, default))
     _targets(done.under("peft_config"), settings)
-    known = {*rules, "peft_type", "target_modules", "bias", "task_type", "modules_to_save"}
+    known = {*LORA, "peft_type", "target_modules", "bias", "task_type", "modules_to_save"}
     for key in settings:
         if key not in known:
             done.refused.append(
@@ -277,7 +274,7 @@ KEYS: dict[str, Key] = {
     "is_reward_model": Key("nothing: the quickstart says it; refused for sft where it is true", _reward_model, (*BOTH, RL)),
     "freeze_layer": Key("`MODEL.freeze_layers`", _freeze),
     "quantization": Key("`MODEL.optimizer.state_dtype=8bit`", _quantization),
-    "int8_training": Key("`MODEL.quantization=8bit`", _int8),
+    "int8_training": Key("refused where it is true: no weights are held in 8 bits", _int8),
     "residual_dropout": to("{model}.residual_dropout", off=0.0),
     "residual_dropout_lima": Key("`MODEL.residual_dropout_lima`, with residual_dropout above 0", _lima),
     "random_offset_probability": to("dataset.random_window", SFT, off=0.0),
@@ -290,7 +287,7 @@ KEYS: dict[str, Key] = {
     "system_property_dropout": to("dataset.system_tag_dropout", off=0.5),
     "system_add_length": to("dataset.system_tag_length", off=False),
     "per_digit_tokens": to("{first}.tokenizer.per_digit_tokens", off=False),
-    "peft_model": Key("`MODEL.lora.*`: LoRA of rank 16, alpha 32, dropout 0.05 on every linear layer, or prefix tuning", _peft),
+    "peft_model": Key("`MODEL.lora.*`: LoRA of rank 16, alpha 32, dropout 0.05 on every linear layer; no prefix tuning", _peft),
     "peft_type": _read_with("peft_model"),
     "peft_config": _read_with("peft_model"),
     "superhot": Key("`MODEL.rope_scaling`, of superhot_config", _rope),
