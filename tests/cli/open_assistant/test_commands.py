@@ -46,7 +46,7 @@ def made(script: str, arguments: str, **environment: str) -> str:
         ("model_cli", "--model_path m --top_k 5 --do-sample false --format v2.5",
          "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0 --top-k 5 --format v2.5"),
         ("model_chat", "--model_path m --bot_name Joi --format v2.5",
-         "chat m --max-new-tokens 200 --top-k 40 --temperature 1.0"),
+         "chat m --max-new-tokens 200 --top-k 40 --temperature 1.0 --format v2.5"),
         ("check_dataset_counts", "--datasets all --mode sft",
          "data counts --datasets all --mode sft --output dataset_counts.csv"),
         ("check_dataset_counts", "--datasets webgpt squad_v2 --mode rm --output_path c.csv --detect_language",
