@@ -89,8 +89,9 @@ def bandwidth(where: Where, copied: int, times: int) -> float:
 # -- weft
 
 
-def engine(raw: dict[str, Any], where: Where, *, trained: bool) -> Any:
-    """weft's engine with random weights, as the backend `torch` would build it from a directory with this config.json."""
+def engine(raw: dict[str, Any], where: Where, *, trained: bool, **options: Any) -> Any:
+    """weft's engine with random weights, as the backend `torch` would build it from a directory with this config.json.
+    `options` are those of a role, such as `compile=True`."""
     from weft.checkpoints import hf_io
     from weft.models.network.transformer import Transformer
 
@@ -98,7 +99,7 @@ def engine(raw: dict[str, Any], where: Where, *, trained: bool) -> Any:
     dtype = torch.float32 if trained else where.torch_dtype
     network = Transformer.empty(config, device=where.device, dtype=dtype)
     fill(network)
-    return _built(network, raw, where, trained=trained)
+    return _built(network, raw, where, trained=trained, **options)
 
 
 def engine_of(path: Path, where: Where) -> Any:
@@ -109,19 +110,23 @@ def engine_of(path: Path, where: Where) -> Any:
     return _built(network, hf_io.read_raw(path), where, trained=True)
 
 
-def _built(network: Any, raw: dict[str, Any], where: Where, *, trained: bool) -> Any:
+def _built(network: Any, raw: dict[str, Any], where: Where, *, trained: bool, **options: Any) -> Any:
+    from weft.engine.backends import common
     from weft.engine.backends.torch import _cost
     from weft.engine.spec import ModelSpec, Schedule
     from weft.engine.torch.engine import BuiltNetwork, TorchEngine
+    from weft.models.network.compiled import compile_blocks
     from weft.topology import Layout
 
+    schedule = Schedule(10_000, 0) if trained else None
+    spec = ModelSpec(device=str(where.device), dtype=where.dtype, trained=trained, schedule=schedule, **options)
+    if spec.compile:
+        common.check_compile(spec, Layout(), where.device)
+        compile_blocks(network, fp8=common.fp8_product(spec, where.device))
     network.requires_grad_(trained)
     config = network.config
     facts = {"family": raw["model_type"], "vocab_size": config.vocab_size, "num_layers": config.num_layers}
     built = BuiltNetwork(network=network, save=_unsaved, cost=_cost(network, frozen=False), facts=facts)
-    spec = ModelSpec(
-        device=str(where.device), dtype=where.dtype, trained=trained, schedule=Schedule(10_000, 0) if trained else None
-    )
     return TorchEngine(built, spec, Layout(), where.device)
 
 

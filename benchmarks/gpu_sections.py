@@ -163,6 +163,43 @@ def sft(run: Run) -> None:
     run.add("sft: times as fast as transformers' best", min(found.values()) / seconds["sft"], "x", ">= 1.5")
 
 
+def options(run: Run) -> None:
+    """The step of `sft` with each thing that can be switched on: what nobody knows of a GPU before it has run there. What one
+    lacks here (an extra, a kernel) is a line, and the next goes on."""
+    from weft.algorithms.sft import SFTLoss
+    from weft.engine.device import choose_flash
+    from weft.engine.spec import OptimizerSpec
+
+    sizes, where = run.sizes, run.where
+    batch, most = gpu_backends.batch_of(sizes.sft, sizes.config["vocab_size"]), sum(sizes.sft)
+    cases: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+        "as it is": ("auto", {}),
+        "flash_attention=fa2": ("fa2", {}),
+        "flash_attention=fa3": ("fa3", {}),
+        "compile=true": ("auto", {"compile": True}),
+        "compile=true fp8=true": ("auto", {"compile": True, "fp8": True}),
+        "state_dtype=bfloat16": ("auto", {"optimizer": OptimizerSpec(state_dtype="bfloat16")}),
+        "state_dtype=8bit": ("auto", {"optimizer": OptimizerSpec(state_dtype="8bit")}),
+    }
+    for name, (attention, changes) in cases.items():
+        free(where)
+        try:
+            choose_flash(where.device, attention)
+            made = gpu_backends.engine(sizes.config, where, trained=True, **changes)
+            losses: list[float] = []
+
+            def step(made: Any = made, losses: list[float] = losses) -> None:
+                losses.extend(s.metrics["loss"] for s in made.train([batch], SFTLoss(), max_tokens=most))
+
+            seconds = statistics.median(where.seconds(step, sizes.times, warm=3))
+            run.details[name] = {"losses": losses}
+            run.add(f"sft, {name}: step", 1e3 * seconds, "ms")
+            run.peak(f"sft, {name}")
+            del made, step
+        except Exception as error:
+            run.note(f"sft, {name}", error)
+
+
 def decode(run: Run) -> None:
     """Steady decode steps at several batch sizes, against the bytes that they must read, and against `generate`."""
     sizes, where = run.sizes, run.where
@@ -353,8 +390,8 @@ def free(where: Where) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-# Seconds after which a section is ended; in the order of a first half hour.
+# Seconds after which a section is ended, half an hour together; in the order of a first half hour.
 SECTIONS: Mapping[str, tuple[Callable[[Run], None], int]] = {
-    "tests": (tests, 480), "limits": (limits, 60), "agreement": (agreement, 300), "sft": (sft, 420),
-    "decode": (decode, 420), "ragged": (ragged, 180), "grpo": (grpo, 240), "peers": (peers, 420),
+    "tests": (tests, 360), "limits": (limits, 60), "agreement": (agreement, 240), "sft": (sft, 300), "decode": (decode, 240),
+    "ragged": (ragged, 120), "grpo": (grpo, 150), "options": (options, 180), "peers": (peers, 150),
 }  # fmt: skip

@@ -177,7 +177,7 @@ def pack(sample: SequenceSample, layout: PackLayout, device: torch.device, *, ex
 def _context(layout: PackLayout, device: torch.device) -> Dense | Prefixed:
     sizes = layout.segments
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    dense = Dense(put(cu_seqlens, device), int(sizes.max()))
+    dense = Dense(put(cu_seqlens, device), int(sizes.max()), int(sizes.sum()))
     joins = layout.joins()
     if not joins:
         return dense

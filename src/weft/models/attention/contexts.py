@@ -69,6 +69,7 @@ class Dense:
 
     cu_seqlens: Tensor  # int32 [S + 1]
     max_len: int
+    num_tokens: int | None = None  # where the host knows it, so that nothing waits for the device
 
     @property
     def num_sequences(self) -> int:
@@ -97,7 +98,7 @@ class Dense:
     @cached_property
     def token_lengths(self) -> Tensor:
         """int64 [T]: the length of the sequence that a token belongs to."""
-        return self.lengths.repeat_interleave(self.lengths)
+        return self.lengths.repeat_interleave(self.lengths, output_size=self.num_tokens)
 
     @cached_property
     def last(self) -> Tensor:

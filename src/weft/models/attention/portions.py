@@ -56,7 +56,7 @@ class Portion:
             for first, end in pairwise(self.whole.starts)
         ]
         ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-        return Dense(ends.to(self.whole.cu_seqlens.device), max(counts))
+        return Dense(ends.to(self.whole.cu_seqlens.device), max(counts), sum(counts))
 
     @cached_property
     def tokens(self) -> Tensor:
