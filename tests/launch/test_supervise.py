@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from tests.launch.cases import prepare
 from tests.launch.test_recover import status_of, words
 from tests.runtime.placed import Command, timeless, write_hooks
-from weft.launch.supervise import uses_ray
+from weft.launch.supervise import _told_by, uses_ray
 
 pytest.importorskip("ray")
 NAP = "ref_inf.pre_hooks=[{function: nap, args: {seconds: 5.0}}]"
@@ -90,3 +92,17 @@ def test_what_one_process_computes_is_not_supervised(root):
     assert not uses_ray(config.build(), "local") and uses_ray(config.build(), "ray")
     config.ref.device_mesh, config.actor.lora.r = "1", 0
     assert uses_ray(config.build(), "local")
+
+
+def test_a_child_is_gone_though_what_it_left_holds_its_pipe():
+    ours, its = os.pipe()
+    left = (
+        f"import os; os.write({its}, b'one\\ntwo\\n'); print(os.fork() and os._exit(0) or __import__('time').sleep(60))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", left], pass_fds=[its], stdout=subprocess.DEVNULL, process_group=0)
+    os.close(its)
+    try:
+        assert list(_told_by(child, ours)) == [b"one", b"two"] and child.returncode == 0
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        os.close(ours)

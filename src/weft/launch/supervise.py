@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -26,9 +27,27 @@ from weft.runtime.directory import RunDirectory
 from weft.runtime.processes import adopt_orphans, descendants, kill
 from weft.runtime.supervised import SUPERVISED
 
+LOOK_SECONDS = 1.0  # between two looks at whether the child is there
+END_SECONDS = 120.0  # that a child which has told how it ends may take to be gone
+
 
 def uses_ray(experiment: Experiment, mode: str) -> bool:
     return mode == "ray" or experiment.num_devices > 1
+
+
+def _told_by(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
+    """The lines that a child writes, until it is gone: what it leaves behind may hold the other end of the pipe for ever."""
+    held = b""
+    while True:
+        gone = child.poll() is not None
+        if select.select([pipe], [], [], LOOK_SECONDS)[0]:
+            found = os.read(pipe, 1 << 16)
+            if not found:
+                return
+            *lines, held = (held + found).split(b"\n")
+            yield from lines
+        elif gone:
+            return
 
 
 class Supervisor:
@@ -75,11 +94,19 @@ class Supervisor:
         os.close(its)
         if self._asked is not None:
             self._pass_on(self._asked)
-        with os.fdopen(ours, encoding="utf-8") as told:
-            for each in told:
+        try:
+            for each in _told_by(self._child, ours):
                 with suppress(ValueError):  # a line that its end cut off
                     self._hear(json.loads(each))
-        self._child.wait()
+                if self._code is not None:
+                    break
+        finally:
+            os.close(ours)
+        try:
+            self._child.wait(None if self._code is None else END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
 
     def _hear(self, told: dict[str, Any]) -> None:
         if "began" in told:
