@@ -49,6 +49,11 @@ def test_the_page_holds_every_model_and_escapes_what_they_say() -> None:
     assert page.count("<article>") == 1
 
 
+def test_checkpoints_of_two_runs_have_two_names() -> None:
+    assert sampling_report.short("runs/chat/a/checkpoints/actor/step40") == "chat/a/actor/step40"
+    assert sampling_report.short("models/pythia-1b/") == "pythia-1b"
+
+
 def test_a_report_of_open_assistant_is_read(tmp_path: Path) -> None:
     theirs = {
         "model_name": "pythia", "date": "2023", "args": {},

@@ -152,8 +152,11 @@ def page(reports: Sequence[Report]) -> str:
 
 
 def short(name: str) -> str:
-    """The end of a model's path that tells it from others: `actor/step40`, or the folder's name."""
+    """The end of a path that tells a model from others: `chat/a/actor/step40` of a run's checkpoint, or the folder's name."""
     parts = [part for part in name.split("/") if part]
+    if "checkpoints" in parts:
+        at = parts.index("checkpoints")
+        return "/".join([*parts[max(0, at - 2) : at], *parts[at + 1 :]])
     wanted = 2 if len(parts) > 1 and parts[-1].startswith("step") else 1
     return "/".join(parts[-wanted:]) or name
 
