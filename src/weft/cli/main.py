@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ COMMANDS = {
 TRAINING = ("quickstart", "start", "demo")
 SUPERVISED = ("quickstart", "start")
 INTERRUPTED = 130
+SPEAKS_SECONDS = 5.0
 WORKER = "weft-worker"  # the thread in which a run's calls are made
 
 
@@ -126,7 +128,8 @@ def _dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
         if started is not None and started.rank == 0:
             raise ConfigError(started.message(words))
         if started is not None:
-            return 2  # the first process has said it
+            time.sleep(SPEAKS_SECONDS)  # launchers end all processes with the first that ends: the first one says why
+            return 2
     if name == "report":
         return _report(rest)
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
