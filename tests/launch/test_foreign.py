@@ -52,6 +52,7 @@ def test_a_shell_is_no_launcher(environ: dict[str, str]) -> None:
 
 
 def test_the_first_process_says_it_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(weft, "SPEAKS_SECONDS", 0.0)
     for name, value in DEEPSPEED.items():
         monkeypatch.setenv(name, value)
     assert weft.main(WORDS) == 2
