@@ -40,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Server]:
     words = (str(root / "policy"), "--reward", str(root / "reward"), "--max-new-tokens", "200")
-    with serving(*words, body_bytes=200_000, body_seconds=1.0) as running:
+    with serving(*words, body_bytes=200_000, body_seconds=4.0) as running:
         yield running
 
 
