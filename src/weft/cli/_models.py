@@ -22,24 +22,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
     )
-    parser.add_argument("--chat-template", help="a jinja file, or a template by name; the model's own when absent")
+
+
+def add_template(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chat-template", help="of the model that answers: a name or a jinja file (default: the model's own)"
+    )
 
 
 def policy(name: str, given: argparse.Namespace) -> Opened:
     """The model that answers. A run stands for its newest checkpoint."""
-    return open_policy(_spec(name, given, POLICIES))
+    return open_policy(_spec(name, given, POLICIES, given.chat_template))
 
 
 def scorer(name: str, given: argparse.Namespace) -> Opened:
     """The reward model, with its own tokenizer and template."""
-    return open_scorer(_spec(name, argparse.Namespace(**{**vars(given), "chat_template": None}), SCORERS))
+    return open_scorer(_spec(name, given, SCORERS, None))
 
 
-def _spec(name: str, given: argparse.Namespace, roles: Sequence[str]) -> ModelSpec:
+def _spec(name: str, given: argparse.Namespace, roles: Sequence[str], template: str | None) -> ModelSpec:
     path, note = locate(name, roles)
     if note:
         say(note)
-    tokenizer = TokenizerSpec(chat_template=given.chat_template)
+    tokenizer = TokenizerSpec(chat_template=template)
     return ModelSpec(path=path, backend=given.backend, device=given.device, dtype=given.dtype, tokenizer=tokenizer)
 
 

@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for command, samples in ((reporting, 1), (choosing, 4)):
         _add_sampling(command, samples)
+        _models.add_template(command)
     reporting.add_argument(
         "--prompts", metavar="FILE", help="prompts: JSONL rows or texts, JSON, Parquet, or .txt with one a line"
     )
