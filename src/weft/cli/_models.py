@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from weft.data.spec import TokenizerSpec
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import QUANTIZE, ModelSpec
 from weft.evaluation.models import POLICIES, SCORERS, locate, open_policy, open_scorer
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
     parser.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
+    )
+    parser.add_argument(
+        "--quantize", choices=QUANTIZE, help="hold the weights in 8 or 4 bits: less memory, slower on a CPU"
     )
 
 
@@ -45,7 +48,14 @@ def _spec(name: str, given: argparse.Namespace, roles: Sequence[str], template: 
     if note:
         say(note)
     tokenizer = TokenizerSpec(chat_template=template)
-    return ModelSpec(path=path, backend=given.backend, device=given.device, dtype=given.dtype, tokenizer=tokenizer)
+    return ModelSpec(
+        path=path,
+        backend=given.backend,
+        device=given.device,
+        dtype=given.dtype,
+        quantize=given.quantize,
+        tokenizer=tokenizer,
+    )
 
 
 def say(text: str) -> None:

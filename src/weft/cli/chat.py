@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from weft.cli.conversation import Chat
 from weft.data.spec import TokenizerSpec
-from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.engine.spec import QUANTIZE, GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.evaluation.models import locate, open_policy
 from weft.options import validate
@@ -53,6 +53,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
     )
+    made.add_argument(
+        "--quantize", choices=QUANTIZE, help="hold the weights in 8 or 4 bits: less memory, slower on a CPU"
+    )
+    made.add_argument("--8bit", dest="quantize", action="store_const", const="8bit", help="the same as --quantize 8bit")
     return made
 
 
@@ -70,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
         backend=given.backend,
         device=given.device,
         dtype=given.dtype,
+        quantize=given.quantize,
         tokenizer=TokenizerSpec(chat_template=template),
     )
     validate(model)

@@ -27,7 +27,8 @@ class NetworkShape:
     experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value or score head;
     `embedding`: elements of the embedding's matrix; `adapters`: elements that a layer's adapters keep of a token; `fused`: the
     MLP computes the activation and its product with the gated part again in place of keeping them; `capped`: logits have a
-    soft cap; `row_ranks` that share the rows of the stream of states."""
+    soft cap; `row_ranks` that share the rows of the stream of states; `rounded` elements are held in few bits, `rounded_bytes`
+    in all, one matrix at a time made whole."""
 
     parameters: int
     trainable: int
@@ -44,6 +45,8 @@ class NetworkShape:
     fused: bool = True
     capped: bool = False
     row_ranks: int = 1
+    rounded: int = 0
+    rounded_bytes: int = 0
 
     def kept_per_token(self) -> int:
         """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
@@ -61,6 +64,11 @@ class NetworkShape:
     def stream(self) -> int:
         """Elements of a token's state between attention and MLP, on each of the ranks that share them."""
         return -(-self.hidden // self.row_ranks)
+
+    @property
+    def widest(self) -> int:
+        """Elements of the largest matrix of a block."""
+        return self.hidden * max((2 if self.gated else 1) * self.inner, self.query + 2 * self.key)
 
     @property
     def _gate_up(self) -> int:
@@ -138,7 +146,8 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
     apart = settings.dtype != "float32"
     on_device = 0 if settings.offload_optimizer else 1
     calls = [_call(shape, settings, trainable, work) for work in works]
-    parameters, masters = shape.parameters * width, trainable * WIDE * apart * on_device
+    parameters = (shape.parameters - shape.rounded) * width + shape.rounded_bytes
+    masters = trainable * WIDE * apart * on_device
     state = _states(shape, settings, trainable) * on_device
     cache = max((cache for _, cache, _ in calls), default=0)
     kept = cache if settings.keeps_cache else 0
@@ -149,7 +158,7 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
         gradients=trainable * WIDE * on_device,
         activations=max((activations for activations, _, _ in calls), default=0),
         cache=cache,
-        call=max((most for _, _, most in calls), default=0),
+        call=max((most for _, _, most in calls), default=0) + (shape.widest * width if shape.rounded else 0),
         kept=kept,
         away=(parameters + masters + kept) * settings.weights_leave + state * settings.optimizer_leaves,
     )

@@ -17,6 +17,7 @@ SCHEDULERS = ("constant", "linear", "cosine")
 FLASH = ("auto", "fa2", "fa3")  # versions of flash attention
 DTYPES = ("float32", "bfloat16", "float16")
 STATE_LIBRARY = "bitsandbytes"  # that keeps optimizer states in 8 bits
+QUANTIZE = ("8bit", "4bit")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
@@ -178,6 +179,12 @@ class ModelSpec:
         "tensorwise",
         "torchao's recipe for fp8: one scale a tensor (fastest), one a row, or that with exact gradients of weights",
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    )
+    quantize: str | None = option(
+        None,
+        "hold the matrices of a frozen network in 8 or 4 bits (NF4), also beneath adapters (QLoRA: lora.r above 0); products "
+        "are made in dtype; 4bit needs pip install 'weft[8bit]'",
+        choices=QUANTIZE,
     )
     offload: bool = option(False, "keep the weights in pinned host memory while the role is not at work")
     trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")

@@ -65,6 +65,11 @@ def open_policy(spec: ModelSpec) -> Opened:
     """The model at `spec.path`, to sample from. Raises `UserError` for what has no words to give."""
     check_talks(str(spec.path))
     adapter = Path(str(spec.path)) if (Path(str(spec.path)) / ADAPTER).exists() else None
+    if adapter and spec.quantize is not None:
+        raise CheckpointError(
+            f"{adapter} is an adapter, which rounding to few bits would blur; leave quantize={spec.quantize} out, or "
+            "merge it into its model first: weft convert merge"
+        )
     if adapter:
         spec = _base_of(adapter, spec)
     opened = _open(spec, adapter)

@@ -97,6 +97,7 @@ def check_model(role: str, spec: ModelSpec) -> None:
         return
     if spec.trained:
         spec.optimizer.check_library()
+    check_quantize(spec, role)
     if spec.path is None:
         raise ConfigError(f"{role}.path is missing: give a Hugging Face directory or a hub name")
     directory = _check_local(f"{role}.path", spec.path)

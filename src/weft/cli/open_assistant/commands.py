@@ -198,10 +198,6 @@ def _talk(defaults: Mapping[str, str], words: list[str], environment: Mapping[st
         raise ConfigError(
             "--load_checkpoint: reads a pickled file; save the model as a directory and give it as --model_path"
         )
-    if "--8bit" in done.named:
-        raise ConfigError(
-            "--8bit: weft holds no weights in 8 bits; leave it out, and add --dtype bfloat16 for half the memory"
-        )
     if done.one("--format", "v2") not in ("v2", "v2.5"):
         raise ConfigError(
             f"--format {done.one('--format')}: must be v2 or v2.5 (default: the checkpoint's own template)"
@@ -218,6 +214,7 @@ def _talk(defaults: Mapping[str, str], words: list[str], environment: Mapping[st
     for flag in ("--top_k", "--top_p"):
         if flag not in defaults and flag in done.named:
             made += [flag.replace("_", "-"), str(done.one(flag))]
+    made += ["--8bit"] if "--8bit" in done.named else []
     made += ["--system", str(done.one("--system_prefix"))] if "--system_prefix" in done.named else []
     made += ["--format", str(done.one("--format"))] if "--format" in done.named else []
     return [*made, *done.rest]

@@ -148,9 +148,7 @@ def _quantization(done: Mapped, value: Any) -> None:
 
 def _int8(done: Mapped, value: Any) -> None:
     if done.truth(value):
-        done.refuse(
-            value, "weft holds no weights in 8 bits; write false, and train adapters (peft_model) on a base in bf16"
-        )
+        done.put("{model}.quantize", "8bit")
 
 
 def _freeze(done: Mapped, value: Any) -> None:
@@ -274,7 +272,7 @@ KEYS: dict[str, Key] = {
     "is_reward_model": Key("nothing: the quickstart says it; refused for sft where it is true", _reward_model, (*BOTH, RL)),
     "freeze_layer": Key("`MODEL.freeze_layers`", _freeze),
     "quantization": Key("`MODEL.optimizer.state_dtype=8bit`", _quantization),
-    "int8_training": Key("refused where it is true: no weights are held in 8 bits", _int8),
+    "int8_training": Key("`MODEL.quantize=8bit`, with adapters (peft_model)", _int8),
     "residual_dropout": to("{model}.residual_dropout", off=0.0),
     "residual_dropout_lima": Key("`MODEL.residual_dropout_lima`, with residual_dropout above 0", _lima),
     "random_offset_probability": to("dataset.random_window", SFT, off=0.0),

@@ -10,6 +10,7 @@ from torch import nn
 from weft import kernels
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
+from weft.engine.quantize import check_quantize
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.errors import ConfigError
@@ -27,6 +28,7 @@ def check_spec(spec: ModelSpec) -> str:
             f"router_aux_loss_coef={spec.router_aux_loss_coef}: backend=hf adds no loss to the model's own; use backend=torch, "
             "or leave it out"
         )
+    check_quantize(spec)
     if spec.backend == "hf":
         _check_own(spec)
     return spec.path
@@ -116,6 +118,20 @@ def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | N
         raise ConfigError(
             f"fp8=true: torchao cannot be imported ({missing}); pip install 'weft[fp8]', or leave it out"
         ) from missing
+
+
+def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> None:
+    """Raises `ConfigError` where weights are to be held in few bits that cannot be."""
+    asked = f"quantize={spec.quantize}"
+    if spec.quantize is None:
+        return
+    if has_experts:
+        raise ConfigError(f"{asked}: experts are not held in few bits yet, and are most of this model; leave it out")
+    if layout.num_devices != layout.data or layout.fsdp > 1:
+        raise ConfigError(
+            f"{asked}, layout={layout}: every device holds the whole network in few bits; write d{layout.num_devices}f1, or "
+            "leave it out and share the network by f, t or p"
+        )
 
 
 def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:

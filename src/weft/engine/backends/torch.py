@@ -21,7 +21,7 @@ from weft.engine.torch import role_config
 from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, dtype_of
 from weft.engine.torch.source import Source, check_layout
 from weft.engine.torch.step import AuxLoss
-from weft.models.network import lora
+from weft.models.network import lora, quantized
 from weft.models.network.aux_loss import aux_loss_weight
 from weft.models.network.block import MLP, Block
 from weft.models.network.compiled import compile_blocks
@@ -49,6 +49,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     common.check_recomputation(spec, config.num_layers)
     common.check_compile(spec, layout, device)
     fp8 = common.fp8_product(spec, device)
+    common.check_quantized(spec, layout, has_experts=config.experts is not None)
     source = Source(spec, path, config, tokenizer.added_from)
     whole = source.network(None)
     network = whole if mesh is None else source.network(mesh)
@@ -60,7 +61,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     sizes = sizes_of(network) | {"row_ranks": layout.tensor if spec.sequence_parallel else 1}
     part = None
     if mesh is None:
-        network.to_empty(device=device)
+        quantized.give_memory(network, device)
         source.fill(canonical(network), {})
     else:
         from weft.engine.torch import parts  # FSDP2 takes a second to import
@@ -143,6 +144,7 @@ def sizes_of(network: Transformer) -> dict[str, int]:
     """What `weft.engine.memory.NetworkShape` says of a network beside its numbers of parameters."""
     config, lm = network.config, network.kind == "lm"
     experts = config.experts
+    rounded, rounded_bytes = quantized.num_bytes(network)
     return {
         "layers": len(network.blocks),
         "hidden": config.hidden_size,
@@ -156,6 +158,8 @@ def sizes_of(network: Transformer) -> dict[str, int]:
         "adapters": _adapters_keep(network),
         "fused": all(_is_fused(block) for block in network.blocks),
         "capped": lm and config.final_softcap is not None,
+        "rounded": rounded,
+        "rounded_bytes": rounded_bytes,
     }
 
 

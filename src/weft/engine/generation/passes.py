@@ -187,7 +187,9 @@ def _fits(network: Decoder) -> bool:
     for module in network.modules():
         if module._forward_hooks or module._forward_pre_hooks:
             return False
-        if getattr(module, "reduce", None) is not None or (isinstance(module, Linear) and len(module.adapters)):
+        if getattr(module, "reduce", None) is not None or (
+            isinstance(module, Linear) and (len(module.adapters) or module.is_quantized)
+        ):
             return False
     return network.begins and network.ends
 

@@ -125,6 +125,10 @@ def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
         "device",
     )
     alike = all(getattr(reference, name) == getattr(trained, name) for name in same)
+    alike &= reference.quantize in (
+        None,
+        trained.quantize,
+    )  # where nobody says, the reference's weights are the trained role's
     return trained.has_adapters and not trained.trains_embeddings and not reference.trained and alike
 
 

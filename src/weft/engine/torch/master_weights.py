@@ -18,7 +18,9 @@ from weft.engine.torch.host_memory import BlockByBlock, HostMemory
 from weft.engine.torch.staging import GradientsToHost, MastersToDevice
 from weft.errors import CheckpointError, ConfigError
 from weft.kernels import Lane
+from weft.models.network import quantized
 from weft.models.network.parameters import StoredParameter, canonical
+from weft.models.network.quantized import Quantized
 from weft.topology import Slice, whole
 
 if TYPE_CHECKING:
@@ -218,7 +220,7 @@ class MasterWeights:
         held = self.all
         for name in names:
             _check_known(name, self._canonical)
-            yield name, self._places[name], held[name]
+            yield name, self._places[name], quantized.whole(held[name])
 
     @torch.no_grad()
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
@@ -230,6 +232,8 @@ class MasterWeights:
         stored = self.stored
         for name, where, values in parts:
             _check_known(name, self._canonical)
+            if eta != 1.0:
+                _check_wide(name, stored[name])
             if eta != 1.0 and self._have_master(name):
                 stored = self.stored
             place = self._places[name]
@@ -280,6 +284,13 @@ class MasterWeights:
 def _check_known(name: str, parameters: Mapping[str, StoredParameter]) -> None:
     if name not in parameters:
         raise ConfigError(f"this network has no parameter {name!r}; the two networks are of different kinds")
+
+
+def _check_wide(name: str, part: StoredParameter) -> None:
+    if isinstance(part.data, Quantized):
+        raise ConfigError(
+            f"parameter {name!r} is held in few bits (quantize), in which an average stands still; leave that out"
+        )
 
 
 def _cast(network: nn.Module, dtype: torch.dtype, names: Iterable[str]) -> None:

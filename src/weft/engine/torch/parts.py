@@ -26,7 +26,7 @@ from weft.engine.spread import Spread
 from weft.engine.torch.engine import DTYPES, Part, dtype_of
 from weft.engine.torch.master_weights import HALF
 from weft.engine.torch.source import Source
-from weft.models.network import lora
+from weft.models.network import lora, quantized
 from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel import context, shard
@@ -51,7 +51,7 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
                     if isinstance(module, nn.Module):
                         module.float()
         shard.shard(stages.values(), mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2))
-    network.to_empty(device=device)
+    quantized.give_memory(network, device)
     if mesh.layout.fsdp > 1:
         shards = Shards(network)
     held = {

@@ -16,11 +16,13 @@ from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.engine.torch.master_weights import HALF
 from weft.errors import ConfigError
-from weft.models.network import frozen, lora
+from weft.models.network import frozen, lora, quantized
 from weft.models.network.block import Block
 from weft.models.network.config import TransformerConfig
 from weft.models.network.head import Pooling
+from weft.models.network.linear import Linear
 from weft.models.network.parameters import StoredParameter, canonical
+from weft.models.network.quantized import Kind
 from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context, experts, tensor
 from weft.parallel.mesh import RankMesh
@@ -78,6 +80,9 @@ class Source:
                 frozen.train_embeddings(network)
             if spec.mirrors:
                 network.requires_grad_(False)
+        if spec.quantize is not None:
+            matrices = [each for each in network.blocks.modules() if isinstance(each, Linear)]
+            quantized.hold(matrices, cast(Kind, spec.quantize), common.reading_dtype(spec))
         if mesh is not None and mesh.size("tensor") > 1:
             tensor.join(network, self.config, mesh.group("tensor"), shares_rows=spec.sequence_parallel)
         if mesh is not None and mesh.size("context") > 1:

@@ -15,7 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from weft import kernels
 from weft.kernels import Activation, GradientSum, NarrowProduct
+from weft.models.network import quantized
 from weft.models.network.dropout import TokenDropout
+from weft.models.network.quantized import Quantized
 from weft.models.network.shared_rows import RowShare
 
 Sums = tuple[GradientSum | None, GradientSum | None]  # where the gradients of A and of B go in place of their `grad`
@@ -85,7 +87,14 @@ class Linear(nn.Module):
         if self.narrow is not None and torch.compiler.is_compiling():
             made = self.narrow(x, self.weight)
             return self._reduced(made if bias is None else made + bias, share)
+        if self.is_quantized:
+            return self._reduced(quantized.linear(x, self.weight, bias), share)
         return self._reduced(kernels.linear(x, self.weight, bias, self.gradient_sum), share)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its matrix is held in few bits."""
+        return isinstance(self.weight, Quantized)
 
     def rows(self, part: str) -> slice:
         """Rows of the matrix that a part is."""
@@ -115,6 +124,8 @@ class Linear(nn.Module):
                 dropped = adapter.dropped(x, dropout)
                 a, b = adapter.lora_a, adapter.lora_b
                 made.append(adapted(x, dropped, weight, own, a, b, adapter.scale, adapter.gradient_sums))
+            elif isinstance(weight, Quantized):
+                made.append(quantized.linear(x, weight, own))
             else:
                 made.append(kernels.linear(x, weight, own))
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
@@ -132,7 +143,7 @@ class DownLinear(Linear):
 
     def forward(self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None) -> Tensor:
         """x [T, in], or gate and up side by side [T, 2 in] -> [T, out]."""
-        if len(self.adapters) or (self.narrow is not None and torch.compiler.is_compiling()):
+        if len(self.adapters) or self.is_quantized or (self.narrow is not None and torch.compiler.is_compiling()):
             return super().forward(kernels.activated(x, self.gated, self.activation), dropout, share)
         bias = self.bias if self.reduce is None else None
         made = kernels.activated_linear(x, self.gated, self.weight, bias, self.activation, self.gradient_sum)
@@ -156,7 +167,7 @@ class _Adapted(torch.autograd.Function):
         scale, ctx.sums = how
         source = x if y is None else y
         low = kernels.product(source, a).mul_(scale)
-        out = kernels.product(x, weight, bias)
+        out = kernels.product(x, quantized.whole(weight), bias)
         kernels.add_product(out, low, b)
         ctx.save_for_backward(source, weight, a, b, low)
         ctx.scale, ctx.apart = scale, y is not None
@@ -168,7 +179,7 @@ class _Adapted(torch.autograd.Function):
         (source, weight, a, b, low), grad_out, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
         assert not needed[2] and not needed[3], "the base is frozen"
         grad_low = kernels.product(grad_out, b.T).mul_(ctx.scale)
-        grad_x = kernels.product(grad_out, weight.T) if needed[0] else None
+        grad_x = kernels.product(grad_out, quantized.whole(weight).T) if needed[0] else None
         grad_y = kernels.product(grad_low, a.T) if needed[1] else None
         if grad_x is not None and not ctx.apart:
             kernels.add_product(grad_x, grad_low, a.T)

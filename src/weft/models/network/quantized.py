@@ -1,0 +1,181 @@
+"""Frozen matrices held in 8 or 4 bits, and computed with in the network's own dtype.
+
+    hold(network, "4bit", torch.bfloat16)    # of a network on the meta device: its blocks' matrices, before they have memory
+    whole(layer.weight)                      # [out, in] in that dtype, for one product
+
+8 bits: int8 with one scale a row (absmax / 127). 4 bits: NF4 with one scale every 64 elements of a row (Dettmers et al. 2023,
+"QLoRA", section 3; scales stay float32), by `bitsandbytes`. Values are rounded where they are copied in, so loading
+never holds a whole network in a wider form.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from weft import kernels
+
+Kind = Literal["8bit", "4bit"]
+LIBRARY = "bitsandbytes"  # for 4 bits
+BLOCK = 64  # elements of a row that share a scale in 4 bits
+LIMIT = 127  # of an int8
+FORM = "nf4"
+_aten = torch.ops.aten
+
+
+class Quantized(Tensor):
+    """A matrix [out, in] of which only the rounded form is held. It has the shape and dtype of the whole; rows can be taken,
+    and values copied in. Any other operation sees the whole matrix."""
+
+    codes: Tensor  # [out, in] int8, or [out, in / 2] uint8
+    scales: Tensor  # [out, 1] or [out, in / 64], float32
+    kind: Kind
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor, kind: Kind, dtype: torch.dtype) -> Quantized:
+        shape = (codes.shape[0], codes.shape[1] * (2 if kind == "4bit" else 1))
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        made.codes, made.scales, made.kind = codes, scales, kind
+        return cast(Quantized, made)
+
+    @classmethod
+    def unfilled(cls, rows: int, columns: int, kind: Kind, dtype: torch.dtype, device: torch.device | str) -> Quantized:
+        """A matrix whose values are still to be copied in."""
+        if kind == "8bit":
+            codes, scales = torch.empty(rows, columns, dtype=torch.int8, device=device), (rows, 1)
+        else:
+            codes, scales = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device), (rows, columns // BLOCK)
+        return cls(codes, torch.empty(scales, dtype=torch.float32, device=device), kind, dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def on(self, device: torch.device | str) -> Quantized:
+        """The same matrix in another place, without values where it had none."""
+        rows, columns = self.shape
+        return Quantized.unfilled(rows, columns, self.kind, self.dtype, device)
+
+    def rows(self, where: slice) -> Quantized:
+        """Some of its rows: what is copied in there changes them here."""
+        return Quantized(self.codes[where], self.scales[where], self.kind, self.dtype)
+
+    def whole(self) -> Tensor:
+        """[out, in] in its dtype."""
+        if self.kind == "8bit":
+            return self.codes.to(self.dtype).mul_(self.scales.to(self.dtype))
+        shape, scales = tuple(self.shape), self.scales.reshape(-1)
+        made: Tensor = _library().dequantize_4bit(self.codes, scales, BLOCK, FORM, shape, self.dtype)
+        return made
+
+    def hold(self, values: Tensor) -> None:
+        """Round these values and hold them."""
+        values = values.to(self.codes.device, torch.float32).expand(self.shape).contiguous()
+        if self.kind == "8bit":
+            scales = values.abs().amax(1, keepdim=True) / LIMIT
+            self.scales.copy_(scales)
+            self.codes.copy_((values / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_())
+            return
+        codes, scales = _library().quantize_4bit(values, BLOCK, FORM, torch.uint8)
+        self.codes.copy_(codes.view(self.codes.shape))
+        self.scales.copy_(scales.view(self.scales.shape))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, call: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        own, first = OWN.get(call), args[0] if args else None
+        if own is not None and isinstance(first, Quantized):
+            return own(*args, **(kwargs or {}))
+        assert not (call._schema.is_mutable and isinstance(first, Quantized)), f"{call} on a matrix held in few bits"
+        plain = [whole(each) if isinstance(each, Tensor) else each for each in args]
+        return call(*plain, **{name: whole(v) if isinstance(v, Tensor) else v for name, v in (kwargs or {}).items()})
+
+
+def _rows(held: Quantized, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    if dim == 0 and step == 1:
+        return held.rows(slice(start, end))
+    return held.whole()[(slice(None),) * dim + (slice(start, end, step),)]
+
+
+def _same(held: Quantized, *_: Any, **__: Any) -> Quantized:
+    return held.rows(slice(None))
+
+
+def _copied_in(held: Quantized, values: Tensor, non_blocking: bool = False) -> Quantized:
+    held.hold(whole(values))
+    return held
+
+
+OWN: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _same, _aten.alias.default: _same, _aten.slice.Tensor: _rows, _aten.copy_.default: _copied_in,
+}  # fmt: skip
+
+
+def whole(weight: Tensor) -> Tensor:
+    """A matrix as products take it."""
+    return weight.whole() if isinstance(weight, Quantized) else weight
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b [T, in] -> [T, out] of a frozen `Quantized` W, of which the backward pass keeps the rounded form alone."""
+    assert isinstance(weight, Quantized)
+    made: Tensor = _Linear.apply(x, weight, bias)
+    return made
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return kernels.product(x, weight.whole(), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x = kernels.product(gradients[0], ctx.weight.whole().T) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None
+
+
+def hold(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
+    """Have these layers' matrices `weight`, on the meta device, held in few bits from the time that they get memory; how many
+    elements that are. One whose rows are no whole blocks in 4 bits stays as it is."""
+    count = 0
+    for layer in layers:
+        weight = layer.weight
+        assert isinstance(weight, nn.Parameter) and weight.is_meta
+        rows, columns = weight.shape
+        if kind == "4bit" and columns % BLOCK:
+            continue
+        layer.weight = nn.Parameter(Quantized.unfilled(rows, columns, kind, dtype, "meta"), requires_grad=False)
+        count += rows * columns
+    return count
+
+
+def give_memory(network: nn.Module, device: torch.device) -> None:
+    """`network.to_empty(device)`, of one some of whose matrices are held in few bits."""
+    held = [module for module in network.modules() if isinstance(getattr(module, "weight", None), Quantized)]
+    made = [(module, cast(Quantized, cast(Tensor, module.weight).detach()).on(device)) for module in held]
+    for module in held:
+        module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+    network.to_empty(device=device)
+    for module, weight in made:
+        module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def num_bytes(network: nn.Module) -> tuple[int, int]:
+    """(elements that are held in few bits, their bytes with scales)."""
+    held = [weight for weight in network.parameters() if isinstance(weight, Quantized)]
+    return sum(weight.numel() for weight in held), sum(weight.num_bytes for weight in held)
+
+
+def _library() -> Any:
+    logging.getLogger(LIBRARY).setLevel(logging.ERROR)  # it warns of kernels that nobody asked for
+    importlib.import_module(f"{LIBRARY}.functional")
+    return torch.ops.bitsandbytes
