@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.data.named import find
 from weft.data.spec import DatasetSpec, sources_of
+from weft.engine.quantize import check_quantize
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, nearest
