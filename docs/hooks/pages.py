@@ -1,4 +1,5 @@
-"""What the site needs beyond the pages: fences that mkdocs reads, and pages that live elsewhere in the repository."""
+"""What the site needs beyond the pages: fences that mkdocs reads, tables from the code, pages that live elsewhere in the
+repository."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from weft.observe import metric_help
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 ELSEWHERE = {
     "CONTRIBUTING.md": "development/contributing.md",
@@ -17,7 +20,11 @@ ELSEWHERE = {
     "benchmarks/README.md": "development/benchmarks.md",
 }
 FENCE = re.compile(r"^```(?P<language>\w+) (?P<rest>run|file=(?P<file>\S+))[^\n]*$", re.M)
-LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]*(?:\n[^\]\n]+)?)\]\((?P<target>(?!https?:|mailto:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+LINK = re.compile(
+    r"(?P<image>!?)\[(?P<text>[^\]\n]*(?:\n[^\]\n]+)?)\]"
+    r"\((?P<target>(?!https?:|mailto:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
+)
+METRICS = "<!-- the tables of weft.observe.metric_help -->"
 BLOCK = re.compile(r"(^```.*?^```$)", re.M | re.S)
 
 
@@ -29,6 +36,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     uri = page.file.src_uri
+    markdown = markdown.replace(METRICS, metric_help.markdown())
     return render(markdown, uri, {at: source for source, at in ELSEWHERE.items()}.get(uri, f"docs/{uri}"))
 
 

@@ -37,7 +37,7 @@ PROMISES = {
         Promise("brief/dpo", "actor_train/loss", -0.1),
         Promise("brief/dpo", "actor_train/rewards/margins", 0.1),
     ],
-    "lora.md": [Promise("lora/sft", "train/loss", -0.5)],
+    "lora.md": [Promise("lora/sft", "train/loss", -0.2)],
 }
 
 

@@ -222,7 +222,9 @@ class DatasetSpec:
     )
     remove_truncated_samples: bool = option(False, "the same as overlong=drop")
     truncate_side: str = option("left", "which end of a prompt is cut", choices=("left", "right"))
-    train_bs_n_seqs: int | None = option(None, "ids a training batch holds", at_least=1)
+    train_bs_n_seqs: int | None = option(
+        None, "ids (prompts or rows) in a training batch; absent: 32, unless train_tokens_per_batch is set", at_least=1
+    )
     valid_bs_n_seqs: int | None = option(None, "ids an evaluation batch holds", at_least=1)
     train_tokens_per_batch: int | None = option(
         None, "tokens a training batch holds at most; excludes train_bs_n_seqs", at_least=1
