@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -85,3 +86,15 @@ def test_what_is_foreign() -> None:
     assert FOREIGN.search('<script src="https://cdn.example/x.js"></script>')
     assert FOREIGN.search('<link rel="stylesheet" href="//cdn.example/x.css">')
     assert not FOREIGN.search('<a href="https://arxiv.org/abs/1"><script src="assets/x.js"></script>')
+
+
+def test_pictures_are_those_that_the_code_draws() -> None:
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "hooks" / "pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn = module.pictures()
+    assert {path.name for path in module.FOLDER.glob("*.svg")} == set(drawn)
+    for name, svg in drawn.items():
+        assert (module.FOLDER / name).read_text() == svg, "run: python docs/hooks/pictures.py"
+        assert "prefers-color-scheme:dark" in svg and 'class="ground"' in svg
