@@ -24,6 +24,8 @@ LINK = re.compile(
     r"(?P<image>!?)\[(?P<text>[^\]\n]*(?:\n[^\]\n]+)?)\]"
     r"\((?P<target>(?!https?:|mailto:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
 )
+CELL = re.compile(r"<td>.*?</td>", re.S)
+NAME = re.compile(r"<code>[\w.,/*?-]+</code>")
 METRICS = "<!-- the tables of weft.observe.metric_help -->"
 BLOCK = re.compile(r"(^```.*?^```$)", re.M | re.S)
 
@@ -40,6 +42,15 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     return render(markdown, uri, {at: source for source, at in ELSEWHERE.items()}.get(uri, f"docs/{uri}"))
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    return CELL.sub(lambda cell: NAME.sub(lambda name: _breaks(name[0]), cell[0]), output)
+
+
+def _breaks(name: str) -> str:
+    """A name in a table with the places where it may break: after dots, and after underscores where it is long."""
+    return name.replace(".", ".<wbr>").replace("_", "_<wbr>" if len(name) > 24 + len("<code></code>") else "_")
+
+
 def render(markdown: str, uri: str, source: str) -> str:
     """The text of the file `source` of the repository as the site shows it at `uri`."""
     shown = FENCE.sub(_fence, markdown)
@@ -49,7 +60,7 @@ def render(markdown: str, uri: str, source: str) -> str:
 
 
 def _fence(fence: re.Match[str]) -> str:
-    return f'```{fence["language"]}' + (f' title="{fence["file"]}"' if fence["file"] else "")
+    return f"```{fence['language']}" + (f' title="{fence["file"]}"' if fence["file"] else "")
 
 
 def _link(link: re.Match[str], uri: str, source: str) -> str:

@@ -26,9 +26,13 @@ class Picture:
         self.width, self.height, self.title = width, height, title
         self.parts: list[str] = []
 
-    def box(self, x: float, y: float, width: float, height: float, hue: str = "", text: str = "", *, style: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, hue: str = "", text: str = "", *, style: str = ""
+    ) -> None:
         kind = f"h-{hue}" if hue else "plain"
-        self.parts.append(f'<rect class="{kind} {style}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5"/>')
+        self.parts.append(
+            f'<rect class="{kind} {style}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5"/>'
+        )
         if text:
             self.text(x + width / 2, y + height / 2 + 4, text)
 
@@ -44,13 +48,17 @@ class Picture:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
             f'height="{self.height}" role="img" aria-label="{escape(self.title)}">\n<style>{_style()}</style>\n'
             f'<defs>{head}<path class="tip" d="M0 0L8 4L0 8z"/></marker></defs>\n'
-            f'<rect class="ground" width="{self.width}" height="{self.height}" rx="8"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
+            f'<rect class="ground" width="{self.width}" height="{self.height}" rx="8"/>\n'
+            + "\n".join(self.parts)
+            + "\n</svg>\n"
         )
 
 
 def _style() -> str:
     shared = f"text{{font:13px {FONT}}}.small{{font-size:11px}}.bold{{font-weight:600}}rect{{stroke-width:1.5}}"
-    shared += ".line{fill:none;stroke-width:1.5}.dashed{stroke-dasharray:5 4}.empty{fill-opacity:.25;stroke-dasharray:3 3}"
+    shared += (
+        ".line{fill:none;stroke-width:1.5}.dashed{stroke-dasharray:5 4}.empty{fill-opacity:.25;stroke-dasharray:3 3}"
+    )
 
     def scheme(colours: tuple[str, str, str, str], side: str, mix: int) -> str:
         ground, ink, soft, edge = colours
@@ -115,7 +123,9 @@ def layout() -> Picture:
                 p.text(x + 65, y + 28, f"device {4 * stage + 2 * copy + rank}", "bold")
                 p.text(x + 65, y + 48, "layers 1 to 16" if stage == 0 else "layers 17 to 32", "small")
                 p.text(x + 65, y + 66, "left half" if rank == 0 else "right half", "small")
-    p.text(320, 246, "d2: two parts of the batch. t2: each layer on two devices. p2: two stages of layers.", "small soft")
+    p.text(
+        320, 246, "d2: two parts of the batch. t2: each layer on two devices. p2: two stages of layers.", "small soft"
+    )
     return p
 
 
@@ -141,9 +151,14 @@ def reallocation() -> Picture:
 
 def step() -> Picture:
     """A PPO step in time."""
-    p = Picture(640, 250, "A PPO step in time: sampling, three calls at once, advantages, two trainings at once, weights moved")
+    p = Picture(
+        640, 250, "A PPO step in time: sampling, three calls at once, advantages, two trainings at once, weights moved"
+    )
     rows = (
-        ("devices 0-3", ((0, 200, "actor", "actor_gen"), (345, 120, "actor", "actor_train"), (475, 45, "actor", "move"))),
+        (
+            "devices 0-3",
+            ((0, 200, "actor", "actor_gen"), (345, 120, "actor", "actor_train"), (475, 45, "actor", "move")),
+        ),
         ("devices 4-5", ((205, 70, "critic", "critic_inf"), (345, 150, "critic", "critic_train"))),
         ("device 6", ((205, 75, "ref", "ref_inf"),)),
         ("device 7", ((205, 90, "rew", "rew_inf"),)),

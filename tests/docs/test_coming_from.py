@@ -81,7 +81,9 @@ def test_weft_has_what_the_table_names(table: Table) -> None:
             assert row.default == "", row
             continue
         leaf = options[row.names[0]]
-        computed = leaf.default is None and row.default != "none"  # what is taken where nothing is set: the help says it
+        computed = (
+            leaf.default is None and row.default != "none"
+        )  # what is taken where nothing is set: the help says it
         assert says(row.default, leaf.default) or (computed and row.default in leaf.help), (row, leaf)
 
 
@@ -101,7 +103,12 @@ def test_trl_has_what_the_table_names(table: Table) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
 def test_commands_and_settings_in_the_text_exist(path: Path) -> None:
     """`weft COMMAND`, and settings `a.b=c` behind `weft quickstart NAME`; elsewhere options of any quickstart."""
-    known = {name for quickstart in registry.quickstarts.load_all() if _shipped(quickstart) for name in options_of(quickstart)}
+    known = {
+        name
+        for quickstart in registry.quickstarts.load_all()
+        if _shipped(quickstart)
+        for name in options_of(quickstart)
+    }
     for code in NAMES.findall(path.read_text()):
         words = shlex.split(code)
         if words[:1] != ["weft"]:

@@ -68,7 +68,9 @@ def run_commands(folder: Path, commands: list[str]) -> None:
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-@pytest.mark.parametrize("path", [p for p in PAGES if p.parent != TUTORIALS and read_page(p).commands], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in PAGES if p.parent != TUTORIALS and read_page(p).commands], ids=lambda p: p.name
+)
 def test_the_commands_of_a_page_work(path: Path, tmp_path: Path, model: Path) -> None:
     page = read_page(path)
     prepare(tmp_path, page, model)

@@ -12,7 +12,10 @@ from weft import registry
 from weft.experiments.common import RunConfig
 from weft.options import leaves
 
-PAGES = [*(ROOT / "docs" / f"{name}.md" for name in ("troubleshooting", "concepts", "metrics")), *sorted(TUTORIALS.glob("*.md"))]
+PAGES = [
+    *(ROOT / "docs" / f"{name}.md" for name in ("troubleshooting", "concepts", "metrics")),
+    *sorted(TUTORIALS.glob("*.md")),
+]
 NAME = re.compile(r"`(?P<name>[A-Za-z_]+(?:\.[a-z_]+)*)(?P<set>=)?[^`\n]*`")
 ANY = ("ROLE", "CALL", "ALGORITHM")  # stand for one name each
 PARTS = ("gen", "optimizer", "lora")  # of options that are named without what stands before

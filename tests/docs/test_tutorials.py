@@ -70,7 +70,10 @@ def put_gsm8k(folder: Path) -> None:
             rows = [json.loads(line) for line in (GSM8K / name).read_text().splitlines()]
             rows = sorted(rows, key=lambda row: len(row["question"] + row["answer"]))[:count]
         else:
-            rows = [{"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(count)]
+            rows = [
+                {"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"}
+                for i in range(count)
+            ]
         write_jsonl(folder / name, rows)
 
 
