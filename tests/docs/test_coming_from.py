@@ -1,4 +1,4 @@
-"""docs/coming-from/: weft's options and defaults are those of the code, TRL's those of the installed TRL, and commands exist."""
+"""docs/coming-from/: weft's options and defaults are those of the code, TRL's those of the installed TRL; commands exist."""
 
 from __future__ import annotations
 
