@@ -38,7 +38,8 @@ CHOICES = (
 )
 RUNS = (
     Run(
-        "sft", ("sft", "model.path=stories", "model.optimizer.lr=1e-3", *SOURCES, "dataset.train_bs_n_seqs=16", "max_steps=100"),
+        "sft",
+        ("sft", "model.path=stories", "model.optimizer.lr=1e-3", *SOURCES, "dataset.train_bs_n_seqs=16", "max_steps=100"),
         ("train/loss", "train/accuracy"),
     ),
     Run(
