@@ -54,7 +54,7 @@ RUNS = (
         "ppo",
         (
             "ppo", "actor.path=stories", "actor.optimizer.lr=3e-4", "critic.optimizer.lr=1e-3",
-            "rew.path=runs/{seed}/rw/checkpoints/model/step50", "dataset.path=prompts.jsonl", "dataset.max_prompt_len=128",
+            "rew.path=runs/{seed}/rw/checkpoints/model/step50", "dataset.path=prompts.jsonl", "dataset.max_prompt_len=128", "dataset.overlong=truncate",
             "dataset.train_bs_n_seqs=32", "ppo.gen.max_new_tokens=24", "ppo.ppo_n_minibatches=2", "max_steps=20",
         ),
         ("rew_inf/reward", "actor_train/kl"),
@@ -100,13 +100,13 @@ def rows(found: dict[tuple[str, str], list[tuple[float, float]]]) -> Iterator[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder that WEFT_TEST_DATA names")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 1 to this")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     given = parser.parse_args()
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(given.data.resolve(), folder)
-        for seed in range(1, given.seeds + 1):
+        for seed in given.seeds:
             for run in RUNS:
                 words = [word.replace("{seed}", str(seed)) for word in run.words]
                 names = [f"experiment_name={seed}", f"trial_name={run.name}", f"seed={seed}", "progress=false"]
