@@ -55,7 +55,8 @@ RUNS = (
         (
             "ppo", "actor.path=stories", "actor.optimizer.lr=3e-4", "critic.optimizer.lr=1e-3",
             "rew.path=runs/{seed}/rw/checkpoints/model/step50", "dataset.path=prompts.jsonl", "dataset.max_prompt_len=128",
-            "dataset.overlong=truncate",             "dataset.train_bs_n_seqs=32", "ppo.gen.max_new_tokens=24", "ppo.ppo_n_minibatches=2", "max_steps=20",
+            "dataset.overlong=truncate", "dataset.train_bs_n_seqs=32", "ppo.gen.max_new_tokens=24", "ppo.ppo_n_minibatches=2",
+            "max_steps=20",
         ),
         ("rew_inf/reward", "actor_train/kl"),
     ),
