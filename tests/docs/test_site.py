@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -89,12 +90,38 @@ def test_what_is_foreign() -> None:
 
 
 def test_pictures_are_those_that_the_code_draws() -> None:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "hooks" / "pictures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = hooks("pictures")
     drawn = module.pictures()
     assert {path.name for path in module.FOLDER.glob("*.svg")} == set(drawn)
     for name, svg in drawn.items():
         assert (module.FOLDER / name).read_text() == svg, "run: python docs/hooks/pictures.py"
         assert "prefers-color-scheme:dark" in svg and 'class="ground"' in svg
+
+
+def hooks(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "hooks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_and_fences_become_those_of_the_site() -> None:
+    render = hooks("pages").render
+    assert (
+        render("[a](../benchmarks/README.md#on-a-gpu)", "x.md", "docs/x.md")
+        == "[a](development/benchmarks.md#on-a-gpu)"
+    )
+    assert render("[the code](../src/weft/options.py)", "x.md", "docs/x.md") == "the code"
+    assert render("[a](docs/runs.md)", "development/changelog.md", "CHANGELOG.md") == "[a](../runs.md)"
+    assert render("[a](gone.md) [b](#here)", "x.md", "docs/x.md") == "[a](gone.md) [b](#here)"
+    assert (
+        render("```python file=a.py\n[a](runs.md)\n```\n", "x.md", "docs/x.md")
+        == '```python title="a.py"\n[a](runs.md)\n```\n'
+    )
+    assert render("```console run\n$ ls\n```\n", "x.md", "docs/x.md") == "```console\n$ ls\n```\n"
+
+
+def test_names_in_tables_break_after_dots() -> None:
+    shown = hooks("pages").on_post_page("<td><code>a.b_c</code></td><p><code>a.b</code></p>")
+    assert shown == "<td><code>a.<wbr>b_c</code></td><p><code>a.b</code></p>"
