@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-slow bench gpu check format format-check lint types install install-dev clean
+.PHONY: help demo test test-slow bench gpu docs docs-serve check format format-check lint types install install-dev clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -22,6 +22,10 @@ $(STAMP)run: $(BIN)/python pyproject.toml
 
 $(STAMP)dev: $(BIN)/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(STAMP)docs: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 install: $(STAMP)run ## the package in .venv
@@ -42,6 +46,14 @@ bench: install-dev ## every benchmark, against TRL and transformers; an hour; ne
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu: ## on a CUDA GPU: tests, then benchmarks; ends at wrong numbers; half an hour; writes gpu.md (to $$OUT, else benchmarks/results)
 	OMP_NUM_THREADS= $(GPU_PYTHON) benchmarks/gpu.py --first
+
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: $(STAMP)docs ## the documentation site, in build/site; a broken link is an error
+	$(MKDOCS) build --strict
+	@echo "build/site/index.html is there; for the search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
+
+docs-serve: $(STAMP)docs ## the site on this machine while you write; pages renew by themselves
+	$(MKDOCS) serve --dev-addr 127.0.0.1:8000
 
 format: install-dev ## rewrite the code in the house format
 	$(BIN)/ruff format .

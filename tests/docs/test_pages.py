@@ -20,7 +20,8 @@ import pytest
 from tests.tiny import make_llama, pair_rows, prompt_answer_rows, prompt_rows, write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
+TUTORIALS = ROOT / "docs" / "tutorials"  # test_tutorials.py runs these
 BLOCK = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 
@@ -67,7 +68,9 @@ def run_commands(folder: Path, commands: list[str]) -> None:
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-@pytest.mark.parametrize("path", [p for p in PAGES if read_page(p).commands], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in PAGES if p.parent != TUTORIALS and read_page(p).commands], ids=lambda p: p.name
+)
 def test_the_commands_of_a_page_work(path: Path, tmp_path: Path, model: Path) -> None:
     page = read_page(path)
     prepare(tmp_path, page, model)

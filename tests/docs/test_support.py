@@ -46,6 +46,8 @@ CHOICES = ("surrogate", "importance_level", "loss_type", "baseline", "scale_rewa
 OFFLOADS = ("offload", "offload_optimizer", "optimizer.offload")
 EXPECTED: Mapping[str, Iterable[str]] = {
     "weft quickstart": registry.quickstarts.load_all(),
+    "algorithm": registry.quickstarts.load_all(),
+    "backend by algorithm": set(registry.backends.load_all()) - {"auto"},  # what auto chooses is one of the others
     "value": LOSS_TYPES,
     "dpo.f_divergence": DIVERGENCES,
     **{f"grpo.{name}": choices(f"grpo.{name}") for name in CHOICES},
@@ -88,6 +90,7 @@ def _of_a_test(kind: str, name: str) -> bool:
     if name.startswith("test-"):
         return True
     held = {"verifier": registry.verifiers, "loss": registry.losses, "host function": registry.functions}
+    held |= {"algorithm": registry.quickstarts, "backend by algorithm": registry.backends}
     held |= {"weft quickstart": registry.quickstarts, "dataset form": registry.datasets, "backend": registry.backends}
     return kind in held and not held[kind].get(name).__module__.startswith("weft.")
 

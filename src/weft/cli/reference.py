@@ -18,17 +18,17 @@ from weft.options import Leaf, leaves
 SHIPPED = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen")
 HEAD = """# Options
 
-Made from the source by `python -m weft.cli.reference`; `weft quickstart NAME --help` shows the same for one quickstart, and
-`--cfg job` what a command line comes to. Options are dotted names in Hydra's grammar: `key=value`, lists `[a,b]`, mappings
-`{a: 1}`, `null`; `${other.option}` stands for another option's value and `~key` puts a default back. An unknown name is an
-error that names the nearest ones.
+This page is made from the source by `python -m weft.cli.reference`. `weft quickstart NAME --help` shows the options of one
+quickstart, and `--cfg job` shows the configuration that a command line results in. Options are dotted names in Hydra's
+grammar: `key=value`, lists `[a,b]`, mappings `{a: 1}`, `null`. `${other.option}` stands for the value of another option, and
+`~key` restores a default. An unknown name is an error that suggests the nearest ones.
 """
 MODEL = """Below the name of a role: `model` for sft, rw and gen; `actor` and `ref` for dpo; `actor`, `critic`, `ref` and `rew`
 for ppo; `actor`, `ref` and `rew` for grpo and online_dpo; `actor` and `teacher` for distill. {different}"""
-SERVED = "Below `rew` and `ref` of ppo, grpo and online_dpo, beside those above; see [serving](serving.md)."
+SERVED = "Below `rew` and `ref` of ppo, grpo and online_dpo, in addition to those above; see [serving](serving.md)."
 CALL = """Below the name of a model function call: {calls}."""
-SPELLED = """Spellings of Hugging Face and of older programs are mapped once, with a note that says to what. `MODEL` is the
-trained role (each of them where there are several), `GEN` the options of sampling."""
+SPELLED = """weft also accepts these spellings of Hugging Face and of older programs, with a note that names its own option.
+`MODEL` is the trained role (each of them if there are several), `GEN` the options of sampling."""
 
 
 def page() -> str:

@@ -15,7 +15,7 @@ OVERLONG = ("truncate", "drop", "error")
 @dataclass
 class TokenizerSpec:
     path: str | None = option(
-        None, "HF directory, tokenizer.json or sentencepiece tokenizer.model; the model's own when absent"
+        None, "HF directory, tokenizer.json or sentencepiece tokenizer.model; absent: the model's own"
     )
     chat_template: str | None = option(
         None,
@@ -27,15 +27,15 @@ class TokenizerSpec:
         "special tokens to add to the vocabulary; the word template stands for those that the named chat_template writes. "
         "Embeddings and output matrix grow to a multiple of 16; new rows begin as the mean of the old ones",
     )
-    per_digit_tokens: bool = option(False, "every digit is a token of its own")
+    per_digit_tokens: bool = option(False, "make every digit a separate token")
     bos_token: str | None = option(None, "token that begins a sequence; must be in the vocabulary")
     eos_token: str | None = option(None, "token that ends a completion; must be in the vocabulary")
     pad_token: str | None = option(
-        None, "padding token; weft pads nothing, saved for others; must be in the vocabulary"
+        None, "padding token, saved for other programs (weft does not pad); must be in the vocabulary"
     )
     sep_token: str | None = option(None, "separator token; must be in the vocabulary")
     add_bos_token: bool | None = option(
-        None, "begin every sequence with bos_token; the tokenizer's own habit when absent"
+        None, "begin every sequence with bos_token; absent: as the tokenizer does by itself"
     )
 
 
@@ -205,13 +205,13 @@ class DatasetSpec:
     named_file: list[str] = option([], "YAML files with entries of your own for dataset.named")
     max_seqlen: int | Literal["auto"] | None = option(
         None,
-        "most tokens of a sequence, prompt and answer; absent: the model's context; auto: as many as the longest row has",
+        "maximum tokens of prompt and answer together; absent: the model's context; auto: the length of the longest row",
         at_least=2,
     )
     max_prompt_len: int | None = option(
         None,
-        "most tokens of a prompt; absent: what gen.max_new_tokens leaves of the model's context where completions are "
-        "generated, max_seqlen where rows hold answers",
+        "maximum tokens of a prompt; absent: for generation, what gen.max_new_tokens leaves of the model's context; for rows "
+        "with answers, max_seqlen",
         at_least=1,
     )
     overlong: str | None = option(
@@ -222,18 +222,20 @@ class DatasetSpec:
     )
     remove_truncated_samples: bool = option(False, "the same as overlong=drop")
     truncate_side: str = option("left", "which end of a prompt is cut", choices=("left", "right"))
-    train_bs_n_seqs: int | None = option(None, "ids a training batch holds", at_least=1)
-    valid_bs_n_seqs: int | None = option(None, "ids an evaluation batch holds", at_least=1)
-    train_tokens_per_batch: int | None = option(
-        None, "tokens a training batch holds at most; excludes train_bs_n_seqs", at_least=1
+    train_bs_n_seqs: int | None = option(
+        None, "ids (prompts or rows) in a training batch; absent: 32, unless train_tokens_per_batch is set", at_least=1
     )
-    valid_tokens_per_batch: int | None = option(None, "tokens an evaluation batch holds at most", at_least=1)
-    shuffle: bool = option(True, "a new order every epoch")
+    valid_bs_n_seqs: int | None = option(None, "ids (prompts or rows) in an evaluation batch", at_least=1)
+    train_tokens_per_batch: int | None = option(
+        None, "maximum tokens of a training batch; excludes train_bs_n_seqs", at_least=1
+    )
+    valid_tokens_per_batch: int | None = option(None, "maximum tokens of an evaluation batch", at_least=1)
+    shuffle: bool = option(True, "shuffle the rows anew every epoch")
     valid_split: float = option(
         0.0, "share of the training rows set aside for validation when valid_path is absent", at_least=0.0, at_most=1.0
     )
     sort_by_length: bool = option(
-        False, "the shortest samples of an epoch come first, those of one length in random order"
+        False, "put the shortest samples of an epoch first, those of equal length in random order"
     )
     sample_mixing: float = option(
         0.0,

@@ -14,10 +14,8 @@ NO_NETWORK = ("null", SERVICE)  # backends of roles that have no network here
 
 @dataclass
 class ServiceSpec:
-    timeout_s: float = option(60.0, "seconds that one request may take", at_least=0.001)
-    retries: int = option(
-        6, "times that a request is sent again after a failure, each later than the one before", at_least=0
-    )
+    timeout_s: float = option(60.0, "maximum seconds of one request", at_least=0.001)
+    retries: int = option(6, "how often a failed request is sent again, with growing delays", at_least=0)
     concurrency: int = option(4, "requests in flight", at_least=1)
     rows: int = option(
         16, "completions of one request; a server that answers with whole logits gets at most 8", at_least=1

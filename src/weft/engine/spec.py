@@ -53,21 +53,24 @@ class OptimizerSpec:
     beta1: float = option(0.9, "decay of the gradient's moving average", at_least=0.0, at_most=1.0)
     beta2: float = option(0.95, "decay of the squared gradient's moving average", at_least=0.0, at_most=1.0)
     eps: float = option(1e-8, "added to the denominator of the update", at_least=0.0)
-    lr_scheduler_type: str = option("cosine", "course of the learning rate after warm-up", choices=SCHEDULERS)
+    lr_scheduler_type: str = option("cosine", "shape of the learning rate after warm-up", choices=SCHEDULERS)
     warmup_steps_proportion: float | None = option(
-        None, "share of optimizer steps that warm up (0.02 when no warm-up is set)", at_least=0.0, at_most=1.0
+        None,
+        "share of optimizer steps used for warm-up; absent: 0.02, unless another warm-up is set",
+        at_least=0.0,
+        at_most=1.0,
     )
     warmup_steps: int | None = option(
-        None, "optimizer steps that warm up; excludes the other warm-up options", at_least=0
+        None, "optimizer steps used for warm-up; excludes the other warm-up options", at_least=0
     )
-    warmup_epochs: float | None = option(None, "epochs that warm up; excludes the other warm-up options", at_least=0.0)
+    warmup_epochs: float | None = option(
+        None, "epochs used for warm-up; excludes the other warm-up options", at_least=0.0
+    )
     min_lr_ratio: float | None = option(
-        None, "last learning rate as a share of lr (0 when neither is set)", at_least=0.0, at_most=1.0
+        None, "final learning rate as a share of lr; absent: 0, unless end_lr is set", at_least=0.0, at_most=1.0
     )
-    end_lr: float | None = option(None, "last learning rate; excludes min_lr_ratio", at_least=0.0)
-    max_grad_norm: float = option(
-        1.0, "largest L2 norm of the gradient; larger ones are scaled down; 0 turns clipping off", at_least=0.0
-    )
+    end_lr: float | None = option(None, "final learning rate; excludes min_lr_ratio", at_least=0.0)
+    max_grad_norm: float = option(1.0, "clip the gradient to this L2 norm; 0 switches clipping off", at_least=0.0)
     offload: bool = option(
         False,
         "keep masters (of what f shards a device's own rows) and optimizer state in host memory and update them there; the "
@@ -127,7 +130,7 @@ class OptimizerSpec:
 
 @dataclass
 class LoRASpec:
-    r: int = option(0, "rank of the adapters; 0 trains all parameters instead", at_least=0)
+    r: int = option(0, "rank of the adapters; 0: no adapters, train all parameters", at_least=0)
     alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
     dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, at_most=1.0)
     targets: list[str] = option(
@@ -151,8 +154,8 @@ class ModelSpec:
     init_from_scratch: bool = option(False, "take config and tokenizer from path, weights at random")
     dtype: str | None = option(
         None,
-        "dtype of computation and of frozen weights; trained weights are float32; absent: the actor's, and of an actor or "
-        "model float32 on a CPU, on a GPU what its checkpoint is stored in",
+        "dtype of the computation and of frozen weights; trained weights are float32. Absent: the actor's; for an actor or "
+        "model, float32 on a CPU and the checkpoint's dtype on a GPU",
         choices=DTYPES,
     )
     backend: str = option(
@@ -163,8 +166,7 @@ class ModelSpec:
     )
     recompute_every: int | None = option(
         None,
-        "recompute those of every n-th layer alone, at most the number of layers; 1 is gradient_checkpointing=true, which "
-        "it excludes",
+        "recompute only the activations of every n-th layer; 1 is the same as gradient_checkpointing=true, which it excludes",
         at_least=1,
     )
     compile: bool = option(
@@ -173,7 +175,7 @@ class ModelSpec:
     )
     fp8: bool = option(
         False,
-        "multiply by 8-bit floats in training and scoring: on an H100 or later, with torchao and compile=true",
+        "8-bit matrix products in training and scoring; needs an H100 or later, torchao and compile=true",
     )
     fp8_recipe: str = option(
         "tensorwise",
@@ -182,14 +184,14 @@ class ModelSpec:
     )
     quantize: str | None = option(
         None,
-        "hold the matrices of a frozen network in 8 or 4 bits (NF4), also beneath adapters (QLoRA: lora.r above 0); products "
-        "are made in dtype; 4bit needs pip install 'weft[8bit]'",
+        "hold frozen weight matrices in 8 or 4 bits (NF4), with or without adapters on top (QLoRA: lora.r above 0); computation "
+        "stays in dtype; 4bit needs pip install 'weft[8bit]'",
         choices=QUANTIZE,
     )
-    offload: bool = option(False, "keep the weights in pinned host memory while the role is not at work")
+    offload: bool = option(False, "keep the weights in pinned host memory while the role is idle")
     trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
     dropout: float | None = option(
-        None, "dropout while training; the config's own when absent", at_least=0.0, at_most=1.0
+        None, "dropout in training; absent: that of the model's config", at_least=0.0, at_most=1.0
     )
     residual_dropout: float = option(
         0.0,
@@ -198,18 +200,15 @@ class ModelSpec:
         at_most=1.0,
     )
     residual_dropout_lima: bool = option(
-        False, "residual_dropout rises from 0 in the first layer to its value in the last, as LIMA does"
+        False, "raise residual_dropout from 0 in the first layer to its full value in the last, as LIMA does"
     )
     freeze_layers: int | None = option(
-        None, "embeddings and so many first layers are not trained: no gradient, no optimizer state", at_least=0
+        None, "do not train the embeddings and this many first layers: no gradient, no optimizer state", at_least=0
     )
-    train_last_layers: int | None = option(
-        None, "the same, counted from the end: so many last layers are trained", at_least=0
-    )
+    train_last_layers: int | None = option(None, "train only this many last layers", at_least=0)
     rope_scaling: Any = option(
         None,
-        "longer positions than the model was trained on: {type: linear|dynamic, factor: 2} or {type: ntk, alpha: 2}; saved in "
-        "config.json",
+        "extend the model's context: {type: linear|dynamic, factor: 2} or {type: ntk, alpha: 2}; saved in config.json",
         check=rope_scaling.problem,
     )
     router_aux_loss_coef: float | None = option(
@@ -219,7 +218,9 @@ class ModelSpec:
         at_least=0.0,
     )
     pooling: str = option(
-        "last", "what a score is read from: the last token's state, or the mean over tokens", choices=("last", "mean")
+        "last",
+        "what a score is computed from: the state of the last token, or the mean over tokens",
+        choices=("last", "mean"),
     )
     layout: str | None = option(None, "parallel layout such as d2t2p1; the same as parallel.*")
     zero_stage: int | None = option(
@@ -248,8 +249,8 @@ class ModelSpec:
     device_mesh: str | None = option(
         None, "devices of the layout, numbered over all machines, such as 4-7 or 0,2; absent: the first ones"
     )
-    prompt_prefix: str = option("", "text put before the prompt where this model sees the text in its own form")
-    prompt_suffix: str = option("", "text put after the prompt where this model sees the text in its own form")
+    prompt_prefix: str = option("", "text before the prompt when this model reads the text in its own form")
+    prompt_suffix: str = option("", "text after the prompt when this model reads the text in its own form")
     parallel: ParallelSpec = option(ParallelSpec(), "degrees of parallelism; the same as layout")
     lora: LoRASpec = option(LoRASpec(), "low-rank adapters")
     optimizer: OptimizerSpec = option(OptimizerSpec(), "optimizer of a trained role")
@@ -349,7 +350,7 @@ class GenerationSpec:
 
     max_new_tokens: int | None = option(
         None,
-        f"most tokens of a completion; absent: {MAX_NEW_TOKENS}, or half of the model's context where that is less",
+        f"maximum tokens of a completion; absent: {MAX_NEW_TOKENS}, or half of the model's context if that is less",
         at_least=1,
     )
     min_new_tokens: int = option(

@@ -16,7 +16,7 @@ MANUAL, HEURISTIC, SEARCH = MODES = ("manual", "heuristic", "search")
 class SearchSpec:
     """What `allocation_mode=search` reckons with, where it is not what this machine and the other options say."""
 
-    gpu: str | None = option(None, "GPU that the devices are, such as H100; absent: the one of this machine")
+    gpu: str | None = option(None, "GPU model to plan for, such as H100; absent: that of this machine")
     memory_gb: float | None = option(
         None,
         "GiB of a device's memory that may be filled; absent: nine tenths, of a CPU's an equal share",

@@ -32,22 +32,22 @@ class SamplingOptions:
     """What every method has that trains on completions it has sampled and rewarded; the defaults are PPO's."""
 
     gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
-    ppo_n_minibatches: int = option(4, "optimizer steps of one pass over a batch", at_least=1)
+    ppo_n_minibatches: int = option(4, "optimizer steps per pass over a batch", at_least=1)
     mini_batch_size: int | None = option(
-        None, "completions of one optimizer step, in place of ppo_n_minibatches", at_least=1
+        None, "completions per optimizer step, in place of ppo_n_minibatches", at_least=1
     )
-    ppo_epochs: int = option(1, "passes over a batch", at_least=1)
+    ppo_epochs: int = option(1, "passes over each batch of completions", at_least=1)
     max_reward_clip: float | None = option(
-        None, "rewards are clipped to +- this, after scale and bias; null for no bound", at_least=0.0
+        None, "clip rewards to +- this, after scaling and bias; null: no bound", at_least=0.0
     )
-    reward_output_scaling: float = option(1.0, "rewards are multiplied by it, after the bias is taken off")
-    reward_output_bias: float = option(0.0, "taken off rewards first")
-    missing_eos_penalty: float = option(0.0, "taken off the reward of a completion that was cut by its length")
-    pass_reward: float = option(0.5, "a completion passes where its reward is above (pass@k)")
+    reward_output_scaling: float = option(1.0, "factor for rewards, applied after the bias is subtracted")
+    reward_output_bias: float = option(0.0, "subtracted from rewards first")
+    missing_eos_penalty: float = option(0.0, "subtracted from the reward of a completion that hit the length limit")
+    pass_reward: float = option(0.5, "a completion passes if its reward is above this (pass@k)")
     eval_samples: int = option(1, "completions of each validation prompt, for avg@k and pass@k", at_least=1)
     ref_ema_eta: float | None = option(
         None,
-        "after every step the reference moves this share of the way to the actor; null keeps it fixed",
+        "move the reference this share of the way to the actor after every step; null: keep it fixed",
         at_least=0.0,
         at_most=1.0,
     )
@@ -60,9 +60,11 @@ class PolicyOptions(SamplingOptions):
     dual_clip: float | None = option(None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)")
     entropy_coef: float = option(0.0, "weight of the entropy bonus")
     early_stop_imp_ratio: float | None = option(
-        5.0, "a minibatch whose mean importance ratio is above takes no step; null for no bound"
+        5.0, "skip the update of a minibatch whose mean importance ratio is above this; null: no bound"
     )
-    early_stop_kl: float | None = option(None, "a minibatch whose approx_kl is above takes no step; null for no bound")
+    early_stop_kl: float | None = option(
+        None, "skip the update of a minibatch whose approx_kl is above this; null: no bound"
+    )
     sampler_correction: str = option(
         "none",
         "score completions again with the actor before its first update, and weigh the loss for what its log-probs and the "
@@ -94,10 +96,10 @@ class PolicyOptions(SamplingOptions):
         "or a penalty (kl, KL-Cov)",
         choices=METHODS,
     )
-    covariance_share: float = option(2e-4, "share of all tokens that covariance acts on", at_least=0.0, at_most=1.0)
-    clip_cov_low: float = option(1.0, "smallest covariance that clip takes")
-    clip_cov_high: float = option(5.0, "largest covariance that clip takes")
-    kl_cov_coef: float = option(1.0, "weight of the penalty of kl", at_least=0.0)
+    covariance_share: float = option(2e-4, "share of all tokens that covariance applies to", at_least=0.0, at_most=1.0)
+    clip_cov_low: float = option(1.0, "smallest covariance for clip")
+    clip_cov_high: float = option(5.0, "largest covariance for clip")
+    kl_cov_coef: float = option(1.0, "weight of the penalty for covariance=kl", at_least=0.0)
 
     @property
     def correction(self) -> str:
@@ -144,11 +146,11 @@ class SamplingConfig(RunConfig):
     reward_by_token: bool = option(
         False, "reward functions may give a completion's tokens or steps rewards of their own"
     )
-    reward_timeout_s: float = option(60.0, "seconds that a reward function has for a batch", at_least=0.001)
+    reward_timeout_s: float = option(60.0, "seconds that a reward function may take for a batch", at_least=0.001)
     reward_on_timeout: float | None = option(
-        None, "reward of completions whose function has not come back by then; the run stops when absent"
+        None, "reward of completions whose function has not returned by then; absent: the run stops"
     )
-    rew_weight: float = option(1.0, "weight of the reward model's score where a reward function is given too")
+    rew_weight: float = option(1.0, "weight of the reward model's score if there is also a reward function")
     dataset: DatasetSpec = option(DatasetSpec(), "rows of the form prompt, with columns for the reward function")
     actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
     rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")

@@ -78,7 +78,7 @@ class MFCOptions:
     interface: str | None = option(None, "registered interface that makes the call instead; starts without arguments")
     args: dict[str, Any] = option({}, "arguments of the interface, over those the experiment gives")
     max_tokens_per_microbatch: int | None = option(
-        None, "most tokens of one forward pass of this call; the run's when absent", at_least=1
+        None, "maximum tokens of one forward pass of this call; absent: the run's", at_least=1
     )
     pre_hooks: Any = option(
         None, f"hooks before the call, in place of the experiment's ([] for none): {HOOKS}", check=_check_hooks
@@ -86,7 +86,9 @@ class MFCOptions:
     post_hooks: Any = option(
         None, f"hooks after the call, in place of the experiment's ([] for none): {HOOKS}", check=_check_hooks
     )
-    deadline_s: float | None = option(None, "seconds after which the call is given up and the run stops", at_least=0.0)
+    deadline_s: float | None = option(
+        None, "seconds after which weft gives the call up and stops the run", at_least=0.0
+    )
     layout: str | None = option(
         None,
         "parallel layout of this call, such as d4; its role's when absent; where the call trains it is the role's too",
@@ -149,13 +151,12 @@ class RunConfig(ABC):
     fileroot: str = option("./runs", "folder of all runs; this one's is fileroot/experiment_name/trial_name")
     mode: str = option(
         "local",
-        "where the run is: local (this machine; a process a device), ray (a Ray cluster that is there), slurm (a job of a "
-        "cluster)",
+        "where to run: local (this machine, one process per device), ray (a running Ray cluster), slurm (a job on a cluster)",
         check=checks.mode_problem,
     )
     seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
     device: str | None = option(
-        None, "cpu, cuda, cuda:1, mps; the best there is when absent", check=checks.device_problem
+        None, "cpu, cuda, cuda:1 or mps; absent: the best one there is", check=checks.device_problem
     )
     ray_address: str | None = option(
         None,
@@ -179,20 +180,18 @@ class RunConfig(ABC):
     search: SearchSpec = option(SearchSpec(), "what allocation_mode=search reckons with")
     total_train_epochs: int = option(1, "passes over the training data", at_least=1)
     max_steps: int | None = option(None, "stop after this many steps", at_least=1)
-    save_freq_steps: int | None = option(
-        None, "steps between checkpoints; the last step is saved whatever is set", at_least=1
-    )
+    save_freq_steps: int | None = option(None, "steps between checkpoints; the last step is always saved", at_least=1)
     save_freq_epochs: int | None = option(None, "epochs between checkpoints", at_least=1)
     save_freq_secs: float | None = option(None, "seconds between checkpoints", at_least=0.0)
     save_total_limit: int | None = option(
-        None, "checkpoints to keep, newest first; one that a restart needs stays", at_least=1
+        None, "number of newest checkpoints to keep; one that a restart needs always stays", at_least=1
     )
     save_milestone_freq_steps: int | None = option(None, "steps between checkpoints that are never removed", at_least=1)
     save_milestone_freq_epochs: int | None = option(
         None, "epochs between checkpoints that are never removed", at_least=1
     )
     eval_freq_steps: int | None = option(
-        None, "steps between evaluations; with validation data the last step is evaluated whatever is set", at_least=1
+        None, "steps between evaluations; with validation data the last step is always evaluated", at_least=1
     )
     eval_freq_epochs: int | None = option(None, "epochs between evaluations", at_least=1)
     eval_freq_secs: float | None = option(None, "seconds between evaluations", at_least=0.0)
@@ -201,17 +200,22 @@ class RunConfig(ABC):
     )
     recover_mode: str = option(
         "auto",
-        "an unfinished run of the same configuration goes on (auto), must be there (resume), is not looked for (disabled)",
+        "an unfinished run of the same configuration: resume it if there is one (auto), require one (resume), ignore it "
+        "(disabled)",
         choices=("auto", "resume", "disabled"),
     )
     recover_freq_steps: int | None = option(
-        None, "steps between recovery points, besides one with every checkpoint and every ten minutes", at_least=1
+        None,
+        "steps between recovery points; one is also written with every checkpoint and every ten minutes",
+        at_least=1,
     )
     resume_from: str | None = option(
-        None, "recovery point, checkpoint or directory of a run to go on from, in place of the run's own last point"
+        None, "recovery point, checkpoint or run directory to resume from, in place of the run's own last point"
     )
-    max_tokens_per_microbatch: int = option(16384, "most tokens of one forward pass, for every call", at_least=1)
-    deterministic: bool = option(False, "choose kernels that repeat bit for bit (on CUDA; the CPU's do anyway)")
+    max_tokens_per_microbatch: int = option(16384, "maximum tokens of one forward pass, for every call", at_least=1)
+    deterministic: bool = option(
+        False, "use only kernels whose results repeat bit for bit (on CUDA; CPU kernels always do)"
+    )
     tf32: bool = option(
         False,
         "round what a GPU multiplies in float32 to 10 bits of mantissa (TF32): several times as fast, less exact; products of "
@@ -229,9 +233,11 @@ class RunConfig(ABC):
         choices=FLASH,
     )
     on_nonfinite: str = option(
-        "stop", "a loss that is not finite stops the run, or is skipped and counted", choices=("stop", "skip")
+        "stop",
+        "what to do if a loss is NaN or infinite: stop the run, or skip the update and count it",
+        choices=("stop", "skip"),
     )
-    progress: bool = option(True, "show the live view where the output is a terminal")
+    progress: bool = option(True, "show the live view if the output is a terminal")
     imports: list[str] = option([], "modules and FILE.py that register datasets, rewards, interfaces, experiments")
     logger: LoggerSpec = option(LoggerSpec(), "where metrics go besides metrics.jsonl")
     launch: LaunchSpec = option(LaunchSpec(), "how processes are started")

@@ -67,11 +67,11 @@ class DistillOptions:
     )
     eps_clip_high: float | None = option(None, "reverse_kl: above 1 + eps_clip_high instead (clip-higher)")
     samples_per_prompt: int = option(1, "completions that the student samples of each prompt", at_least=1)
-    ppo_n_minibatches: int = option(1, "optimizer steps of one pass over a batch", at_least=1)
+    ppo_n_minibatches: int = option(1, "optimizer steps per pass over a batch", at_least=1)
     mini_batch_size: int | None = option(
-        None, "completions of one optimizer step, in place of ppo_n_minibatches", at_least=1
+        None, "completions per optimizer step, in place of ppo_n_minibatches", at_least=1
     )
-    ppo_epochs: int = option(1, "passes over a batch", at_least=1)
+    ppo_epochs: int = option(1, "passes over each batch of completions", at_least=1)
 
     @property
     def temperature(self) -> float:

@@ -35,7 +35,7 @@ class DPOOptions:
     )
     label_smoothing: float = option(
         DEFAULTS["label_smoothing"],
-        "share of labels taken to be wrong: cDPO with sigmoid; robust needs it; 0 is 0.001 for exo_pair",
+        "share of labels assumed to be wrong: cDPO with sigmoid; required by robust; exo_pair takes 0 as 0.001",
     )
     simpo_gamma: float = option(DEFAULTS["simpo_gamma"], "margin that simpo asks for, in units of beta times the score")
     discopop_tau: float = option(

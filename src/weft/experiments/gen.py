@@ -20,7 +20,7 @@ from weft.registry import register_quickstart
 class GenOptions(MFCOptions, GenerationSpec):
     """The sampling, and what may be changed in the call."""
 
-    samples_per_prompt: int = option(1, "completions of each prompt", at_least=1)
+    samples_per_prompt: int = option(1, "completions per prompt", at_least=1)
 
 
 @register_quickstart("gen")

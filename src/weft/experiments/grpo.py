@@ -21,10 +21,10 @@ OF_GROUPS = ("group", "leave_one_out", "opo")
 
 @dataclass
 class GRPOOptions(PolicyOptions):
-    group_size: int = option(8, "completions of each prompt; a baseline of the group needs 2 or more", at_least=1)
-    ppo_n_minibatches: int = option(1, "optimizer steps of one pass over a batch", at_least=1)
+    group_size: int = option(8, "completions per prompt; a group baseline needs 2 or more", at_least=1)
+    ppo_n_minibatches: int = option(1, "optimizer steps per pass over a batch", at_least=1)
     early_stop_imp_ratio: float | None = option(
-        None, "a minibatch whose mean importance ratio is above takes no step; null for no bound"
+        None, "skip the update of a minibatch whose mean importance ratio is above this; null: no bound"
     )
     eps_clip: float | None = option(
         None,
@@ -53,7 +53,7 @@ class GRPOOptions(PolicyOptions):
         False, "normalise every reward function by itself in its group, then their weighted sum over the batch (GDPO)"
     )
     pass_k: int | None = option(
-        None, "train for one of k completions to pass instead (pass@k); excludes baseline and scale", at_least=1
+        None, "train for pass@k instead: at least one of k completions passes; excludes baseline and scale", at_least=1
     )
     loss_type: str = option(
         "dapo",
@@ -71,26 +71,28 @@ class GRPOOptions(PolicyOptions):
     )
     sapo_positive: float = option(1.0, "temperature of sapo's gate where the advantage is above 0")
     sapo_negative: float = option(1.05, "temperature of sapo's gate where it is below")
-    kl_coef: float = option(0.001, "weight of the KL to the reference; 0 leaves the reference out", at_least=0.0)
+    kl_coef: float = option(
+        0.001, "weight of the KL to the reference; 0: no penalty and no reference model", at_least=0.0
+    )
     kl_in: str = option(
         "loss",
-        "where the KL counts: in the loss (GRPO), or taken off the reward (RLOO, REINFORCE++)",
+        "where the KL penalty goes: into the loss (GRPO), or off the reward (RLOO, REINFORCE++)",
         choices=("loss", "reward"),
     )
     kl_estimator: str | None = option(
         None, "estimator of the KL; absent: k3 in the loss, k1 in the reward", choices=("k1", "k2", "k3")
     )
     dynamic_sampling: bool = option(
-        False, "drop prompts whose completions all have one reward and sample others in their place (DAPO)"
+        False, "drop prompts whose completions all have the same reward and sample others in their place (DAPO)"
     )
     dynamic_sampling_rounds: int = option(
-        10, "rounds of sampling a step at most; what is there then is trained on", at_least=1
+        10, "maximum rounds of sampling per step; then train on what there is", at_least=1
     )
-    mask_truncated: bool = option(False, "leave completions that were cut by their length out of the loss")
+    mask_truncated: bool = option(False, "exclude completions that hit the length limit from the loss")
     overlong_buffer: int = option(
         0, "tokens before gen.max_new_tokens in which the overlong penalty grows; 0 is no penalty (DAPO)", at_least=0
     )
-    overlong_penalty: float = option(1.0, "what a completion of the full length loses", at_least=0.0)
+    overlong_penalty: float = option(1.0, "penalty of a completion of full length", at_least=0.0)
 
 
 @register_quickstart("grpo")

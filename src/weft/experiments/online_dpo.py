@@ -51,9 +51,9 @@ def _as_in_dpo(name: str) -> Any:
 @dataclass
 class OnlineDPOOptions(SamplingOptions):
     ppo_n_minibatches: int = option(
-        1, "optimizer steps of one pass over a batch; the completions of a prompt stay together", at_least=1
+        1, "optimizer steps per pass over a batch; the completions of a prompt stay together", at_least=1
     )
-    samples_per_prompt: int = option(2, "completions of each prompt, which are compared with each other", at_least=2)
+    samples_per_prompt: int = option(2, "completions per prompt, which are compared with each other", at_least=2)
     pairs: str = option(
         "best_worst",
         "the pairs of a prompt's completions: the best and the worst alone (best_worst), or every two (all); equal rewards "

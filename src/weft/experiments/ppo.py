@@ -18,18 +18,20 @@ from weft.registry import register_quickstart
 class PPOOptions(PolicyOptions):
     eps_clip: float = option(0.2, "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip")
     eps_clip_high: float | None = option(None, "above 1 + eps_clip_high instead (clip-higher)")
-    samples_per_prompt: int = option(1, "completions of each prompt", at_least=1)
+    samples_per_prompt: int = option(1, "completions per prompt", at_least=1)
     max_reward_clip: float | None = option(
-        20.0, "rewards are clipped to +- this, after scale and bias; null for no bound", at_least=0.0
+        20.0, "clip rewards to +- this, after scaling and bias; null: no bound", at_least=0.0
     )
     kl_ctl: float = option(
-        0.05, "weight of the KL to the reference in the reward; 0 leaves the reference out", at_least=0.0
+        0.05, "weight of the KL penalty in the reward; 0: no penalty and no reference model", at_least=0.0
     )
     kl_estimator: str = option("k1", "estimator of the KL in the reward", choices=("k1", "k2", "k3"))
-    use_adaptive_kl_ctl: bool = option(False, "move kl_ctl so that the KL of a completion nears adaptive_kl_target")
-    adaptive_kl_target: float = option(6.0, "nats a completion", at_least=0.0)
-    adaptive_kl_horizon: float = option(10_000.0, "completions over which kl_ctl moves", at_least=1.0)
-    discount: float = option(1.0, "discount a token (gamma)", at_least=0.0, at_most=1.0)
+    use_adaptive_kl_ctl: bool = option(
+        False, "adapt kl_ctl so that the KL of a completion approaches adaptive_kl_target"
+    )
+    adaptive_kl_target: float = option(6.0, "target of the adaptive kl_ctl, in nats per completion", at_least=0.0)
+    adaptive_kl_horizon: float = option(10_000.0, "how slowly the adaptive kl_ctl moves, in completions", at_least=1.0)
+    discount: float = option(1.0, "discount per token (gamma)", at_least=0.0, at_most=1.0)
     gae_lambda: float = option(0.95, "lambda of generalised advantage estimation", at_least=0.0, at_most=1.0)
     adv_norm: bool = option(True, "whiten advantages over the whole batch")
     value_eps_clip: float | None = option(0.2, "a new value may differ this much from the old one; null for no bound")
@@ -38,19 +40,19 @@ class PPOOptions(PolicyOptions):
         "exp", "running average (exp) or mean over everything seen (ma)", choices=("exp", "ma")
     )
     value_norm_beta: float = option(0.99995, "decay of the running average", at_least=0.0, at_most=1.0)
-    value_norm_eps: float = option(1e-5, "smallest variance of returns that is divided by", at_least=0.0)
+    value_norm_eps: float = option(1e-5, "smallest variance of returns to divide by", at_least=0.0)
     truncated: str = option(
         "score",
-        "a completion cut by its length gets its reward (score), or none and the critic's value of what would follow "
-        "(bootstrap)",
+        "what a completion that hit the length limit gets: its reward (score), or no reward but the critic's value of what "
+        "would follow (bootstrap)",
         choices=("score", "bootstrap"),
     )
     critic_init: str | None = option(
         None,
-        "what the critic begins as when critic.path is absent: rew (the usual where it reads the actor's tokens), or actor",
+        "what the critic starts as if critic.path is absent: rew (the default if it reads the actor's tokens) or actor",
         choices=("rew", "actor"),
     )
-    critic_warmup_epochs: int = option(0, "epochs at the start in which the critic alone is trained", at_least=0)
+    critic_warmup_epochs: int = option(0, "epochs at the start that train only the critic", at_least=0)
 
 
 @register_quickstart("ppo")

@@ -26,7 +26,7 @@ class SFTOptions:
         "cross_entropy, or poly: cross-entropy plus poly_eps times 1 less the token's probability",
         choices=("cross_entropy", "poly"),
     )
-    poly_eps: float = option(1.0, "weight of that addition; read with loss_type=poly alone", at_least=0.0)
+    poly_eps: float = option(1.0, "weight of that addition; used only with loss_type=poly", at_least=0.0)
 
 
 @register_quickstart("sft")
