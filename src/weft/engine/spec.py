@@ -20,6 +20,7 @@ STATE_LIBRARY = "bitsandbytes"  # that keeps optimizer states in 8 bits
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
+AUTO = "auto"  # the backend of a role for which nobody says: torch, or hf where weft has no family of the model's type
 MAX_NEW_TOKENS = 1024  # of a completion, where nobody says and the model's context allows
 
 
@@ -145,7 +146,7 @@ class ParallelSpec:
 class ModelSpec:
     """One role's network, tokenizer and optimizer."""
 
-    path: str | None = option(None, "Hugging Face directory or hub name with config.json, weights and tokenizer")
+    path: str | None = option(None, "Hugging Face directory, hub name, or a run: runs/E/T, runs/E/T@step40")
     type: str | None = option(None, "model family; read from config.json when absent")
     init_from_scratch: bool = option(False, "take config and tokenizer from path, weights at random")
     dtype: str | None = option(
@@ -155,11 +156,9 @@ class ModelSpec:
         choices=DTYPES,
     )
     backend: str = option(
-        "torch", "torch (weft's own network), hf (the transformers module), or null (a tokenizer alone)"
+        AUTO, "torch (weft's own network), hf (the transformers module), null (a tokenizer alone); auto: torch, else hf"
     )
-    gradient_checkpointing: bool = option(
-        False, "recompute activations in the backward pass: less memory, a third more time"
-    )
+    gradient_checkpointing: bool = option(False, "recompute activations: less memory, a third more time to train")
     recompute_every: int | None = option(
         None,
         "recompute those of every n-th layer alone, at most the number of layers; 1 is gradient_checkpointing=true, which "
@@ -253,6 +252,7 @@ class ModelSpec:
     schedule: Any = option(None, "", hidden=True)
     # What the runtime fills in from the run's options, so that a backend is a function of (spec, layout) alone.
     device: str | None = option(None, "", hidden=True)
+    notes: tuple[str, ...] = option((), "", hidden=True)  # what the plan says of path and backend
     seed: int = option(1, "", hidden=True)  # of new weights and dropout
     flash_attention: str = option("auto", "", choices=FLASH, hidden=True)
     on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)  # a loss that is NaN or infinite
