@@ -101,6 +101,14 @@ def is_model(folder: Path) -> bool:
     return (folder / CONFIG).is_file() or (folder / ADAPTER).is_file()
 
 
+def short(path: str) -> str:
+    """The shortest name of a checkpoint: `runs/E/T@step40` for that of a policy in a run; `path` for anything else."""
+    parts = Path(path).parts
+    if len(parts) > 3 and parts[-3] == CHECKPOINTS and parts[-2] in POLICIES and STEP.fullmatch(parts[-1]):
+        return f"{Path(*parts[:-3])}@{parts[-1]}"
+    return path
+
+
 def meant(given: str, fileroot: str = RUNS) -> str:
     """A hint: the run or the neighbour of a path that a user may have meant."""
     place = Path(given).expanduser()
@@ -120,8 +128,8 @@ def meant(given: str, fileroot: str = RUNS) -> str:
 
 def _of_run(given: str, place: Path, step: str | None, role: str | None, wanted: Wanted) -> Named:
     """The checkpoint of a run that is asked for. `place` is the run, its checkpoints, or those of a role."""
-    root = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
-    found = _checkpoints(root)
+    inside = (place / CHECKPOINTS).is_dir() or (place / RUN).is_file()
+    found = _checkpoints(place / CHECKPOINTS if inside else place)
     if not found:
         raise _none(given, place, wanted)
     name = _role(given, str(place), found, role, wanted)
@@ -176,6 +184,8 @@ def _many(found: Mapping[str, Steps]) -> str:
 
 def _checkpoints(root: Path) -> dict[str, Steps]:
     """Role -> step -> directory."""
+    if not root.is_dir():
+        return {}
     own = _steps(root)
     if own:
         return {root.name: own}

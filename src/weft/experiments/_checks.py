@@ -133,7 +133,9 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
         raise CheckpointError(f"{option}: is a file; give the directory that holds config.json and the weights")
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{option}: has no config.json; name {SERVES}")
-    read_values(f"{role}.path", directory)
+    kinds = read_values(f"{role}.path", directory).get("architectures") or []
+    if spec.head == "lm" and any("ForSequenceClassification" in str(kind) for kind in kinds):
+        raise CheckpointError(f"{option}: is a reward or value model ({kinds[0]}), which has no words; name a policy")
     if not spec.init_from_scratch and not any(next(directory.glob(p), None) for p in WEIGHTS):
         raise CheckpointError(
             f"{option}: has no weights (*.safetensors); add them, or write {role}.init_from_scratch=true for random ones"

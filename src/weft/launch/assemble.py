@@ -22,6 +22,7 @@ from weft.experiment import Experiment
 from weft.experiments._models import option_of
 from weft.launch.cluster import device_kind, start_devices, start_devices_anew
 from weft.launch.memory import forecast, held_memory
+from weft.launch.next_steps import next_lines
 from weft.launch.plan import plan_lines
 from weft.registry import backends
 from weft.runtime.check import check_calls, check_tokens
@@ -89,6 +90,7 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
             horizon=horizon,
             plan=plan_lines(experiment, horizon, facts, {**numerics, "hardware": hardware}, data, expected),
             hardware=hardware,
+            ending=next_lines(experiment, directory.path),
             farewell=expected.compared if alone else None,
         )
     except BaseException:

@@ -40,7 +40,8 @@ LAST_BITS = "its numbers may differ in their last bits from those of a run that 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a session is made of. `plan` are the lines that are shown before the first step, `farewell` makes the last one."""
+    """What a session is made of. `plan` are the lines that are shown before the first step, `farewell` makes the last one,
+    `ending` are those of a run that is finished."""
 
     experiment: Experiment
     directory: RunDirectory
@@ -51,6 +52,7 @@ class Parts:
     horizon: Horizon
     plan: Sequence[str] = ()
     farewell: Callable[[float], str] | None = None
+    ending: Sequence[str] = ()
     hardware: str = ""  # a line on what a device is, for the report
 
 
@@ -138,6 +140,8 @@ class Session:
         build_report(self._directory.path, status)  # before the status: a run killed in here goes on, and ends with one
         if status == "finished":
             self._directory.set_status(status, self.step)
+            for line in self._parts.ending:
+                self._tell(line)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
