@@ -66,8 +66,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Parse, load, converse. Raises `UserError` (exit code 2) for a model or an option that cannot be used."""
     given = parser().parse_args(list(argv))
-    named = [*given.models, *([given.model_path] if given.model_path is not None else [])]
-    if len(named) not in (1, 2):
+    named = given.models or [each for each in (given.model_path,) if each is not None]
+    if len(named) not in (1, 2) or (given.models and given.model_path is not None):
         raise ConfigError(
             "name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same); or two: weft chat A B"
         )
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         view.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
         chats[0].converse()
         return 0
-    view.note("/help lists the commands, /a and /b speak to one model alone, Ctrl-C stops an answer, Ctrl-D leaves")
+    view.note("/help lists the commands, /a and /b speak to one model, Ctrl-D leaves")
     from weft.cli.side_by_side import SideBySide
 
     SideBySide(chats, view).converse()

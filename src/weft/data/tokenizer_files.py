@@ -135,7 +135,7 @@ def read_template(given: str, option: str = "tokenizer") -> str:
     if "{" not in given:
         if not path.is_file():
             near = nearest(given, TEMPLATES)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"by name there are {', '.join(TEMPLATES)}"
+            hint = f"{f'did you mean {near[0]}? ' if near else ''}by name there are {', '.join(TEMPLATES)}"
             raise ConfigError(
                 f"{typed(option, 'chat_template')}={given!r}: neither the name of a template, nor a file, nor a jinja "
                 f"template; {hint}"
@@ -218,11 +218,7 @@ def check_named_template(hf: PreTrainedTokenizerBase, name: str, path: str, opti
     missing = [token for token in template.tokens if token not in known]
     asked = f"{typed(option, 'chat_template')}={name}"
     if missing:
-        fix = (
-            "the model never learned them"
-            if option == COMMAND
-            else f"add them with {option}.add_tokens=[template] (in a shell in quotes)"
-        )
+        fix = "the model never learned them" if option == COMMAND else f"add them with '{option}.add_tokens=[template]'"
         raise ConfigError(
             f"{asked} writes {', '.join(missing)}, which the vocabulary of {path} lacks; {fix}, or take a template in words "
             "such as zephyr"

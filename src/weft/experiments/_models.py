@@ -92,12 +92,23 @@ def _began(config: RunConfig, run: Path, option: str) -> str | None:
 
 
 def _with_backend(role: str, spec: ModelSpec) -> ModelSpec:
-    """The role with a backend, where it has none and config.json says which one can run it."""
-    if spec.backend != AUTO or spec.path is None:
+    """The role with a backend, where it has none and config.json says which one can run it. Raises `ConfigError` for one that
+    cannot."""
+    if spec.backend not in (AUTO, kind.OWN_RUN) or spec.path is None:
         return spec
     values = kind.values_of(spec.path)
     if not values or spec.type is not None:
         return replace(spec, backend=kind.OWN_RUN) if values else spec
     backend = kind.backend_of(values)
+    if spec.backend != AUTO and backend != spec.backend:
+        raise ConfigError(
+            f"{role}.backend={spec.backend}: weft has no family for models of type {values.get('model_type')}; leave the option "
+            f"out, and backend={backend} runs any decoder that transformers knows"
+        )
+    if backend != kind.OWN_RUN and spec.tokenizer.add_tokens:
+        raise ConfigError(
+            f"{role}.tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend={backend}, which runs models of type "
+            f"{values.get('model_type')}, keeps their vocabulary; leave it out, with a chat template in words such as zephyr"
+        )
     notes = spec.notes if backend == kind.OWN_RUN else (*spec.notes, f"{role}: {kind.cost(values)}")
     return replace(spec, backend=backend, notes=notes)
