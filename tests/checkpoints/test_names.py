@@ -60,7 +60,9 @@ def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
     paths = {roles: locate("runs/e/ppo", Wanted(roles=roles)).path.split("/")[-2] for roles in (POLICIES, CRITICS)}
     assert paths == {POLICIES: "actor", CRITICS: "critic"}
     assert locate("runs/e/rm", Wanted(roles=SCORERS)).path == "runs/e/rm/checkpoints/model/step5"
-    with pytest.raises(CheckpointError, match=r"rew\.path=runs/e/ppo: .* actor and critic, .*: runs/e/ppo@latest:actor"):
+    with pytest.raises(
+        CheckpointError, match=r"rew\.path=runs/e/ppo: .* actor and critic, .*: runs/e/ppo@latest:actor"
+    ):
         locate("runs/e/ppo", Wanted("rew.path", SCORERS))
 
 

@@ -56,14 +56,18 @@ def test_answers_stand_side_by_side_where_there_is_room(model: Path, width: int)
     assert bool(together) == (width >= 80)
     assert all(len(line) <= width for line in lines if "Once" in line or "What" in line)
     if width < 80:
-        assert any(line.startswith("A      Once") for line in lines) and any(line.startswith("B      What") for line in lines)
+        assert any(line.startswith("A      Once") for line in lines) and any(
+            line.startswith("B      What") for line in lines
+        )
     assert "a second" in view.text and view.text.count("forget the conversation") == 1 and "/a LINE" in view.text
 
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_commands_are_for_both_or_for_one(model: Path, width: int, tmp_path: Path) -> None:
     file = tmp_path / "talk.jsonl"
-    view = Seen("Hello", "/set top_k 7", "/b /set top_k 3", "/a More", f"/save {file}", "/rety", "/retry", "/quit", "never")
+    view = Seen(
+        "Hello", "/set top_k 7", "/b /set top_k 3", "/a More", f"/save {file}", "/rety", "/retry", "/quit", "never"
+    )
     answers = ["Hi!", "More.", "Again."], ["Yo.", "Again too."]
     chats, _ = talk(model, view, answers, width)
     assert [chat.spec.top_k for chat in chats] == [7, 3]

@@ -112,7 +112,10 @@ def dead_hub() -> Iterator[tuple[str, list[int]]]:
         ("data inspect e/rows --type prompt", "e/rows:"),
         ("quickstart sft model.path=e/m dataset.path=rows.jsonl", "model.path='e/m'"),
         ("quickstart ppo actor.path=MODEL rew.path=e/m dataset.path=rows.jsonl", "rew.path='e/m'"),
-        ("quickstart sft model.path=MODEL model.tokenizer.path=e/m dataset.path=rows.jsonl", "model.tokenizer.path='e/m'"),
+        (
+            "quickstart sft model.path=MODEL model.tokenizer.path=e/m dataset.path=rows.jsonl",
+            "model.tokenizer.path='e/m'",
+        ),
         ("quickstart sft model.path=MODEL dataset.train_path=e/rows", "dataset.train_path='e/rows'"),
     ],
 )

@@ -83,7 +83,9 @@ def test_a_run_that_goes_on_keeps_the_model_it_began_with(runs: Path) -> None:
     assert given.build().config == first, "the same command is the same configuration"
     other = config(SFTConfig, trial_name="other", model={"path": "runs/e/sft"})
     assert other.build().config["model"]["path"].endswith("step9")
-    resumed = config(SFTConfig, trial_name="other", model={"path": "runs/e/sft"}, resume_from="runs/e/new/recover/step4")
+    resumed = config(
+        SFTConfig, trial_name="other", model={"path": "runs/e/sft"}, resume_from="runs/e/new/recover/step4"
+    )
     assert resumed.build().config["model"]["path"].endswith("step2")
     (runs / "e" / "new" / "config.yaml").write_text("a: [\n")
     with pytest.raises(ConfigError, match=r"config\.yaml is no YAML"):
@@ -93,10 +95,14 @@ def test_a_run_that_goes_on_keeps_the_model_it_began_with(runs: Path) -> None:
 def test_errors_name_the_option_that_was_set(runs: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^rew\.path=runs/e/ppo: .* say which one"):
         config(PPOConfig, actor={"path": "runs/e/sft"}, rew={"path": "runs/e/ppo"}).build()
-    with pytest.raises(CheckpointError, match=r"^actor\.path='.*rm/checkpoints/model/step3': is a reward or value model"):
+    with pytest.raises(
+        CheckpointError, match=r"^actor\.path='.*rm/checkpoints/model/step3': is a reward or value model"
+    ):
         config(DPOConfig, actor={"path": "runs/e/rm"}).build()
     (runs / "e" / "rm" / "checkpoints" / "model" / "step3" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"^rew\.path=.* has no weights"):  # and not the critic's, which is made from it
+    with pytest.raises(
+        CheckpointError, match=r"^rew\.path=.* has no weights"
+    ):  # and not the critic's, which is made from it
         config(PPOConfig, actor={"path": "runs/e/sft"}, rew={"path": "runs/e/rm"}).build()
     assert option_of({"actor": {"path": "x"}, "ref": {"path": None}}, "ref", "x") == "actor"
     assert option_of({"actor": {"path": "x"}, "ref": {"path": "x"}}, "ref", "x") == "ref"
@@ -107,9 +113,15 @@ def test_types_without_a_family_go_to_transformers(runs: Path) -> None:
     checkpoint(runs / "e" / "bloom", "model/step1", model_type="bloom")
     experiment = config(DPOConfig, actor={"path": "runs/e/bloom"}).build()
     assert {spec.backend for spec in experiment.roles.values()} == {"hf"}
-    assert [n for n in experiment.plan_notes if "no family" in n] == [n for n in experiment.plan_notes if "actor: weft" in n] != []
+    assert (
+        [n for n in experiment.plan_notes if "no family" in n]
+        == [n for n in experiment.plan_notes if "actor: weft" in n]
+        != []
+    )
     assert config(SFTConfig, model={"path": "runs/e/sft"}).build().roles["model"].backend == "torch"
-    with pytest.raises(ConfigError, match=r"^model\.backend=torch: .* type bloom; leave the option out, and backend=hf"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.backend=torch: .* type bloom; leave the option out, and backend=hf"
+    ):
         config(SFTConfig, model={"path": "runs/e/bloom", "backend": "torch"}).build()
     with pytest.raises(ConfigError, match=r"^model\.tokenizer\.add_tokens=.* keeps their vocabulary"):
         config(SFTConfig, model={"path": "runs/e/bloom", "tokenizer": {"add_tokens": ["<x>"]}}).build()

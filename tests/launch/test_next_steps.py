@@ -39,7 +39,7 @@ def test_after_sft(folder: Path) -> None:
 
 
 def test_after_the_others(folder: Path) -> None:
-    report, ppo, judged = lines(RWConfig, "model")
+    _, ppo, judged = lines(RWConfig, "model")
     assert "ppo experiment_name=e trial_name=ppo actor.path=m rew.path=runs/e/t dataset.path=PROMPTS.jsonl" in ppo
     assert "weft eval rm runs/e/t PAIRS.jsonl" in judged
     assert [line.split("weft ")[-1] for line in lines(DPOConfig, "actor")[1:]] == [

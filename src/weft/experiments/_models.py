@@ -102,8 +102,8 @@ def _with_backend(role: str, spec: ModelSpec) -> ModelSpec:
     backend = kind.backend_of(values)
     if spec.backend != AUTO and backend != spec.backend:
         raise ConfigError(
-            f"{role}.backend={spec.backend}: weft has no family for models of type {values.get('model_type')}; leave the option "
-            f"out, and backend={backend} runs any decoder that transformers knows"
+            f"{role}.backend={spec.backend}: weft has no family for models of type {values.get('model_type')}; leave the "
+            f"option out, and backend={backend} runs any decoder that transformers knows"
         )
     if backend != kind.OWN_RUN and spec.tokenizer.add_tokens:
         raise ConfigError(

@@ -136,12 +136,10 @@ class Session:
         if error is not None:  # whoever started the run shows it
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
-        self._observer.close(status)
+        self._observer.close(status, self._parts.ending if status == "finished" else ())
         build_report(self._directory.path, status)  # before the status: a run killed in here goes on, and ends with one
         if status == "finished":
             self._directory.set_status(status, self.step)
-            for line in self._parts.ending:
-                self._tell(line)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
