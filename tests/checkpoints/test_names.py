@@ -61,7 +61,7 @@ def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
     assert paths == {POLICIES: "actor", CRITICS: "critic"}
     assert locate("runs/e/rm", Wanted(roles=SCORERS)).path == "runs/e/rm/checkpoints/model/step5"
     with pytest.raises(
-        CheckpointError, match=r"rew\.path=runs/e/ppo: .* actor and critic, .*: runs/e/ppo@latest:actor"
+        CheckpointError, match=r"rew\.path='runs/e/ppo': .* actor and critic, .*: runs/e/ppo@latest:actor"
     ):
         locate("runs/e/ppo", Wanted("rew.path", SCORERS))
 
@@ -74,9 +74,9 @@ def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
         ("runs/e/sft@step9:actor", r"no checkpoints of 'actor'; it has those of model"),
         ("runs/e/empty", r"has saved no checkpoint yet; .* save_freq_steps=N"),
         ("runs/e", r"no config\.json, and no checkpoints of a run; name .* runs/E/T, .* did you mean the run runs/e/"),
-        ("./runs/e/sfft", r"no such directory; .* did you mean the run runs/e/sft"),
+        ("./runs/e/sfft", r"no such file or directory; .* did you mean the run runs/e/sft"),
         ("./modell", r"did you mean model\?"),
-        ("a/b/c/d", r"no such directory; .* check the spelling"),
+        ("a/b/c/d", r"no such file or directory; .* check the spelling"),
     ],
 )
 def test_what_stands_for_nothing_is_refused_with_the_rule_and_the_fix(runs: Path, given: str, message: str) -> None:
@@ -86,7 +86,7 @@ def test_what_stands_for_nothing_is_refused_with_the_rule_and_the_fix(runs: Path
 
 def test_a_model_of_the_cache_comes_before_a_run_of_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = locate("e/sft", Wanted("actor.path"))
-    assert found.note.startswith("actor.path=e/sft: taken as a run, runs/e/sft/checkpoints/model/step10")
+    assert found.note.startswith("actor.path='e/sft': taken as a run, runs/e/sft/checkpoints/model/step10")
     monkeypatch.setattr(hub, "cached", lambda name: name == "e/sft")
     assert locate("e/sft").path == "e/sft"
     monkeypatch.setattr(hub, "cached", lambda name: False)

@@ -300,7 +300,7 @@ def test_an_adapter_talks_on_its_base(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["./absent"], "error: MODEL_DIR=./absent: no such directory"),
+        (["./absent"], "error: MODEL_DIR='./absent': there is no such file or directory"),
         (["MODEL", "--top-p", "2"], "top_p=2.0: must be at most 1"),
         (["MODEL", "--backend", "nope"], "unknown backend 'nope'"),
         (["MODEL", "--device", "nope"], "device='nope'"),

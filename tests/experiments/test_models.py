@@ -54,7 +54,10 @@ def test_every_role_takes_what_serves_as_it(runs: Path) -> None:
     }
     assert {role: experiment.config[role]["path"] for role in found} == found, "config.yaml says what was taken"
     notes = " ".join(experiment.plan_notes)
-    assert "actor.path=runs/e/ppo: the newest checkpoint of actor" in notes and "rew.path=e/rm: taken as a run" in notes
+    assert (
+        "actor.path='runs/e/ppo': the newest checkpoint of actor" in notes
+        and "rew.path='e/rm': taken as a run" in notes
+    )
 
 
 def test_the_configuration_itself_stays_as_it_was(runs: Path) -> None:
@@ -93,7 +96,7 @@ def test_a_run_that_goes_on_keeps_the_model_it_began_with(runs: Path) -> None:
 
 
 def test_errors_name_the_option_that_was_set(runs: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"^rew\.path=runs/e/ppo: .* say which one"):
+    with pytest.raises(CheckpointError, match=r"^rew\.path='runs/e/ppo': .* say which one"):
         config(PPOConfig, actor={"path": "runs/e/sft"}, rew={"path": "runs/e/ppo"}).build()
     with pytest.raises(
         CheckpointError, match=r"^actor\.path='.*rm/checkpoints/model/step3': is a reward or value model"

@@ -55,7 +55,7 @@ class Wanted:
     own: Path | None = None
 
     def said(self, given: str) -> str:
-        return f"{self.option}={given}" if self.option else given
+        return f"{self.option}={given!r}" if self.option else given
 
 
 def locate(given: str, wanted: Wanted | None = None) -> Named:
@@ -82,7 +82,7 @@ def locate(given: str, wanted: Wanted | None = None) -> Named:
     if HUB_NAME.fullmatch(given):
         return Named(given)
     raise CheckpointError(
-        f"{wanted.said(given)}: no such directory; name {SERVES}; {meant(str(place), wanted.fileroot)}"
+        f"{wanted.said(given)}: there is no such file or directory; name {SERVES}; {meant(str(place), wanted.fileroot)}"
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.experiment import Experiment
-from weft.experiments._assemble import check
 from weft.experiments._policy import Policy
 from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions
 from weft.graph.mfc import HostFunction, MFCDef, Node
@@ -89,9 +88,9 @@ class PPOConfig(PolicyConfig):
 
     def build(self) -> Experiment:
         """The graph of a PPO step. Raises `UserError` with the option, its value and the rule."""
-        config = check(self)
-        policy = Policy.of(config, self.ppo, "ppo", self.ppo.samples_per_prompt)
-        critic, begins_as = policy.critic(config.critic, self.ppo.critic_init)
+        policy = Policy.of(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
+        assert isinstance(policy.config, PPOConfig), "it is this configuration, with its models found"
+        critic, begins_as = policy.critic(policy.config.critic, self.ppo.critic_init)
         others, copied = policy.roles(reference_by=None if self._has_ref else "ppo.kl_ctl=0")
         actor = others.pop("actor")
         warmup = replace(actor.optimizer, frozen_epochs=self.ppo.critic_warmup_epochs)
