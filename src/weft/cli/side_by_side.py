@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from weft.cli.conversation import HELP as HELP_OF_ONE
 from weft.cli.conversation import LABELS, Chat, Shown
 from weft.errors import RunError, UserError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from weft.cli.chat_view import View
 
 COLUMNS = 80  # of the terminal from which on two answers stand side by side
-HELP = "/a LINE, /b LINE  a message or a command for one model alone; all else is for both"
+HELP = "/a LINE, /b LINE a message or a command for one model; all else is for both"
 
 
 class Cell:
@@ -96,9 +97,9 @@ class SideBySide:
         for side in self._sides:
             side.begin()
         asked, line = self._asked(line)
-        if line.strip() == "/help" and self.view.interactive:
-            self._sides[0].note(HELP)
-            asked = asked[:1]
+        if line.strip() == "/help":
+            self.view.note(f"{HELP_OF_ONE}\n{HELP}")
+            return True
         if not self.columns:
             stays = self._both(asked, line)
             self._rest()
@@ -142,7 +143,7 @@ class SideBySide:
     def _rest(self) -> None:
         """Notes of a line that no model answered: once where both say the same."""
         one, other = self._sides
-        if one.notes == other.notes or not other.notes:
+        if one.notes == other.notes:
             for text, style in one.notes:
                 (self.view.error if style == "red" else self.view.note)(text)
             one.notes, other.notes = [], []
