@@ -10,6 +10,7 @@ MODEL_DIR, OWNER/NAME         a Hugging Face directory, a hub name
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ SERVES = "a model directory, a run such as runs/E/T, runs/E/T@step40, or a hub n
 STEP = re.compile(r"step(\d+)")
 ASKED = re.compile(r"(?P<place>.*?)(?:@(?P<step>[^@/:]*))?(?::(?P<role>[^@/:]+))?")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+LIKENESS = 0.7  # of a name to that of the run that may have been meant; hub names are seldom like it
 MOST_RUNS = 500  # that a hint looks through
 
 Steps = Mapping[int, Path]
@@ -114,7 +116,7 @@ def meant(given: str, fileroot: str = RUNS) -> str:
     place = Path(given).expanduser()
     short = "/".join(place.parts[-2:])
     runs = {"/".join(run.parts[-2:]): run for run in _runs(fileroot)}
-    close = nearest(short, [name for name in runs if name != given], 1)
+    close = difflib.get_close_matches(short, [name for name in runs if name != given], 1, LIKENESS)
     inside = [run for run in runs.values() if given.rstrip("/") in (str(run.parent), run.parent.name)]
     if inside or close:
         return f"did you mean the run {(inside or [runs[close[0]]])[0]}?"
