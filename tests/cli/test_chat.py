@@ -19,7 +19,6 @@ from tokenizers import decoders
 from tests.tiny import make_llama
 from weft.checkpoints import hf_io, peft_io
 from weft.cli import chat as chat_command
-from weft.cli.chat import locate
 from weft.cli.chat_view import GUTTER, Answer, View, Wrap
 from weft.cli.conversation import Chat
 from weft.cli.main import main
@@ -249,25 +248,6 @@ def test_piped_answers_are_bare() -> None:
 # -- which model
 
 
-def test_a_run_stands_for_its_newest_actor(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "e" / "t"
-    for role, step in (("critic", 30), ("actor", 9), ("actor", 20), ("actor", "20.tmp")):
-        (run / "checkpoints" / role / f"step{step}").mkdir(parents=True)
-    newest = run / "checkpoints" / "actor" / "step20"
-    for given in (run, run / "checkpoints", run / "checkpoints" / "actor"):
-        path, note = locate(str(given))
-        assert path == str(newest) and str(newest) in note
-
-
-def test_what_holds_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a model .* nor checkpoints"):
-        locate(str(tmp_path))
-    for name in (str(tmp_path / "absent"), "./absent", "absent"):
-        with pytest.raises(CheckpointError, match="no such directory"):
-            locate(name)
-    assert locate("owner/name") == ("owner/name", "")
-
-
 def run(words: list[str], lines: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     return main(["chat", *words])
@@ -320,7 +300,7 @@ def test_an_adapter_talks_on_its_base(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["absent"], "error: absent: no such directory"),
+        (["./absent"], "error: MODEL_DIR='./absent': there is no such file or directory"),
         (["MODEL", "--top-p", "2"], "top_p=2.0: must be at most 1"),
         (["MODEL", "--backend", "nope"], "unknown backend 'nope'"),
         (["MODEL", "--device", "nope"], "device='nope'"),

@@ -68,7 +68,7 @@ def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
         (["m", "--no-token", "--host", "0.0.0.0"], "--no-token is for"),
         (["m", "--token-env", "NOT_SET_ANYWHERE"], "not set"),
         (["m", "--token-file", "/nowhere"], "No such file"),
-        (["/nowhere/m", "--no-token"], "no such directory"),
+        (["/nowhere/m", "--no-token"], "no such file or directory"),
     ],
 )
 def test_what_cannot_be_served_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from weft.data.chat_templates import TEMPLATES, text_of
 from weft.data.dress import Dress
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer_files import COMMAND
 from weft.errors import ConfigError, UserError
 
 EOS = "<|endoftext|>"
@@ -120,6 +121,29 @@ def test_the_error_names_the_option_as_it_is_typed(data_dir: Path) -> None:
 
     with pytest.raises(UserError, match=r"write actor\.tokenizer\.chat_template=zephyr"):
         replace(load(data_dir), option="actor.tokenizer").encode_chat(TALK)
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "words"),
+    [
+        ({"chat_template": "chatml"}, "actor.tokenizer", "with 'actor.tokenizer.add_tokens=[template]'"),
+        ({"chat_template": "chatml"}, COMMAND, "--chat-template=chatml writes <|im_start|>"),
+        ({"chat_template": "chatm"}, COMMAND, "--chat-template='chatm': neither"),
+        ({"chat_template": "chatm"}, "rew.tokenizer", "rew.tokenizer.chat_template='chatm': neither"),
+        ({"chat_template": "{% x"}, "rew.tokenizer", "rew.tokenizer.chat_template does not compile"),
+        ({"bos_token": "<nope>"}, "rew.tokenizer", "rew.tokenizer.bos_token='<nope>' is not in the vocabulary"),
+        ({"add_tokens": ["template"]}, "rew.tokenizer", "rew.tokenizer.add_tokens: 'template' stands for"),
+    ],
+)
+def test_errors_name_the_option_of_the_role_or_the_command(
+    changes: dict[str, Any], option: str, words: str, data_dir: Path
+) -> None:
+    path = str(data_dir / "tokenizers/gpt2/tokenizer.json")
+    with pytest.raises(ConfigError) as caught:
+        Tokenizer.load(TokenizerSpec(path=path, **changes), option=option)
+    assert words in str(caught.value)
+    for name in (name for name in TEMPLATES if "chatm'" in words):
+        assert name in str(caught.value), "the names that there are"
 
 
 def test_added_tokens(data_dir: Path, tmp_path: Path) -> None:

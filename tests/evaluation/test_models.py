@@ -9,21 +9,12 @@ import pytest
 from tests.tiny import make_llama
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError
-from weft.evaluation.models import SCORERS, context_length, locate, open_policy, open_scorer
+from weft.evaluation.models import context_length, open_policy, open_scorer
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("policy") / "model")
-
-
-def test_a_run_of_a_reward_model_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
-    for step in (2, 10):
-        folder = tmp_path / "checkpoints" / "rew" / f"step{step}"
-        folder.mkdir(parents=True)
-    (tmp_path / "checkpoints" / "actor" / "step30").mkdir(parents=True)
-    assert locate(str(tmp_path), SCORERS)[0].endswith("rew/step10")
-    assert locate(str(tmp_path))[0].endswith("actor/step30")
 
 
 def test_a_policy_is_no_scorer(policy: Path) -> None:

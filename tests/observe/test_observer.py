@@ -46,15 +46,17 @@ def test_a_step_goes_to_file_log_and_sinks(tmp_path: Path) -> None:
     observer.expect(2)
     observer.samples(1, [{"prompt": "p", "completion": "c", "reward": 1.0}])
     observer.step({"step": 1, "train/loss": 0.5, "train/odd": math.inf})
-    observer.close("finished")
-    observer.close("finished")
+    observer.close("finished", ["next: weft chat runs/e/t"])
+    observer.close("finished", ["never"])
     assert list(read_rows(tmp_path / "metrics.jsonl")) == [
         {"step": 1, "train/loss": 0.5, "train/odd": None, "peak_memory_gb": 1.25}
     ]
     assert list(read_rows(tmp_path / "samples.jsonl")) == [{"step": 1, "prompt": "p", "completion": "c", "reward": 1.0}]
     assert sink.heard == [(1, ["c"]), (1, {"train/loss": 0.5, "peak_memory_gb": 1.25}), "closed"]
     log = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line.split("  ", 1)[1].split("  ")[0] for line in log] == ["step 1/2", log[1].split("  ", 1)[1]]
+    assert [line.split("  ", 1)[1].split("  ")[0] for line in log] == [
+        "step 1/2", log[1].split("  ", 1)[1], "next: weft chat runs/e/t",
+    ]  # fmt: skip
     assert "finished after step 1 of 2" in log[1]
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from weft.checkpoints.names import POLICIES, SCORERS, Wanted, find
 from weft.data.spec import TokenizerSpec
-from weft.engine.spec import QUANTIZE, ModelSpec
-from weft.evaluation.models import POLICIES, SCORERS, locate, open_policy, open_scorer
+from weft.engine.spec import AUTO, QUANTIZE, ModelSpec
+from weft.evaluation.models import open_policy, open_scorer
 
 if TYPE_CHECKING:
     from weft.evaluation.models import Opened
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", default="torch", help="torch (default) or hf")
+    parser.add_argument(
+        "--backend", default=AUTO, help="torch or hf (default: hf where weft has no family for the model)"
+    )
     parser.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
     parser.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
@@ -35,27 +38,33 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 
 def policy(name: str, given: argparse.Namespace) -> Opened:
     """The model that answers. A run stands for its newest checkpoint."""
-    return open_policy(_spec(name, given, POLICIES, given.chat_template))
+    return _told(open_policy(_spec(name, given, Wanted("MODEL", POLICIES), given.chat_template)))
 
 
-def scorer(name: str, given: argparse.Namespace) -> Opened:
+def scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> Opened:
     """The reward model, with its own tokenizer and template."""
-    return open_scorer(_spec(name, given, SCORERS, None))
+    return _told(open_scorer(_spec(name, given, Wanted(option, SCORERS), None)))
 
 
-def _spec(name: str, given: argparse.Namespace, roles: Sequence[str], template: str | None) -> ModelSpec:
-    path, note = locate(name, roles)
-    if note:
-        say(note)
+def _spec(name: str, given: argparse.Namespace, wanted: Wanted, template: str | None) -> ModelSpec:
+    found = find(name, wanted)
+    if found.note:
+        say(found.note)
     tokenizer = TokenizerSpec(chat_template=template)
     return ModelSpec(
-        path=path,
+        path=found.path,
         backend=given.backend,
         device=given.device,
         dtype=given.dtype,
         quantize=given.quantize,
         tokenizer=tokenizer,
     )
+
+
+def _told(opened: Opened) -> Opened:
+    for note in opened.notes:
+        say(note)
+    return opened
 
 
 def say(text: str) -> None:

@@ -1,4 +1,5 @@
-"""`weft chat MODEL_DIR`: a conversation in the terminal with a model directory, or with the newest checkpoint of a run."""
+"""`weft chat MODEL`: a conversation in the terminal with a model, or with the newest checkpoint of a run; `weft chat A B`: with
+two models at once."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from weft.cli.conversation import Chat
+from weft.checkpoints.names import Wanted, find
+from weft.cli.conversation import LABELS, Chat
 from weft.data.spec import TokenizerSpec
-from weft.engine.spec import QUANTIZE, GenerationSpec, ModelSpec
+from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, ModelSpec
 from weft.errors import ConfigError
-from weft.evaluation.models import locate, open_policy
+from weft.evaluation.models import open_policy
 from weft.options import validate
 
 if TYPE_CHECKING:
@@ -24,7 +26,10 @@ FORMATS: Mapping[str, str | None] = {"v2": "oasst", "v2.5": "oasst_v25", "templa
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="weft chat", description=__doc__)
     made.add_argument(
-        "model", nargs="?", metavar="MODEL_DIR", help="model directory, adapter directory, run directory or hub name"
+        "models",
+        nargs="*",
+        metavar="MODEL_DIR",
+        help="a model: directory, adapter, run (runs/E/T, runs/E/T@step40) or hub name; two of them answer side by side",
     )
     made.add_argument(
         "--model-path", "--model_path", dest="model_path", metavar="MODEL_DIR", help="the same as MODEL_DIR"
@@ -48,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--plain", action="store_true", help="continue text as it stands, without the chat template")
     made.add_argument("--no-history", "--no_history", action="store_true", help="answer every message by itself")
-    made.add_argument("--backend", default="torch", help="torch (default) or hf")
+    made.add_argument(
+        "--backend", default=AUTO, help="torch or hf (default: hf where weft has no family for the model)"
+    )
     made.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
     made.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
@@ -63,11 +70,36 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Parse, load, converse. Raises `UserError` (exit code 2) for a model or an option that cannot be used."""
     given = parser().parse_args(list(argv))
-    named = [name for name in (given.model, given.model_path) if name is not None]
-    if len(named) != 1:
-        raise ConfigError("name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same)")
+    named = given.models or [each for each in (given.model_path,) if each is not None]
+    if len(named) not in (1, 2) or (given.models and given.model_path is not None):
+        raise ConfigError(
+            "name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same); or two: weft chat A B"
+        )
     spec = _generation_spec(given)
-    path, note = locate(named[0])
+    found = [find(name, Wanted("MODEL_DIR")) for name in named]
+    models = [_model(each.path, given) for each in found]
+
+    from weft.cli.chat_view import View
+
+    view = View()
+    chats = []
+    for label, each, model in zip(LABELS, found, models, strict=False):
+        if each.note:
+            view.note(each.note)
+        chats.append(_load(model, spec, view, plain=given.plain, label=label if len(models) > 1 else ""))
+        chats[-1].system, chats[-1].history = given.system, not given.no_history
+    if len(chats) == 1:
+        view.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+        chats[0].converse()
+        return 0
+    view.note("/help lists the commands, /a and /b speak to one model, Ctrl-D leaves")
+    from weft.cli.side_by_side import SideBySide
+
+    SideBySide(chats, view).converse()
+    return 0
+
+
+def _model(path: str, given: argparse.Namespace) -> ModelSpec:
     template = given.chat_template or FORMATS[given.format or "template"]
     model = ModelSpec(
         path=path,
@@ -78,16 +110,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer=TokenizerSpec(chat_template=template),
     )
     validate(model)
-
-    from weft.cli.chat_view import View
-
-    view = View()
-    if note:
-        view.note(note)
-    chat = _load(model, spec, view, plain=given.plain)
-    chat.system, chat.history = given.system, not given.no_history
-    chat.converse()
-    return 0
+    return model
 
 
 def _generation_spec(given: argparse.Namespace) -> GenerationSpec:
@@ -104,13 +127,17 @@ def _generation_spec(given: argparse.Namespace) -> GenerationSpec:
     return spec
 
 
-def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool) -> Chat:
+def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool, label: str) -> Chat:
     """The model with its tokenizer, and the lines at the top. Raises `UserError` for what cannot be talked to."""
     opened = open_policy(model)
     tokenizer, facts = opened.tokenizer, opened.engine.description
     chat = Chat(opened.engine, tokenizer, replace(spec, stop_ids=tokenizer.stop_ids()), view)
     chat.plain, chat.context = plain or tokenizer.chat_template is None, opened.context
-    view.title(f"weft chat  {opened.name}")
+    if label:
+        chat.name = opened.name
+    view.title(f"{label or 'weft chat'}  {opened.name}")
+    for note in opened.notes:
+        view.note(note)
     if opened.adapter:
         view.note(f"adapter of {opened.path}")
     device = facts.get("device", model.device or "")
@@ -123,7 +150,6 @@ def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool) ->
         view.note(f"plain text: every line is continued by itself, as it stands ({why})")
     if tokenizer.eos_id is None:
         view.note("the tokenizer has no end-of-sequence token: answers end at max_new_tokens")
-    view.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     return chat
 
 

@@ -8,10 +8,16 @@ import sys
 from types import TracebackType
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 
 GUTTER = 7  # columns of "you" and "model"
 WIDEST = 100  # columns of text; longer lines are hard to read
+
+
+def harmless(character: str) -> bool:
+    """Whether a character is shown as it is; control characters would move the cursor."""
+    return ord(character) >= 160 or 32 <= ord(character) < 127
 
 
 class Wrap:
@@ -32,7 +38,7 @@ class Wrap:
             elif character == " ":
                 out += self._put()
                 self._gap += " " if self._begun else ""
-            elif ord(character) >= 160 or 32 < ord(character) < 127:  # control characters would move the cursor
+            elif harmless(character):
                 wide = cell_len(character) > 1  # scripts written without spaces break anywhere
                 out += self._put() if wide else ""
                 self._word += character
@@ -60,15 +66,18 @@ class Wrap:
 
 
 class Answer:
-    """One answer as it comes: `with view.answer() as answer: answer.write(...)`."""
+    """One answer as it comes: `with view.answer() as answer: answer.write(...)`. `label` is who speaks; without one a pipe
+    gets the answer alone."""
 
-    def __init__(self, console: Console, *, interactive: bool) -> None:
-        self._console, self._interactive = console, interactive
+    def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:
+        self._console, self._interactive, self._label = console, interactive, label
         self._wrap = Wrap(min(console.width, WIDEST), GUTTER)
 
     def __enter__(self) -> Answer:
         if self._interactive:
-            self._console.print(f"[bold green]{'model':{GUTTER}}[/]", end="")
+            self._console.print(f"[bold green]{self._label or 'model':{GUTTER}}[/]", end="")
+        elif self._label:
+            self._out(f"{self._label}: ")
         return self
 
     def write(self, text: str, style: str = "") -> str:
@@ -117,8 +126,20 @@ class View:
                     raise
                 self.note("\nCtrl-D or /quit leaves")
 
-    def answer(self) -> Answer:
-        return Answer(self._console, interactive=self.interactive)
+    def answer(self, label: str = "") -> Answer:
+        return Answer(self._console, interactive=self.interactive, label=label)
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal."""
+        return self._console.width
+
+    def show(self, what: RenderableType) -> None:
+        self._console.print(what)
+
+    def live(self, what: RenderableType) -> Live:
+        """What is shown while it grows, and is gone at the end."""
+        return Live(what, console=self._console, transient=True, refresh_per_second=8)
 
     def title(self, text: str) -> None:
         self._notes.print(text, style="bold", markup=False, soft_wrap=True)

@@ -7,17 +7,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError, UserError, nearest, unknown_name
 from weft.options import read, validate
 
 if TYPE_CHECKING:
-    from weft.cli.chat_view import View
+    from types import TracebackType
+
     from weft.data.tokenizer import Tokenizer
     from weft.engine.base import Engine
 
+LABELS = ("A", "B")  # of two models that answer side by side
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "greedy")
 HELP = """/help            this list
 /retry           another answer to the last message
@@ -28,6 +30,27 @@ HELP = """/help            this list
 /quit            leave, as does Ctrl-D
 an empty line    go on with an answer that was cut or stopped
 Ctrl-C           stop the answer"""
+
+
+class Shown(Protocol):
+    """An answer as it comes; `style` is rich's."""
+
+    def __enter__(self) -> Shown: ...
+    def write(self, text: str, style: str = "") -> str: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Shows(Protocol):
+    """Where a conversation is held."""
+
+    interactive: bool
+
+    def ask(self) -> str | None: ...
+    def answer(self) -> Shown: ...
+    def note(self, text: str) -> None: ...
+    def error(self, text: str) -> None: ...
 
 
 @dataclass
@@ -42,7 +65,7 @@ class Chat:
     engine: Engine
     tokenizer: Tokenizer
     spec: GenerationSpec
-    view: View
+    view: Shows
     system: str | None = None
     plain: bool = False
     context: int | None = None
@@ -52,6 +75,7 @@ class Chat:
     said: list[int] = field(default_factory=list)
     ended: bool = True
     draws: int = 0  # requests so far; seeds the draws, so that a retry differs
+    name: str = ""  # of the model, where a file holds the answers of several
 
     def converse(self) -> None:
         """Read lines until the input ends. In a pipe an error ends the conversation, for there is nobody to mend it."""
@@ -163,7 +187,8 @@ class Chat:
         rows = pairs if self.plain else [self._conversation()]
         with Path(name).expanduser().open("a", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps({"messages": row}, ensure_ascii=False) + "\n")
+                told = {"model": self.name} if self.name else {}
+                file.write(json.dumps({"messages": row, **told}, ensure_ascii=False) + "\n")
         self.view.note(f"{len(self.messages)} messages appended to {name}")
 
     # -- answers

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from weft.checkpoints.names import ADAPTER, POLICIES, SCORERS, Wanted, find
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
 
@@ -27,15 +28,17 @@ def main(argv: Sequence[str]) -> int:
     llama.add_argument("--output", required=True, type=Path, help="directory to write; must not exist or be empty")
     llama.set_defaults(run=_llama2c)
     merge = kinds.add_parser("merge", help="add an adapter in PEFT's layout to the weights of its base model")
-    merge.add_argument("--base", required=True, help="model directory or hub name that the adapter belongs to")
-    merge.add_argument("--adapter", required=True, type=Path, help="directory with adapter_config.json")
+    merge.add_argument("--base", required=True, help="model directory, run or hub name that the adapter belongs to")
+    merge.add_argument(
+        "--adapter", required=True, type=Path, help="directory with adapter_config.json, or a run that trained one"
+    )
     merge.add_argument("--output", required=True, type=Path, help="directory to write; must not exist or be empty")
     merge.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype to write; the base's by default"
     )
     merge.set_defaults(run=_merge)
     stages = kinds.add_parser("partition", help="the same model with one weight file a pipeline stage")
-    stages.add_argument("--model_dir", required=True, help="model directory or hub name")
+    stages.add_argument("--model_dir", required=True, help="model directory, run or hub name")
     stages.add_argument("--model_type", help="model family; read from config.json when absent")
     stages.add_argument("--num_stages", required=True, type=int, help="pipeline stages")
     stages.add_argument("--output_dir", required=True, type=Path, dest="output",
@@ -44,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     triton = kinds.add_parser(
         "triton", help="a model store for NVIDIA Triton: a TorchScript module and its configuration"
     )
-    triton.add_argument("model", nargs="?", metavar="MODEL", help="model directory or hub name")
+    triton.add_argument("model", nargs="?", metavar="MODEL", help="model directory, run or hub name")
     triton.add_argument("--configs", nargs="+", metavar="NAME", help="sections that name it instead")
     triton.add_argument("output", metavar="OUT", type=Path, help="directory to write; must not exist or be empty")
     triton.add_argument("--triton_mode", required=True, choices=("rm", "sft"),
@@ -124,7 +127,8 @@ def _save_tokenizer(vocabulary: spm.Model, length: int, output: Path) -> None:
 def _partition(arguments: argparse.Namespace) -> None:
     from weft.checkpoints import stages
 
-    sizes = stages.partition(arguments.model_dir, arguments.output, arguments.num_stages, arguments.model_type)
+    model = find(arguments.model_dir, Wanted("--model_dir")).path
+    sizes = stages.partition(model, arguments.output, arguments.num_stages, arguments.model_type)
     print(stages.describe(sizes))
 
 
@@ -142,20 +146,19 @@ def _merge(arguments: argparse.Namespace) -> None:
     from weft.models.network import lora
     from weft.models.network.parameters import values
 
-    settings = peft_io.read_adapter_config(arguments.adapter)
+    adapter = _adapter(arguments.adapter)
+    settings = peft_io.read_adapter_config(adapter)
     head = peft_io.TASKS[settings["task_type"]]
-    base = hf_io.resolve(arguments.base)
+    base = hf_io.resolve(find(arguments.base, Wanted("--base")).path)
     stored = hf_io.Reader(base, head).dtype
     network = hf_io.load(base, head, dtype=stored)
-    peft_io.load_adapter(arguments.adapter, network)
+    peft_io.load_adapter(adapter, network)
     held = values(network)
     if not any(bool(value.any()) for name, value in held.items() if name.endswith(lora.B)):
-        raise CheckpointError(
-            f"{arguments.adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?"
-        )
+        raise CheckpointError(f"{adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?")
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
     merged = lora.merge(held, lora.scales(network))
-    config, source = network.config, _tokenizer_of(arguments.adapter, base)
+    config, source = network.config, _tokenizer_of(adapter, base)
     arguments.output.mkdir(parents=True, exist_ok=True)
     if source is not None:
         spec = ModelSpec(path=str(source), head=head, trained=True)
@@ -164,6 +167,12 @@ def _merge(arguments: argparse.Namespace) -> None:
         config = hf_io.with_ids(config, **saving.token_ids(tokenizer, head))
         hf_io.write_generation(arguments.output, saving.generation_config(spec))
     hf_io.save(arguments.output, merged, config, head, dtype=dtype, pooling=network.pooling)
+
+
+def _adapter(given: Path) -> Path:
+    """The adapter in a directory, or in the newest checkpoint of a run."""
+    place = Path(find(str(given), Wanted("--adapter")).path)
+    return place / "adapter" if (place / "adapter" / ADAPTER).is_file() else place
 
 
 def _triton(arguments: argparse.Namespace) -> None:
@@ -180,6 +189,7 @@ def _triton(arguments: argparse.Namespace) -> None:
     model = arguments.model or triton_model(
         [name for word in arguments.configs for name in word.split(",") if name], mode
     )
+    model = find(model, Wanted("MODEL", SCORERS if mode == "rm" else POLICIES)).path
     if mode == "rm":
         spec = ModelSpec(path=model, head="score")
         padding = skipped_padding(Tokenizer.load(TokenizerSpec(), model), spec)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoints.names import TOKENIZERS, Wanted, find
 from weft.cli import overrides
+from weft.data.sources import check_at_hand
 from weft.data.spec import DatasetSpec, TokenizerSpec, sources_of
 from weft.errors import ConfigError, DataError
 from weft.options import option, read, validate
@@ -63,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
     import_user_folder()
     import_user_code(arguments.imports)
     config, paths = _configure(arguments)
+    for path in paths:
+        check_at_hand(path)
     run: Callable[[DataConfig, list[str], argparse.Namespace], int | None] = arguments.run
     return run(config, paths, arguments) or 0
 
@@ -223,7 +227,15 @@ def _tokenizer(config: DataConfig) -> Tokenizer:
 
     if config.tokenizer.path is None:
         raise ConfigError("--tokenizer is missing: name a model directory, a tokenizer file or a hub name")
-    return Tokenizer.load(config.tokenizer)
+    return Tokenizer.load(_at_hand(config.tokenizer))
+
+
+def _at_hand(spec: TokenizerSpec) -> TokenizerSpec:
+    """The tokenizer's options, with the directory where `path` names a run. Raises `CheckpointError` for what is nowhere."""
+    place = Path(str(spec.path)).expanduser()
+    if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
+        return spec
+    return replace(spec, path=find(str(spec.path), Wanted("--tokenizer")).path)
 
 
 def _console(arguments: argparse.Namespace) -> Console:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if not paths:
         raise ConfigError("weft eval rm: there are no data; name a file, a folder or a hub name")
     kinds = [given.type or _kind(path, given.split) for path in paths]
-    opened = _models.scorer(given.model, given)
+    opened = _models.scorer(given.model, given, "MODEL")
     figures: dict[str, Any] = {}
     for path, kind in zip(paths, kinds, strict=True):
         with _models.progress(path) as bar:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoints.names import Wanted, find
 from weft.cli import plan_memory
 from weft.errors import ConfigError
 from weft.topology import Layout, Mesh, parse_mesh
@@ -80,7 +81,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     made = commands.add_parser("realloc", help=told, description=f"Print {told}.", epilog=EPILOG, formatter_class=form)
     made.add_argument("source", metavar="FROM", help="layout that has the parameters, such as d4f4t2")
     made.add_argument("target", metavar="TO", help="layout that gets them, such as t4p2")
-    made.add_argument("--model", metavar="DIR", help="model directory or hub name; only its config.json is read")
+    made.add_argument("--model", metavar="DIR", help="model directory, run or hub name; only its config.json is read")
     made.add_argument("--dtype", choices=sorted(ITEMSIZE), default="bfloat16", help="of what is sent (%(default)s)")
     made.add_argument("--source-mesh", metavar="LIST", help="devices of FROM, such as 0-7 or 0,2 (the first ones)")
     made.add_argument("--target-mesh", metavar="LIST", help="devices of TO (the first ones)")
@@ -168,7 +169,9 @@ def _mesh(arguments: argparse.Namespace, side: str) -> Mesh:
 def _config(model: str | None) -> TransformerConfig:
     from weft.checkpoints.hf_io import find_family, read_config
 
-    return read_config(model)[1] if model else find_family(SMALL_LLAMA).config(SMALL_LLAMA)
+    return (
+        read_config(find(model, Wanted("--model")).path)[1] if model else find_family(SMALL_LLAMA).config(SMALL_LLAMA)
+    )
 
 
 def _described(mesh: Mesh) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoints.names import Wanted, find
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ TOLD = "which GPU holds the training of a model, and what makes it fit a smaller
 def add(commands: Any) -> None:
     """The command's arguments."""
     made = commands.add_parser("memory", help=TOLD, description=f"Print {TOLD}. Only its config.json is read.")
-    made.add_argument("model", metavar="MODEL", help="model directory or hub name")
+    made.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
     made.add_argument(
         "--tokens", type=int, default=16384, metavar="N", help="of a micro-batch, all trained (%(default)s)"
     )
@@ -31,9 +32,10 @@ def main(arguments: argparse.Namespace) -> int:
 
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens={arguments.tokens}: a micro-batch has at least one token")
-    case = case_of(arguments.model, arguments.tokens, arguments.dtype)
+    found = find(arguments.model, Wanted("MODEL"))
+    case = case_of(found.path, arguments.tokens, arguments.dtype)
     print(
-        f"{arguments.model}: {case.shape.parameters:,} parameters, AdamW, {case.settings.dtype}, {arguments.tokens:,} tokens"
+        f"{found.path}: {case.shape.parameters:,} parameters, AdamW, {case.settings.dtype}, {arguments.tokens:,} tokens"
     )
     print("\n".join(fits.table(fits.ways({"model": case}))))
     return 0

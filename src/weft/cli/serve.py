@@ -8,14 +8,16 @@ import os
 import re
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.engine.spec import QUANTIZE, GenerationSpec, Head, ModelSpec
+from weft.checkpoints.names import SCORERS, Wanted, find
+from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
-from weft.evaluation.models import SCORERS, is_scorer, locate, open_policy, open_scorer
+from weft.evaluation.models import is_scorer, open_policy, open_scorer
 
 if TYPE_CHECKING:
     from weft.serve.served import Served
@@ -27,7 +29,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="weft serve", description=__doc__)
     made.add_argument("model", metavar="MODEL", nargs="?", help="policy: model, adapter or run directory, or hub name")
-    made.add_argument("--reward", metavar="MODEL", help="reward model: directory or hub name")
+    made.add_argument("--reward", metavar="MODEL", help="reward model: directory, run or hub name")
     made.add_argument("--name", help="the policy's name for clients (default: that of its directory)")
     made.add_argument("--reward-name", help="the reward model's name for clients")
     made.add_argument(
@@ -43,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--quantize", choices=QUANTIZE, help="hold the weights in 8 or 4 bits: less memory, slower on a CPU"
     )
-    made.add_argument("--backend", default="torch", help="torch (default) or hf")
+    made.add_argument(
+        "--backend", default=AUTO, help="torch or hf (default: hf where weft has no family for the model)"
+    )
     made.add_argument("--token-file", type=Path, help="file that holds the token that requests must carry")
     made.add_argument(
         "--token-env",
@@ -150,7 +154,7 @@ def models(given: argparse.Namespace) -> list[Served]:
     """The policy and the reward model that are asked for. Raises `UserError`."""
     found = []
     if given.model is not None:
-        path, _ = locate(given.model)
+        path = _found(given.model, Wanted("MODEL"))
         scores = is_scorer(path)
         if scores and given.reward is not None:
             raise CheckpointError(f"{path} is a reward model, too; name a policy, or leave out --reward")
@@ -158,13 +162,20 @@ def models(given: argparse.Namespace) -> list[Served]:
             _load(given, path, given.name or given.reward_name if scores else given.name, "score" if scores else "lm")
         )
     if given.reward is not None:
-        path, _ = locate(given.reward, SCORERS)
+        path = _found(given.reward, Wanted("--reward", SCORERS))
         if not is_scorer(path):
             raise CheckpointError(f"--reward={given.reward} has no score head; train one with weft quickstart rw")
         found.append(_load(given, path, given.reward_name, "score"))
     if len({model.name for model in found}) < len(found):
         raise ConfigError(f"both models are called {found[0].name}; set --name or --reward-name")
     return found
+
+
+def _found(name: str, wanted: Wanted) -> str:
+    found = find(name, wanted)
+    if found.note:
+        print(found.note, file=sys.stderr)
+    return found.path
 
 
 def _load(given: argparse.Namespace, path: str, name: str | None, head: Head) -> Served:

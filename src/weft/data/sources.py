@@ -14,8 +14,8 @@ from typing import IO, Any
 import huggingface_hub
 import pyarrow
 import pyarrow.parquet
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from weft.data import hub
 from weft.errors import DataError, nearest
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".parquet")
@@ -189,14 +189,22 @@ def _from_hub(path: str) -> Path:
         raise DataError(f"{path}: there is no such file or directory; {hint}")
     name, _, folder = path.partition(":")
     patterns = [f"{folder}/**{suffix}" if folder else f"*{suffix}" for suffix in SUFFIXES]
+    check_at_hand(path)
     try:
         copy = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+    except hub.FAILURES as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"{path}: there is no such file or directory, and no dataset of this name could be fetched from the hub ({reason})"
         ) from error
     return copy / folder if folder else copy
+
+
+def check_at_hand(path: str, option: str = "") -> None:
+    """That a path is on this machine, or a dataset that the cache or the hub has. Raises `DataError`; other paths are not
+    looked at."""
+    if not Path(path).expanduser().exists() and HUB_NAME.fullmatch(path):
+        hub.check_dataset(option, path.partition(":")[0], "check the spelling")
 
 
 def _hidden(file: Path) -> bool:

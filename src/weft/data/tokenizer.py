@@ -23,7 +23,7 @@ from weft.data.dress import Dress, with_prefix
 from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
 from weft.data.turns import Template, leading_token
-from weft.errors import ConfigError, DataError, UserError
+from weft.errors import ConfigError, DataError
 
 UNDRESSED = Dress()
 
@@ -42,25 +42,28 @@ class Tokenizer:
     draw: np.random.Generator | None = None  # what is drawn of that; None: nothing
 
     @classmethod
-    def load(cls, spec: TokenizerSpec, model_path: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
-        """Read `spec.path` (or the model's own) and apply the overrides.
-
-        A path is an HF directory, a `tokenizer.json`, a sentencepiece `tokenizer.model`, or a hub name. Raises `UserError`
-        where nothing can be read, a named token is not in the vocabulary, or the chat template does not compile.
-        """
-        path = spec.path or model_path
-        if path is None:
-            raise ConfigError("tokenizer.path is not set and there is no model path to take a tokenizer from; set one")
+    def load(
+        cls,
+        spec: TokenizerSpec,
+        model_path: str | None = None,
+        trust_remote_code: bool = False,
+        option: str = "tokenizer",
+    ) -> Tokenizer:
+        """Read `spec.path` (or the model's own: a directory, a `tokenizer.json`, a sentencepiece file, a hub name) and apply
+        the overrides; `option` is how a user writes them. Raises `UserError` where nothing can be read, a named token is not
+        in the vocabulary, or the chat template does not compile."""
+        if (path := spec.path or model_path) is None:
+            raise ConfigError(f"{option}.path is not set and there is no model path; set one")
         with tokenizer_files.quiet():
-            hf = tokenizer_files.read(path, trust_remote_code)
-        added_from = tokenizer_files.prepare(hf, spec, path)
+            hf = tokenizer_files.read(path, trust_remote_code, option)
+        added_from = tokenizer_files.prepare(hf, spec, path, option)
         add_bos = tokenizer_files.begins_with_bos(hf) if spec.add_bos_token is None else spec.add_bos_token
         if spec.add_bos_token:
-            tokenizer_files.need_bos(hf, path)
+            tokenizer_files.need_bos(hf, path, option)
         if spec.add_bos_token is not None:
             tokenizer_files.set_habit(hf, spec.add_bos_token)
         stops = tokenizer_files.stop_ids_of_model(model_path or path)
-        return cls(hf, add_bos, bool(spec.add_bos_token), stops, added_from)
+        return cls(hf, add_bos, bool(spec.add_bos_token), stops, added_from, option)
 
     # -- ids and text
 
@@ -249,7 +252,7 @@ class Tokenizer:
     def require_eos(self) -> int:
         """The id of EOS. Raises `UserError` where the tokenizer has none."""
         if self.eos_id is None:
-            raise tokenizer_files.no_eos(self._added)
+            raise tokenizer_files.no_eos(self._added, self.option)
         return self.eos_id
 
     def require_chat_template(self) -> str:
@@ -262,10 +265,7 @@ class Tokenizer:
         """Raise `UserError` where there is no chat template, or one that cannot write conversations of texts."""
         self.require_chat_template()
         if self._template_fault is not None:
-            raise UserError(
-                f"the chat template of {self.name} {self._template_fault}, and weft gives it text; name a template for "
-                f"text conversations with {self.option}.chat_template=chatml (or another name, or a jinja file)"
-            )
+            raise tokenizer_files.no_text_template(self.name, self._template_fault, self.option)
 
     @cached_property
     def _template_fault(self) -> str | None:

@@ -13,14 +13,14 @@ from typing import Any
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
-from weft.data import chat, spm
+from weft.data import chat, hub, spm
 from weft.data.chat_templates import TEMPLATES, text_of
 from weft.data.spec import TokenizerSpec
 from weft.errors import ConfigError, UserError, nearest
 
 SENTENCEPIECE = "tokenizer.model"
+COMMAND = "--"  # in place of the options of a role: those of a command such as weft chat
 TEMPLATE = "template"  # among tokens to add: those of the named chat template
 CLASSES_WITH_BOS = (
     "Llama",
@@ -41,41 +41,49 @@ def stop_ids_of_model(path: str) -> tuple[int, ...]:
 
 def model_values(path: str, name: str) -> Mapping[str, Any]:
     """What a JSON file of a model directory or hub model holds; nothing where there is none of that name."""
+    place = Path(path).expanduser()
     try:
-        with quiet():
-            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError):  # a hub that does not answer; who needs the model says so
+        file = (place if place.exists() else hub.folder(path)) / name
+    except hub.FAILURES:  # a hub that does not answer; who needs the model says so
         return {}
     try:
-        values = {} if file is None else json.loads(Path(file).read_text())
+        values = json.loads(file.read_text()) if file.is_file() else {}
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from error
     return values if isinstance(values, dict) else {}
 
 
-def read(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    place = Path(path).expanduser()
+def typed(option: str, name: str) -> str:
+    """How a user writes an option of a tokenizer: `actor.tokenizer.eos_token`, or for a command `--chat-template`."""
+    return f"--{name.replace('_', '-')}" if option == COMMAND else f"{option}.{name}"
+
+
+def read(path: str, trust_remote_code: bool, option: str = "tokenizer") -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`. Raises `UserError` naming the option, `option` and what follows it."""
+    place, asked = Path(path).expanduser(), f"{typed(option, 'path')}={path}"
     if place.is_file():
         if place.suffix == ".json":
             return PreTrainedTokenizerFast(tokenizer_file=str(place))
         if place.suffix == ".model" and spm.is_sentencepiece(place):
             return _from_sentencepiece(place, {})
-        raise UserError(f"tokenizer.path={path}: a file must be a tokenizer.json or a sentencepiece tokenizer.model")
+        raise UserError(f"{asked}: a file must be a tokenizer.json or a sentencepiece tokenizer.model")
     if place.is_dir() and not (place / "tokenizer.json").exists():
         model = place / SENTENCEPIECE
         if model.exists() and spm.is_sentencepiece(model):
             config = place / "tokenizer_config.json"
             return _from_sentencepiece(model, json.loads(config.read_text()) if config.exists() else {})
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
-        raise UserError(f"tokenizer.path={path}: no such file or directory")
+        raise UserError(f"{asked}: no such file or directory")
     try:
-        return AutoTokenizer.from_pretrained(
-            str(place) if place.is_dir() else path, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        if not place.is_dir() and not trust_remote_code:
+            place = hub.folder(path)
+        hf = AutoTokenizer.from_pretrained(str(place) if place.is_dir() else path, trust_remote_code=trust_remote_code)
+        hf.name_or_path = path
+        return hf
+    except (*hub.FAILURES, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"tokenizer.path={path}: no tokenizer can be read there ({reason}); "
+            f"{asked}: no tokenizer can be read there ({reason}); "
             "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
         ) from error
 
@@ -106,7 +114,7 @@ def set_habit(hf: Any, add_bos: bool) -> None:
         hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
 
 
-def override(hf: PreTrainedTokenizerBase, name: str, token: str | None, path: str) -> None:
+def override(hf: PreTrainedTokenizerBase, name: str, token: str | None, path: str, option: str = "tokenizer") -> None:
     if token is None:
         return
     vocab = hf.get_vocab()
@@ -114,12 +122,12 @@ def override(hf: PreTrainedTokenizerBase, name: str, token: str | None, path: st
         near = nearest(token, [known for known in vocab if known.startswith(token[:1])])
         hint = f"near it: {', '.join(near)}" if near else "name a token that it has"
         raise ConfigError(
-            f"tokenizer.{name}={token!r} is not in the vocabulary of {path} ({len(vocab)} tokens); {hint}"
+            f"{typed(option, name)}={token!r} is not in the vocabulary of {path} ({len(vocab)} tokens); {hint}"
         )
     hf.add_special_tokens({name: token})
 
 
-def read_template(given: str) -> str:
+def read_template(given: str, option: str = "tokenizer") -> str:
     """The template's text: `given` is that, the name of one, or a file that holds it. Raises `ConfigError` where it is none."""
     if given in TEMPLATES:
         return text_of(given)
@@ -127,28 +135,29 @@ def read_template(given: str) -> str:
     if "{" not in given:
         if not path.is_file():
             near = nearest(given, TEMPLATES)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"by name there are {', '.join(TEMPLATES)}"
+            hint = f"{f'did you mean {near[0]}? ' if near else ''}by name there are {', '.join(TEMPLATES)}"
             raise ConfigError(
-                f"tokenizer.chat_template={given!r}: neither the name of a template, nor a file, nor a jinja template; {hint}"
+                f"{typed(option, 'chat_template')}={given!r}: neither the name of a template, nor a file, nor a jinja "
+                f"template; {hint}"
             )
         given = path.read_text()
     problem = chat.template_problem(given)
     if problem:
-        raise ConfigError(f"tokenizer.chat_template does not compile, {problem}; mend the template")
+        raise ConfigError(f"{typed(option, 'chat_template')} does not compile, {problem}; mend the template")
     return given
 
 
-def prepare(hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str) -> int | None:
+def prepare(hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option: str = "tokenizer") -> int | None:
     """Change the tokenizer of `path` as the options say. The first id that is new, or None."""
-    added_from = add_tokens(hf, added_tokens(spec.add_tokens, spec.chat_template))
+    added_from = add_tokens(hf, added_tokens(spec.add_tokens, spec.chat_template, option))
     for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
-        override(hf, name, getattr(spec, name), path)
+        override(hf, name, getattr(spec, name), path, option)
     if spec.per_digit_tokens:
-        split_digits(hf, path)
+        split_digits(hf, path, option)
     if spec.chat_template is not None:
-        hf.chat_template = read_template(spec.chat_template)
+        hf.chat_template = read_template(spec.chat_template, option)
         if spec.chat_template in TEMPLATES:
-            check_named_template(hf, spec.chat_template, path)
+            check_named_template(hf, spec.chat_template, path, option)
     return added_from
 
 
@@ -156,19 +165,28 @@ def no_template(option: str) -> UserError:
     """The error where messages need a chat template; `option` is how the tokenizer's options are written."""
     return UserError(
         "the tokenizer has no chat template, and message lists need one; "
-        f"write {option}.chat_template=zephyr (or another of {', '.join(TEMPLATES)}, or a jinja file), or use text columns"
+        f"write {typed(option, 'chat_template')}=zephyr (or another of {', '.join(TEMPLATES)}, or a jinja file), or use text "
+        "columns"
     )
 
 
-def no_eos(added: Sequence[str]) -> UserError:
+def no_text_template(name: str, fault: str, option: str) -> UserError:
+    """The error where the chat template of the tokenizer `name` cannot write conversations of texts, and why."""
+    return UserError(
+        f"the chat template of {name} {fault}, and weft gives it text; name a template for text conversations with "
+        f"{typed(option, 'chat_template')}=chatml (or another name, or a jinja file)"
+    )
+
+
+def no_eos(added: Sequence[str], option: str = "tokenizer") -> UserError:
     """The error where completions need a token to end with."""
     return UserError(
-        "the tokenizer has no end-of-sequence token, and completions need one to end with; set tokenizer.eos_token to a token "
+        f"the tokenizer has no end-of-sequence token, and completions need one to end with; set {option}.eos_token to a token "
         f"of its vocabulary (its special tokens: {', '.join(added[:8]) or 'none'})"
     )
 
 
-def added_tokens(given: Sequence[str], template: str | None) -> list[str]:
+def added_tokens(given: Sequence[str], template: str | None, option: str = "tokenizer") -> list[str]:
     """The tokens that `tokenizer.add_tokens` names, once each. Raises `ConfigError` for `template` without a named one."""
     found: list[str] = []
     for token in given:
@@ -178,8 +196,8 @@ def added_tokens(given: Sequence[str], template: str | None) -> list[str]:
             found += TEMPLATES[template].tokens
         else:
             raise ConfigError(
-                f"tokenizer.add_tokens: {TEMPLATE!r} stands for the tokens of a chat_template given by name, and "
-                f"tokenizer.chat_template={template!r} is none of {', '.join(TEMPLATES)}; write the tokens themselves"
+                f"{option}.add_tokens: {TEMPLATE!r} stands for the tokens of a chat_template given by name, and "
+                f"{option}.chat_template={template!r} is none of {', '.join(TEMPLATES)}; write the tokens themselves"
             )
     return list(dict.fromkeys(found))
 
@@ -194,27 +212,27 @@ def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None
     return None if all(token in known for token in tokens) else first
 
 
-def check_named_template(hf: PreTrainedTokenizerBase, name: str, path: str) -> None:
+def check_named_template(hf: PreTrainedTokenizerBase, name: str, path: str, option: str = "tokenizer") -> None:
     """Raises `ConfigError` where the tokenizer lacks a special token without which the template `name` means nothing."""
     known, template = hf.get_vocab(), TEMPLATES[name]
     missing = [token for token in template.tokens if token not in known]
+    asked = f"{typed(option, 'chat_template')}={name}"
     if missing:
+        fix = "the model never learned them" if option == COMMAND else f"add them with '{option}.add_tokens=[template]'"
         raise ConfigError(
-            f"tokenizer.chat_template={name} writes {', '.join(missing)}, which the vocabulary of {path} lacks; add them with "
-            "tokenizer.add_tokens=[template], or take a template in words such as zephyr"
+            f"{asked} writes {', '.join(missing)}, which the vocabulary of {path} lacks; {fix}, or take a template in words "
+            "such as zephyr"
         )
     unset = [token for token in template.needs if getattr(hf, token) is None]
     if unset:
-        raise ConfigError(
-            f"tokenizer.chat_template={name} writes the {unset[0]}, which {path} does not name; set tokenizer.{unset[0]}"
-        )
+        raise ConfigError(f"{asked} writes the {unset[0]}, which {path} does not name; set {typed(option, unset[0])}")
 
 
-def split_digits(hf: PreTrainedTokenizerBase, path: str) -> None:
+def split_digits(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") -> None:
     """Make every digit a token of its own. Raises `ConfigError` for a tokenizer in Python, which has no such step."""
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise ConfigError(
-            f"tokenizer.per_digit_tokens=true: {path} is a tokenizer without a pre-tokenizer (it is written in Python); "
+            f"{option}.per_digit_tokens=true: {path} is a tokenizer without a pre-tokenizer (it is written in Python); "
             "give one with a tokenizer.json, or leave the option out"
         )
     core = hf.backend_tokenizer
@@ -226,9 +244,9 @@ def begins_with_bos(hf: PreTrainedTokenizerBase) -> bool:
     return hf.bos_token_id is not None and list(hf("a", verbose=False)["input_ids"])[:1] == [hf.bos_token_id]
 
 
-def need_bos(hf: PreTrainedTokenizerBase, path: str) -> None:
+def need_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") -> None:
     if hf.bos_token_id is None:
-        raise ConfigError(f"tokenizer.add_bos_token=true, but {path} has no BOS token; set tokenizer.bos_token")
+        raise ConfigError(f"{option}.add_bos_token=true, but {path} has no BOS token; set {option}.bos_token")
 
 
 def fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:

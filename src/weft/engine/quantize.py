@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from weft.engine.spec import STATE_LIBRARY, ModelSpec
+from weft.engine.spec import AUTO, STATE_LIBRARY, ModelSpec
 from weft.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def check_quantize(spec: ModelSpec, role: str = "") -> None:
             f"{asked}: weights in few bits cannot be trained; train adapters beside them ({dot}lora.r=16), or leave it out"
         )
     others = {
-        "backend": spec.backend if spec.backend != "torch" else None,
+        "backend": spec.backend if spec.backend not in (AUTO, "torch") else None,
         "compile": spec.compile,
         "fp8": spec.fp8,
         "offload": spec.offload,

@@ -21,6 +21,7 @@ QUANTIZE = ("8bit", "4bit")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
+AUTO = "auto"  # the backend of a role for which nobody says: torch, or hf where weft has no family of the model's type
 MAX_NEW_TOKENS = 1024  # of a completion, where nobody says and the model's context allows
 
 
@@ -149,7 +150,7 @@ class ParallelSpec:
 class ModelSpec:
     """One role's network, tokenizer and optimizer."""
 
-    path: str | None = option(None, "Hugging Face directory or hub name with config.json, weights and tokenizer")
+    path: str | None = option(None, "Hugging Face directory, hub name, or a run: runs/E/T, runs/E/T@step40")
     type: str | None = option(None, "model family; read from config.json when absent")
     init_from_scratch: bool = option(False, "take config and tokenizer from path, weights at random")
     dtype: str | None = option(
@@ -159,11 +160,9 @@ class ModelSpec:
         choices=DTYPES,
     )
     backend: str = option(
-        "torch", "torch (weft's own network), hf (the transformers module), or null (a tokenizer alone)"
+        AUTO, "torch (weft's own network), hf (the transformers module), null (a tokenizer alone); auto: torch, else hf"
     )
-    gradient_checkpointing: bool = option(
-        False, "recompute activations in the backward pass: less memory, a third more time"
-    )
+    gradient_checkpointing: bool = option(False, "recompute activations: less memory, a third more time to train")
     recompute_every: int | None = option(
         None,
         "recompute only the activations of every n-th layer; 1 is the same as gradient_checkpointing=true, which it excludes",
@@ -261,6 +260,7 @@ class ModelSpec:
     schedule: Any = option(None, "", hidden=True)
     # What the runtime fills in from the run's options, so that a backend is a function of (spec, layout) alone.
     device: str | None = option(None, "", hidden=True)
+    notes: tuple[str, ...] = option((), "", hidden=True)  # what the plan says of path and backend
     seed: int = option(1, "", hidden=True)  # of new weights and dropout
     flash_attention: str = option("auto", "", choices=FLASH, hidden=True)
     on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)  # a loss that is NaN or infinite

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoints.names import ADAPTER
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError
@@ -17,48 +17,24 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
     from weft.engine.base import Engine
 
-POLICIES = ("actor", "model")  # whose checkpoint of a run is talked to: the first of these that it saved
-SCORERS = ("rew", "model")  # and whose scores
-STEP = re.compile(r"step(\d+)")
-ADAPTER = "adapter_config.json"
 SCORED = ("ForSequenceClassification", "ForTokenClassification")  # architectures that give scores, not text
 
 
 @dataclass(frozen=True)
 class Opened:
     """A model with its tokenizer. `name` is what the user knows it by, `context` the most tokens that it takes, where its
-    config says so; `adapter` the folder whose changes were added to it."""
+    config says so; `adapter` the folder whose changes were added to it; `notes` are for the user."""
 
     engine: Engine
     tokenizer: Tokenizer
     path: str
     context: int | None = None
     adapter: Path | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return str(self.adapter or self.path)
-
-
-def locate(given: str, roles: Sequence[str] = POLICIES) -> tuple[str, str]:
-    """(model path or hub name, what to tell the user). A run stands for its newest checkpoint. Raises `CheckpointError`."""
-    folder = Path(given).expanduser()
-    if not folder.exists():
-        if folder.is_absolute() or given.startswith((".", "~")) or given.count("/") != 1:
-            raise CheckpointError(f"{given}: no such directory; name a model directory, or a run such as runs/E/T")
-        return given, ""
-    if folder.is_dir() and ((folder / "config.json").exists() or (folder / ADAPTER).exists()):
-        return str(folder), ""
-    parents = [folder / "checkpoints" / role for role in roles] + [folder / role for role in roles] + [folder]
-    for parent in parents:
-        steps = [(int(match[1]), path) for path in parent.glob("step*") if (match := STEP.fullmatch(path.name))]
-        if steps:
-            newest = max(steps)[1]
-            return str(newest), f"newest checkpoint: {newest}"
-    raise CheckpointError(
-        f"{given} holds neither a model (config.json) nor checkpoints of {' or '.join(roles)}; "
-        "a run that saved none needs save_freq_steps or save_freq_epochs"
-    )
 
 
 def open_policy(spec: ModelSpec) -> Opened:
@@ -94,14 +70,16 @@ def open_scorer(spec: ModelSpec) -> Opened:
 def _open(spec: ModelSpec, adapter: Path | None) -> Opened:
     from weft.checkpoints import hf_io
     from weft.data.tokenizer import Tokenizer
+    from weft.data.tokenizer_files import COMMAND
+    from weft.engine.backends.auto import chosen
     from weft.registry import backends
     from weft.topology import Layout
 
     validate(spec)
-    path = str(spec.path)
-    tokenizer = Tokenizer.load(spec.tokenizer, path)
+    path, spec = str(spec.path), chosen(spec)
+    tokenizer = Tokenizer.load(spec.tokenizer, path, option=COMMAND)
     engine = backends.get(spec.backend)(spec, Layout())
-    return Opened(engine, tokenizer, path, context_length(hf_io.read_raw(path)), adapter)
+    return Opened(engine, tokenizer, path, context_length(hf_io.read_raw(path)), adapter, spec.notes)
 
 
 def context_length(values: Mapping[str, Any]) -> int | None:

@@ -13,6 +13,7 @@ from weft.errors import ConfigError, unknown_name
 from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import _checks as checks
 from weft.experiments._allocation import HEURISTIC, SEARCH, allocated
+from weft.experiments._models import Run, option_of, settled
 from weft.experiments._searched import searched
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.graph import DataflowGraph
@@ -61,9 +62,11 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     trained = {node.role for node in plan.nodes if isinstance(node, MFCDef) and node.trains}
     specs = allocated(plan.roles, config.allocation_mode, config.n_nodes * (config.n_gpus_per_node or 1))
     roles = {name: replace(_at_home(spec), trained=name in trained) for name, spec in specs.items()}
+    options = _settled(config, plan)
     for name, spec in roles.items():
-        checks.check_model(name, spec)
+        checks.check_model(option_of(options, name, str(spec.path)), spec)
     keys = ROW_KEYS.get(plan.dataset_type, COMPARED)
+    model_notes = dict.fromkeys(note for spec in roles.values() for note in spec.notes)
     experiment = Experiment(
         control=_control(config, plan.dataset),
         roles=roles,
@@ -74,10 +77,10 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
         evaluation=_evaluation(plan, keys),
         init_from=plan.init_from,
         saved_roles=tuple(name for name in roles if name in trained),
-        config=_settled(config, plan),
+        config=options,
         steps_follow=plan.steps_follow,
         updates_per_firing=plan.updates_per_firing,
-        plan_notes=(*plan.notes, *_allocation_notes(config)),
+        plan_notes=(*model_notes, *plan.notes, *_allocation_notes(config)),
     )
     experiment = _with_options(experiment, config)
     found = searched(experiment, config, plan.roles) if config.allocation_mode == SEARCH else None
@@ -97,8 +100,9 @@ def _allocation_notes(config: RunConfig) -> list[str]:
     return []
 
 
-def check(config: RunConfig) -> None:
-    """What holds for every experiment; an algorithm's `build` calls it before it looks at its own options."""
+def check(config: Run) -> Run:
+    """The configuration with its models found (`weft.experiments._models`), once what holds for every experiment is checked;
+    an algorithm's `build` calls it before it looks at its own options."""
     validate(config)
     import_user_code(config.imports)  # names that the options use may be registered there
     checks.check_names(experiment_name=config.experiment_name, trial_name=config.trial_name)
@@ -108,6 +112,7 @@ def check(config: RunConfig) -> None:
             f"dataset.sample_mixing={data.sample_mixing}: {config.algorithm} counts the ids of its batches, and only sft mixes "
             "samples; leave it out"
         )
+    return settled(config)
 
 
 def batches(dataset: DatasetSpec) -> DatasetSpec:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoints.kind import read_values, values_of
+from weft.checkpoints.names import HUB_NAME, SERVES
 from weft.data.named import find
 from weft.data.spec import DatasetSpec, sources_of
 from weft.engine.quantize import check_quantize
@@ -20,7 +21,6 @@ from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
 NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -134,38 +134,19 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
     if not directory.is_dir():
         raise CheckpointError(f"{option}: is a file; give the directory that holds config.json and the weights")
     if not (directory / "config.json").is_file():
-        steps = sorted(directory.glob("step*/config.json"), key=lambda p: int(re.sub(r"\D", "", p.parent.name) or 0))
-        hint = f"did you mean {steps[-1].parent}?" if steps else "give a Hugging Face model directory"
-        raise CheckpointError(f"{option}: has no config.json; {hint}")
-    read_config(f"{role}.path", directory)
+        raise CheckpointError(f"{option}: has no config.json; name {SERVES}")
+    kinds = read_values(f"{role}.path", directory).get("architectures") or []
+    if spec.head == "lm" and any("ForSequenceClassification" in str(kind) for kind in kinds):
+        raise CheckpointError(f"{option}: is a reward or value model ({kinds[0]}), which has no words; name a policy")
     if not spec.init_from_scratch and not any(next(directory.glob(p), None) for p in WEIGHTS):
         raise CheckpointError(
             f"{option}: has no weights (*.safetensors); add them, or write {role}.init_from_scratch=true for random ones"
         )
 
 
-def read_config(where: str, directory: Path) -> Mapping[str, Any]:
-    """The directory's config.json. Raises `CheckpointError` that begins with `where` where it is no JSON object."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{where}: {directory / 'config.json'} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{where}: {directory / 'config.json'} does not hold a JSON object")
-    return config
-
-
 def model_config(spec: ModelSpec) -> Mapping[str, Any]:
     """The config.json of a role's model: on this machine or in the hub's cache; empty where it is in neither."""
-    if spec.path is None:
-        return {}
-    directory = Path(spec.path).expanduser()
-    if not directory.is_dir() and HUB_NAME.fullmatch(spec.path):
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(spec.path, "config.json")
-        directory = Path(cached).parent if isinstance(cached, str) else directory
-    return read_config(spec.path, directory) if (directory / "config.json").is_file() else {}
+    return {} if spec.path is None else values_of(spec.path)
 
 
 def vocab_size(spec: ModelSpec) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.service_spec import NO_NETWORK
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 
 
@@ -29,7 +29,7 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
         path=source.path,
         type=spec.type or source.type,
         init_from_scratch=source.init_from_scratch,
-        backend=source.backend if spec.backend == ModelSpec().backend else spec.backend,
+        backend=source.backend if spec.backend == AUTO else spec.backend,
         trust_remote_code=source.trust_remote_code,
         tokenizer=source.tokenizer,
         rope_scaling=source.rope_scaling if spec.rope_scaling is None else spec.rope_scaling,

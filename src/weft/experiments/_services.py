@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from weft.checkpoints.kind import OWN_RUN
 from weft.engine.service_place import Place
 from weft.engine.service_spec import SERVICE, ServedSpec
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
 from weft.experiments._assemble import check
 from weft.experiments._policy_options import SamplingConfig, SamplingOptions
@@ -18,7 +19,7 @@ VARIABLES = {"rew": "TRITON_HOST_RM", "ref": "TRITON_HOST_REF"}  # host:port/mod
 def checked(config: SamplingConfig, options: SamplingOptions, name: str) -> SamplingConfig:
     """The options, checked as those of every experiment are, with the backend of roles that have a URL, by option or by the
     environment. Raises `UserError`; `name` is the group of the method's `options`."""
-    check(config)
+    config = check(config)
     rew, ref = _resolved("rew", config.rew), _resolved("ref", config.ref)
     if is_served(rew) and rew.path is None and rew.tokenizer.path is None:
         own = config.actor.tokenizer.path or config.actor.path  # the reward model reads the actor's tokens
@@ -64,7 +65,7 @@ def _resolved(role: str, spec: ServedSpec) -> ServedSpec:
         if is_served(spec):
             raise ConfigError(f"{role}.backend=service: the role needs {role}.url")
         return spec
-    if spec.backend not in (ModelSpec().backend, SERVICE):
+    if spec.backend not in (AUTO, OWN_RUN, SERVICE):
         raise ConfigError(f"{role}.backend={spec.backend} and {role}.url exclude each other; set one of them")
     if spec.offload:
         raise ConfigError(

@@ -114,23 +114,23 @@ class DistillConfig(RunConfig):
     def build(self) -> Experiment:
         """The graph `actor_gen -> teacher_inf -> actor_train`, without the first where nothing is sampled, and with
         `advantages` before the last for `reverse_kl`. Raises `UserError` with the option, its value and the rule."""
-        check(self)
-        options = self.distill
+        config = check(self)
+        options = config.distill
         _check(options)
         _refuse(
-            self.teacher, ("prompt_prefix", "prompt_suffix"), "the teacher reads the student's own tokens", "teacher."
+            config.teacher, ("prompt_prefix", "prompt_suffix"), "the teacher reads the student's own tokens", "teacher."
         )
-        check_same_vocabulary("actor", self.actor, "teacher", self.teacher)
-        plan = _Distillation.of(self)
+        check_same_vocabulary("actor", config.actor, "teacher", config.teacher)
+        plan = _Distillation.of(config)
         evaluated = plan if options.on_policy == 0.0 else replace(plan, share=1.0)
-        actor = self.actor.with_head("lm", trained=True)
+        actor = config.actor.with_head("lm", trained=True)
         return assemble(
-            self,
+            config,
             Plan(
                 # As for the supervised methods; a policy gradient has the learning rate of policies.
                 roles={
                     "actor": with_lr(actor, 1e-6 if options.loss_type == "reverse_kl" else 1e-5),
-                    "teacher": self.teacher.with_head("lm", trained=False),
+                    "teacher": config.teacher.with_head("lm", trained=False),
                 },
                 nodes=plan.nodes(),
                 dataset=plan.dataset,

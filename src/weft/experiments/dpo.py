@@ -98,17 +98,17 @@ class DPOConfig(RunConfig):
 
         Raises `UserError` with the option, its value and the rule.
         """
-        check(self)
-        dataset = with_answers(self, batches(self.dataset))
-        if self.dpo.loss_type == "kto":
+        config = check(self)
+        dataset = with_answers(config, batches(config.dataset))
+        if config.dpo.loss_type == "kto":
             _check_kto(dataset)
-        roles = {"actor": with_lr(self.actor.with_head("lm", trained=True), 1e-6)}
+        roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
         init_from: dict[str, str] = {}
-        if self.dpo.loss_type not in REFERENCE_FREE:
-            roles["ref"], init_from = reference(self.ref, self.actor)
+        if config.dpo.loss_type not in REFERENCE_FREE:
+            roles["ref"], init_from = reference(config.ref, config.actor)
         nodes = self._nodes(batch_size(dataset))
         return assemble(
-            self,
+            config,
             Plan(
                 roles=roles,
                 nodes=nodes,
@@ -116,7 +116,7 @@ class DPOConfig(RunConfig):
                 dataset_type=type_of(dataset, "paired_comparison"),
                 data_role="actor",
                 steps_follow="actor_train",
-                longest=self.dataset.limit,
+                longest=config.dataset.limit,
                 evaluation=evaluating(nodes, dataset),
                 init_from=init_from,
                 updates_per_firing={"actor_train": 1},

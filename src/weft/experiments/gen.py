@@ -42,8 +42,8 @@ class GenConfig(RunConfig):
 
     def build(self) -> Experiment:
         """The graph is the node `gen` alone. Raises `UserError` with the option, its value and the rule."""
-        check(self)
-        lengths = Lengths.of(self, batches(self.dataset), self.gen, "gen")
+        config = check(self)
+        lengths = Lengths.of(config, batches(config.dataset), config.gen, "gen")
         dataset, gen = lengths.dataset, asdict(lengths.gen)
         names = [spec.name for spec in fields(GenerationSpec) if not spec.metadata.get("hidden")]
         node = MFCDef(
@@ -54,17 +54,17 @@ class GenConfig(RunConfig):
             batch_size(dataset),
             input_keys=("prompt",),
             output_keys=("completion", "logprobs", "versions", "finished"),
-            args={**{name: gen[name] for name in names}, "samples_per_prompt": self.gen.samples_per_prompt},
+            args={**{name: gen[name] for name in names}, "samples_per_prompt": config.gen.samples_per_prompt},
         )
         return assemble(
-            self,
+            config,
             Plan(
-                roles={"model": self.model.with_head("lm", trained=False)},
+                roles={"model": config.model.with_head("lm", trained=False)},
                 nodes=[node],
                 dataset=dataset,
                 dataset_type=type_of(dataset, "prompt"),
                 data_role="model",
                 steps_follow="gen",
-                longest=asked_for(self.dataset, self.gen),
+                longest=asked_for(config.dataset, config.gen),
             ),
         )

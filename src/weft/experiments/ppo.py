@@ -91,7 +91,8 @@ class PPOConfig(PolicyConfig):
     def build(self) -> Experiment:
         """The graph of a PPO step. Raises `UserError` with the option, its value and the rule."""
         policy = Policy.of(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
-        critic, begins_as = policy.critic(self.critic, self.ppo.critic_init)
+        assert isinstance(policy.config, PPOConfig), "it is this configuration, with its models found"
+        critic, begins_as = policy.critic(policy.config.critic, self.ppo.critic_init)
         others, copied = policy.roles(reference_by=None if self._has_ref else "ppo.kl_ctl=0")
         actor = others.pop("actor")
         warmup = replace(actor.optimizer, frozen_epochs=self.ppo.critic_warmup_epochs)

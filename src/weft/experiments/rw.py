@@ -44,28 +44,28 @@ class RWConfig(RunConfig):
 
     def build(self) -> Experiment:
         """The graph is the node `train` alone. Raises `UserError` with the option, its value and the rule."""
-        check(self)
-        dataset = with_answers(self, batches(self.dataset))
+        config = check(self)
+        dataset = with_answers(config, batches(config.dataset))
         train = MFCDef(
             name="train", role="model", interface="train", method="train_step", batch_size=batch_size(dataset),
             input_keys=("prompt", "completion", "rank"), optional_keys=("comparison", "margin"),
             args={
                 "loss": "rw",
                 "loss_args": {
-                    "score_l2": self.rw.score_l2, "center": self.rw.center, "loss_type": self.rw.loss_type,
+                    "score_l2": config.rw.score_l2, "center": config.rw.center, "loss_type": config.rw.loss_type,
                 },
             },
         )  # fmt: skip
         return assemble(
-            self,
+            config,
             Plan(
-                roles={"model": self.model.with_head("score", trained=True)},
+                roles={"model": config.model.with_head("score", trained=True)},
                 nodes=[train],
                 dataset=dataset,
                 dataset_type=type_of(dataset, "paired_comparison"),
                 data_role="model",
                 steps_follow="train",
-                longest=self.dataset.limit,
+                longest=config.dataset.limit,
                 evaluation=evaluating([train], dataset),
                 updates_per_firing={"train": 1},
             ),

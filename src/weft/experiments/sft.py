@@ -44,23 +44,23 @@ class SFTConfig(RunConfig):
 
     def build(self) -> Experiment:
         """The graph is the node `train` alone. Raises `UserError` with the option, its value and the rule."""
-        check(self)
-        dataset = with_answers(self, batches(self.dataset))
+        config = check(self)
+        dataset = with_answers(config, batches(config.dataset))
         train = MFCDef(
             name="train", role="model", interface="train", method="train_step", batch_size=batch_size(dataset),
             input_keys=("prompt", "completion"), optional_keys=("loss_mask",),
-            args={"loss": "sft", "loss_args": asdict(self.sft)},
+            args={"loss": "sft", "loss_args": asdict(config.sft)},
         )  # fmt: skip
         return assemble(
-            self,
+            config,
             Plan(
-                roles={"model": self.model.with_head("lm", trained=True)},
+                roles={"model": config.model.with_head("lm", trained=True)},
                 nodes=[train],
                 dataset=dataset,
                 dataset_type=type_of(dataset, "prompt_answer"),
                 data_role="model",
                 steps_follow="train",
-                longest=self.dataset.limit,
+                longest=config.dataset.limit,
                 evaluation=evaluating([train], dataset),
                 updates_per_firing={"train": 1},
             ),

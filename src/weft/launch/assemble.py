@@ -12,15 +12,17 @@ import torch
 from weft.checkpoints.hf_io import read_config
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
+from weft.engine.backends.auto import chosen
 from weft.engine.backends.common import check_copies, check_spec, with_dtype
 from weft.engine.device import hardware_line, resolve_device, set_deterministic, set_tf32
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
+from weft.experiments._models import option_of
 from weft.launch.cluster import device_kind, start_devices, start_devices_anew
-from weft.launch.hub import check_there
 from weft.launch.memory import forecast, held_memory
+from weft.launch.next_steps import next_lines
 from weft.launch.plan import plan_lines
 from weft.registry import backends
 from weft.runtime.check import check_calls, check_tokens
@@ -49,6 +51,7 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
     `mode` local with one device is this process; else there is a process a device. `anew`: in place of devices that were lost.
     """
     control = experiment.control
+    experiment = replace(experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()})
     alone = mode == "local" and experiment.num_devices == 1
     device = resolve_device(control.device) if alone else torch.device(device_kind(experiment))
     set_deterministic(control.deterministic)
@@ -87,6 +90,7 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
             horizon=horizon,
             plan=plan_lines(experiment, horizon, facts, {**numerics, "hardware": hardware}, data, expected),
             hardware=hardware,
+            ending=next_lines(experiment, directory.path),
             farewell=expected.compared if alone else None,
         )
     except BaseException:
@@ -144,18 +148,13 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
     """Every role's tokenizer; roles that name the same one share it."""
     shared: dict[str, Tokenizer] = {}
     tokenizers = {}
-    found: set[str] = set()
     for role, spec in experiment.roles.items():
         if spec.path is None and spec.tokenizer.path is None:
             raise ConfigError(f"{role}.path is missing: give a Hugging Face directory or a hub name")
-        for option, path in ((f"{role}.path", spec.path), (f"{role}.tokenizer.path", spec.tokenizer.path)):
-            if path is not None and path not in found:
-                check_there(option, path)
-                found.add(path)
         key = repr((spec.tokenizer, spec.path, spec.trust_remote_code))
         if key not in shared:
-            loaded = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
-            shared[key] = replace(loaded, option=f"{role}.tokenizer")
+            option = f"{option_of(experiment.config, role, str(spec.path))}.tokenizer"
+            shared[key] = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code, option)
         tokenizers[role] = shared[key]
     return tokenizers
 

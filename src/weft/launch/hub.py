@@ -1,52 +1,51 @@
-"""Models that are named and not on this machine: whether the hub has them, and their config.json before all else."""
+"""What a run names and this machine has not: whether the hub has it, asked before torch is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 
-from weft.errors import CheckpointError, nearest
+from weft.checkpoints import names
+from weft.data import hub
+from weft.data.sources import check_at_hand
+from weft.data.spec import sources_of
 from weft.experiment import Experiment
-
-HUB_SECONDS = 10.0  # for the hub to say whether it has a model
-FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+from weft.experiments._models import option_of
 
 
 def fetch_configs(experiment: Experiment) -> bool:
-    """Bring the config.json of every role's model that only the hub has into its cache; whether there was any to bring.
+    """Ask the hub for every model, tokenizer and dataset that is not on this machine, and bring the config.json of models;
+    whether there was any to bring.
 
-    Lengths that nobody sets come from there. Raises `CheckpointError` where the hub has no such model.
+    Lengths that nobody sets come from there. Raises `CheckpointError` or `DataError` naming the option where the hub does not
+    have it, or does not answer.
     """
-    fetched = False
+    fileroot, fetched = experiment.control.fileroot, False
     for role, spec in experiment.roles.items():
-        if spec.path is None or Path(spec.path).expanduser().exists() or _cached(spec.path, FILES[:1]):
-            continue
-        check_there(f"{role}.path", spec.path)
-        huggingface_hub.hf_hub_download(spec.path, FILES[0])
-        fetched = True
+        for path, kind in ((spec.path, "path"), (spec.tokenizer.path, "tokenizer.path")):
+            if path is None or Path(path).expanduser().exists():
+                continue
+            option = f"{option_of(experiment.config, role, path) if kind == 'path' else role}.{kind}"
+            hub.check_model(option, path, names.meant(path, fileroot))
+            if kind == "path" and not hub.cached(path, ["config.json"]):
+                huggingface_hub.hf_hub_download(path, "config.json")
+                fetched = True
+    for option, path in _datasets(experiment):
+        check_at_hand(path, option)
     return fetched
 
 
-def _cached(path: str, files: tuple[str, ...]) -> bool:
-    return any(isinstance(huggingface_hub.try_to_load_from_cache(path, name), str) for name in files)
-
-
-def check_there(option: str, path: str) -> None:
-    """That a path is on this machine, in the hub's cache, or a name that the hub has: asked once, where reading would retry.
-
-    Raises `CheckpointError` naming the option, and the local name most like it.
-    """
-    place = Path(path).expanduser()
-    try:
-        if place.exists() or _cached(path, FILES):
-            return
-        huggingface_hub.HfApi().model_info(path, timeout=HUB_SECONDS)
-    except Exception as error:  # whatever its HTTP library raises: the hub has not said that it has it
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
-        close = nearest(place.name, siblings, 1)
-        hint = f"did you mean {place.parent / close[0]}?" if close else "check the spelling"
-        raise CheckpointError(
-            f"{option}={path!r}: there is no such directory, and the hub hands out no model of this name ({reason}); {hint}"
-        ) from error
+def _datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """(option, path) of all data that are named by a path."""
+    dataset = experiment.dataset
+    for option in ("train_path", "valid_path", "path"):
+        path = getattr(dataset, option)
+        if path is not None:
+            typed = experiment.config.get("dataset", {}).get("path") == path
+            yield "dataset.path" if typed else f"dataset.{option}", path
+    for index, source in enumerate(sources_of(dataset)):
+        for option, path in (("path", source.path), ("valid_path", source.valid_path)):
+            if path and source.named is None:
+                yield f"dataset.sources[{index}].{option}", path

@@ -130,13 +130,15 @@ class Observer:
             self._metrics.truncate(step)
             self._samples.truncate(step)
 
-    def close(self, status: str = "finished") -> None:
-        """End the live view with one line that sums up, and the loggers. A second call does nothing."""
+    def close(self, status: str = "finished", last: Sequence[str] = ()) -> None:
+        """End the live view with one line that sums up and the `last` ones, and the loggers. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         for line in self._view.close(status):
             self._log(line)
+        for line in last:
+            self.note(line)
         for sink in self._sinks:
             sink.close()
 

@@ -111,7 +111,8 @@ class LiveView:
             self._doing.remove(entry)
 
     def note(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
+        whole = not self._live.is_started  # then a line is not broken, so that a command can be copied
+        self._console.print(line, markup=False, highlight=False, soft_wrap=whole)
 
     def close(self, status: str) -> list[str]:
         self._live.stop()

@@ -40,7 +40,8 @@ LAST_BITS = "its numbers may differ in their last bits from those of a run that 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a session is made of. `plan` are the lines that are shown before the first step, `farewell` makes the last one."""
+    """What a session is made of. `plan` are the lines that are shown before the first step, `farewell` makes the last one,
+    `ending` are those of a run that is finished."""
 
     experiment: Experiment
     directory: RunDirectory
@@ -51,6 +52,7 @@ class Parts:
     horizon: Horizon
     plan: Sequence[str] = ()
     farewell: Callable[[float], str] | None = None
+    ending: Sequence[str] = ()
     hardware: str = ""  # a line on what a device is, for the report
 
 
@@ -134,7 +136,7 @@ class Session:
         if error is not None:  # whoever started the run shows it
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
-        self._observer.close(status)
+        self._observer.close(status, self._parts.ending if status == "finished" else ())
         build_report(self._directory.path, status)  # before the status: a run killed in here goes on, and ends with one
         if status == "finished":
             self._directory.set_status(status, self.step)

@@ -190,9 +190,9 @@ def test_a_server_that_does_not_answer_holds_nobody(tmp_path: Path, monkeypatch:
     import threading
 
     never = threading.Event()
-    monkeypatch.setattr(fetch, "CONNECT_S", 0.05)
+    monkeypatch.setattr(fetch.hub, "SECONDS", 0.05)
     monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **options: never.wait(60))
-    with pytest.raises(DataError, match=r"no answer in 0 seconds"):
+    with pytest.raises(DataError, match=r"no answer in 0.05 seconds"):
         prepare(SourceSpec(named="joke"), "sft", tmp_path, Split())
     never.set()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from typing import Any, TypeVar
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from weft.data import hub
 from weft.data.named.entry import Entry
 from weft.data.rows import Row
 from weft.data.sources import SUFFIXES, Place, Unreadable, find_files, read_rows
 from weft.errors import DataError, nearest
 
-CONNECT_S = 15.0  # until a server has answered
 READ_S = 60.0  # without a byte of a file
 PARQUET = "refs/convert/parquet"  # where the hub keeps every dataset as CONFIG/SPLIT/*.parquet
 
@@ -151,7 +150,7 @@ def _from_hub(entry: Entry, cache: Path) -> Path:
     assert entry.repo is not None
     repo = entry.repo
     try:
-        _within(lambda: huggingface_hub.HfApi().dataset_info(repo, revision=entry.revision, timeout=CONNECT_S))
+        _within(lambda: huggingface_hub.HfApi().dataset_info(repo, revision=entry.revision, timeout=hub.SECONDS))
         return Path(huggingface_hub.snapshot_download(**_request(entry)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, TimeoutError, RuntimeError) as error:
         raise DataError(_missing(entry, cache, _reason(error))) from error
@@ -178,25 +177,13 @@ def _from_url(entry: Entry, cache: Path) -> Path:
 
 
 def _within(ask: Callable[[], Found]) -> Found:
-    """What `ask` returns. Raises what it raises, and `TimeoutError` where it has not answered in `CONNECT_S`: a name that
-    cannot be looked up would hold a program for minutes."""
-    answers: list[Found] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask())
-        except Exception as error:  # handed to the caller below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(CONNECT_S)
-    if errors:
-        raise errors[0] if isinstance(errors[0], OSError | HfHubHTTPError) else OSError(_reason(errors[0]))
-    if not answers:
-        raise TimeoutError(f"no answer in {CONNECT_S:.0f} seconds")
-    return answers[0]
+    """What `ask` returns. Raises `OSError` or `HfHubHTTPError` where nobody answers in time, or something else than yes."""
+    try:
+        return hub.within(hub.SECONDS, ask)
+    except (OSError, HfHubHTTPError):
+        raise
+    except Exception as error:  # of the HTTP library
+        raise OSError(_reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,238 @@
+"""How a model is named, and the one place where its name becomes a directory.
+
+runs/E/T                      the newest checkpoint of a run, of the role that serves
+runs/E/T@step40               its checkpoint of step 40; @latest is the newest
+runs/E/T@latest:critic        of another role; runs/E/T:critic is the same
+runs/E/T/checkpoints/actor    the newest one of a role; so is .../actor/latest
+E/T                           the run runs/E/T, where the hub's cache has no model of this name
+MODEL_DIR, OWNER/NAME         a Hugging Face directory, a hub name
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import CheckpointError, nearest
+
+POLICIES = ("actor", "model")  # roles whose checkpoint serves as a policy, the likeliest first
+SCORERS = ("rew", "model")  # as a reward model
+CRITICS = ("critic", "rew", "model", "actor")  # as a critic
+RUNS = "./runs"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+CONFIG, ADAPTER, RUN, CHECKPOINTS, LATEST = "config.json", "adapter_config.json", "config.yaml", "checkpoints", "latest"
+SERVES = "a model directory, a run such as runs/E/T, runs/E/T@step40, or a hub name"
+STEP = re.compile(r"step(\d+)")
+ASKED = re.compile(r"(?P<place>.*?)(?:@(?P<step>[^@/:]*))?(?::(?P<role>[^@/:]+))?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+LIKENESS = 0.7  # of a name to that of the run that may have been meant; hub names are seldom like it
+MOST_RUNS = 500  # that a hint looks through
+
+Steps = Mapping[int, Path]
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a name stands for: `path` is a directory or a hub name, `note` what the user is told about it."""
+
+    path: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is looked for: `roles` serve, the first of them best; `option` is what the user set; `fileroot` holds the runs.
+
+    `began` is the checkpoint that a run under way began with: a name without a step goes on standing for it. `own` is that
+    run's directory.
+    """
+
+    option: str = ""
+    roles: Sequence[str] = POLICIES
+    fileroot: str = RUNS
+    began: str | None = None
+    own: Path | None = None
+
+    def said(self, given: str) -> str:
+        return f"{self.option}={given!r}" if self.option else given
+
+
+def locate(given: str, wanted: Wanted | None = None) -> Named:
+    """What `given` stands for. A hub name is not looked up. Raises `CheckpointError`: the option, the rule, the fix."""
+    wanted = wanted or Wanted()
+    folder = Path(given).expanduser()
+    if folder.is_file() or is_model(folder):
+        return Named(given)
+    if folder.is_dir():
+        return _of_run(given, folder, None, None, wanted)
+    asked = ASKED.fullmatch(given)
+    assert asked is not None, "every text has this form"
+    place, step, role = Path(asked["place"]).expanduser(), asked["step"], asked["role"]
+    if place.name == LATEST and step is None:
+        place, step = place.parent, LATEST
+    if asked["place"] and place.is_dir() and not is_model(place):
+        return _of_run(given, place, step, role, wanted)
+    short = _forgotten(str(place), wanted)
+    if short is not None and not _in_cache(given):
+        found = _of_run(given, short, step, role, wanted)
+        return Named(
+            found.path, f"{wanted.said(given)}: taken as a run, {found.path} (no model of this name is cached)"
+        )
+    if HUB_NAME.fullmatch(given):
+        return Named(given)
+    raise CheckpointError(
+        f"{wanted.said(given)}: there is no such file or directory; name {SERVES}; {meant(str(place), wanted.fileroot)}"
+    )
+
+
+def find(given: str, wanted: Wanted) -> Named:
+    """What `given` stands for; a hub name is in the cache, or the hub has it. Raises `CheckpointError`."""
+    found = locate(given, wanted)
+    if not Path(found.path).expanduser().exists():
+        from weft.data import hub  # the hub's library takes a moment to import
+
+        hub.check_model(wanted.option, found.path, meant(found.path, wanted.fileroot))
+    return found
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a directory is a model's or an adapter's."""
+    return (folder / CONFIG).is_file() or (folder / ADAPTER).is_file()
+
+
+def short(path: str) -> str:
+    """The shortest name of a checkpoint: `runs/E/T@step40` for that of a policy in a run; `path` for anything else."""
+    parts = Path(path).parts
+    if len(parts) > 3 and parts[-3] == CHECKPOINTS and parts[-2] in POLICIES and STEP.fullmatch(parts[-1]):
+        return f"{Path(*parts[:-3])}@{parts[-1]}"
+    return path
+
+
+def meant(given: str, fileroot: str = RUNS) -> str:
+    """A hint: the run or the neighbour of a path that a user may have meant."""
+    place = Path(given).expanduser()
+    short = "/".join(place.parts[-2:])
+    runs = {"/".join(run.parts[-2:]): run for run in _runs(fileroot)}
+    close = difflib.get_close_matches(short, [name for name in runs if name != given], 1, LIKENESS)
+    inside = [run for run in runs.values() if given.rstrip("/") in (str(run.parent), run.parent.name)]
+    if inside or close:
+        return f"did you mean the run {(inside or [runs[close[0]]])[0]}?"
+    siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
+    like = nearest(place.name, [name for name in siblings if name != place.name], 1)
+    return f"did you mean {place.parent / like[0]}?" if like else "check the spelling"
+
+
+# -- runs
+
+
+def _of_run(given: str, place: Path, step: str | None, role: str | None, wanted: Wanted) -> Named:
+    """The checkpoint of a run that is asked for. `place` is the run, its checkpoints, or those of a role."""
+    inside = (place / CHECKPOINTS).is_dir() or (place / RUN).is_file()
+    found = _checkpoints(place / CHECKPOINTS if inside else place)
+    if not found:
+        raise _none(given, place, wanted)
+    name = _role(given, str(place), found, role, wanted)
+    steps = found[name]
+    if step is None or step == LATEST:
+        return _newest(given, steps, name, wanted)
+    number = step.removeprefix("step")
+    if not number.isdigit() or int(number) not in steps:
+        listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
+        raise CheckpointError(
+            f"{wanted.said(given)}: {place} has no such checkpoint of {name}; it has {listed}, and @latest"
+        )
+    return Named(str(steps[int(number)]))
+
+
+def _newest(given: str, steps: Steps, role: str, wanted: Wanted) -> Named:
+    """The newest checkpoint, or for a run that is under way the one that it began with."""
+    newest = steps[max(steps)]
+    began = None if wanted.began is None else Path(wanted.began).expanduser()
+    if began is None or began.absolute().parent != newest.absolute().parent or STEP.fullmatch(began.name) is None:
+        return Named(str(newest), f"{wanted.said(given)}: the newest checkpoint of {role}, {newest}")
+    if not began.is_dir():
+        raise CheckpointError(
+            f"{wanted.said(given)}: this run began with {began}, which is there no more (the newest is {newest}); restore it, "
+            "or begin a run with another trial_name"
+        )
+    assert wanted.began is not None
+    more = "" if began.name == newest.name else f"; {newest.name} is newer"
+    return Named(wanted.began, f"{wanted.said(given)}: the checkpoint that this run began with, {began}{more}")
+
+
+def _role(given: str, place: str, found: Mapping[str, Steps], asked: str | None, wanted: Wanted) -> str:
+    """The role whose checkpoint is taken. Raises `CheckpointError` where that cannot be told, or is not there."""
+    if asked is not None:
+        if asked in found:
+            return asked
+        raise CheckpointError(
+            f"{wanted.said(given)}: {place} has no checkpoints of {asked!r}; it has those of {_many(found)}"
+        )
+    fitting = [role for role in wanted.roles if role in found]
+    if fitting or len(found) == 1:
+        return fitting[0] if fitting else next(iter(found))
+    raise CheckpointError(
+        f"{wanted.said(given)}: {place} has checkpoints of {_many(found)}, and none of {' or '.join(wanted.roles)}, which "
+        f"would serve here; say which one: {place}@{LATEST}:{sorted(found)[0]}"
+    )
+
+
+def _many(found: Mapping[str, Steps]) -> str:
+    return " and ".join(sorted(found))
+
+
+def _checkpoints(root: Path) -> dict[str, Steps]:
+    """Role -> step -> directory."""
+    if not root.is_dir():
+        return {}
+    own = _steps(root)
+    if own:
+        return {root.name: own}
+    folders = [p for p in root.iterdir() if p.is_dir()]
+    return {folder.name: steps for folder in folders if (steps := _steps(folder))}
+
+
+def _steps(folder: Path) -> Steps:
+    return {int(match[1]): p for p in folder.glob("step*") if (match := STEP.fullmatch(p.name)) and p.is_dir()}
+
+
+def _none(given: str, place: Path, wanted: Wanted) -> CheckpointError:
+    """The error for a directory in which there is no model."""
+    run = next((each for each in (place, *place.parents) if (each / RUN).is_file()), None)
+    if run is not None:
+        return CheckpointError(
+            f"{wanted.said(given)}: the run {run} has saved no checkpoint yet; wait for its end, or have it save earlier with "
+            "save_freq_steps=N"
+        )
+    return CheckpointError(
+        f"{wanted.said(given)}: has no {CONFIG}, and no checkpoints of a run; name {SERVES}; {meant(given, wanted.fileroot)}"
+    )
+
+
+def _forgotten(given: str, wanted: Wanted) -> Path | None:
+    """The run that `E/T` is, where `runs/` was left out; not the one that asks."""
+    if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
+        return None
+    run = Path(wanted.fileroot).expanduser() / given
+    same = wanted.own is not None and run.absolute() == wanted.own.absolute()
+    return run if not same and ((run / RUN).is_file() or (run / CHECKPOINTS).is_dir()) else None
+
+
+def _in_cache(name: str) -> bool:
+    from weft.data import hub
+
+    return HUB_NAME.fullmatch(name) is not None and hub.cached(name)
+
+
+def _runs(fileroot: str) -> Iterator[Path]:
+    """Runs that have checkpoints."""
+    root = Path(fileroot).expanduser()
+    if not root.is_dir():
+        return
+    for count, folder in enumerate(root.glob(f"*/*/{CHECKPOINTS}")):
+        if count == MOST_RUNS:
+            return
+        yield folder.parent

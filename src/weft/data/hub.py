@@ -1,0 +1,119 @@
+"""Models and datasets of the Hugging Face hub: whether it has what a name stands for, asked once; its small files."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+
+from weft.errors import CheckpointError, DataError
+
+SECONDS = 4.0  # for the hub to say whether it has something
+MODEL_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+SMALL = ["*.json", "*.model", "*.txt", "*.jinja"]  # files of a model that are no weights
+FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
+
+Kind = Literal["model", "dataset"]
+Found = TypeVar("Found")
+
+
+def cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
+    """Whether one of the files of a hub model is in the cache of this machine."""
+    try:
+        return any(isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files)
+    except HFValidationError:
+        return False
+
+
+def check_model(option: str, name: str, hint: str = "") -> None:
+    """That a model's name is in the cache, or that the hub has it. `option` is what the user set.
+
+    Raises `CheckpointError` with `hint`, what the user may have meant.
+    """
+    if not cached(name):
+        _ask(option, name, "model", hint)
+
+
+def check_dataset(option: str, name: str, hint: str = "") -> None:
+    """The same for a dataset. Raises `DataError`."""
+    if not _dataset_folder(name):
+        _ask(option, name, "dataset", hint)
+
+
+@functools.cache
+def folder(name: str) -> Path:
+    """The directory that holds a hub model's configuration and tokenizer: one look at the hub, and the cache where that does
+    not answer. Raises what `huggingface_hub` raises (`FAILURES`)."""
+    return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL, ignore_patterns=["*/*"]))
+
+
+def _dataset_folder(name: str) -> bool:
+    try:
+        huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except FAILURES:
+        return False
+    return True
+
+
+def within(seconds: float, ask: Callable[[], Found]) -> Found:
+    """What `ask` returns. Raises what it raises, and `TimeoutError` where it has not answered in time: a name that cannot be
+    looked up would hold a program for minutes."""
+    answers, errors = list[Found](), list[Exception]()
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:  # handed to the caller below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="weft-hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer in {seconds:g} seconds")
+    return answers[0]
+
+
+def _ask(option: str, name: str, kind: Kind, hint: str) -> None:
+    """One question, with one deadline over all of it: name service, connection, answer."""
+    api = huggingface_hub.HfApi()
+    info: Callable[..., Any] = api.model_info if kind == "model" else api.dataset_info
+    try:
+        within(SECONDS, lambda: info(name, timeout=SECONDS))
+    except Exception as failed:  # whatever its HTTP library raises: the hub has not said that it has it
+        what = f"{option}={name!r}" if option else name
+        lacks = "directory" if kind == "model" else "file or directory"
+        raise (CheckpointError if kind == "model" else DataError)(
+            f"{what}: there is no such {lacks}, and {_reason(failed, kind)}{'; ' if hint else ''}{hint}"
+        ) from failed
+
+
+def _reason(failed: Exception, kind: Kind) -> str:
+    """Why the hub gave nothing, in words."""
+    if isinstance(failed, OfflineModeIsEnabled):
+        return f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} keeps weft from asking the hub"
+    if isinstance(failed, GatedRepoError):
+        return f"the hub gives this {kind} only to those who have asked for it: ask on its page, then run hf auth login"
+    if isinstance(failed, RepositoryNotFoundError):
+        return f"the hub has no {kind} of this name (a private one needs hf auth login)"
+    if isinstance(failed, HFValidationError):
+        return "it is no name that the hub could have"
+    lines = (str(failed).strip() or type(failed).__name__).splitlines()
+    if isinstance(failed, HfHubHTTPError):
+        return f"the hub refuses it ({lines[0]})"
+    return f"the hub cannot be reached ({lines[0]})"

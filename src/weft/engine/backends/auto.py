@@ -1,0 +1,35 @@
+"""The backend `auto`: `torch` where weft has a family for models of the type that config.json names, else `hf`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.checkpoints import hf_io, kind
+from weft.engine.base import Engine
+from weft.engine.spec import AUTO, ModelSpec
+from weft.errors import ConfigError
+from weft.parallel.mesh import RankMesh
+from weft.registry import backends, register_backend
+from weft.topology import Layout
+
+
+def chosen(spec: ModelSpec) -> ModelSpec:
+    """The role with its backend: its own, else the one that can run its model. Raises `UserError` for what cannot be read."""
+    if spec.backend != AUTO or spec.path is None:
+        return spec
+    if spec.type is not None:
+        return replace(spec, backend=kind.OWN_RUN)
+    values = hf_io.read_raw(spec.path)
+    backend = kind.backend_of(values)
+    notes = spec.notes if backend == kind.OWN_RUN else (*spec.notes, kind.cost(values))
+    return replace(spec, backend=backend, notes=notes)
+
+
+@register_backend(AUTO)
+def auto_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> Engine:
+    """Raises `UserError` as the chosen backend does, and for a role without a path."""
+    found = chosen(spec)
+    if found.backend == AUTO:
+        raise ConfigError("path is not set: name a Hugging Face directory or hub model")
+    engine: Engine = backends.get(found.backend)(found, layout, *([] if mesh is None else [mesh]))
+    return engine

@@ -1,0 +1,114 @@
+"""From the names of models, as users write them, to directories and backends; nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from weft.checkpoints import kind, names
+from weft.checkpoints.names import CRITICS, POLICIES, SCORERS, TOKENIZERS, Wanted
+from weft.engine.service_spec import NO_NETWORK
+from weft.engine.spec import AUTO, ModelSpec
+from weft.errors import ConfigError
+from weft.experiments.common import RunConfig
+
+SERVING = {"rew": SCORERS, "critic": CRITICS}  # role -> the roles of another run that serve as it; others take a policy
+
+Run = TypeVar("Run", bound=RunConfig)
+
+
+def settled(config: Run) -> Run:
+    """The configuration with the directories that names of runs stand for, and with the backend of each role where its
+    config.json is at hand. A run under way keeps the checkpoints that it began with.
+
+    Raises `CheckpointError` naming the option.
+    """
+    changed: dict[str, Any] = {}
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if isinstance(value, ModelSpec):
+            changed[spec.name] = _with_backend(spec.name, _located(config, spec.name, value))
+    return replace(config, **changed)
+
+
+def option_of(config: Mapping[str, Any], role: str, path: str) -> str:
+    """The role whose option `path` the user set: `role`, or the one that it was taken from. `config` are plain values."""
+
+    def names(name: str) -> bool:
+        values = config.get(name)
+        return isinstance(values, Mapping) and values.get("path") == path
+
+    return role if names(role) else next((name for name in config if names(name)), role)
+
+
+def _located(config: RunConfig, role: str, spec: ModelSpec) -> ModelSpec:
+    alone = spec.backend in NO_NETWORK  # what `path` names is a tokenizer
+    path, note = _path(config, f"{role}.path", spec.path, SERVING.get(role, POLICIES), tokenizer=alone)
+    own, more = _path(config, f"{role}.tokenizer.path", spec.tokenizer.path, POLICIES, tokenizer=True)
+    if (path, own) == (spec.path, spec.tokenizer.path):
+        return spec
+    notes = tuple(each for each in (note, more) if each)
+    return replace(spec, path=path, tokenizer=replace(spec.tokenizer, path=own), notes=(*spec.notes, *notes))
+
+
+def _path(
+    config: RunConfig, option: str, given: str | None, roles: tuple[str, ...], *, tokenizer: bool
+) -> tuple[str | None, str]:
+    """(the directory or hub name, what to tell the user)."""
+    if given is None or (tokenizer and _holds_tokenizer(Path(given).expanduser())):
+        return given, ""
+    run = Path(config.fileroot).expanduser() / config.experiment_name / config.trial_name
+    wanted = Wanted(option, roles, config.fileroot, _began(config, run, option), run)
+    found = names.locate(given, wanted)
+    return found.path, found.note
+
+
+def _holds_tokenizer(place: Path) -> bool:
+    return place.is_file() or any((place / name).is_file() for name in TOKENIZERS)
+
+
+def _began(config: RunConfig, run: Path, option: str) -> str | None:
+    """What the option is in the run that goes on: this one, or the one that `resume_from` names; None in a new run."""
+    places = [run]
+    if config.resume_from is not None:
+        source = Path(config.resume_from).expanduser()
+        places += [source, *list(source.absolute().parents)[:3]]
+    file = next((place / names.RUN for place in places if (place / names.RUN).is_file()), None)
+    if file is None:
+        return None
+    try:
+        value: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{file} is no YAML: {str(error).splitlines()[0]}; remove that run, or name another one"
+        ) from error
+    for key in option.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _with_backend(role: str, spec: ModelSpec) -> ModelSpec:
+    """The role with a backend, where it has none and config.json says which one can run it. Raises `ConfigError` for one that
+    cannot."""
+    if spec.backend not in (AUTO, kind.OWN_RUN) or spec.path is None:
+        return spec
+    values = kind.values_of(spec.path)
+    if not values or spec.type is not None:
+        return replace(spec, backend=kind.OWN_RUN) if values else spec
+    backend = kind.backend_of(values)
+    if spec.backend != AUTO and backend != spec.backend:
+        raise ConfigError(
+            f"{role}.backend={spec.backend}: weft has no family for models of type {values.get('model_type')}; leave the "
+            f"option out, and backend={backend} runs any decoder that transformers knows"
+        )
+    if backend != kind.OWN_RUN and spec.tokenizer.add_tokens:
+        raise ConfigError(
+            f"{role}.tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend={backend}, which runs models of type "
+            f"{values.get('model_type')}, keeps their vocabulary; leave it out, with a chat template in words such as zephyr"
+        )
+    notes = spec.notes if backend == kind.OWN_RUN else (*spec.notes, f"{role}: {kind.cost(values)}")
+    return replace(spec, backend=backend, notes=notes)

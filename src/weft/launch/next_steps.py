@@ -1,0 +1,64 @@
+"""The last lines of a run: where its report is, and the commands that go on from it, as they are typed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from weft.checkpoints.names import short
+from weft.experiment import Control, Experiment
+from weft.graph.mfc import MFCDef
+
+INDENT = " " * 8
+REPORT = "report.html"
+
+
+def next_lines(experiment: Experiment, run: Path) -> list[str]:
+    """Two to four lines; none for a run that saves no model."""
+    heads = {experiment.roles[role].head: role for role in reversed(experiment.saved_roles)}
+    if "lm" in heads:
+        commands = _after_policy(experiment, heads["lm"], run)
+    elif "score" in heads:
+        commands = _after_reward_model(experiment, heads["score"], run)
+    else:
+        return []
+    first, *others = commands
+    return [f"report: {run / REPORT}", f"next:   {first}", *(INDENT + each for each in others)]
+
+
+def _after_policy(experiment: Experiment, role: str, run: Path) -> list[str]:
+    control, at = experiment.control, shlex.quote(str(run))
+    calls = [n for n in experiment.graph.nodes if isinstance(n, MFCDef) and n.role == role and n.trains]
+    if not any(call.args.get("loss") == "sft" for call in calls):
+        began = experiment.roles[role].path
+        beside = [] if began is None else [f"weft chat {shlex.quote(short(began))} {at}    # before and after"]
+        return [f"weft chat {at}", *beside]
+    name = _free(control, "rw")
+    reward = Path(control.fileroot) / control.experiment_name / name
+    return [
+        f"weft chat {at}",
+        f"{_quickstart('rw', name, control)} model.path={at} dataset.path=PAIRS.jsonl",
+        f"{_quickstart('ppo', _free(control, 'ppo'), control)} actor.path={at} rew.path={shlex.quote(str(reward))} "
+        "dataset.path=PROMPTS.jsonl",
+    ]
+
+
+def _after_reward_model(experiment: Experiment, role: str, run: Path) -> list[str]:
+    control, began, at = experiment.control, experiment.roles[role].path, shlex.quote(str(run))
+    actor = "POLICY" if began is None else shlex.quote(short(began))
+    ppo = _quickstart("ppo", _free(control, "ppo"), control)
+    return [
+        f"{ppo} actor.path={actor} rew.path={at} dataset.path=PROMPTS.jsonl",
+        f"weft eval rm {at} PAIRS.jsonl    # accuracy",
+    ]
+
+
+def _quickstart(name: str, trial: str, control: Control) -> str:
+    root = "" if Path(control.fileroot) == Path("./runs") else f" fileroot={shlex.quote(control.fileroot)}"
+    return f"weft quickstart {name} experiment_name={control.experiment_name} trial_name={trial}{root}"
+
+
+def _free(control: Control, name: str) -> str:
+    """A trial's name that the experiment has not yet."""
+    folder = Path(control.fileroot).expanduser() / control.experiment_name
+    return next(each for each in (name, *(f"{name}-{n}" for n in range(2, 10_000))) if not (folder / each).exists())

@@ -1,0 +1,124 @@
+"""What a name of a model stands for, and what is said of one that stands for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.checkpoints.names import CRITICS, POLICIES, SCORERS, Wanted, find, locate, meant, short
+from weft.data import hub
+from weft.errors import CheckpointError
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs of SFT (steps 2, 9, 10), of a reward model, of PPO, and one without a checkpoint, as seen from their folder."""
+    monkeypatch.chdir(tmp_path)
+    saved = {"sft": ["model/step2", "model/step9", "model/step10", "model/step11.tmp"], "rm": ["model/step5"]}
+    saved |= {"ppo": ["actor/step4", "critic/step4"], "empty": []}
+    for trial, steps in saved.items():
+        run = tmp_path / "runs" / "e" / trial
+        (run / "recover" / "step3").mkdir(parents=True)
+        (run / "config.yaml").write_text("{}\n")
+        for step in steps:
+            (run / "checkpoints" / step).mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("model", "model"),
+        ("./model", "./model"),
+        ("runs/e/sft", "runs/e/sft/checkpoints/model/step10"),
+        ("runs/e/sft/", "runs/e/sft/checkpoints/model/step10"),
+        ("runs/e/sft@latest", "runs/e/sft/checkpoints/model/step10"),
+        ("runs/e/sft/latest", "runs/e/sft/checkpoints/model/step10"),
+        ("runs/e/sft@step9", "runs/e/sft/checkpoints/model/step9"),
+        ("runs/e/sft@2", "runs/e/sft/checkpoints/model/step2"),
+        ("runs/e/sft/checkpoints", "runs/e/sft/checkpoints/model/step10"),
+        ("runs/e/sft/checkpoints/model", "runs/e/sft/checkpoints/model/step10"),
+        ("runs/e/sft/checkpoints/model/latest", "runs/e/sft/checkpoints/model/step10"),
+        ("runs/e/sft/checkpoints/model@step2", "runs/e/sft/checkpoints/model/step2"),
+        ("runs/e/ppo", "runs/e/ppo/checkpoints/actor/step4"),
+        ("runs/e/ppo@step4:critic", "runs/e/ppo/checkpoints/critic/step4"),
+        ("runs/e/ppo:critic", "runs/e/ppo/checkpoints/critic/step4"),
+        ("e/sft", "runs/e/sft/checkpoints/model/step10"),
+        ("e/sft@step2", "runs/e/sft/checkpoints/model/step2"),
+        ("owner/name", "owner/name"),
+        ("gpt2", "gpt2"),
+    ],
+)
+def test_what_names_stand_for(runs: Path, given: str, path: str) -> None:
+    assert locate(given).path == path
+
+
+def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
+    paths = {roles: locate("runs/e/ppo", Wanted(roles=roles)).path.split("/")[-2] for roles in (POLICIES, CRITICS)}
+    assert paths == {POLICIES: "actor", CRITICS: "critic"}
+    assert locate("runs/e/rm", Wanted(roles=SCORERS)).path == "runs/e/rm/checkpoints/model/step5"
+    with pytest.raises(
+        CheckpointError, match=r"rew\.path='runs/e/ppo': .* actor and critic, .*: runs/e/ppo@latest:actor"
+    ):
+        locate("runs/e/ppo", Wanted("rew.path", SCORERS))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("runs/e/sft@step3", r"no such checkpoint of model; it has @step2, @step9, @step10, and @latest"),
+        ("runs/e/sft@stp9", r"it has @step2"),
+        ("runs/e/sft@step9:actor", r"no checkpoints of 'actor'; it has those of model"),
+        ("runs/e/empty", r"has saved no checkpoint yet; .* save_freq_steps=N"),
+        ("runs/e", r"no config\.json, and no checkpoints of a run; name .* runs/E/T, .* did you mean the run runs/e/"),
+        ("./runs/e/sfft", r"no such file or directory; .* did you mean the run runs/e/sft"),
+        ("./modell", r"did you mean model\?"),
+        ("a/b/c/d", r"no such file or directory; .* check the spelling"),
+    ],
+)
+def test_what_stands_for_nothing_is_refused_with_the_rule_and_the_fix(runs: Path, given: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^model\.path=.*" + message):
+        locate(given, Wanted("model.path"))
+
+
+def test_a_model_of_the_cache_comes_before_a_run_of_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = locate("e/sft", Wanted("actor.path"))
+    assert found.note.startswith("actor.path='e/sft': taken as a run, runs/e/sft/checkpoints/model/step10")
+    monkeypatch.setattr(hub, "cached", lambda name: name == "e/sft")
+    assert locate("e/sft").path == "e/sft"
+    monkeypatch.setattr(hub, "cached", lambda name: False)
+    assert locate("e/sft", Wanted(own=runs / "e" / "sft")).path == "e/sft", "a run is not what it begins from"
+
+
+def test_a_run_under_way_keeps_what_it_began_with(runs: Path) -> None:
+    began = Wanted("model.path", began="runs/e/sft/checkpoints/model/step2")
+    for given in ("runs/e/sft", "runs/e/sft@latest", "e/sft", str(runs / "e" / "sft")):
+        assert locate(given, began).path == "runs/e/sft/checkpoints/model/step2"
+    assert "step10 is newer" in locate("runs/e/sft", began).note
+    assert locate("runs/e/sft@step9", began).path.endswith("step9"), "a step that is named is that step"
+    assert locate("runs/e/rm", began).path.endswith("rm/checkpoints/model/step5"), "another run is another run"
+    assert locate("runs/e/ppo", began).path.endswith("actor/step4")
+    gone = Wanted("model.path", began="runs/e/sft/checkpoints/model/step1")
+    with pytest.raises(CheckpointError, match=r"began with runs/e/sft/checkpoints/model/step1, which is there no more"):
+        locate("runs/e/sft", gone)
+
+
+def test_a_name_that_is_nowhere_is_asked_for_once(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    asked = list[tuple[str, str, str]]()
+    monkeypatch.setattr(hub, "check_model", lambda *words: asked.append(words))
+    assert find("e/stf", Wanted("--model")).path == "e/stf"
+    assert asked == [("--model", "e/stf", "did you mean the run runs/e/sft?")]
+    find("runs/e/sft", Wanted("--model"))
+    assert len(asked) == 1
+
+
+def test_hints_and_short_names(runs: Path) -> None:
+    assert meant("e") == "did you mean the run runs/e/empty?" or meant("e").startswith("did you mean the run runs/e/")
+    assert meant("xxxxxxxx/yyyyyyy") == "check the spelling"
+    assert short("runs/e/sft/checkpoints/model/step9") == "runs/e/sft@step9"
+    assert short("runs/e/ppo/checkpoints/critic/step4") == "runs/e/ppo/checkpoints/critic/step4"
+    assert short("owner/name") == "owner/name"
