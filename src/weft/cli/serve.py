@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.cli.parsing import Parser
 from weft.engine.spec import GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import SCORERS, is_scorer, locate, open_policy, open_scorer
@@ -25,7 +26,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="weft serve", description=__doc__)
+    made = Parser(prog="weft serve", description=__doc__)
     made.add_argument("model", metavar="MODEL", nargs="?", help="policy: model, adapter or run directory, or hub name")
     made.add_argument("--reward", metavar="MODEL", help="reward model: directory or hub name")
     made.add_argument("--name", help="the policy's name for clients (default: that of its directory)")

@@ -184,11 +184,11 @@ def sources_problem(value: Any) -> str | None:
 class DatasetSpec:
     """The `dataset.*` options. `sources` is a list of mappings: path, type, fraction | size | weight, split, name, args."""
 
-    train_path: str | None = option(
-        None, "training rows: JSON, JSONL(.gz), Parquet, a hub name, or a directory of them"
-    )
+    train_path: str | None = option(None, "the same as path")
     valid_path: str | None = option(None, "validation rows; evaluated every eval_freq_*")
-    path: str | None = option(None, "the same as train_path")
+    path: str | None = option(
+        None, "training rows, or prompts: JSON, JSONL(.gz), Parquet, a hub name, or a directory of them"
+    )
     type: str | None = option(None, "dataset type: a form in docs/datasets.md or a registered name")
     args: dict[str, Any] = option({}, "arguments of the dataset class")
     sources: Any = option(
