@@ -8,11 +8,9 @@ from pathlib import Path
 from weft.cli.ls import size
 from weft.cli.parsing import Parser, helped
 from weft.errors import ConfigError
+from weft.experiments._common_options import EXAMPLES
 
-FIRST = (
-    "weft quickstart sft experiment_name=first trial_name=sft model.path={folder}/model dataset.path={folder}/sft.jsonl "
-    "dataset.train_bs_n_seqs=64 model.optimizer.lr=2e-3 total_train_epochs=12"
-)
+FIRST = f"weft quickstart sft experiment_name=first trial_name=sft {EXAMPLES['sft']}"
 WHAT = {
     "sft.jsonl": "prompts with answers, three of ten wrong: sft",
     "chat.jsonl": "the same as conversations: sft with dataset.type=chat",
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         parts = [content for path, content in made.items() if path.split("/")[0] == name]
         print(f"  {name:15}{size(sum(map(len, parts))):>8}  {what}")
     print("\nBegin with:" if given.command == "write" else "\nweft examples write data writes it, and you begin with:")
-    print("  " + FIRST.format(folder=given.folder if given.command == "write" else "data"))
+    print("  " + FIRST.replace("=data/", f"={given.folder if given.command == 'write' else 'data'}/"))
     return 0
 
 

@@ -17,6 +17,7 @@ from weft.cli.parsing import Parser
 from weft.engine.spec import GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import SCORERS, is_scorer, locate, open_policy, open_scorer
+from weft.extras import install
 
 if TYPE_CHECKING:
     from weft.serve.served import Served
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         from weft.serve import server
         from weft.serve.app import Limits
     except ImportError as error:
-        raise ConfigError(f"weft serve needs the package {error.name}; pip install 'weft[serve]'") from None
+        raise ConfigError(f"weft serve needs the package {error.name}; run: {install('serve')}") from None
     ended = threading.Event()
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, lambda *_: ended.set())

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 from weft.data.spec import TokenizerSpec
 from weft.engine import rope_scaling
 from weft.errors import ConfigError
+from weft.extras import install
 from weft.options import option
 from weft.parallel.schedule import Kind, placement_of
 from weft.topology import Layout, Mesh, parse_mesh
@@ -38,7 +39,7 @@ class OptimizerSpec:
     state_dtype: str = option(
         "float32",
         "what adamw's two moments are kept in: float32, bfloat16 (rounded at random, half the memory), or 8bit (a quarter; "
-        "embeddings keep float32; needs pip install 'weft[8bit]')",
+        "embeddings keep float32; needs the extra 8bit)",
         choices=STATE_DTYPES,
     )
     lr: float | None = option(
@@ -91,7 +92,7 @@ class OptimizerSpec:
         """Raises `ConfigError` where states are to be kept by a library that is not installed."""
         if self.state_dtype == "8bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
             raise ConfigError(
-                f"optimizer.state_dtype=8bit: the package {STATE_LIBRARY!r} is not installed; run: pip install 'weft[8bit]'"
+                f"optimizer.state_dtype=8bit: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}"
             )
 
     def schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:

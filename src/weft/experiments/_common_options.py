@@ -101,14 +101,14 @@ COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 DATA = "dataset.path=data/{}.jsonl dataset.train_bs_n_seqs={}"
 EXAMPLES: Mapping[str, str] = {
-    "sft": f"model.path=data/model {DATA.format('sft', 64)} model.optimizer.lr=2e-3 total_train_epochs=6",
-    "rw": f"model.path=runs/first/sft dataset.type=preference {DATA.format('pairs', 32)} model.optimizer.lr=1e-3",
-    "dpo": f"actor.path=runs/first/sft dataset.type=preference {DATA.format('pairs', 32)} actor.optimizer.lr=1e-4",
-    "ppo": f"actor.path=runs/first/sft rew.path=runs/first/rw {DATA.format('prompts', 20)} ppo.gen.max_new_tokens=4",
-    "grpo": f"actor.path=runs/first/sft reward=gsm8k {DATA.format('prompts', 20)} grpo.gen.max_new_tokens=4",
-    "online_dpo": f"actor.path=runs/first/sft reward=gsm8k {DATA.format('prompts', 20)} online_dpo.gen.max_new_tokens=4",
-    "distill": f"actor.path=data/model teacher.path=runs/first/sft {DATA.format('prompts', 20)} distill.gen.max_new_tokens=4",
-    "gen": f"model.path=runs/first/sft {DATA.format('prompts', 20)} gen.max_new_tokens=4",
+    "sft": f"model.path=data/model {DATA.format('sft', 64)} model.optimizer.lr=4e-3 total_train_epochs=10",
+    "rw": f"model.path=runs/first/sft dataset.type=preference {DATA.format('pairs', 64)} model.optimizer.lr=2e-3",
+    "dpo": f"actor.path=runs/first/sft dataset.type=preference {DATA.format('pairs', 64)} actor.optimizer.lr=1e-4",
+    "ppo": f"actor.path=runs/first/sft rew.path=runs/first/rw {DATA.format('prompts', 50)} ppo.gen.max_new_tokens=4",
+    "grpo": f"actor.path=runs/first/sft reward=gsm8k {DATA.format('prompts', 50)} grpo.gen.max_new_tokens=4",
+    "online_dpo": f"actor.path=runs/first/sft reward=gsm8k {DATA.format('prompts', 50)} online_dpo.gen.max_new_tokens=4",
+    "distill": f"actor.path=data/model teacher.path=runs/first/sft {DATA.format('prompts', 50)} distill.gen.max_new_tokens=4",
+    "gen": f"model.path=runs/first/sft {DATA.format('prompts', 50)} gen.max_new_tokens=4",
 }
 
 
