@@ -8,7 +8,6 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.cli.parsing import Parser
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
 
@@ -20,7 +19,7 @@ NORMAL, NAMED = 1, {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # kinds of 
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft convert ...`; returns the exit code. Raises `UserError` for input that cannot be converted."""
-    parser = Parser(prog="weft convert", description=__doc__)
+    parser = argparse.ArgumentParser(prog="weft convert", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     llama = kinds.add_parser("llama2c", help="a llama2.c checkpoint and its vocabulary become a Llama directory")
     llama.add_argument("checkpoint", type=Path, help="model file, legacy or export version 1")

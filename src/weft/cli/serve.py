@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.cli.parsing import Parser
 from weft.engine.spec import GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import SCORERS, is_scorer, locate, open_policy, open_scorer
-from weft.extras import install
 
 if TYPE_CHECKING:
     from weft.serve.served import Served
@@ -27,7 +25,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="weft serve", description=__doc__)
+    made = argparse.ArgumentParser(prog="weft serve", description=__doc__)
     made.add_argument("model", metavar="MODEL", nargs="?", help="policy: model, adapter or run directory, or hub name")
     made.add_argument("--reward", metavar="MODEL", help="reward model: directory or hub name")
     made.add_argument("--name", help="the policy's name for clients (default: that of its directory)")
@@ -76,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
         from weft.serve import server
         from weft.serve.app import Limits
     except ImportError as error:
+        from weft.extras import install
+
         raise ConfigError(f"weft serve needs the package {error.name}; run: {install('serve')}") from None
     ended = threading.Event()
     for kind in (signal.SIGINT, signal.SIGTERM):
