@@ -14,7 +14,7 @@ import pytest
 from weft import registry
 from weft.cli import main as weft
 from weft.cli.aliases import spellings_of
-from weft.cli.help import quickstart_help
+from weft.cli.help import command_lines, quickstart_help
 from weft.cli.quickstart import configured
 from weft.cli.reference import SHIPPED
 from weft.errors import ConfigError
@@ -163,3 +163,10 @@ def test_help_loads_no_framework(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.stderr.strip().splitlines()[-1] == "[]"
+
+
+def test_a_command_is_broken_between_words_only():
+    words = ["weft", "quickstart", "sft", "dataset.columns={prompt: a, answer: b}", "x=" + "y" * 90, "z=1"]
+    lines = list(command_lines(words, 60))
+    assert len(lines) == 4 and all(len(line) <= 60 for line in (*lines[:2], lines[3]))
+    assert shlex.split(" ".join(line.rstrip("\\") for line in lines)) == words

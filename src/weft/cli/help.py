@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 import shutil
 import sys
 import textwrap
@@ -136,9 +137,8 @@ def _short(sheet: Sheet, chosen: Mapping[str, Sequence[str]]) -> Iterator[str]:
     if example is not None:
         yield "example, on the data of `weft examples write data`"
         trial = sheet.config.algorithm.replace("_", "-")
-        yield from _command(
-            f"weft quickstart {sheet.name} experiment_name=first trial_name={trial} {example}", sheet.width
-        )
+        command = f"weft quickstart {sheet.name} experiment_name=first trial_name={trial} {example}"
+        yield from command_lines(command.split(), sheet.width)
         yield ""
     yield "more"
     all_help, one = (
@@ -155,18 +155,15 @@ def _short(sheet: Sheet, chosen: Mapping[str, Sequence[str]]) -> Iterator[str]:
         yield from sheet._entry(name, what, left)
 
 
-def _command(command: str, width: int) -> Iterator[str]:
-    """A command over as many lines as it takes, which can be pasted."""
-    lines = textwrap.wrap(
-        command,
-        width - 2,
-        initial_indent="  ",
-        subsequent_indent="      ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    yield from (f"{line} \\" for line in lines[:-1])
-    yield lines[-1]
+def command_lines(words: Sequence[str], width: int) -> Iterator[str]:
+    """A command over as many lines as it takes, which can be pasted; no word is cut."""
+    line = " "
+    for word in map(shlex.quote, words):
+        if len(line) + len(word) + 3 > width and line.strip():
+            yield f"{line} \\"
+            line = " " * 5
+        line += f" {word}"
+    yield line
 
 
 def _everything(sheet: Sheet) -> Iterator[str]:

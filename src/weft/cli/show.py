@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import yaml
 
 from weft import registry
-from weft.cli.help import shown
+from weft.cli.help import command_lines, shown, terminal_width
 from weft.cli.ls import UNKNOWN, age, size, steps
 from weft.cli.named_run import find_run
 from weft.cli.parsing import Parser, helped
@@ -86,10 +84,7 @@ def _started(run: Path, record: RunRecord) -> Iterator[str]:
         return
     last = record.starts[-1]
     yield "command"
-    yield from textwrap.wrap(
-        shlex.join(last.command), 100, initial_indent="  ", subsequent_indent="      ", break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
+    yield from command_lines(last.command, terminal_width())
     versions = ", ".join(f"{name} {number}" for name, number in last.versions.items())
     rows = [("started", f"{_when(last.time)} on {last.host or UNKNOWN}, in {last.folder or UNKNOWN}")]
     if len(record.starts) > 1:
