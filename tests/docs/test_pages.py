@@ -15,7 +15,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -72,19 +71,24 @@ def run_commands(folder: Path, commands: list[str]) -> None:
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-SLOW = ("README.md",)  # trains half a dozen models
+README = ROOT / "README.md"
 
 
-def pages() -> list[Any]:
-    run = [p for p in PAGES if read_page(p).commands]
-    return [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if p.name in SLOW else []) for p in run]
-
-
-@pytest.mark.parametrize("path", pages())
+@pytest.mark.parametrize("path", [p for p in PAGES if read_page(p).commands and p != README], ids=lambda p: p.name)
 def test_the_commands_of_a_page_work(path: Path, tmp_path: Path, model: Path) -> None:
     page = read_page(path)
     prepare(tmp_path, page, model)
     run_commands(tmp_path, page.commands)
+
+
+@pytest.mark.slow
+def test_the_readme_works_in_an_empty_folder(tmp_path: Path) -> None:
+    page = read_page(README)
+    for name, body in page.files.items():
+        (tmp_path / name).write_text(body)
+    run_commands(tmp_path, page.commands)
+    runs = {path.parent.name for path in tmp_path.glob("runs/first/*/report.html")}
+    assert runs == {"sft", "rw", "dpo", "ppo", "grpo", "python"}
 
 
 @pytest.mark.parametrize("path", [p for p in PAGES if read_page(p).parsed], ids=lambda p: p.name)
