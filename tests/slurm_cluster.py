@@ -62,7 +62,7 @@ def missing() -> str | None:
     if absent:
         return f"no {', '.join(absent)}; install the packages slurm-wlm and munge"
     if importlib.util.find_spec("ray") is None:
-        return "no ray; install weft[ray]"
+        return "no ray; install the extra ray"
     return None if os.geteuid() == 0 else "slurmd and munged are started as root here"
 
 

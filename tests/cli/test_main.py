@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from weft import registry
 from weft.apps.quickstart import main as quickstart_app
 from weft.cli import main as weft
 from weft.errors import Interrupted, RunError, UserError
 from weft.experiments import SFTConfig
-from weft.options import leaves
 
 QUICKSTARTS = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen")
 
@@ -61,25 +59,6 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_quickstart_names_the_nearest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert weft.main(["quickstart", "sftt", *names()]) == 2
     assert "unknown quickstart 'sftt'; did you mean sft?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", QUICKSTARTS)
-def test_help_shows_every_option_with_type_default_and_meaning(
-    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert weft.main(["quickstart", name, "--help"]) == 0
-    shown = capsys.readouterr().out
-    for leaf in leaves(registry.quickstarts.get(name)()):
-        assert f"\n  {leaf.name}  [{leaf.type}, " in shown
-        assert leaf.help, f"{leaf.name} has no help text"
-
-
-def test_help_of_one_group(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert weft.main(["quickstart", "ppo", "--help", "ppo.gen"]) == 0
-    shown = capsys.readouterr().out
-    assert "ppo.gen.top_p" in shown and "actor.path" not in shown
-    assert weft.main(["quickstart", "ppo", "--help", "ppo.gn"]) == 2
-    assert "ppo.gen" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["quickstart", "ppo", "--help"], ["quickstart", "sft", "--cfg", "job"]])

@@ -133,7 +133,7 @@ def test_a_quickstart_of_ones_own(folder: Path, ran: list[Any], capsys: pytest.C
     assert main(["quickstart", "test-calm", "imports=[calm.py]", *own]) == 0
     assert ran[1].imports == ["calm.py"]
     assert main(["quickstart", "test-calm", "--import", "calm.py", "--help"]) == 0
-    assert "coefficient  [float, default 0.1]" in capsys.readouterr().out
+    assert "coefficient               weight of the calm [default 0.1]" in capsys.readouterr().out
     assert main(["quickstart", "--help", "--import", "calm.py"]) == 0
     assert "test-calm" in capsys.readouterr().out
 

@@ -1,8 +1,9 @@
 """Every page under docs/ and the README: its files are written, its commands are run, as a reader would.
 
 A block opened by ```` ```python file=NAME ```` (or json, jsonl, jinja) is written to NAME in an empty folder; a block
-opened by ```` ```console run ```` runs each line that begins with `$ `. `MODEL` on a page is a model directory; here it is
-a tiny random one.
+opened by ```` ```console run ```` runs each line that begins with `$ `. The commands of a block opened by
+```` ```console parsed ```` need a network or a GPU: their options are checked. `MODEL` on a page is a model directory;
+here it is a tiny random one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_llama, pair_rows, prompt_answer_rows, prompt_rows, write_jsonl
+from weft.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
@@ -30,6 +32,7 @@ LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 class Page:
     files: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
+    parsed: list[str] = field(default_factory=list)
 
 
 def read_page(path: Path) -> Page:
@@ -39,9 +42,10 @@ def read_page(path: Path) -> Page:
         names = [word.removeprefix("file=") for word in info if word.startswith("file=")]
         if names:
             page.files[names[0]] = page.files.get(names[0], "") + block["body"]
-        elif info[:2] == ["console", "run"]:
+        elif info[:2] in (["console", "run"], ["console", "parsed"]):
             joined = block["body"].replace("\\\n", " ")
-            page.commands += [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+            lines = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+            (page.commands if info[1] == "run" else page.parsed).extend(lines)
     return page
 
 
@@ -68,13 +72,37 @@ def run_commands(folder: Path, commands: list[str]) -> None:
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
+README = ROOT / "README.md"
+
+
 @pytest.mark.parametrize(
-    "path", [p for p in PAGES if p.parent != TUTORIALS and read_page(p).commands], ids=lambda p: p.name
+    "path",
+    [p for p in PAGES if p not in (README,) and p.parent != TUTORIALS and read_page(p).commands],
+    ids=lambda p: p.name,
 )
 def test_the_commands_of_a_page_work(path: Path, tmp_path: Path, model: Path) -> None:
     page = read_page(path)
     prepare(tmp_path, page, model)
     run_commands(tmp_path, page.commands)
+
+
+@pytest.mark.slow
+def test_the_readme_works_in_an_empty_folder(tmp_path: Path) -> None:
+    page = read_page(README)
+    for name, body in page.files.items():
+        (tmp_path / name).write_text(body)
+    run_commands(tmp_path, page.commands)
+    runs = {path.parent.name for path in tmp_path.glob("runs/first/*/report.html")}
+    assert runs == {"sft", "rw", "dpo", "ppo", "grpo", "python"}
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if read_page(p).parsed], ids=lambda p: p.name)
+def test_the_options_of_a_page_are_options(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in read_page(path).parsed:
+        words = shlex.split(command)
+        assert words[:2] == ["weft", "quickstart"]
+        assert main([*words[1:], "--cfg", "job"]) == 0, command
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("**/*.md"), key=str), ids=lambda p: str(p.relative_to(ROOT)))

@@ -68,7 +68,7 @@ def test_a_name_of_one_device_is_refused(root):
 
 def test_without_ray_the_error_says_how_to_get_it(root, monkeypatch):
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"takes 2 devices.*pip install 'weft\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"takes 2 devices.*pip install '.*\[ray\]'"):
         start_devices(placed(root, "none").build(), "local")
 
 

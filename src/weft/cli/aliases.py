@@ -72,6 +72,17 @@ RENAMED = {
 OF_A_MODEL = {"parallel.use_sequence_parallel": "sequence_parallel"}  # after MODEL.
 # `reward.args` is part of the option `reward`, so `args` is not among what tells that a call is meant.
 CALL_OPTIONS = tuple(spec.name for spec in fields(MFCOptions) if spec.name != "args")
+SHOWN = 2  # spellings of one option, in help
+MADE_OF = {  # those that depend on their value, with the option that they most often mean
+    "per_device_train_batch_size": "dataset.train_bs_n_seqs",
+    "bf16": "{model}.dtype",
+    "use_cpu": "device",
+    "use_peft": "{model}.lora.r",
+    "save_strategy": "save_freq_epochs",
+    "eval_strategy": "eval_freq_epochs",
+    "report_to": "logger.wandb.mode",
+    "resume_from_checkpoint": "resume_from",
+}
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LAYOUT = re.compile(r"([a-z]\d+)+")
 EVERY = 500  # steps, what Hugging Face's strategy "steps" means where nothing else is said
@@ -137,6 +148,25 @@ def translation(
         else:
             done.put(override.name, override, override.value)
     return done
+
+
+def spellings_of(config: RunConfig) -> dict[str, list[str]]:
+    """Option -> the spellings of other programs that stand for it; those that only leave out the group are not told."""
+    done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
+    found: dict[str, list[str]] = {}
+    for spelling in (*RENAMED, *config.spellings):
+        for target in _renamed(spelling, done):
+            found.setdefault(target, []).append(spelling)
+    for spelling, option in MADE_OF.items():
+        for role in done.trained:
+            target = option.replace("{model}", role)
+            if target in done.known and spelling not in found.get(target, []):
+                found.setdefault(target, []).append(spelling)
+    return {
+        target: [name for name in names if name != target.rsplit(".", 1)[-1]][:SHOWN]
+        for target, names in found.items()
+        if any(name != target.rsplit(".", 1)[-1] for name in names)
+    }
 
 
 def is_spelling(name: str, config: RunConfig) -> bool:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
 
 from weft import registry
 from weft.cli import overrides
+from weft.cli.parsing import Parser
 from weft.cli.sections import Contents, Library, Section, read_file, shipped_file
 from weft.cli.stack import Stack, meant_for, read_stack
 from weft.data.spec import DatasetSpec
@@ -26,13 +26,6 @@ EPILOG = """examples:
   weft config show defaults oasst_export_eu pythia-1b learning_rate=2e-6
   weft config cp pythia-1b configs/mine.yaml
   weft config validate configs/mine.yaml"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are a user's error like any other."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="weft config", description=__doc__, epilog=EPILOG, formatter_class=form)
+    parser = Parser(prog="weft config", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = parser.add_subparsers(dest="command", metavar="{ls,show,cp,validate}")
     listing = commands.add_parser("ls", help="list the sections, where each is, and what it sets")
     listing.add_argument("part", nargs="?", default="", help="only names that contain this")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cli import _models
+from weft.cli.parsing import Parser
 from weft.errors import ConfigError
 
 EPILOG = """examples:
@@ -20,7 +21,7 @@ EPILOG = """examples:
 
 def parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(prog="weft eval", description=__doc__, epilog=EPILOG, formatter_class=form)
+    made = Parser(prog="weft eval", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = made.add_subparsers(dest="command", metavar="{rm}", required=True)
     rm = commands.add_parser("rm", help="a reward model on pairs and rankings", epilog=EPILOG, formatter_class=form)
     rm.add_argument("model", metavar="MODEL", help="reward model or run of one")
@@ -37,9 +38,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft eval ...`; returns the exit code. Raises `UserError` for input that cannot be used."""
+    given = parser().parse_args(list(argv))
     from weft.evaluation.reward_model import by_category, evaluate
 
-    given = parser().parse_args(list(argv))
     paths = [word for word in given.data if "=" not in word]
     args = _arguments([word for word in given.data if "=" in word])
     if not paths:

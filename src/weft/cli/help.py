@@ -1,52 +1,247 @@
-"""`--help` of a quickstart, made from the config dataclass: every option with its type, default and meaning. Loads no torch."""
+"""`--help` of a quickstart, made from the config dataclass: the options that people set, or all, or a group. Loads no torch."""
 
 from __future__ import annotations
 
 import inspect
+import shlex
+import shutil
+import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from weft.cli.aliases import spellings_of
+from weft.engine.spec import ModelSpec
+from weft.errors import ConfigError, nearest
+from weft.experiments._common_options import EXAMPLES, common_options
+from weft.experiments.common import RunConfig
 from weft.options import Leaf, leaves
 
 USAGE = "weft quickstart {name} experiment_name=E trial_name=T key=value ..."
-FLAGS = """\
-  --help [GROUP]       this page, or the options of one group only (such as --help {group})
-  --cfg job            print the resolved configuration as YAML and stop
-  --config FILE        read options from a YAML file, such as a run's config.yaml; the command line goes over it
-  --configs A B ...    named sections of settings, left to right (weft config ls lists them); the command line goes over them
-  --config-dir DIR     a folder of YAML files with sections, searched after ./configs (may be given again)
-  --print-script       with mode=slurm: print the script of the job and stop
-  --deepspeed [FILE]   read a DeepSpeed JSON: each key is mapped to options or refused by name
-  --import NAME        import a module or FILE.py that registers names (may be given again)
-  --debug              show the traceback of an error"""
+ALL = "all"
+FLAGS = {
+    "--help [GROUP]": "the options that people set; all of them (--help all), or those of one group (--help {group})",
+    "--cfg job": "print the resolved configuration as YAML and stop",
+    "--dry-run": "print the plan of the run and stop",
+    "--config FILE": "read options from a YAML file, such as a run's config.yaml; the command line goes over it",
+    "--configs A B ...": "named sections of settings, left to right (weft config ls lists them); the command line goes over "
+    "them",
+    "--config-dir DIR": "a folder of YAML files with sections, searched after ./configs (may be given again)",
+    "--print-script": "with mode=slurm: print the script of the job and stop",
+    "--deepspeed [FILE]": "read a DeepSpeed JSON: each key is mapped to options or refused by name",
+    "--import NAME": "import a module or FILE.py that registers names (may be given again)",
+    "--debug": "show the traceback of an error",
+}
 REQUIRED = ("experiment_name", "trial_name")
-GRAMMAR = """\
-Values: numbers (1e-5), true/false, null, lists [a,b], mappings {a: 1}, texts; quote texts that have spaces, commas or
-brackets: 'key="a, b"'. ${other.option} stands for that option's value. ~key puts a default back."""
+GRAMMAR = (
+    "Values are numbers (1e-5), true or false, null, lists [a,b], mappings {a: 1} and texts; quote texts that have spaces, "
+    "commas or brackets: 'key=\"a, b\"'. ${other.option} stands for that option's value, ~key puts a default back."
+)
+OPTIMIZER = "optimizer"
+WIDEST = 160  # columns beyond which lines are hard to read
+WIDE = 110  # columns from which the names of all options that people set have room beside their meaning
+NARROW_NAMES, WIDE_NAMES = 24, 40  # columns of names
+BRIEF = 100  # letters of a meaning in short
+SUGGESTED = 8
 
 
-def quickstart_help(name: str, config: Any, group: str = "") -> str:
-    """The page, or the part of it that belongs to `group` (a prefix of dotted names). Unknown groups give an empty list."""
-    chosen = [leaf for leaf in leaves(config) if not group or leaf.name == group or leaf.name.startswith(f"{group}.")]
-    lines = [USAGE.format(name=name), "", *textwrap.wrap(inspect.cleandoc(type(config).__doc__ or ""), 118), ""]
-    groups = list(dict.fromkeys(leaf.name.split(".")[0] for leaf in chosen if "." in leaf.name))
-    if not group:
-        lines += [FLAGS.format(group=groups[0] if groups else "run"), "", GRAMMAR, ""]
-    own = [leaf for leaf in chosen if "." not in leaf.name]
-    lines += _section("run and algorithm", own) if own else []
-    for first in groups:
-        lines += _section(first, [leaf for leaf in chosen if leaf.name.startswith(f"{first}.")])
+@dataclass(frozen=True)
+class Sheet:
+    """The options of one configuration, and how they are written at a width."""
+
+    name: str
+    config: Any
+    width: int
+
+    def options(self) -> list[Leaf]:
+        """Every option that does something: a role that is not trained has no optimizer."""
+        return [leaf for leaf in leaves(self.config) if not self._idle(leaf.name)]
+
+    def _idle(self, name: str) -> bool:
+        role, _, rest = name.partition(".")
+        if not isinstance(self.config, RunConfig) or not rest.startswith(f"{OPTIMIZER}."):
+            return False
+        return isinstance(getattr(self.config, role), ModelSpec) and role not in self.config.trained_roles
+
+    def title(self) -> list[str]:
+        about = textwrap.wrap(described(type(self.config)), self.width)
+        return [USAGE.format(name=self.name), "", *about, *([""] if about else [])]
+
+    def section(self, title: str, options: Sequence[Leaf], *, brief: bool = False) -> Iterator[str]:
+        """A heading and an entry for each option; `brief`: the meaning in short, and no type."""
+        left = WIDE_NAMES if self.width >= WIDE else NARROW_NAMES
+        spelled = spellings_of(self.config) if isinstance(self.config, RunConfig) else {}
+        yield title
+        for leaf in options:
+            yield from self._entry(
+                leaf.name, _meaning(leaf, spelled.get(leaf.name, ()), self.needed(), brief=brief), left
+            )
+        yield ""
+
+    def _entry(self, name: str, text: str, left: int) -> Iterator[str]:
+        indent = " " * (left + 4)
+        lines = textwrap.wrap(text, self.width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+        if len(name) > left or not lines:
+            yield f"  {name}"
+        else:
+            lines[0] = f"  {name:{left}}  {lines[0].strip()}"
+        yield from lines
+
+    def flags(self, group: str) -> Iterator[str]:
+        for flag, what in FLAGS.items():
+            yield from self._entry(flag, what.format(group=group), 18)
+        yield ""
+        yield from textwrap.wrap(GRAMMAR, self.width, break_on_hyphens=False)
+        yield ""
+
+    def needed(self) -> tuple[str, ...]:
+        """Options without which no run begins."""
+        if not isinstance(self.config, RunConfig):
+            return REQUIRED
+        return (*REQUIRED, f"{self.config.main_role}.path", "dataset.path")
+
+
+def described(config: type) -> str:
+    """What the docstring of a configuration says first; the signature that a dataclass has in place of one says nothing."""
+    text = inspect.cleandoc(config.__doc__ or "")
+    return "" if text.startswith(f"{config.__name__}(") else " ".join(text.split("\n\n")[0].split())
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, within what is read with ease."""
+    return max(60, min(WIDEST, shutil.get_terminal_size().columns))
+
+
+def quickstart_help(name: str, config: Any, group: str = "", width: int = 80) -> str:
+    """The page of a quickstart: the options that people set, `all` of them, or those of a `group` (a prefix of dotted names).
+
+    Raises `ConfigError` for a group that there is not, with the options that have the word in their names.
+    """
+    sheet = Sheet(name, config, width)
+    if not group and isinstance(config, RunConfig) and (chosen := common_options(config)):
+        lines = list(_short(sheet, chosen))
+    elif group in ("", ALL):
+        lines = list(_everything(sheet))
+    else:
+        lines = list(_group(sheet, group))
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(title: str, options: Iterable[Leaf]) -> list[str]:
-    lines = [title]
-    for leaf in options:
-        default = "required" if leaf.name in REQUIRED else f"default {shown(leaf.default)}"
-        lines.append(f"  {leaf.name}  [{leaf.type}, {default}]")
-        lines += textwrap.wrap(leaf.help, 110, initial_indent="        ", subsequent_indent="        ")
-    return [*lines, ""]
+def _short(sheet: Sheet, chosen: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    by_name = {leaf.name: leaf for leaf in sheet.options()}
+    yield from sheet.title()
+    for title, names in chosen.items():
+        yield from sheet.section(title, [by_name[name] for name in names], brief=True)
+    example = EXAMPLES.get(sheet.config.algorithm)
+    if example is not None:
+        yield "example, on the data of `weft examples write data`"
+        trial = sheet.config.algorithm.replace("_", "-")
+        command = f"weft quickstart {sheet.name} experiment_name=first trial_name={trial} {example}"
+        yield from command_lines(command.split(), sheet.width)
+        yield ""
+    yield "more"
+    all_help, one = (
+        f"weft quickstart {sheet.name} --help all",
+        sheet.config.generation or sheet.config.algorithm or "dataset",
+    )
+    rest = {
+        all_help: f"every option ({len(by_name)})",
+        f"weft quickstart {sheet.name} --help {one}": f"one group: {', '.join(groups(by_name))}",
+        "--dry-run, --cfg job": "at the end of a command: print the plan, or the configuration, and stop",
+    }
+    left = max(map(len, rest))
+    for name, what in rest.items():
+        yield from sheet._entry(name, what, left)
+
+
+def command_lines(words: Sequence[str], width: int) -> Iterator[str]:
+    """A command over as many lines as it takes, which can be pasted; no word is cut."""
+    line = " "
+    for word in map(shlex.quote, words):
+        if len(line) + len(word) + 3 > width and line.strip():
+            yield f"{line} \\"
+            line = " " * 5
+        line += f" {word}"
+    yield line
+
+
+def _everything(sheet: Sheet) -> Iterator[str]:
+    options = sheet.options()
+    names = groups([leaf.name for leaf in options])
+    yield from sheet.title()
+    yield from sheet.flags("dataset" if "dataset" in names else (names or ["GROUP"])[0])
+    own = [leaf for leaf in options if "." not in leaf.name]
+    if own:
+        yield from sheet.section("run and algorithm", own)
+    for group in names:
+        yield from sheet.section(group, [leaf for leaf in options if leaf.name.startswith(f"{group}.")])
+
+
+def _group(sheet: Sheet, group: str) -> Iterator[str]:
+    options = sheet.options()
+    found = [leaf for leaf in options if leaf.name == group or leaf.name.startswith(f"{group}.")]
+    if not found:
+        raise _no_group(sheet, group, options)
+    yield from sheet.title()
+    yield from sheet.section(group, found)
+
+
+def _no_group(sheet: Sheet, group: str, options: Sequence[Leaf]) -> ConfigError:
+    """The error for a group that there is not, with what may be meant."""
+    names = [leaf.name for leaf in leaves(sheet.config)]
+    if any(name.startswith(f"{group}.") for name in names):
+        role = group.split(".")[0]
+        return ConfigError(f"--help {group}: {role} is not trained in {sheet.name}, and has no optimizer")
+    spelled = spellings_of(sheet.config) if isinstance(sheet.config, RunConfig) else {}
+    close = [leaf for leaf in options if group in spelled.get(leaf.name, ())]
+    words = [leaf for leaf in options if group in leaf.name.replace("_", ".").split(".")]
+    inside = [leaf for leaf in options if group in leaf.name]
+    matching = list({leaf.name: leaf for leaf in (*close, *words, *inside)}.values())
+    if matching:
+        listed = [f"  {leaf.name}: {first_clause(leaf.help)}" for leaf in matching[:SUGGESTED]]
+        more = [f"  and {len(matching) - SUGGESTED} more"] if len(matching) > SUGGESTED else []
+        return ConfigError(
+            "\n".join([f"--help {group}: no such group; options with this in their name:", *listed, *more])
+        )
+    near = nearest(group, [*_all_groups(names), *names])
+    return ConfigError(
+        f"--help {group}: no such group; "
+        + (f"did you mean {' or '.join(near)}?" if near else f"groups: {', '.join(groups(names))}")
+    )
+
+
+def groups(names: Iterable[str]) -> list[str]:
+    """The first parts of dotted names, in order."""
+    return list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
+
+
+def _all_groups(names: Iterable[str]) -> list[str]:
+    parts = [name.split(".") for name in names]
+    return sorted({".".join(part[:depth]) for part in parts for depth in range(1, len(part))})
+
+
+def _meaning(leaf: Leaf, spelled: Sequence[str], needed: Sequence[str], *, brief: bool) -> str:
+    """What an option is, with its default and other spellings in brackets."""
+    facts = [] if brief else [leaf.type]
+    if leaf.name in needed and leaf.default in (None, ""):
+        facts.append("required")
+    elif not brief or leaf.default not in (None, "", [], {}):
+        facts.append(f"default {shown(leaf.default)}")
+    if spelled:
+        facts.append(f"also: {', '.join(spelled)}")
+    text = first_clause(leaf.help) if brief else leaf.help
+    return f"{text} [{'; '.join(facts)}]" if facts else text
+
+
+def first_clause(text: str) -> str:
+    """A help text in short: what stands before its first semicolon, or as many of its parts as are read at a glance."""
+    if len(text) <= BRIEF:
+        return text
+    text = text.split("; ", 1)[0]
+    return (
+        text if len(text) <= BRIEF else f"{text[: text.rfind(', ', 0, BRIEF)]}, ..." if ", " in text[:BRIEF] else text
+    )
 
 
 def shown(value: Any) -> str:
@@ -56,3 +251,18 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)
+
+
+def show(page: str) -> None:
+    """Print a page; on a terminal its headings stand out."""
+    if not sys.stdout.isatty():
+        print(page, end="")
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    for number, line in enumerate(page.splitlines()):
+        heading = bool(line) and (
+            number == 0 or (not line.startswith(" ") and line == line.rstrip(".") and len(line) < 60)
+        )
+        console.print(line, style="bold" if heading else None, soft_wrap=True)

@@ -8,34 +8,59 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from weft import __version__
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
 from weft.observe.memory import growing_segments, keep_freed_memory
 
-COMMANDS = {
-    "quickstart": "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a configuration of your own",
-    "start": "run an experiment registered by name in user code (--list shows them)",
-    "stop": "stop a run; the same start command goes on with it",
-    "logs": "what a run and its workers have written, the first failure first",
-    "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
-    "config": "named sections of settings: ls, show, cp, validate",
-    "chat": "talk to a model directory",
-    "sample": "answers of models to a file of prompts: report, score, best of n",
-    "eval": "how well a reward model orders replies: rm",
-    "serve": "a policy and a reward model behind HTTP: OpenAI's endpoints and the open inference protocol",
-    "data": "look at data as a run would see them: inspect, counts, scan",
-    "plan": "what a run would do: search, calls onto devices; realloc, parameters from one layout to another",
-    "convert": "bring checkpoints in and out",
-    "report": "build report.html of a run anew",
+GROUPS = {
+    "train and sample": {
+        "quickstart": "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a configuration of your own",
+        "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
+        "start": "run an experiment registered by name in user code (--list shows them)",
+        "stop": "stop a run; the same start command goes on with it",
+    },
+    "look at runs": {
+        "ls": "the runs in a folder: status, steps, last reward or loss, size",
+        "show": "a run: command, versions, options that are not the defaults, checkpoints, last metrics",
+        "report": "build report.html of a run anew",
+        "logs": "what a run and its workers have written, the first failure first",
+        "rm": "remove runs, or only their checkpoints or recovery points",
+    },
+    "models": {
+        "chat": "talk to a model directory",
+        "sample": "answers of models to a file of prompts: report, score, best of n",
+        "eval": "how well a reward model orders replies: rm",
+        "serve": "a policy and a reward model behind HTTP: OpenAI's endpoints and the open inference protocol",
+        "convert": "bring checkpoints in and out",
+    },
+    "data": {
+        "examples": "sample data and a small model, without a download: ls, write",
+        "data": "look at data as a run would see them: inspect, counts, scan",
+    },
+    "configuration and devices": {
+        "config": "named sections of settings: ls, show, cp, validate",
+        "plan": "what a run would do: search, calls onto devices; realloc, parameters from one layout to another",
+        "completion": "completion of commands and options in bash, zsh and fish",
+    },
+}
+COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}
+GLOBAL_FLAGS = {
+    "--version": "the version",
+    "--help": "this list",
+    "--debug": "with any command: show the traceback of an error",
 }
 TRAINING = ("quickstart", "start", "demo")
+BARE = ("quickstart", "demo", "ls")  # that need no word; the others alone print their help
 SUPERVISED = ("quickstart", "start")
 INTERRUPTED = 130
 SPEAKS_SECONDS = 5.0
@@ -52,13 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weft {__version__}")
         return 0
     if argv is not None:
-        return guarded(lambda: _dispatch(words), words)
+        return guarded(lambda: dispatch(words), words)
     keep_freed_memory()
     os.environ.update(growing_segments(os.environ))
     from weft.runtime.supervised import Wire
 
     wire = Wire.begin(os.environ)
-    code = guarded(lambda: _dispatch(words, supervise=not wire.supervised), words)
+    code = guarded(lambda: dispatch(words, supervise=not wire.supervised), words)
     wire.ends(code)
     if code:
         _end(code)
@@ -76,11 +101,14 @@ def _end(code: int) -> None:
 
 
 def usage() -> str:
-    lines = ["weft COMMAND ...    (weft COMMAND --help says more)", ""]
-    lines += [f"  {name:12} {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [*lines, "", "  --version    the version", "  --debug      with any command: show the traceback of an error"]
-    )
+    """The commands by what they are for, within the terminal's width."""
+    width = max(60, shutil.get_terminal_size().columns)
+    lines = ["weft COMMAND ...    (weft COMMAND --help says more)"]
+    for group, commands in GROUPS.items():
+        lines += ["", group]
+        for name, what in commands.items():
+            lines += textwrap.wrap(what, width, initial_indent=f"  {name:12} ", subsequent_indent=" " * 15)
+    return "\n".join([*lines, "", *(f"  {flag:12} {what}" for flag, what in GLOBAL_FLAGS.items())])
 
 
 def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
@@ -117,7 +145,8 @@ def _show(message: str, words: Sequence[str]) -> None:
     print(message, file=sys.stderr)
 
 
-def _dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
+def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
+    """Run the command that `words` begin with; the exit code."""
     name, rest = words[0], [word for word in words[1:] if word != "--debug"]
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
@@ -134,6 +163,10 @@ def _dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
         return _report(rest)
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
     command: Callable[..., int] = module.stop if name == "stop" else module.main
+    if not rest and name not in BARE:
+        with suppress(SystemExit):
+            command(["--help"])
+        return 2
     return command(rest, supervise=supervise) if name in SUPERVISED else command(rest)
 
 

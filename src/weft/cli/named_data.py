@@ -23,6 +23,7 @@ from weft.data.named.fetch import local
 from weft.data.named.prepare import Prepared, Split, cache_root, prepare
 from weft.data.spec import DatasetSpec, SourceSpec, sources_of
 from weft.errors import ConfigError, DataError
+from weft.extras import install
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
 
@@ -105,7 +106,7 @@ def detector() -> Callable[[str], str]:
     try:
         package = importlib.import_module("langdetect")
     except ImportError as error:
-        raise ConfigError("--detect-language needs the package langdetect: pip install 'weft[languages]'") from error
+        raise ConfigError(f"--detect-language needs the package langdetect; run: {install('languages')}") from error
     package.DetectorFactory.seed = 0
 
     def detect(text: str) -> str:

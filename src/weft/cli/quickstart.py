@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from weft import registry
 from weft.cli import deepspeed, overrides
 from weft.cli.aliases import translate
-from weft.cli.help import quickstart_help
+from weft.cli.help import described, quickstart_help, show, terminal_width
 from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
-from weft.options import Config, leaves, read, to_mapping, validate
+from weft.options import Config, read, to_mapping, validate
 
 if TYPE_CHECKING:
     from weft.cli.stack import Stack
@@ -47,7 +48,7 @@ class Words:
     dry_run: bool = False
     print_script: bool = False
     deepspeed: str | None = None  # a file, "" for the flag alone
-    help: str | None = None  # a group of options, "" for all
+    help: str | None = None  # a group of options, or all; "" for those that people set
 
 
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
@@ -60,7 +61,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         return 0 if words.help is not None else 2
     base, values = _named(words)
     if words.help is not None:
-        print(_help(words.name, base, words.help), end="")
+        show(quickstart_help(words.name, base, words.help, terminal_width()))
         return 0
     if words.config_dirs and not words.configs:
         raise ConfigError("--config-dir: holds sections, and none is named; add --configs NAME")
@@ -248,22 +249,18 @@ def _imports(values: Sequence[overrides.Override]) -> list[str]:
     return [str(name) for name in (last if isinstance(last, list) else [last])]
 
 
-def _help(name: str, base: RunConfig, group: str) -> str:
-    names = [leaf.name for leaf in leaves(base)]
-    if group and not any(n == group or n.startswith(f"{group}.") for n in names):
-        groups = sorted({n.rsplit(".", 1)[0] for n in names if "." in n})
-        close = nearest(group, [*groups, *names])
-        raise ConfigError(f"--help {group}: no such group; " + (f"did you mean {' or '.join(close)}?" if close else ""))
-    return quickstart_help(name, base, group)
-
-
 def overview() -> str:
     """What quickstarts there are, with the first line of each one's description."""
     lines = [
-        "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help lists every option)",
+        "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help shows the options)",
         "",
     ]
     for name in registry.quickstarts.load_all():
-        description = (registry.quickstarts.get(name).__doc__ or "").strip().splitlines() or [""]
-        lines.append(f"  {name:12} {description[0]}")
+        lines += textwrap.wrap(
+            described(registry.quickstarts.get(name)),
+            terminal_width(),
+            initial_indent=f"  {name:12} ",
+            subsequent_indent=" " * 15,
+            break_on_hyphens=False,
+        ) or [f"  {name}"]
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import _models
+from weft.cli.parsing import Parser
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.options import validate
@@ -31,7 +32,7 @@ EPILOG = """examples:
 
 def parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(prog="weft sample", description=__doc__, epilog=EPILOG, formatter_class=form)
+    made = Parser(prog="weft sample", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = made.add_subparsers(dest="command", metavar="{report,score,best}", required=True)
     parts: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
         ("report", report, "answers under named settings, as JSON and as one HTML page that compares models"),

@@ -81,7 +81,9 @@ def main(argv: Sequence[str]) -> int:
         from weft.serve import server
         from weft.serve.app import Limits
     except ImportError as error:
-        raise ConfigError(f"weft serve needs the package {error.name}; pip install 'weft[serve]'") from None
+        from weft.extras import install
+
+        raise ConfigError(f"weft serve needs the package {error.name}; run: {install('serve')}") from None
     ended = threading.Event()
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, lambda *_: ended.set())

@@ -6,19 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 from weft import registry
+from weft.cli.parsing import Parser
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are a user's error like any other."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")
 
 
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
@@ -87,7 +80,7 @@ def stop(argv: Sequence[str]) -> int:
 
 def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser of the options that say which run is meant."""
-    parser = _Parser(prog=prog, description=description)
+    parser = Parser(prog=prog, description=description)
     parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
     parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")
     parser.add_argument(

@@ -11,6 +11,7 @@ import numpy as np
 
 from weft.data import features
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
+from weft.data.columns import check_names
 from weft.data.counts import SourceCount, render
 from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, Tokenized
 from weft.data.mixture import Share, generator, hold_out, per_epoch
@@ -79,7 +80,9 @@ def load_data(
         for count in one.counts
     ]
     if spec.valid_path is not None:
-        part, count = reader.validation(SourceSpec(spec.valid_path, args=spec.args), _name(spec.valid_path))
+        part, count = reader.validation(
+            SourceSpec(spec.valid_path, args=spec.args, columns=spec.columns), _name(spec.valid_path)
+        )
         valid[part.name] = part
         counts.append(count)
     notes = [*said, *(note for count in counts for note in count.notes(reader.limits(count.type)))]
@@ -199,6 +202,7 @@ class SourceReader:
         type = source.type or self.type
         make = datasets.get(type)
         features.check(self.spec, type)
+        check_names(source.columns, type, source.args)
         spec = self.spec
         offered = {
             "path": source.path or None,
@@ -224,13 +228,15 @@ class SourceReader:
             raise ConfigError(
                 f"dataset.args of type {type!r}: {error}; its constructor is {make.__name__}{signature}"
             ) from error
-        dataset = make(util=self.util, **arguments)
+        dataset = make(util=replace(self.util, columns=source.columns), **arguments)
         if not isinstance(dataset, MapDataset | StreamDataset):
             raise ConfigError(
                 f"dataset type {type!r}: {make.__name__} has neither __len__ and __getitem__ (samples by index) "
                 "nor __iter__ (whole batches)"
             )
         if not isinstance(dataset, Tokenized):
+            if source.columns:
+                raise ConfigError(f"dataset.columns: dataset type {type!r} reads its rows itself; leave columns out")
             features.check_own(spec, type, by_index=isinstance(dataset, MapDataset))
         return type, dataset
 
@@ -239,13 +245,20 @@ def _sources(spec: DatasetSpec) -> list[SourceSpec]:
     path = spec.train_path or spec.path
     listed = sources_of(spec)
     if not listed:
-        return [SourceSpec(path or "", args=spec.args)]
+        return [SourceSpec(path or "", args=spec.args, columns=spec.columns)]
     if path is not None:
         option = "dataset.named" if spec.sources is None else "dataset.sources"
         raise ConfigError(
             f"{option} and dataset.train_path={path!r} exclude each other; make the path one of the sources"
         )
-    return [replace(source, args={**spec.args, **source.args}) for source in listed]
+    return [
+        replace(
+            source,
+            args={**spec.args, **source.args},
+            columns={} if source.named is not None else {**spec.columns, **source.columns},
+        )
+        for source in listed
+    ]
 
 
 def _named(sources: list[SourceSpec]) -> list[tuple[SourceSpec, str]]:

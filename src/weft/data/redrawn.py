@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+from weft.data.columns import rows_of
 from weft.data.lengths import Encoded, fit
 from weft.data.mixture import generator
 from weft.data.rows import Row
 from weft.data.sample import SequenceSample
-from weft.data.sources import Unreadable, find_files, read_rows
+from weft.data.sources import Unreadable
 from weft.data.table import Report, TokenTable
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import Job, Source
@@ -60,6 +61,6 @@ class Redrawn:
 
     @cached_property
     def _rows(self) -> list[Row]:
-        files = find_files(self.source.path, self.source.split)
-        rows: list[Any] = [row for file in files for _, row in read_rows(file)]
+        source = self.source
+        rows: list[Any] = [row for _, row in rows_of(source.path, source.split, source.columns)]
         return [{} if isinstance(row, Unreadable) else row for row in rows]

@@ -56,6 +56,7 @@ class SourceSpec:
     weight: float | None = None
     split: str | None = None  # the files of this split, in a directory or on the hub
     args: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)  # name -> column, over those of dataset.columns
     valid_path: str | None = None
     valid_split: float | None = None  # dataset.valid_split when absent
     max_valid: int | None = None  # most rows of the validation set
@@ -106,8 +107,13 @@ class SourceSpec:
             raise ConfigError(
                 f"{where}.max_valid={self.max_valid}: must be at least 1; set valid_split=0 for no validation"
             )
-        if self.named is not None and (self.type is not None or self.split is not None):
-            raise ConfigError(f"{where}: named={self.named!r} says what its rows are; leave out type and split")
+        if self.named is not None and (self.type is not None or self.split is not None or self.columns):
+            raise ConfigError(
+                f"{where}: named={self.named!r} says what its rows are; leave out type, split and columns"
+            )
+        wrong = columns_problem(self.columns)
+        if wrong:
+            raise ConfigError(f"{where}.columns={self.columns!r}: {wrong}")
         if not isinstance(self.args, Mapping):
             raise ConfigError(f"{where}.args={self.args!r}: must be a mapping of arguments of the dataset class")
 
@@ -171,6 +177,13 @@ def named_problem(value: Any) -> str | None:
     return None
 
 
+def columns_problem(value: Any) -> str | None:
+    """What is wrong with a mapping of columns, or None: the rule of the option."""
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) and each for each in value.values()):
+        return "must map names to columns, such as {prompt: question, answer: solution}"
+    return None
+
+
 def sources_problem(value: Any) -> str | None:
     """What is wrong with `dataset.sources`, or None: the rule of the option."""
     try:
@@ -184,17 +197,23 @@ def sources_problem(value: Any) -> str | None:
 class DatasetSpec:
     """The `dataset.*` options. `sources` is a list of mappings: path, type, fraction | size | weight, split, name, args."""
 
-    train_path: str | None = option(
-        None, "training rows: JSON, JSONL(.gz), Parquet, a hub name, or a directory of them"
-    )
+    train_path: str | None = option(None, "the same as path")
     valid_path: str | None = option(None, "validation rows; evaluated every eval_freq_*")
-    path: str | None = option(None, "the same as train_path")
+    path: str | None = option(
+        None, "training rows, or prompts: JSON, JSONL(.gz), Parquet, a hub name, or a directory of them"
+    )
     type: str | None = option(None, "dataset type: a form in docs/datasets.md or a registered name")
     args: dict[str, Any] = option({}, "arguments of the dataset class")
+    columns: dict[str, str] = option(
+        {},
+        "columns of the rows under the names that the form needs, as {prompt: question, answer: solution}; a.b is b of the "
+        "mapping in column a",
+        check=columns_problem,
+    )
     sources: Any = option(
         None,
-        "a mixture: list of {path | named, type, fraction | size | weight, split, name, args, valid_path, valid_split, "
-        "max_valid}",
+        "a mixture: list of {path | named, type, fraction | size | weight, split, name, args, columns, valid_path, "
+        "valid_split, max_valid}",
         check=sources_problem,
     )
     named: Any = option(

@@ -13,11 +13,12 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import Field, asdict, dataclass
+from dataclasses import Field, asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol
 
+from weft.data.columns import Columns, renamed
 from weft.data.lengths import Encoded, Lengths, fit
 from weft.data.progress import Reporter, show
 from weft.data.rows import BadRow, Row, TooLong, Watched, row_id
@@ -70,6 +71,7 @@ class Source:
     cache_dir: str | None = None
     num_workers: int | None = None
     progress: Reporter = show
+    columns: Columns = field(default_factory=dict)  # as the form calls them -> as the file does
 
 
 Chunk = list[tuple[str, Row | Unreadable]]  # (place, row)
@@ -126,7 +128,8 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
 
 
 def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTable:
-    rows: Chunk = [(str(place), row) for file in files for place, row in read_rows(file)]
+    read = (row for file in files for row in read_rows(file))
+    rows: Chunk = [(str(place), row) for place, row in renamed(read, source.columns, source.path)]
     size = sum(file.stat().st_size for file in files)
     workers = source.num_workers
     if workers is None:
@@ -262,6 +265,7 @@ def _receive(process: subprocess.Popen[bytes]) -> Any:
 
 def _cache_file(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source, files: Sequence[Path]) -> Path:
     options = [VERSION, type(form).__name__, asdict(form), asdict(lengths)]
+    options += [dict(source.columns)] if source.columns else []
     text = json.dumps([options, tokenizer.fingerprint, content_hash(list(files))], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:40]
     root = Path(source.cache_dir).expanduser() if source.cache_dir else Path.home() / ".cache" / "weft"

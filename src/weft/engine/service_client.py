@@ -19,6 +19,7 @@ from weft.engine.service_place import Place
 from weft.engine.service_spec import ServiceSpec
 from weft.engine.service_transport import Outputs, OverHTTP, Transport
 from weft.errors import ConfigError, RunError
+from weft.extras import install
 from weft.host import http
 from weft.host.http import Trouble
 from weft.protocol.tensors import DATATYPES, Tensor
@@ -155,7 +156,7 @@ def transport(place: Place, timeout_s: float) -> Transport:
     try:
         from weft.engine.service_grpc import OverGRPC
     except ImportError as error:
-        raise ConfigError(f"{place.url}: gRPC needs the package {error.name}; pip install 'weft[serve]'") from None
+        raise ConfigError(f"{place.url}: gRPC needs the package {error.name}; run: {install('serve')}") from None
     return OverGRPC(place, timeout_s)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 from weft.data.spec import TokenizerSpec
 from weft.engine import rope_scaling
 from weft.errors import ConfigError
+from weft.extras import install
 from weft.options import option
 from weft.parallel.schedule import Kind, placement_of
 from weft.topology import Layout, Mesh, parse_mesh
@@ -40,7 +41,7 @@ class OptimizerSpec:
     state_dtype: str = option(
         "float32",
         "what adamw's two moments are kept in: float32, bfloat16 (rounded at random, half the memory), or 8bit (a quarter; "
-        "embeddings keep float32; needs pip install 'weft[8bit]')",
+        "embeddings keep float32; needs the extra 8bit)",
         choices=STATE_DTYPES,
     )
     lr: float | None = option(
@@ -96,7 +97,7 @@ class OptimizerSpec:
         """Raises `ConfigError` where states are to be kept by a library that is not installed."""
         if self.state_dtype == "8bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
             raise ConfigError(
-                f"optimizer.state_dtype=8bit: the package {STATE_LIBRARY!r} is not installed; run: pip install 'weft[8bit]'"
+                f"optimizer.state_dtype=8bit: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}"
             )
 
     def schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
@@ -183,8 +184,8 @@ class ModelSpec:
     )
     quantize: str | None = option(
         None,
-        "hold frozen weight matrices in 8 or 4 bits (NF4), with or without adapters on top (QLoRA: lora.r above 0); computation "
-        "stays in dtype; 4bit needs pip install 'weft[8bit]'",
+        "hold frozen weight matrices in 8 or 4 bits (NF4), with or without adapters on top (QLoRA: lora.r above 0); "
+        "computation stays in dtype; 4bit needs pip install 'weft[8bit]'",
         choices=QUANTIZE,
     )
     offload: bool = option(False, "keep the weights in pinned host memory while the role is idle")

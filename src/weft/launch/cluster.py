@@ -12,6 +12,7 @@ import torch
 
 from weft.errors import ConfigError, RunError
 from weft.experiment import Control, Experiment
+from weft.extras import install
 from weft.observe.memory import ALLOCATOR, growing_segments
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             f"the run takes {experiment.num_devices} devices, and more than one, or mode=ray, needs the package ray; "
-            "install it with: pip install 'weft[ray]'"
+            f"run: {install('ray')}"
         )
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # its processes' messages stay in their logs
     from weft.runtime.ray import LEAST_SILENT_SECONDS, SILENT_SECONDS, Cluster

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from weft.errors import ConfigError, UserError, unknown_name
+from weft.extras import install
 
 NAMES = ("tensorboard", "wandb", "trackio")
 
@@ -64,7 +65,7 @@ def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[S
 
 def missing(name: str) -> UserError:
     """The error for a logger whose package is not installed."""
-    return ConfigError(f"logger.{name}: the package {name!r} is not installed; run: pip install 'weft[{name}]'")
+    return ConfigError(f"logger.{name}: the package {name!r} is not installed; run: {install(name)}")
 
 
 def _module(name: str) -> Any:

@@ -25,6 +25,7 @@ from weft.runtime.firing_recorder import FiringRecorder
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS, Master, StepResult
 from weft.runtime.profiling import Profiling
+from weft.runtime.record import record_start
 from weft.runtime.recovery import RecoveryPoint, RecoveryPoints, named_point
 from weft.runtime.samples import Samples
 from weft.runtime.schedule import Every, Horizon
@@ -112,11 +113,7 @@ class Session:
             )
             self._notes.append(f"{why}; starting again")
         self._points.drop_after(self.step)
-        config = self._parts.experiment.resolved()
-        self._directory.write_config(config)
-        self._directory.set_status("running", self.step)
-        disk.write_text(self._directory.path / "graph.svg", to_svg(self._parts.experiment.graph))
-        disk.write_text(self._directory.path / HARDWARE, self._parts.hardware + "\n")
+        config = write_beginning(self._parts, self.step, anew=instead_of is None)
         if instead_of is not None:
             self._notes = self._notes[len(self.plan) :]  # it has shown them
             instead_of.retire()
@@ -306,6 +303,18 @@ class Session:
         if self._point_step == self.step or (lost and self._point_step):
             return "give the same command again to go on"
         return "there is no recovery point yet, and the same command begins anew"
+
+
+def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:
+    """What a run's directory holds from the beginning; the configuration. `anew`: a process begins to work on the run."""
+    directory, config = parts.directory, parts.experiment.resolved()
+    directory.write_config(config)
+    directory.set_status("running", step)
+    disk.write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
+    disk.write_text(directory.path / HARDWARE, parts.hardware + "\n")
+    if anew:
+        record_start(directory.path, step=step, total_steps=parts.horizon.steps, hardware=parts.hardware)
+    return config
 
 
 def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:

@@ -66,6 +66,6 @@ def test_without_accelerate_it_does_and_the_plan_says_so(tmp_path: Path, monkeyp
     held, whole, _ = read(path, monkeypatch)
     assert held.most >= whole
     (note,) = hf._reading(spec_of(path), META)
-    assert "pip install 'weft[hf]'" in note
+    assert "[hf]'" in note
     assert not hf._reading(spec_of(path), torch.device("cpu"))
     assert not hf._reading(spec_of(path, init_from_scratch=True), META)

@@ -30,7 +30,7 @@ from weft.topology import Mesh
 SPEC = OptimizerSpec(lr=1e-2, lr_scheduler_type="constant", max_grad_norm=0.0)
 LARGE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160}  # whose matrices have states in 8 bits
 in_8_bits = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'weft[8bit]'"
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes, the extra 8bit"
 )
 
 
@@ -281,7 +281,7 @@ def test_states_of_sharded_masters_go_on_bit_for_bit_and_in_another_layout(
 
 def test_a_missing_library_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"bitsandbytes.*pip install 'weft\[8bit\]'"):
+    with pytest.raises(ConfigError, match=r"bitsandbytes.*pip install '.*\[8bit\]'"):
         optimizer_of(replace(SPEC, state_dtype="8bit"), torch.zeros(8))
     optimizer_of(replace(SPEC, state_dtype="bfloat16"), torch.zeros(8))
 

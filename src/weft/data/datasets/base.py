@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 
 from weft.data import dialogue
 from weft.data.asked import conversation, prompt_text
+from weft.data.columns import Columns
 from weft.data.lengths import Encoded, Lengths
 from weft.data.messages import CONTEXT, FACTS, Message
 from weft.data.prefix import common_prefix
@@ -39,6 +40,7 @@ class DatasetUtility:
     num_workers: int | None = None
     progress: Reporter = show
     random_window: float = 0.0
+    columns: Columns = field(default_factory=dict)  # of this source: as the form calls them -> as the file does
 
     @property
     def redraws(self) -> bool:
@@ -77,7 +79,7 @@ def build_table(
 
     Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot be used.
     """
-    source = Source(path, split, util.cache_dir, util.num_workers, util.progress)
+    source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns)
     job = Job(*configure(form, options), util.tokenizer)
     table = tokenize(job.form, job.lengths, job.tokenizer, source)
     if not (util.redraws or BAD in table.report.read):

@@ -14,6 +14,7 @@ from weft.engine.quantize import check_quantize
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.errors import ConfigError
+from weft.extras import install
 from weft.models.network.transformer import Embedding
 from weft.parallel.schedule import HALVES
 from weft.topology import Layout
@@ -116,7 +117,7 @@ def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | N
         return kernels.Fp8Product(spec.fp8_recipe)
     except ImportError as missing:
         raise ConfigError(
-            f"fp8=true: torchao cannot be imported ({missing}); pip install 'weft[fp8]', or leave it out"
+            f"fp8=true: torchao cannot be imported ({missing}); run: {install('fp8')}, or leave it out"
         ) from missing
 
 

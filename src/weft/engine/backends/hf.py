@@ -25,6 +25,7 @@ from weft.engine.hf.trial import Trial, try_out
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import HOST, BuiltNetwork, Part, TorchEngine
 from weft.errors import ConfigError
+from weft.extras import install
 from weft.models.network.config import TransformerConfig
 from weft.models.network.head import Pooling
 from weft.models.network.transformer import Head
@@ -182,8 +183,8 @@ def _reading(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
     if device.type == HOST.type or spec.init_from_scratch or hf_load.straight_to(device):
         return ()
     return (
-        "backend=hf: weights are read into host memory as a whole before they go to the device; with pip install "
-        "'weft[hf]' (accelerate) each goes there by itself",
+        "backend=hf: weights are read into host memory as a whole before they go to the device; with accelerate each goes "
+        f"there by itself: {install('hf')}",
     )
 
 

@@ -1,0 +1,278 @@
+"""What may come next on a command line: the words that the shells' completion offers. Loads no torch, runs in half a second."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from weft import registry
+from weft.cli.help import first_clause
+from weft.cli.main import COMMANDS, GLOBAL_FLAGS, dispatch
+from weft.cli.quickstart import FLAGS
+from weft.data.chat_templates import TEMPLATES
+from weft.errors import UserError
+from weft.observe.run_list import find_runs
+from weft.options import Leaf, leaves
+
+Word = tuple[str, str]  # what is offered, and what it is
+
+RUNS = "runs"
+EXPERIMENT, TRIAL = ("-e", "--experiment"), ("-f", "--trial")
+OF_RUNS = (
+    "show",
+    "rm",
+    "report",
+    "chat",
+    "sample",
+    "serve",
+    "eval",
+    "dashboard",
+)  # commands whose words are runs, or paths
+BOOLS = (("true", ""), ("false", ""))
+REGISTERED = re.compile(r"register_quickstart\(\s*[\"']([\w.-]+)[\"']")
+HEAVY = re.compile(r"^\s*(?:import|from)\s+(?:torch|transformers|ray)\b", re.MULTILINE)
+LISTED = re.compile(r"^    (?:\{([\w,-]+)\}|([a-z][\w-]*)(?:$| {2,}))", re.MULTILINE)
+LONG_FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
+# Values of options of text, by their last names; the rest says its choices itself.
+NAMED: dict[str, Callable[[], Iterable[str]]] = {
+    "mode": lambda: ("local", "ray", "slurm"),
+    "device": lambda: ("cpu", "cuda", "mps"),
+    "allocation_mode": lambda: ("manual", "heuristic", "search"),
+    "reward": registry.verifiers.names,
+    "backend": registry.backends.names,
+    "interface": registry.interfaces.names,
+    "chat_template": lambda: TEMPLATES,
+}
+PATHS = (
+    "path",
+    "train_path",
+    "valid_path",
+    "fileroot",
+    "resume_from",
+    "dir",
+    "cache_dir",
+    "named_file",
+    "imports",
+    "container",
+)
+MODELS = ("path", "resume_from")  # that may be a run
+NUMBERS = ("int", "float")
+
+
+def candidates(words: Sequence[str], current: str) -> list[Word]:
+    """What `current` may become after `words`, the name of the command first. Nothing where nobody knows."""
+    try:
+        return [word for word in dict(_candidates(list(words), current)).items() if word[0].startswith(current)]
+    except (UserError, OSError):
+        return []  # a command that is wrong already says so when it is run
+
+
+def _candidates(words: list[str], current: str) -> Iterator[Word]:
+    if not words:
+        yield from (_flags(GLOBAL_FLAGS) if current.startswith("-") else COMMANDS.items())
+    elif words[0] == "quickstart":
+        yield from _quickstart(words[1:], current)
+    elif words[0] == "completion":
+        yield from ((shell, "") for shell in ("bash", "zsh", "fish"))
+    else:
+        yield from _command(words[0], words[1:], current)
+
+
+# -- weft quickstart
+
+
+def _quickstart(words: list[str], current: str) -> Iterator[Word]:
+    before = words[-1] if words else ""
+    names = [word for word in words if not word.startswith("-") and "=" not in word]
+    name = next((word for word in names if word in _quickstart_names(words)), None)
+    if before in ("--config", "--import", "--config-dir") or current.startswith("-"):
+        yield from (paths(current) if not current.startswith("-") else _flags(FLAGS))
+    elif before == "--cfg":
+        yield "job", "print the configuration"
+    elif name is None:
+        yield from ((each, "") for each in _quickstart_names(words))
+    elif before == "--help":
+        yield from _help_groups(name, words)
+    elif (
+        "--configs" in words
+        and "=" not in current
+        and not any("=" in word for word in words[words.index("--configs") :])
+    ):
+        yield from _sections(words)
+        yield from _options(name, words, current)
+    elif "=" in current:
+        yield from _values(name, words, current)
+    else:
+        yield from _options(name, words, current)
+
+
+def _quickstart_names(words: Sequence[str]) -> list[str]:
+    """Shipped ones, and those whose names stand in user code, which is read and not run."""
+    named = [name for file in _user_files(words) for name in REGISTERED.findall(file.read_text(errors="replace"))]
+    return sorted({*registry.quickstarts.names(), *named})
+
+
+def _user_files(words: Sequence[str]) -> list[Path]:
+    given = [Path(word) for flag, word in pairwise(words) if flag == "--import" and word.endswith(".py")]
+    folder = Path(registry.USER_FOLDER)
+    return [file for file in (*given, *sorted(folder.glob("*.py"))) if file.is_file()]
+
+
+def _config(name: str, words: Sequence[str]) -> Any:
+    """The configuration of a quickstart; user code that loads a framework is left alone."""
+    if name not in registry.quickstarts.names():
+        for file in _user_files(words):
+            text = file.read_text(errors="replace")
+            if name in REGISTERED.findall(text) and not HEAVY.search(text):
+                with contextlib.redirect_stdout(io.StringIO()):
+                    registry.import_user_code([str(file)])
+    return registry.quickstarts.get(name)()
+
+
+def _options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
+    """Names of options, a part at a time: `actor.` first, then what is below it."""
+    given = {word.partition("=")[0] for word in words}
+    open_ones = [
+        leaf for leaf in leaves(_config(name, words)) if leaf.name not in given and leaf.name.startswith(current)
+    ]
+    yield from next_parts(open_ones, current)
+
+
+def next_parts(options: Sequence[Leaf], current: str) -> Iterator[Word]:
+    """The options that begin with `current`, as far as their next dot; a group that stands alone is opened."""
+    start = current.rfind(".") + 1
+    found: dict[str, str] = {}
+    for leaf in options:
+        part, dot, _ = leaf.name[start:].partition(".")
+        word = leaf.name[:start] + part + (dot or "=")
+        found.setdefault(word, f"options of {leaf.name[:start]}{part}" if dot else first_clause(leaf.help))
+    alone = next(iter(found), "")
+    if len(found) == 1 and alone.endswith(".") and alone != current:
+        yield from next_parts(options, alone)
+    else:
+        yield from found.items()
+
+
+def _values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
+    """Values of the option that stands before the `=`."""
+    option, _, begun = current.partition("=")
+    leaf = next((leaf for leaf in leaves(_config(name, words)) if leaf.name == option), None)
+    if leaf is None:
+        return
+    last = option.rsplit(".", 1)[-1]
+    offered: list[Word] = []
+    if "|" in leaf.type:
+        offered = [(value, "") for value in leaf.type.split("|")]
+    elif leaf.type.startswith("bool"):
+        offered = list(BOOLS)
+    elif option == "dataset.type":
+        offered = [(value, "") for value in registry.datasets.names()]
+    elif option == "dataset.named":
+        from weft.data.named.catalogue import names
+
+        offered = [(value, "") for value in names()]
+    elif last in NAMED:
+        offered = [(value, "") for value in NAMED[last]()]
+    elif last in PATHS:
+        of_model = last in MODELS and not option.startswith("dataset.")
+        offered = list(runs_and_paths(begun) if of_model else paths(begun))
+    yield from ((f"{option}={value}", what) for value, what in offered)
+
+
+def _help_groups(name: str, words: Sequence[str]) -> Iterator[Word]:
+    yield "all", "every option"
+    parts = [leaf.name.split(".") for leaf in leaves(_config(name, words))]
+    for group in dict.fromkeys(".".join(part[:depth]) for part in parts for depth in range(1, len(part))):
+        yield group, f"options of {group}"
+
+
+def _sections(words: Sequence[str]) -> Iterator[Word]:
+    from weft.cli.sections import Library
+
+    folders = [word for flag, word in pairwise(words) if flag == "--config-dir"]
+    for section in Library.find(folders).all():
+        yield section.name, section.place()
+
+
+# -- other commands
+
+
+def _command(name: str, words: list[str], current: str) -> Iterator[Word]:
+    """Subcommands and flags as the command's own help lists them; then runs, or files."""
+    if name not in COMMANDS:
+        return
+    before = words[-1] if words else ""
+    if before in EXPERIMENT + TRIAL:
+        yield from _names_of_runs(words, before)
+        return
+    own = own_words(name)
+    subcommand = next((word for word in words if word in own[0]), None)
+    if current.startswith("-"):
+        yield from _flags(own[1] if subcommand is None else own_words(name, subcommand)[1])
+    elif own[0] and subcommand is None:
+        yield from ((word, "") for word in own[0])
+    else:
+        yield from ([("latest", "the newest run")] if name == "show" else [])
+        if (name, subcommand) in (("config", "show"), ("config", "cp")):
+            yield from _sections([])
+        else:
+            yield from (runs_and_paths(current) if name in OF_RUNS else paths(current))
+
+
+def _names_of_runs(words: Sequence[str], flag: str) -> Iterator[Word]:
+    """Experiments after `-e`; after `-f` trials, of the experiment that is named."""
+    named = [word for before, word in pairwise(words) if before in EXPERIMENT]
+    for run in find_runs(Path(RUNS)):
+        if flag in EXPERIMENT:
+            yield run.parent.name, ""
+        elif not named or run.parent.name == named[-1]:
+            yield run.name, ""
+
+
+def own_words(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
+    """(subcommands, flags) of a command, from its help."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), contextlib.suppress(SystemExit):
+        dispatch([name, *subcommand, "--help"])
+    shown = text.getvalue()
+    subcommands = [] if subcommand else _subcommands(shown)
+    return subcommands, sorted({"--help", *LONG_FLAG.findall(shown.split("\nexamples:")[0])})
+
+
+def _subcommands(text: str) -> list[str]:
+    """The names under the heading `positional arguments`, where they are subcommands."""
+    if "positional arguments:" not in text or " ..." not in text.split("\n\n")[0]:
+        return []
+    part = text.split("positional arguments:")[1].split("\noptions:")[0]
+    return [name for _, name in LISTED.findall(part) if name]
+
+
+def _flags(names: Iterable[str]) -> Iterator[Word]:
+    return ((name, "") for name in names)
+
+
+# -- things on the disk
+
+
+def runs_and_paths(begun: str) -> Iterator[Word]:
+    """The runs in ./runs by their paths, and what else is on the disk; no folder on the way to a run that is offered."""
+    runs = [str(run) for run in find_runs(Path(RUNS)) if str(run).startswith(begun)]
+    yield from ((run, "a run") for run in runs)
+    yield from (word for word in paths(begun) if not any(f"{run}/".startswith(word[0]) for run in runs))
+
+
+def paths(begun: str) -> Iterator[Word]:
+    """Files and folders that begin so; folders end with a slash."""
+    folder, _, last = begun.rpartition("/")
+    place = Path(f"{folder}/" if folder or begun.startswith("/") else ".").expanduser()
+    if not place.is_dir():
+        return
+    for entry in sorted(place.iterdir()):
+        if entry.name.startswith(last) and (last.startswith(".") or not entry.name.startswith(".")):
+            head = f"{folder}/" if "/" in begun else ""
+            yield f"{head}{entry.name}{'/' if entry.is_dir() else ''}", ""

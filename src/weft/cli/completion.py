@@ -1,0 +1,40 @@
+"""Print the script by which a shell completes weft's commands, options, values, runs and files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.cli.parsing import Parser, helped
+
+SCRIPTS = Path(__file__).with_name("shells")
+SHELLS = ("bash", "zsh", "fish")
+WORDS = "words"  # what the scripts call: words of a command line, the last one unfinished
+EPILOG = """examples:
+  source <(weft completion bash)                                     in ~/.bashrc
+  source <(weft completion zsh)                                      in ~/.zshrc, after compinit
+  weft completion fish > ~/.config/fish/completions/weft.fish        once"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0."""
+    if argv and argv[0] == WORDS:
+        return _offer(list(argv[1:]))
+    parser = Parser(prog="weft completion", description=__doc__, epilog=EPILOG)
+    parser.add_argument("shell", choices=SHELLS)
+    if helped(parser, argv):
+        return 2
+    given = parser.parse_args(list(argv))
+    print((SCRIPTS / f"weft.{given.shell}").read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def _offer(words: list[str]) -> int:
+    """A line for each word that may stand at the end: the word, a tab, what it is."""
+    from weft.cli.candidates import candidates
+
+    words = words[1:] if words[:1] == ["--"] else words
+    current = words.pop() if words else ""
+    for word, what in candidates(words, current):
+        print(f"{word}\t{what}" if what else word)
+    return 0

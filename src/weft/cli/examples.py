@@ -1,0 +1,69 @@
+"""Sample data and a small model, made on the spot without a download: enough to try every command of the README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.cli.ls import size
+from weft.cli.parsing import Parser, helped
+from weft.errors import ConfigError
+from weft.experiments._common_options import EXAMPLES
+
+FIRST = f"weft quickstart sft experiment_name=first trial_name=sft {EXAMPLES['sft']}"
+WHAT = {
+    "sft.jsonl": "prompts with answers, three of ten wrong: sft",
+    "chat.jsonl": "the same as conversations: sft with dataset.type=chat",
+    "pairs.jsonl": "a right and a wrong answer to each prompt: rw, dpo",
+    "prompts.jsonl": "prompts with the right answer, for a verifier: ppo, grpo, gen",
+    "model": "a Llama of 400,000 random weights that reads digits, + and =",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0. Raises `ConfigError` where a file of another content is in the way."""
+    parser = Parser(prog="weft examples", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="{ls,write}", required=True)
+    commands.add_parser("ls", help="say what there is")
+    writing = commands.add_parser("write", help="write it into a folder")
+    writing.add_argument("folder", type=Path, metavar="DIR", help="a new folder, such as data")
+    if helped(parser, argv):
+        return 2
+    given = parser.parse_args(list(argv))
+    from weft.cli.example_files import files
+
+    made = files()
+    if given.command == "write":
+        write(given.folder, made)
+        print(f"written to {given.folder}:")
+    for name, what in WHAT.items():
+        parts = [content for path, content in made.items() if path.split("/")[0] == name]
+        print(f"  {name:15}{size(sum(map(len, parts))):>8}  {what}")
+    print("\nBegin with:" if given.command == "write" else "\nweft examples write data writes it, and you begin with:")
+    print("  " + FIRST.replace("=data/", f"={given.folder if given.command == 'write' else 'data'}/"))
+    return 0
+
+
+def write(folder: Path, made: dict[str, bytes]) -> None:
+    """Write the files that are not there yet. Raises `ConfigError`, before anything is written, where another one is."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a folder")
+    other = [name for name, content in made.items() if not _is_free(folder / name, content)]
+    if other:
+        raise ConfigError(
+            f"{folder} holds files that weft would overwrite ({', '.join(other[:4])}); name another folder, or remove them"
+        )
+    try:
+        for name, content in made.items():
+            if not (folder / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from error
+
+
+def _is_free(path: Path, content: bytes) -> bool:
+    """Whether nothing is there, or just this."""
+    if path.is_symlink() or not path.exists():
+        return not path.is_symlink()
+    return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content

@@ -1,0 +1,141 @@
+"""List the runs in a folder: how far each one is, its last reward or loss, its size."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.cli.parsing import Parser
+from weft.errors import ConfigError, unknown_name
+from weft.observe.metrics import number, title
+from weft.observe.run_list import RunSummary, list_runs
+
+STATUSES = ("running", "finished", "stopped", "failed", "unfinished")
+COLORS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unfinished": "yellow"}
+WIDE = 110  # columns from which there is room for what tells less
+PIPED = 200  # columns where the output is no terminal
+UNKNOWN = "–"
+SORTS: dict[str, Callable[[RunSummary], Any]] = {
+    "age": lambda run: -(run.changed or 0.0),
+    "name": lambda run: (run.experiment, run.trial),
+    "status": lambda run: STATUSES.index(run.status) if run.status in STATUSES else len(STATUSES),
+    "steps": lambda run: -(run.step or 0),
+    "value": lambda run: (run.value is None, -(run.value or 0.0)),
+    "size": lambda run: -run.num_bytes,
+}
+EPILOG = """examples:
+  weft ls                               the runs in ./runs, the newest first
+  weft ls /data/runs --sort size        the largest first
+  weft ls --status running,failed
+  weft ls --json | jq '.[0].path'"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0. Raises `ConfigError` where there is no such folder, sort or status."""
+    parser = Parser(prog="weft ls", description=__doc__, epilog=EPILOG)
+    parser.add_argument("root", nargs="?", default="./runs", metavar="ROOT", help="folder of runs (./runs)")
+    parser.add_argument("--sort", default="age", metavar="BY", help=f"{', '.join(SORTS)} (age: the newest first)")
+    parser.add_argument("--reverse", action="store_true", help="turn the order around")
+    parser.add_argument("--status", default="", metavar="S[,S]", help=f"only runs that are {', '.join(STATUSES)}")
+    parser.add_argument("--algorithm", default="", metavar="A[,A]", help="only runs of these: sft, rw, ppo, ...")
+    parser.add_argument("--json", action="store_true", help="print JSON: one object a run, with exact numbers")
+    given = parser.parse_args(list(argv))
+    if given.sort not in SORTS:
+        raise unknown_name("--sort", given.sort, SORTS)
+    runs = chosen(Path(given.root).expanduser(), _words(given.status), _words(given.algorithm))
+    runs.sort(key=SORTS[given.sort])
+    if given.reverse:
+        runs.reverse()
+    if given.json:
+        print(json.dumps([asdict(run) | {"path": str(run.path)} for run in runs], indent=1))
+    elif runs:
+        terminal = sys.stdout.isatty()
+        console = Console(width=None if terminal else PIPED, highlight=False)
+        console.print(table(runs, wide=console.width >= WIDE))
+    else:
+        print(f"no run in {given.root}" + (" is like that" if given.status or given.algorithm else ""))
+    return 0
+
+
+def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> list[RunSummary]:
+    """The runs in `root` that the filters let through."""
+    from weft.launch.status import is_alive
+
+    if not root.is_dir():
+        raise ConfigError(f"{root}: there is no such folder; name the folder of your runs, usually ./runs")
+    for status in statuses:
+        if status not in STATUSES:
+            raise unknown_name("--status", status, STATUSES)
+    return [
+        run
+        for run in list_runs(root, is_alive)
+        if (not statuses or run.status in statuses) and (not algorithms or run.algorithm in algorithms)
+    ]
+
+
+def table(runs: Sequence[RunSummary], *, wide: bool) -> Table:
+    """A line a run. `wide` adds the full name of the metric and when the run last wrote."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    made.add_column("run", overflow="fold", ratio=None)
+    for name in ("algorithm", "status"):
+        made.add_column(name, no_wrap=True)
+    for name in ("steps", "last", "size", "age"):
+        made.add_column(name, no_wrap=True, justify="right" if name != "last" else "left")
+    if wide:
+        made.add_column("metric", no_wrap=True, overflow="ellipsis")
+        made.add_column("written", no_wrap=True)
+    for run in runs:
+        cells: list[str | Text] = [
+            f"{run.experiment}/{run.trial}",
+            run.algorithm or UNKNOWN,
+            Text(run.status, style=COLORS.get(run.status, "")),
+            steps(run),
+            f"{title(run.metric)} {number(run.value)}" if run.metric else UNKNOWN,
+            size(run.num_bytes),
+            age(run.changed),
+        ]
+        if wide:
+            written = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)) if run.changed else UNKNOWN
+            cells += [run.metric or UNKNOWN, written]
+        made.add_row(*cells)
+    return made
+
+
+def steps(run: RunSummary) -> str:
+    """Steps done of all: 40/100."""
+    if run.step is None:
+        return UNKNOWN
+    return f"{run.step}/{run.total_steps}" if run.total_steps is not None else str(run.step)
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as people read them: 12 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def age(changed: float | None) -> str:
+    """How long ago something was: 4 min."""
+    if changed is None:
+        return UNKNOWN
+    seconds = max(0.0, time.time() - changed)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]

@@ -1,0 +1,186 @@
+"""Remove runs, or only their checkpoints or recovery points. Shows what goes, asks, and never follows a link."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from weft.cli.ls import size
+from weft.cli.named_run import find_run
+from weft.cli.parsing import Parser, helped
+from weft.errors import ConfigError
+from weft.observe.run_files import CONFIG, STATUS
+from weft.observe.run_list import find_runs, read_json, tree_bytes
+
+CHECKPOINTS, RECOVER = "checkpoints", "recover"
+LISTED = 6  # of the things in a run, the largest first
+EPILOG = """examples:
+  weft rm runs/first/ppo
+  weft rm runs/first/ppo --recover              keeps checkpoints, metrics and report; the run cannot be resumed
+  weft rm runs/a/one runs/a/two --checkpoints --recover --yes"""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Folders or links of one run that go; `whole`: the run itself."""
+
+    run: Path
+    paths: tuple[Path, ...]
+    whole: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(0 if path.is_symlink() else tree_bytes(path) for path in self.paths)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0; 1 where the user says no. Raises `ConfigError` for what is no run, and for a run that somebody works on."""
+    parser = Parser(prog="weft rm", description=__doc__, epilog=EPILOG)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or EXPERIMENT/TRIAL")
+    parser.add_argument("--fileroot", default="./runs", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
+    parser.add_argument("--checkpoints", action="store_true", help="remove the checkpoints alone")
+    parser.add_argument("--recover", action="store_true", help="remove the recovery points alone")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    if helped(parser, argv):
+        return 2
+    given = parser.parse_args(list(argv))
+    parts = [name for name, asked in ((CHECKPOINTS, given.checkpoints), (RECOVER, given.recover)) if asked]
+    root = Path(given.fileroot).expanduser()
+    runs = {run.resolve(): run for run in (checked(find_run(word, root)) for word in given.runs)}
+    removals = [removal for run in runs.values() if (removal := planned(run, parts)).paths]
+    if not removals:
+        print(f"nothing to remove: there are no {' or '.join(parts)} in {', '.join(map(str, runs.values()))}")
+        return 0
+    for removal in removals:
+        print("\n".join(described(removal)))
+    if not given.yes and not agreed(sum(removal.num_bytes for removal in removals)):
+        print("nothing was removed")
+        return 1
+    for removal in removals:
+        remove(removal)
+    return 0
+
+
+def checked(run: Path) -> Path:
+    """The run. Raises `ConfigError` for a link, for a folder that is no run's, and for a run that somebody works on."""
+    if run.is_symlink():
+        raise ConfigError(f"{run} is a link to {run.resolve()}; name that folder itself")
+    if not _was_written_by_weft(run):
+        raise ConfigError(
+            f"{run} is not the directory of a run: weft writes {CONFIG} and {STATUS} into one, and this has neither"
+        )
+    if run.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise ConfigError(f"{run} holds the folder that you are in; go somewhere else first")
+    from weft.launch.status import is_alive, status_line
+
+    if is_alive(run):
+        raise ConfigError(f"{status_line(run)}; stop it first: weft stop -e {run.parent.name} -f {run.name}")
+    inside = [path for folder in _folders(run) for path in find_runs(folder)]
+    if inside:
+        raise ConfigError(f"{run} holds another run, {inside[0]}; move or remove that one first")
+    return run
+
+
+def _folders(run: Path) -> list[Path]:
+    own = (CHECKPOINTS, RECOVER)
+    return [p for p in run.iterdir() if p.is_dir() and not p.is_symlink() and p.name not in own]
+
+
+def _was_written_by_weft(run: Path) -> bool:
+    if "status" in read_json(run / STATUS):
+        return True
+    try:
+        config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(config, dict) and {"experiment_name", "trial_name"} <= config.keys()
+
+
+def planned(run: Path, parts: Sequence[str]) -> Removal:
+    """What goes: the whole run, or those of its parts that are there."""
+    if not parts:
+        return Removal(run, (run,), whole=True)
+    return Removal(run, tuple(run / name for name in parts if os.path.lexists(run / name)), whole=False)
+
+
+def described(removal: Removal) -> Iterator[str]:
+    """Lines on what goes, and what will be missed."""
+    status = read_json(removal.run / STATUS).get("status", "unfinished")
+    if removal.whole:
+        yield f"{removal.run} ({status}), {size(removal.num_bytes)}:"
+    for path in [] if removal.whole else removal.paths:
+        yield f"{path}, {size(0 if path.is_symlink() else tree_bytes(path))}:"
+    inside = [p for path in removal.paths if not path.is_symlink() for p in path.iterdir()]
+    listed = sorted(inside, key=lambda p: -_bytes(p))
+    for path in listed[:LISTED]:
+        link = f"  -> {os.readlink(path)}, which stays" if path.is_symlink() else ""
+        yield f"  {path.name:24} {size(_bytes(path)):>8}{link}"
+    if len(listed) > LISTED:
+        yield f"  and {len(listed) - LISTED} more"
+    for path in removal.paths:
+        if path.is_symlink():
+            yield f"  the link alone: {os.readlink(path)} stays"
+    if status != "finished" and any(path.name == RECOVER for path in removal.paths):
+        yield "  the run cannot be resumed afterwards"
+    users = [str(other) for other in _users(removal)]
+    if users:
+        yield f"  its models are named in the configuration of {', '.join(users)}"
+
+
+def _bytes(path: Path) -> int:
+    if path.is_symlink():
+        return 0
+    return tree_bytes(path) if path.is_dir() else path.stat().st_size
+
+
+def _users(removal: Removal) -> Iterator[Path]:
+    """Runs beside this one whose configuration names its folder."""
+    if not any(path.name != RECOVER for path in removal.paths):
+        return
+    run = removal.run.absolute()
+    name = f"{run.parent.name}/{run.name}"
+    for other in find_runs(run.parent.parent):
+        if other.absolute() != run and (other / CONFIG).is_file():
+            words = (other / CONFIG).read_text(encoding="utf-8", errors="replace").split()
+            if any(f"/{name}/" in f"/{word.strip(chr(39))}/" for word in words):
+                yield other
+
+
+def agreed(num_bytes: int) -> bool:
+    """The user's answer. Raises `ConfigError` where there is nobody to ask."""
+    if not sys.stdin.isatty():
+        raise ConfigError("weft rm asks before it removes anything, and there is no terminal to ask at; add --yes")
+    try:
+        answer = input(f"remove this, {size(num_bytes)}? [y/N] ")
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("y", "yes")
+
+
+def remove(removal: Removal) -> None:
+    """Remove under the run's lock, so that nobody begins to work on it meanwhile."""
+    from weft.runtime.directory import RunLock
+
+    num_bytes = removal.num_bytes
+    lock = RunLock(removal.run)
+    lock.take()
+    try:
+        for path in removal.paths:
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or removal.run} could not be removed: {error.strerror or error}") from error
+    finally:
+        lock.release()
+    folder = removal.run.parent
+    if removal.whole and not any(folder.iterdir()) and folder.resolve() != Path.cwd():
+        folder.rmdir()  # of an experiment without runs
+    print(f"removed {', '.join(map(str, removal.paths))} ({size(num_bytes)})")

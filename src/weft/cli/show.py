@@ -1,0 +1,213 @@
+"""Show a run: how it stands, its command and versions, options that are not the defaults, checkpoints, last metrics."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft import registry
+from weft.cli.help import command_lines, shown, terminal_width
+from weft.cli.ls import UNKNOWN, age, size, steps
+from weft.cli.named_run import find_run
+from weft.cli.parsing import Parser, helped
+from weft.errors import UserError
+from weft.observe.masking import masked
+from weft.observe.metrics import EVAL, TIME, duration, finite, number, rank
+from weft.observe.run_files import CONFIG, HARDWARE
+from weft.observe.run_list import METRICS, RunSummary, last_lines, summarize, tree_bytes
+from weft.observe.run_record import RunRecord
+from weft.options import leaves
+
+METRICS_SHOWN = 12
+CHECKPOINTS_SHOWN = 5  # of a role, the newest
+NAMES = ("experiment_name", "trial_name")
+EPILOG = """examples:
+  weft show runs/first/ppo
+  weft show latest
+  weft show first/ppo --config > ppo.yaml       weft quickstart ppo --config ppo.yaml takes it back"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0. Raises `ConfigError` where there is no such run."""
+    parser = Parser(prog="weft show", description=__doc__, epilog=EPILOG)
+    parser.add_argument("run", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
+    parser.add_argument("--fileroot", default="./runs", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
+    parser.add_argument("--config", action="store_true", help="print the whole configuration as YAML")
+    parser.add_argument("--json", action="store_true", help="print what is known as JSON")
+    if helped(parser, argv):
+        return 2
+    given = parser.parse_args(list(argv))
+    run = find_run(given.run, Path(given.fileroot).expanduser())
+    config = masked(_config(run))
+    if given.config:
+        print(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), end="")
+        return 0
+    from weft.launch.status import is_alive
+
+    summary, record = summarize(run, is_alive), RunRecord.read(run)
+    if given.json:
+        known = {"path": str(run), "status": summary.status, "step": summary.step, **record.plain()}
+        print(json.dumps(known | {"changed_options": _changed(config, summary.algorithm)[0]}, indent=1))
+        return 0
+    print("\n".join(page(run, summary, record, config)))
+    return 0
+
+
+def page(run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str, Any]) -> Iterator[str]:
+    """The lines."""
+    state = summary.status if summary.step is None else f"{summary.status}, {steps(summary)} steps"
+    yield f"{run}: {summary.algorithm or 'a run'}, {state}, {size(summary.num_bytes)}, written {age(summary.changed)} ago"
+    yield ""
+    yield from _started(run, record)
+    changed, said = _changed(config, summary.algorithm)
+    yield said
+    yield from _aligned(
+        [(f"{name}={_text(value)}", f"default {_text(default)}") for name, (value, default) in changed.items()]
+    )
+    yield ""
+    yield from _checkpoints(run)
+    yield from _last_metrics(run)
+    files = [name for name in ("report.html", "log.txt", "timeline.json") if (run / name).is_file()]
+    if files:
+        yield f"look at: {', '.join(str(run / name) for name in files)}"
+
+
+def _started(run: Path, record: RunRecord) -> Iterator[str]:
+    """How it was started: the last time in full, earlier ones in a line each."""
+    if not record.starts:
+        return
+    last = record.starts[-1]
+    yield "command"
+    yield from command_lines(last.command, terminal_width())
+    versions = ", ".join(f"{name} {number}" for name, number in last.versions.items())
+    rows = [("started", f"{_when(last.time)} on {last.host or UNKNOWN}, in {last.folder or UNKNOWN}")]
+    if len(record.starts) > 1:
+        earlier = ", ".join(f"{_when(start.time)} after step {start.step}" for start in record.starts[:-1])
+        rows.append(("earlier", f"{earlier}; the last one went on after step {last.step}"))
+    hardware = last.hardware or _read(run / HARDWARE).strip()
+    rows += [("versions", versions)] if versions else []
+    rows += (
+        [("commit", f"{last.commit.rstrip('+')}{' with changes' if last.commit.endswith('+') else ''}")]
+        if last.commit
+        else []
+    )
+    rows += [("hardware", hardware)] if hardware else []
+    yield ""
+    yield from _aligned(rows, "")
+    yield ""
+
+
+def _changed(config: Mapping[str, Any], algorithm: str | None) -> tuple[dict[str, tuple[Any, Any]], str]:
+    """(options with another value than the default, as (value, default); the line above them)."""
+    values = dict(_flat(config))
+    defaults = _defaults(config, algorithm)
+    if defaults is None:
+        return {
+            name: (value, None) for name, value in values.items()
+        }, f"configuration ({algorithm or 'its kind'} has no known defaults)"
+    found = {
+        name: (value, defaults.get(name))
+        for name, value in values.items()
+        if name not in NAMES and value != defaults.get(name)
+    }
+    return found, f"options that are not the defaults of {algorithm} (--config shows all)"
+
+
+def _defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
+    """The defaults of a quickstart. One of the user's is looked up by the modules that the run imported."""
+    if algorithm is None:
+        return None
+    try:
+        if algorithm not in registry.quickstarts:
+            registry.import_user_folder()
+            registry.import_user_code([str(name) for name in config.get("imports") or []])
+        base = registry.quickstarts.get(algorithm)()
+    except UserError as error:
+        print(f"note: {error}", file=sys.stderr)
+        return None
+    return {leaf.name: _plain(leaf.default) for leaf in leaves(base)}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested options by their dotted names; an empty mapping is a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _checkpoints(run: Path) -> Iterator[str]:
+    from weft.runtime.directory import RunDirectory
+
+    directory = RunDirectory(run)
+    folders = sorted(p.name for p in directory.checkpoints.glob("*") if p.is_dir())
+    rows = []
+    for role in folders:
+        found = directory.saved_steps(role)
+        if found:
+            more = f"{len(found) - CHECKPOINTS_SHOWN} older, " if len(found) > CHECKPOINTS_SHOWN else ""
+            newest = directory.checkpoints / role / f"step{found[-1]}"
+            listed = ", ".join(f"step{step}" for step in found[-CHECKPOINTS_SHOWN:])
+            rows.append((role, f"{more}{listed} ({size(tree_bytes(newest))} each)  {newest}"))
+    if rows:
+        yield "checkpoints"
+        yield from _aligned(rows)
+        yield ""
+
+
+def _last_metrics(run: Path) -> Iterator[str]:
+    lines = last_lines(run / METRICS)
+    if not lines:
+        return
+    last = lines[-1]
+    names = [name for name in last if "/" in name and not name.startswith(TIME) and finite(last[name])]
+    names.sort(key=rank)
+    evaluated = [name for name in names if name.startswith(EVAL)]
+    rows = [(name, number(last[name])) for name in dict.fromkeys([*names[:METRICS_SHOWN], *evaluated])]
+    if finite(last.get("step_seconds")):
+        rows.append(("step_seconds", duration(last["step_seconds"])))
+    if finite(last.get("peak_memory_gb")):
+        rows.append(("peak_memory_gb", number(last["peak_memory_gb"])))
+    yield f"metrics of step {last['step']}"
+    yield from _aligned(rows)
+    yield ""
+
+
+def _aligned(rows: Sequence[tuple[str, str]], indent: str = "  ") -> Iterator[str]:
+    width = min(52, max((len(name) for name, _ in rows), default=0))
+    for name, text in rows:
+        yield f"{indent}{name:{width}}  {text}".rstrip()
+
+
+def _text(value: Any) -> str:
+    """A value as the command line spells it, cut where it is long."""
+    text = shown(value) if not isinstance(value, list | dict) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _config(run: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(_read(run / CONFIG))
+    except yaml.YAMLError as error:
+        print(f"note: {run / CONFIG} is not YAML ({str(error).splitlines()[0]})", file=sys.stderr)
+        return {}
+    return loaded if isinstance(loaded, dict) else {}

@@ -1,0 +1,107 @@
+"""`dataset.columns={prompt: question, answer: solution}`: columns of the user's rows under the names that a form needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.data.asked import HISTORY, INPUT, SYSTEM
+from weft.data.messages import CONTEXT, FACTS
+from weft.data.rows import ANSWER_KEYS, LABEL_KEYS, MESSAGE_KEYS, PROMPT_KEYS, Row
+from weft.data.sources import Place, Unreadable, find_files, read_rows
+from weft.errors import ConfigError, nearest
+
+ANYWHERE = ("id", SYSTEM, INPUT, HISTORY, "tools", *FACTS, CONTEXT)
+ASKED = (*PROMPT_KEYS, *MESSAGE_KEYS)
+# What each form reads. Rows of `prompt` may have any column, for a verifier; those of the user's own datasets, too.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "prompt_answer": (*ASKED, *ANSWER_KEYS),
+    "chat": (*ASKED, *ANSWER_KEYS),
+    "paired_comparison": (*ASKED, "pos_answers", "neg_answers", "margin"),
+    "preference": (
+        *ASKED, "chosen", "rejected", "chosen_messages", "rejected_messages", "margin", *ANSWER_KEYS, *LABEL_KEYS,
+    ),
+    "ranking": (*ASKED, "prefix", "replies", "augmented"),
+    "text": ("text",),
+}  # fmt: skip
+SHOWN = 20  # columns that a message lists
+
+Columns = Mapping[str, str]  # name that the form reads -> column of the file, or a.b for b of the mapping in column a
+Read = tuple[Place, Row | Unreadable]
+
+
+def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a name that rows of this type do not have, with the nearest ones."""
+    own = [str(value) for name, value in args.items() if name.endswith("_key")]
+    for name, column in columns.items() if type in NAMES else ():
+        known = (*NAMES[type], *ANYWHERE, *own)
+        if name not in known:
+            close = nearest(name, known)
+            swapped = f"; names come first: {{{column}: {name}}}" if column in known else ""
+            hint = f"did you mean {' or '.join(close)}?" if close else f"names: {', '.join(NAMES[type])}"
+            raise ConfigError(
+                f"dataset.columns: rows of dataset.type={type} have no {name!r} (it was to be column {column!r}); "
+                f"{hint}{swapped}"
+            )
+
+
+def rows_of(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
+    """The rows of a source with its columns renamed. Raises `ConfigError` for a column that no row has, once all are read."""
+    return renamed((row for file in find_files(path, split) for row in read_rows(file)), columns, path)
+
+
+def renamed(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterator[Read]:
+    """See `rows_of`."""
+    missing, there = dict(columns), dict[str, None]()
+    for place, row in rows:
+        if isinstance(row, Unreadable) or not columns:
+            yield place, row
+            continue
+        there.update(dict.fromkeys(_paths(row)))
+        found = {name: value for name, column in columns.items() if (value := _value(row, column)) is not ABSENT}
+        for name in found:
+            missing.pop(name, None)
+        used = set(columns.values())
+        yield place, {**{key: value for key, value in row.items() if key not in used}, **found}
+    if missing and there:
+        raise ConfigError(_missing(missing, list(there), path))
+
+
+def _missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> str:
+    """The message for columns that are nowhere."""
+    name, column = next(iter(missing.items()))
+    close = nearest(column, there)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
+    return (
+        f"dataset.columns: {name}: no row of {path} has the column {column!r}; {hint}"
+        f"The columns are {', '.join(there[:SHOWN])}{more}"
+    )
+
+
+ABSENT = object()
+
+
+def _value(row: Row, column: str) -> Any:
+    """What stands in a column; a.b is b of the mapping in a, a.0 the first of the list in a."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return ABSENT
+    return value
+
+
+def _paths(row: Row, prefix: str = "") -> Iterator[str]:
+    """The columns of a row, those inside mappings by their dotted names."""
+    for key, value in row.items():
+        if isinstance(value, Mapping) and value:
+            yield from _paths(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

@@ -1,0 +1,102 @@
+"""What a process writes into `run.json` when it begins to work on a run."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from weft import __version__
+from weft.observe.masking import masked_words
+from weft.observe.run_list import RECORD
+from weft.observe.run_record import RunRecord, Start
+from weft.runtime import disk
+
+LIBRARIES = ("torch", "transformers")
+GIT_SECONDS = 5.0
+
+
+def record_start(run: Path, *, step: int, total_steps: int | None, hardware: str) -> None:
+    """Add this process to the run's `run.json`. Secrets in its command are masked."""
+    before = RunRecord.read(run)
+    command = command_of(sys.argv, sys.orig_argv)
+    start = Start(
+        time=time.time(),
+        step=step,
+        command=masked_words(command),
+        folder=str(Path.cwd()),
+        host=socket.gethostname(),
+        hardware=hardware,
+        commit=commit_of(Path(__file__).resolve().parents[3]),
+        versions=versions(),
+    )
+    record = replace(
+        before,
+        algorithm=quickstart_of(command) or before.algorithm,
+        total_steps=total_steps,
+        starts=[*before.starts, start],
+    )
+    disk.write_text(run / RECORD, json.dumps(record.plain(), indent=1, ensure_ascii=False) + "\n")
+
+
+def command_of(words: Sequence[str], original: Sequence[str]) -> list[str]:
+    """The command as a user would type it again: `weft ...`, or `python ...`."""
+    if words and Path(words[0]).name == "weft":
+        return ["weft", *words[1:]]
+    given = list(original[1:])
+    if "-c" in given:  # a program on the command line, which may be a page long
+        return ["python", *given[: given.index("-c") + 1], "..."]
+    return ["python", *given]
+
+
+def quickstart_of(command: Sequence[str]) -> str | None:
+    """The NAME of `weft quickstart NAME`, or None."""
+    words = list(command)
+    if words[:1] == ["weft"] and words[1:2] == ["quickstart"]:
+        rest = words[2:]
+    elif words[1:3] == ["-m", "weft.apps.quickstart"]:
+        rest = words[3:]
+    else:
+        return None
+    names = []
+    while rest:
+        word = rest.pop(0)
+        if word in ("--import", "--config", "--config-dir", "--cfg"):
+            rest = rest[1:]
+        elif not word.startswith("-") and "=" not in word:
+            names.append(word)
+    return names[0] if names else None
+
+
+def versions() -> dict[str, str]:
+    """Of Python, weft and the libraries that decide what is computed."""
+    found = {"weft": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of the git checkout at `folder`, with `+` where tracked files differ from it; empty where there is none."""
+    if not (folder / ".git").exists():
+        return ""
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+            ).stdout.strip()
+            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"{commit}+" if changes else commit

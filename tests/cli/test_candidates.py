@@ -1,0 +1,119 @@
+"""What completion offers: commands, options by their dots, values, sections, runs and files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runs import write_run
+from weft.cli.candidates import candidates
+from weft.cli.main import COMMANDS
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs", "first/sft")
+    write_run(tmp_path / "runs", "second/ppo")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sft.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def words(*given: str) -> list[str]:
+    *before, current = given
+    return [word for word, _ in candidates(before, current)]
+
+
+def test_commands_and_quickstarts(folder):
+    assert words("") == list(COMMANDS)
+    assert words("qu") == ["quickstart"] and words("--v") == ["--version"]
+    assert words("quickstart", "on") == ["online_dpo"]
+    assert words("bogus", "") == []
+
+
+def test_options_open_by_their_dots(folder):
+    assert words("quickstart", "ppo", "act") == ["actor.", "actor_gen.", "actor_train.", "actor_inf."]
+    assert "actor.optimizer.lr=" in words("quickstart", "ppo", "actor.opt"), "a group that stands alone is opened"
+    assert words("quickstart", "ppo", "ppo.gen.top_") == ["ppo.gen.top_p=", "ppo.gen.top_k="]
+    assert words("quickstart", "ppo", "seed=3", "se") == words("quickstart", "ppo", "search."), "no seed twice"
+    assert dict(candidates(["quickstart", "sft"], "max_st"))["max_steps="] == "stop after this many steps"
+
+
+def test_values(folder):
+    assert words("quickstart", "sft", "model.dtype=b") == ["model.dtype=bfloat16"]
+    assert words("quickstart", "sft", "tf32=") == ["tf32=true", "tf32=false"]
+    assert "reward=gsm8k" in words("quickstart", "grpo", "reward=")
+    assert words("quickstart", "sft", "dataset.type=pr") == [
+        "dataset.type=preference",
+        "dataset.type=prompt",
+        "dataset.type=prompt_answer",
+    ]
+    assert "model.tokenizer.chat_template=chatml" in words("quickstart", "sft", "model.tokenizer.chat_template=c")
+    assert words("quickstart", "sft", "model.path=ru") == [
+        "model.path=runs/first/sft",
+        "model.path=runs/second/ppo",
+    ]
+    assert words("quickstart", "sft", "dataset.path=data/s") == ["dataset.path=data/sft.jsonl"]
+    assert words("quickstart", "sft", "seed=") == [] and words("quickstart", "sft", "nothing=") == []
+
+
+def test_flags_and_what_follows_them(folder):
+    assert {"--config", "--configs", "--config-dir"} <= set(words("quickstart", "sft", "--co"))
+    assert words("quickstart", "sft", "--cfg", "") == ["job"]
+    assert words("quickstart", "ppo", "--help", "ppo") == ["ppo", "ppo.gen"]
+    assert "pythia-1b" in words("quickstart", "sft", "--configs", "pyt")
+    assert words("quickstart", "--config", "da") == ["data/"]
+
+
+def test_other_commands_by_their_own_help(folder):
+    assert words("data", "ins") == ["inspect"] and "--tokenizer" in words("data", "inspect", "--t")
+    assert words("config", "") == ["ls", "show", "cp", "validate"] and "pythia-1b" in words(
+        "config", "show", "pythia-1"
+    )
+    assert words("ls", "--so") == ["--sort"] and words("completion", "z") == ["zsh"]
+
+
+def test_runs(folder):
+    assert words("show", "runs/f") == ["runs/first/sft"] and words("show", "lat") == ["latest"]
+    assert words("rm", "runs/first/sft", "runs/s") == ["runs/second/ppo"]
+    assert words("chat", "runs/first/sft/ch") == ["runs/first/sft/checkpoints/"]
+    assert words("stop", "-e", "") == ["first", "second"] and words("stop", "-e", "second", "-f", "") == ["ppo"]
+
+
+MINE = """
+from dataclasses import dataclass
+{heavy}
+from weft import register_quickstart
+from weft.experiments import SFTConfig
+from weft.options import option
+
+@register_quickstart("{name}")
+@dataclass
+class Mine(SFTConfig):
+    speed: int = option(1, "how fast")
+"""
+
+
+def test_user_code_is_read_and_run_only_where_that_is_cheap(folder):
+    (folder / "light.py").write_text(MINE.format(name="test-light", heavy=""))
+    (folder / "heavy.py").write_text(MINE.format(name="test-heavy", heavy="import torch"))
+    given = ["quickstart", "--import", "light.py", "--import", "heavy.py"]
+    assert words(*given, "test-") == ["test-heavy", "test-light"]
+    assert words(*given, "test-light", "spe") == ["speed="]
+    assert words(*given, "test-heavy", "spe") == []
+
+
+def test_it_loads_no_framework(folder):
+    code = (
+        "import sys\nfrom weft.cli.main import main\n"
+        "for w in ([''], ['quickstart', 'ppo', 'a'], ['eval', 'rm', '--'], ['chat', '--'], ['rm', ''], ['stop', '-e', '']):\n"
+        "    main(['completion', 'words', '--', *w])\n"
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    assert done.stderr.strip().splitlines()[-1] == "[]", done.stderr
+    assert "quickstart\ttrain" in done.stdout and "runs/first/sft\ta run" in done.stdout

@@ -1,0 +1,77 @@
+"""`weft ls`: the table, its order, its filters, and JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tests.cli.runs import write_run
+from weft.cli.ls import age, main, size, table
+from weft.errors import ConfigError
+from weft.observe.run_list import list_runs
+
+
+def names(capsys, *words: str) -> list[str]:
+    assert main(list(words)) == 0
+    return [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+def test_runs_are_listed_newest_first(tmp_path, capsys):
+    write_run(tmp_path, "e/old", age=7200.0)
+    write_run(tmp_path, "e/new")
+    assert main([str(tmp_path)]) == 0
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split()[:7] == ["run", "algorithm", "status", "steps", "last", "size", "age"]
+    assert first.split()[:6] == ["e/new", "sft", "finished", "4/4", "loss", "0.25"]
+    assert second.split()[0] == "e/old" and "2 h" in second
+
+
+def test_order_and_filters(tmp_path, capsys):
+    write_run(tmp_path, "b/one", step=2, status="failed")
+    write_run(tmp_path, "a/two", step=6, age=60.0)
+    assert names(capsys, str(tmp_path)) == ["b/one", "a/two"]
+    assert names(capsys, str(tmp_path), "--sort", "name") == ["a/two", "b/one"]
+    assert names(capsys, str(tmp_path), "--sort", "steps") == ["a/two", "b/one"]
+    assert names(capsys, str(tmp_path), "--sort", "name", "--reverse") == ["b/one", "a/two"]
+    assert names(capsys, str(tmp_path), "--status", "failed,running") == ["b/one"]
+    assert names(capsys, str(tmp_path), "--algorithm", "ppo") == []
+    with pytest.raises(ConfigError, match="did you mean finished"):
+        main([str(tmp_path), "--status", "finish"])
+    with pytest.raises(ConfigError, match="unknown --sort"):
+        main([str(tmp_path), "--sort", "colour"])
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        main([str(tmp_path / "nowhere")])
+
+
+def test_a_run_that_says_running_and_is_not_is_unfinished(tmp_path, capsys):
+    write_run(tmp_path, "e/killed", status="running")
+    main([str(tmp_path)])
+    assert "unfinished" in capsys.readouterr().out
+
+
+def test_json_has_exact_numbers(tmp_path, capsys):
+    run = write_run(tmp_path, "e/t", step=3)
+    main([str(tmp_path), "--json"])
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["path"] == str(run) and found["value"] == 1 / 3 and found["metric"] == "train/loss"
+    assert {"num_bytes", "changed", "status", "step", "total_steps"} <= found.keys()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_the_table_fits(columns, tmp_path):
+    write_run(tmp_path, "helpful-usual-name/trial-1")
+    out = io.StringIO()
+    Console(file=out, width=columns).print(table(list_runs(tmp_path), wide=columns >= 110))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    assert ("train/loss" in out.getvalue()) == (columns == 160), "a wide terminal shows more"
+    if columns >= 80:
+        assert len(lines) == 2 and "helpful-usual-name/trial-1" in lines[1]
+
+
+def test_sizes_and_ages_are_short():
+    assert [size(n) for n in (5, 1500, 12_345_678, 7e9)] == ["5 B", "1.5 kB", "12.3 MB", "7 GB"]
+    assert age(None) == "–"
