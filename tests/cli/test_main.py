@@ -211,7 +211,7 @@ def raises(error: BaseException) -> Callable[[], int]:
         (UserError("no"), 2, "error: no"),
         (RunError("the disk is full"), 1, "error: the disk is full"),
         (TypeError("oops"), 1, "error: TypeError: oops (--debug shows where)"),
-        (KeyboardInterrupt(), 130, "with the same command: weft quickstart sft"),
+        (KeyboardInterrupt(), 130, "stopped at once; rerun the same command to start or resume the run"),
         (Interrupted("stopped by SIGINT after step 3", 2), 130, "after step 3"),
         (Interrupted("stopped by SIGTERM after step 3", 15), 143, "after step 3"),
     ],

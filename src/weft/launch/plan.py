@@ -98,22 +98,20 @@ def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str
     epoch += [many(samples * horizon.num_ids, "completion") for _, samples in sampling]
     yield "epoch", ", ".join([*epoch, *_updates(experiment, {n: horizon.updates(experiment, n)[0] for n in nodes})])
     limit = experiment.control.max_steps
-    told = many(experiment.control.total_train_epochs, "epoch") + ("" if limit is None else f", max_steps={limit}")
+    told = many(experiment.control.total_train_epochs, "epoch") if limit != horizon.steps else f"max_steps={limit}"
     trained = {name: horizon.trained_updates(experiment, name) for name in nodes}
-    yield "run", ", ".join([f"{many(horizon.steps, 'step')} in all ({told})", *_updates(experiment, trained)])
+    yield "run", ", ".join([f"{many(horizon.steps, 'step')} ({told})", *_updates(experiment, trained)])
 
 
 def _updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
     """Optimizer steps of the training nodes; roles with as many share a part."""
     roles = {node.name: node.role for node in experiment.trained_nodes()}
-    several = len(set(roles.values())) > 1
     found: dict[int, list[str]] = {}
     for name, count in counts.items():
         found.setdefault(count, []).append(roles[name])
-    return [
-        many(count, "optimizer step") + (f" of {_and(list(dict.fromkeys(names)))}" if several else "")
-        for count, names in found.items()
-    ]
+    if len(found) == 1:
+        return [many(count, "optimizer step") + (" per model" if len(roles) > 1 else "") for count in found]
+    return [f"{many(count, 'optimizer step')} of {_and(names)}" for count, names in found.items()]
 
 
 def _models(experiment: Experiment, facts: Facts) -> list[tuple[str, str]]:

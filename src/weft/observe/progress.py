@@ -25,8 +25,9 @@ from weft.observe.pace import Pace, sparkline
 ACCENT, QUIET, STRONG = "cyan", "bright_black", "bold"
 NARROW = 76  # columns below which things stand under each other
 REFRESHES = 4  # a second
-FIXED_LINES = 12  # of the view without calls and completion
-SPARKS = 60  # signs of the headline's course at most
+SPARE_LINES = 2  # of the terminal, below the view: the cursor's and one more
+SPARKS, LEAST_SPARKS = 60, 8  # signs of the headline's course: at most, and where it ends a line at least
+UNREAD = "nobody reads the output any more; the run goes on, and log.txt in its directory has every line"
 OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}
 
 
@@ -62,15 +63,16 @@ class Show:
 class _Output(Console):
     """A console whose reader may go (`weft ... | head`): the run goes on, and its lines are in log.txt."""
 
+    ends = False  # Ctrl-C reaches the reader as well, and the run does not go on
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # what is written to it later is no error either
         os.close(nowhere)
-        with suppress(OSError):
-            os.write(
-                2, b"nobody reads the output any more; the run goes on, and log.txt in its directory has every line\n"
-            )
+        if not self.ends:
+            with suppress(OSError):
+                os.write(2, f"{UNREAD}\n".encode())
 
 
 def terminal_width() -> int | None:
@@ -120,6 +122,8 @@ class PlainView:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def asked(self, line: str) -> None:
+        if isinstance(self._console, _Output):
+            self._console.ends = True
         with suppress(OSError):  # not the console: it may be in the middle of a line
             os.write(2, f"\n{line}\n".encode())
 
@@ -183,7 +187,7 @@ class LiveView:
         parts += [Text(f"{part},") for part in first] + [Text(last)]
         lines = packed(parts, self._console.width, " ", indent=2)
         left = self._console.width - lines[-1].cell_len - 2
-        if left > 0:
+        if left >= LEAST_SPARKS:
             lines[-1].append(f"  {sparkline(self._pace.values, min(24, left))}", ACCENT)
         for line in lines:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
@@ -191,17 +195,19 @@ class LiveView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        room = max(2, (options.height or console.size.height) - FIXED_LINES)
-        calls = self._calls(width, min(8, room - 2))
-        parts = [self._head(width), self._numbers(width), calls]
-        lines = room - (calls.row_count if calls is not None else 0)
-        parts += [self._now(width), self._completion(width, min(6, lines))]
-        picture = Group(*(part for part in parts if part is not None))
-        drawn = console.render_lines(picture, options.update(height=None), pad=False)
+        options = options.update(height=None)
+        first, last = [self._head(width), self._numbers(width)], self._now(width)
+        taken = console.render_lines(_group(*first, last), options)
+        room = console.size.height - len(taken) - SPARE_LINES
+        calls = self._calls(width, min(8, room - 1))
+        room -= calls.row_count if calls is not None else 0
+        picture = _group(*first, calls, last, self._completion(width, min(6, room - 1)))
+        drawn = console.render_lines(picture, options, pad=False)
         self._reflow.drew([Segment.get_line_length(line) for line in drawn])
         for line in drawn:
             yield from line
             yield Segment.line()
+        yield Segment(" ")  # the cursor stands here, and the terminal's echo of what is typed, such as ^C
 
     def _head(self, width: int) -> RenderableType:
         pace = self._pace
@@ -216,10 +222,13 @@ class LiveView:
         )
         grid = Table.grid(expand=True, padding=(0, 1))
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        grid.add_column(justify="right", no_wrap=True)
         if width < NARROW:
-            told = packed([Text(part, QUIET) for part in (*where, *times)], width, "  ·  ")
-            return Group(_line(left), bar, *told)
+            grid.add_row(left)
+            grid.add_row(bar)
+            for line in packed([Text(part, QUIET) for part in (*where, *times)], width, "  ·  "):
+                grid.add_row(line)
+            return grid
+        grid.add_column(justify="right", no_wrap=True)
         grid.add_row(left, "  ·  ".join(where))
         grid.add_row(bar, Text("  ·  ".join(times), QUIET))
         return grid
@@ -249,9 +258,9 @@ class LiveView:
     def _calls(self, width: int, count: int) -> Table | None:
         """Seconds per call of the latest step, the longest ones where there is no room for all."""
         seconds = call_seconds(self._pace.latest)
-        if not seconds:
+        if not seconds or count < 1:
             return None
-        longest = sorted(seconds, key=lambda name: -seconds[name])[: max(1, count)]
+        longest = sorted(seconds, key=lambda name: -seconds[name])[:count]
         names = {name: elided(name, width // 3) for name in seconds if name in longest}
         table = Table.grid(padding=(0, 2))
         table.add_column(style=QUIET, no_wrap=True)
@@ -331,6 +340,10 @@ def packed(parts: Sequence[Text], width: int, between: str, *, indent: int = 0) 
         else:
             lines.append(Text.assemble(" " * indent if lines else "", part))
     return [_line(line) for line in lines]
+
+
+def _group(*parts: RenderableType | None) -> Group:
+    return Group(*(part for part in parts if part is not None))
 
 
 def _line(text: Text) -> Text:

@@ -59,15 +59,16 @@ class Renewal:
         if self._process is not None:
             code = self._process.poll()
             if code is None:
+                self._cost = self._clock() - (self._began or 0.0)  # as far as is seen: steps may take longer
                 return
-            self._over()
+            self._process = None
             if code:
                 self._failed(f"the process that builds it ended with exit code {code}")
         if self._began is not None and self._clock() - self._began < max(SECONDS, SHARE * self._cost):
             return
         self._began = self._clock()
         if self._size() > LARGE:
-            self._process = self._start(self._directory)
+            self._process, self._cost = self._start(self._directory), 0.0
         else:
             self._here(None)
             self._cost = self._clock() - self._began
@@ -77,16 +78,12 @@ class Renewal:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._over()
+            self._process = None
 
     def finish(self, status: str) -> None:
         """The last report, of a run that ends so."""
         self.stop()
         self._here(status)
-
-    def _over(self) -> None:
-        assert self._began is not None, "it was begun"
-        self._process, self._cost = None, self._clock() - self._began
 
     def _here(self, status: str | None) -> None:
         with ThreadPoolExecutor(1) as pool:  # its future keeps whatever goes wrong

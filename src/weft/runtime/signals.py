@@ -33,7 +33,7 @@ class Signals:
             if self.number is not None:
                 raise KeyboardInterrupt
             self.number = number
-            tell(f"finishing step {step()}, then stopping; {AGAIN.get(number, 'once more')} stops at once")
+            tell(f"finishing step {step()}, then stopping; {AGAIN.get(number, 'once more')} stops now")
 
         before = {number: signal.signal(number, hear) for number in SIGNALS}
         try:
