@@ -279,3 +279,9 @@ def test_the_run_gets_the_configuration(
     (config,) = ran
     assert isinstance(config, SFTConfig)
     assert (config.seed, config.model.optimizer.lr, config.dataset.train_path) == (7, 1e-5, "rows.jsonl")
+
+
+def test_openmp_settings_that_are_empty_are_taken_out() -> None:
+    environment = {"OMP_NUM_THREADS": " ", "OMP_SCHEDULE": "", "OMP_DYNAMIC": "true", "HOME": ""}
+    weft.drop_empty(environment)
+    assert environment == {"OMP_DYNAMIC": "true", "HOME": ""}
