@@ -83,7 +83,6 @@ def test_models_of_all_kinds_on_many_devices_stay_within_a_dozen_lines() -> None
     config = changed(config, actor__layout="d2t2", critic__layout="d4", ref__layout="t4", rew__layout="t4")
     made = plan(config.build(), gib=20.0)
     lines = made.short(80)
-    print("\n".join(lines))
     assert len(lines) <= 12 and all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
     assert "layouts actor d2t2 on 0-3; critic d4 on 0-3; ref, rew t4 on 0-3" in " ".join(text.split())

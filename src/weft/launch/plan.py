@@ -16,8 +16,8 @@ from weft.runtime.schedule import Horizon
 from weft.topology import Layout, Mesh
 
 LINES = 10  # of the table, on a terminal of 80 columns, of which the nodes and the layouts may take two each
-MODELS = 4  # lines for models at most: more share one
-PATH = 40  # signs of a path that are shown
+MODELS = 3  # lines for models at most: more share one, frozen ones first
+PATH = 24  # signs of a path that are shown
 WORTH_TELLING = 0.1  # of the device's memory: a run that needs less has no memory to think of
 
 Facts = Mapping[str, Mapping[str, Any]]
@@ -115,16 +115,24 @@ def _updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
 
 
 def _models(experiment: Experiment, facts: Facts) -> list[tuple[str, str]]:
-    """A line a model, which roles with the same one share; of too many the last share one."""
+    """A line a model, which roles with the same one share; of too many the frozen ones share one, and then the last."""
     found: dict[str, list[str]] = {}
     for role, spec in experiment.roles.items():
         found.setdefault(_short(spec, facts[role]), []).append(role)
-    rows = [(", ".join(roles), text) for text, roles in found.items()]
-    if len(rows) <= MODELS:
-        return rows
-    names = [role for label, _ in rows[MODELS - 1 :] for role in label.split(", ")]
+    rows = [(roles, text) for text, roles in found.items()]
+    if len(rows) > MODELS:
+        trained = [row for row in rows if experiment.roles[row[0][0]].trained]
+        rows = _merged([*trained, *(row for row in rows if row not in trained)], len(trained), facts)
+    rows = rows if len(rows) <= MODELS else _merged(rows, MODELS - 1, facts)
+    return [(", ".join(roles), text) for roles, text in rows]
+
+
+def _merged(rows: Sequence[tuple[list[str], str]], kept: int, facts: Facts) -> list[tuple[list[str], str]]:
+    """The first `kept` rows, and one for the rest."""
+    names = [role for roles, _ in rows[kept:] for role in roles]
     total = sum(facts[role].get("num_parameters", 0) for role in names)
-    return [*rows[: MODELS - 1], (f"{len(names)} more", f"{', '.join(names)}: {amount(total)} parameters in all")]
+    frozen = "frozen, " if all("frozen" in text for _, text in rows[kept:]) else ""
+    return [*rows[:kept], (names, f"{len(rows) - kept} models, {frozen}{amount(total)} parameters in all")]
 
 
 def _short(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
