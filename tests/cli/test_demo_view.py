@@ -11,7 +11,6 @@ from weft.cli.demo_view import StageView
 
 def view(console: Console) -> StageView:
     shown = StageView(console, "starting")
-    shown.start()
     shown.expect(400, 0)
     return shown
 
@@ -28,6 +27,7 @@ def test_a_stage_is_one_line_of_a_terminal_and_nothing_stays() -> None:
         console.print(stage)
     (line,) = [line for line in capture.get().splitlines() if line.strip()]
     assert "step 120/400  loss 0.5" in line and len(line.rstrip()) <= 80
+    stage.start()
     (summary,) = stage.close("finished")
     assert summary.startswith("finished after step 120 of 400") and "writing" not in console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -35,6 +35,7 @@ def test_a_stage_is_one_line_of_a_terminal_and_nothing_stays() -> None:
 def test_without_a_terminal_a_stage_is_silent() -> None:
     console = Console(file=io.StringIO())
     stage = view(console)
+    stage.start()
     stage.step({"step": 1.0}, shown=True)
     stage.close("finished")
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
