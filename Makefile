@@ -32,7 +32,7 @@ install: $(STAMP)run ## the package in .venv
 install-dev: $(STAMP)dev ## the package and what its tests need
 
 demo: install ## a small model learns under SFT, PPO and GRPO on this CPU; minutes, no download
-	OMP_NUM_THREADS= $(BIN)/weft demo
+	env -u OMP_NUM_THREADS $(BIN)/weft demo
 
 test: install-dev ## the default tests
 	$(PYTEST) -m "not slow"
@@ -45,7 +45,7 @@ bench: install-dev ## every benchmark, against TRL and transformers; an hour; ne
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu: ## on a CUDA GPU: tests, then benchmarks; ends at wrong numbers; half an hour; writes gpu.md (to $$OUT, else benchmarks/results)
-	OMP_NUM_THREADS= $(GPU_PYTHON) benchmarks/gpu.py --first
+	env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu.py --first
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 docs: $(STAMP)docs ## the documentation site, in build/site; a broken link is an error

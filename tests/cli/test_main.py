@@ -190,7 +190,7 @@ def raises(error: BaseException) -> Callable[[], int]:
         (UserError("no"), 2, "error: no"),
         (RunError("the disk is full"), 1, "error: the disk is full"),
         (TypeError("oops"), 1, "error: TypeError: oops (--debug shows where)"),
-        (KeyboardInterrupt(), 130, "with the same command: weft quickstart sft"),
+        (KeyboardInterrupt(), 130, "stopped at once; rerun the same command to start or resume the run"),
         (Interrupted("stopped by SIGINT after step 3", 2), 130, "after step 3"),
         (Interrupted("stopped by SIGTERM after step 3", 15), 143, "after step 3"),
     ],
@@ -258,3 +258,9 @@ def test_the_run_gets_the_configuration(
     (config,) = ran
     assert isinstance(config, SFTConfig)
     assert (config.seed, config.model.optimizer.lr, config.dataset.train_path) == (7, 1e-5, "rows.jsonl")
+
+
+def test_openmp_settings_that_are_empty_are_taken_out() -> None:
+    environment = {"OMP_NUM_THREADS": " ", "OMP_SCHEDULE": "", "OMP_DYNAMIC": "true", "HOME": ""}
+    weft.drop_empty(environment)
+    assert environment == {"OMP_DYNAMIC": "true", "HOME": ""}

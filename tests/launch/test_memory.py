@@ -25,6 +25,7 @@ from weft.engine.spec import LoRASpec
 from weft.experiments import DPOConfig, SFTConfig
 from weft.launch import run
 from weft.launch.memory import Forecast, forecast
+from weft.observe.progress import Show
 
 SHAPE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 688,
@@ -78,20 +79,21 @@ def test_the_estimate_is_within_15_percent_of_what_is_measured(tmp_path: Path, n
         "-m",
         "weft.apps.quickstart",
         name,
+        "--verbose",
         *(f"{key}={value}" for key, value in given.items()),
     ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
-    used = re.search(r"of which this run needed .*; expected were .* \((\d+)%\)", done.stdout)
+    used = re.search(r"of which this run needed .*; .* were expected \((\d+)%\)", done.stdout)
     assert used is not None, done.stdout
     assert 85 <= int(used.group(1)) <= 115, used.group(0)
 
 
 def test_the_estimate_is_printed_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(tmp_path)
-    result = run(sft(tmp_path, "runs"))
+    result = run(sft(tmp_path, "runs"), show=Show(verbose=True))
     for text in (capsys.readouterr().out, (result.directory / "log.txt").read_text()):
         held = re.search(
             r"memory of model: parameters (\S+ MiB), optimizer \S+ MiB, gradients (\S+ MiB), activations", text
@@ -189,8 +191,8 @@ def test_a_total_without_activations_is_no_upper_limit() -> None:
     part = Forecast({"actor": role}, torch.device("cuda"), ("actor",), 0.0)
     assert list(whole.lines())[-1] == "memory: about 1.00 GiB at most"
     assert list(part.lines())[-1] == "memory: about 1.00 GiB without activations of actor"
-    assert part.compared(2.0).endswith("expected were 1.00 GiB without activations of actor (200%)")
-    assert whole.compared(2.0).endswith("expected were 1.00 GiB (200%)")
+    assert part.compared(2.0).endswith("1.00 GiB without activations of actor were expected (200%)")
+    assert whole.compared(2.0).endswith("1.00 GiB were expected (200%)")
 
 
 def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) -> None:

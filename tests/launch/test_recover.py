@@ -87,7 +87,7 @@ def test_a_device_that_dies_is_replaced_and_the_numbers_stay(root, whole):
     assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     log = (run / "log.txt").read_text()
     died = next(line for line in log.splitlines() if " died in call " in line)  # others may be under way there, too
-    assert "call 'ref_inf' of role 'ref'" in died and "restart 1 of 3" in died and "going on after step 3" in log
+    assert "call 'ref_inf' of role 'ref'" in died and "restart 1 of 3" in died and "resuming after step 3" in log
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
 
 

@@ -105,10 +105,10 @@ def test_the_plan_is_told_before_the_first_step(finished):
     log = (finished.directory / "log.txt").read_text()
     before = log.split("step 1/")[0]
     for words in (
-        "nodes: train",
-        "24 ids an epoch",
-        "6 steps an epoch",
-        "2 steps in all",
+        "nodes   train",
+        "24 samples per epoch, batches of 4",
+        "6 steps, 6 optimizer steps",
+        "2 steps (max_steps=2)",
         "parameters",
         "MiB",
         "thread",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
-from weft.observe.progress import LiveView, PlainView, View, make_view
+from weft.observe.progress import UNREAD, LiveView, PlainView, View, elided, make_view, packed
 
 LINE = {"step": 3, "epoch": 0.3, "step_seconds": 0.5, "rew_inf/reward": 0.25, "actor_train/num_tokens": 1000.0}
 CALLS = {"time/actor_gen": 0.3, "time/actor_train": 0.15, "time/advantages": 0.01}
@@ -62,6 +66,8 @@ def test_the_live_view_shows_what_was_asked_for() -> None:
     for part in ("▸ actor_train", "step 3 · reward 0.5", "How are you? [bold]Well, thank you"):
         assert part in text
     assert "▸" not in drawn(view, console)
+    view.asked("finishing step 4, then stopping; Ctrl-C again stops now")
+    assert "■ finishing step 4, then stopping; Ctrl-C again stops now" in drawn(view, console)
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 12), (60, 18), (76, 24), (200, 60)])
@@ -69,11 +75,65 @@ def test_the_live_view_fits_its_terminal(width: int, height: int) -> None:
     console = terminal(width, height)
     view = LiveView("experiment/trial", console)
     view.expect(10, 2)
-    view.step(LINE | {f"time/call{i}": 1.0 + i for i in range(12)}, shown=True)
+    long = {"time/a_call_with_a_name_of_more_signs_than_anybody_reads": 1.0, "actor_train/kl": 0.1, "eval/reward": 1.0}
+    view.step(LINE | long | {f"time/call{i}": 1.0 + i for i in range(12)}, shown=True)
+    view.asked("finishing step 4, then stopping; Ctrl-C again stops now")
     view.sample(3, {"prompt": "a long prompt " * 80, "completion": "a long completion " * 80})
     lines = drawn(view, console).splitlines()
     assert len(lines) <= height
     assert max(len(line) for line in lines) <= width
+
+
+def test_bars_use_the_room_that_there_is() -> None:
+    bars = []
+    for width in (60, 160):
+        console = terminal(width)
+        view = LiveView("e/t", console)
+        view.expect(10, 2)
+        view.step(LINE | CALLS, shown=True)
+        lines = drawn(view, console).splitlines()
+        assert sum("elapsed" in line for line in lines) == 1, (
+            "the times stand on a line of their own, or beside the bar"
+        )
+        bars.append(max(line.count("━") for line in lines if line.startswith("actor_gen")))
+    assert bars[1] - bars[0] == 100
+
+
+def test_names_keep_both_ends_and_parts_stay_whole() -> None:
+    assert elided("reward", 6) == "reward" and elided("reward_of_a_long_name", 12) == "rewa…ng_name"
+    lines = packed([Text("one two"), Text("three"), Text("four")], 14, ", ", indent=2)
+    assert [line.plain for line in lines] == ["one two, three", "  four"]
+
+
+def test_a_narrower_terminal_is_wiped_of_the_rows_that_it_broke_lines_into() -> None:
+    console = terminal(80)
+    view = LiveView("e/t", console)
+    view.start()
+    view.expect(10, 2)
+    view._live.refresh()
+    written = len(told(console))
+    console.width = 50
+    view._live.refresh()
+    up = told(console)[written:].partition("weft")[0].count("\x1b[1A")
+    view.close("stopped")
+    assert up == 2 + 2, "two lines of 80 columns take a row more each; rich itself goes up by the lines that it wrote"
+
+
+def test_the_reader_of_a_pipe_may_go(tmp_path: Path) -> None:
+    code = (
+        "import time\nfrom weft.observe.progress import make_view\nview = make_view('e/t')\n"
+        "for at in range(200):\n    view.note('a line ' * 100)\n    time.sleep(0.001)\nprint('and more')\n"
+        "open({path!r}, 'w').write('went on')"
+    )
+    path = tmp_path / "end"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code.format(path=str(path))], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.stderr.read().decode() == f"{UNREAD}\n" and child.wait(30) == 0
+    assert path.read_text() == "went on"
 
 
 def test_a_resumed_run_is_summed_up_from_its_beginning() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.launch.cases import options, prepare
-from weft.errors import ConfigError
+from weft.errors import ConfigError, DevicesLost, RunError
 from weft.experiment import step_range
 from weft.experiments import SFTConfig
 from weft.launch import run
@@ -45,6 +46,34 @@ def test_a_trace_goes_from_the_first_to_the_last_step() -> None:
 def test_a_run_that_ends_or_begins_among_the_steps_traces_those_it_has() -> None:
     assert traced("2:9", [1, 2, 3], over=3)[0][-1] == "/run/steps-2-3-worker-{rank}.json.gz"
     assert traced("2:5", [4, 5, 6])[0] == [None, "/run/steps-4-5-worker-{rank}.json.gz"]
+
+
+@pytest.mark.parametrize(("error", "path"), [
+    (None, "/run/steps-2-3-worker-{rank}.json.gz"), (RunError("the loss is NaN"), "/run/steps-2-4-worker-{rank}.json.gz"),
+    (DevicesLost("gone"), None), (KeyboardInterrupt(), None),
+])  # fmt: skip
+def test_what_was_traced_is_kept_where_the_run_ends_or_fails(error: BaseException | None, path: str | None) -> None:
+    devices, notes = Devices(), list[str]()
+    profiling = Profiling("2:9", devices, Path("/run"), notes.append)  # type: ignore[arg-type]
+    with contextlib.suppress(RunError, KeyboardInterrupt), profiling.kept(lambda: 3, lambda: 4):
+        profiling.before(2)
+        profiling.after(2)
+        if error is not None:
+            raise error
+    assert devices.asked == ([None] if path is None else [None, path])
+
+
+def test_trouble_with_the_trace_never_hides_what_failed() -> None:
+    class Broken(Devices):
+        def profile(self, path: str | None = None) -> None:
+            if path is not None:
+                raise RunError("the disk is full")
+
+    profiling = Profiling("1", Broken(), Path("/run"), [].append)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="oops") as caught, profiling.kept(lambda: 0, lambda: 1):
+        profiling.before(1)
+        raise ValueError("oops")
+    assert caught.value.__notes__ == ["the trace of its steps is lost: the disk is full"]
 
 
 @pytest.mark.parametrize("steps", ["", "x", "3:2", "0:4", "0", "-1:2", "1:2:3", "1.5"])

@@ -102,11 +102,11 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, tmp_path
     first.after(root / folder / "e" / "t" / "metrics.jsonl")
     first.signal(number)
     code, out = first.end()
-    assert code == 128 + number and "give the same command again to go on" in out, out
+    assert code == 128 + number and "rerun the same command to resume" in out, out
     assert first.none_left()
     second = Command(*words(root, folder, slow), cwd=tmp_path)
     code, out = second.end()
-    assert code == 0 and "going on after step" in out, out
+    assert code == 0 and "resuming after step" in out, out
     plain = Command(*words(root, folder + "whole", slow), cwd=tmp_path)
     assert plain.end()[0] == 0
     assert timeless(root / folder / "e" / "t") == timeless(root / f"{folder}whole" / "e" / "t")

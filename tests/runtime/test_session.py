@@ -197,7 +197,7 @@ def test_a_signal_lets_the_step_end_and_the_run_goes_on_as_if_nothing_had_been(t
 
     with monkeypatch.context() as patch:
         patch.setattr(ToyGenerate, "generate", with_signal)
-        with pytest.raises(Interrupted, match="after step 4; give the same command again") as caught:
+        with pytest.raises(Interrupted, match="after step 4; rerun the same command to resume from there") as caught:
             toy.run()
         assert caught.value.exit_code == code
         assert len(lines(toy.path)) == 4

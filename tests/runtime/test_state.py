@@ -15,7 +15,7 @@ from weft.errors import ConfigError, DataError, RunError
 from weft.experiment import Control, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
-from weft.launch.plan import _counts
+from weft.launch.plan import _node_counts
 from weft.runtime.schedule import Every, Horizon
 from weft.runtime.state import read_state, write_state
 from weft.runtime.step_metrics import Measured, StepMetrics, join
@@ -141,7 +141,9 @@ def test_steps_of_frozen_epochs_are_not_among_those_trained():
     frozen = replace(made, roles={"actor": replace(role, optimizer=replace(role.optimizer, frozen_epochs=1))})
     horizon = Horizon.of(frozen, Length(5000, 40))
     assert horizon.updates(frozen, "train") == (160, 480) and horizon.trained_updates(frozen, "train") == 320
-    assert any(line.endswith("160 an epoch, 320 in all, none in the first epoch") for line in _counts(frozen, horizon))
+    assert list(_node_counts(frozen, horizon)) == [
+        "train: 4 optimizer steps per step, 160 per epoch, 320 in all, none in the first epoch"
+    ]
 
 
 def test_batches_by_tokens_are_counted_by_the_loader():

@@ -9,12 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from weft.cli import demo_task as task
+from weft.cli.demo_view import StageView
 from weft.experiments import GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.observe.memory import peak_memory_gb
+from weft.observe.metrics import duration
+from weft.observe.progress import Show
 
 NAME = "demo"
 HELD_OUT = 200  # problems that no stage trains on
+LAST = 10  # steps whose mean tells how a stage ended
 
 
 @dataclass
@@ -24,6 +30,7 @@ class Demo:
     root: Path
     name: str
     seed: int
+    console: Console = field(default_factory=lambda: Console(highlight=False))
     accuracy: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -40,24 +47,24 @@ class Demo:
         own = {"experiment_name": self.name, "trial_name": trial, "fileroot": str(self.root), "seed": self.seed}
         return {**own, **others}
 
-    def run(self, config: Any) -> Any:
-        """Run one stage; its time counts for its trial's name."""
+    def run(self, config: Any, doing: str = "starting") -> Any:
+        """Run one stage, on a line of its own; its time counts for its trial's name."""
         from weft.launch.run import run
 
         begun = time.monotonic()
-        result = run(config)
+        result = run(config, show=Show(view=StageView(self.console, doing)))
         self.seconds[config.trial_name] = time.monotonic() - begun
         return result
 
     def generate(self, model: Path, rows: Path, trial: str, temperature: float = 1.0) -> Path:
         """Complete every prompt of `rows` once; returns generations.jsonl."""
         config = GenConfig(**self.options(trial, progress=False))
-        config.model.path = str(model)
+        config.model.path, config.model.init_from_scratch = str(model), model == self.material / "model"
         config.dataset.path = str(rows)
         config.dataset.train_bs_n_seqs = 400
         config.gen.max_new_tokens = 5
         config.gen.temperature = temperature
-        return self.run(config).directory / "generations.jsonl"
+        return self.run(config, "sampling").directory / "generations.jsonl"
 
     def measure(self, stage: str, model: Path) -> float:
         """The share of right answers among samples for the held-out problems."""
@@ -89,8 +96,9 @@ def supervise(demo: Demo) -> Path:
     return demo.run(config).checkpoint("model")
 
 
-def judge(demo: Demo, model: Path) -> Path:
-    """A reward model that prefers right sums to the mistakes the model makes, warm samples included, and to slips."""
+def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
+    """A reward model that prefers right sums to the mistakes the model makes, warm samples included, and to slips; the share
+    of pairs that it orders rightly, in its first step and in its last ones."""
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
     training, _ = task.problems(demo.seed, HELD_OUT)
     rows = task.pair_rows(samples, training, demo.seed, times=30)
@@ -101,7 +109,9 @@ def judge(demo: Demo, model: Path) -> Path:
     config.rw.center = 0.01  # scores of different problems then compare: the critic need not learn a level for each
     config.dataset.train_path = str(task.write_rows(demo.material / "pairs.jsonl", rows))
     config.dataset.train_bs_n_seqs = 64
-    return demo.run(config).checkpoint("model")
+    result = demo.run(config)
+    shares = [line["train/accuracy"] for line in result.metrics]
+    return result.checkpoint("model"), shares[0], sum(shares[-LAST:]) / len(shares[-LAST:])
 
 
 def ppo(demo: Demo, model: Path, reward: Path) -> Path:
@@ -146,30 +156,37 @@ def grpo(demo: Demo, model: Path) -> Path:
 def walk(demo: Demo, say: Callable[[str], None]) -> None:
     """All stages, with the accuracy on held-out problems before and after each."""
     prepare(demo)
-    say("Accuracy is the share of right answers among 800 samples for 200 problems that no stage trains on.")
-    say("[bold]1. SFT[/]: a model of 1.3 million random weights learns sums such as 47+8 from a careless teacher")
+    say("[bold]weft demo[/]: a small model learns to add, and outgrows its teacher.")
+    say("Accuracy is the share of right answers to 200 sums that no stage trains on.")
+    say("")
+    say("[bold]1. SFT[/]  random weights learn sums such as 47+8 from a careless teacher")
+    demo.measure("start", demo.material / "model")
     actor = supervise(demo)
-    say(f"   held-out accuracy {demo.measure('sft', actor):.1%} (of the teacher's answers {task.RIGHT:.0%} are right)")
-    say("[bold]2. Reward model[/]: learns to prefer right sums to the model's own mistakes")
-    reward = judge(demo, actor)
-    say("[bold]3. PPO[/] with that reward model")
+    say(_rise(demo, "start", actor, "sft") + f"; the teacher is right in {task.RIGHT:.0%}")
+    say("[bold]2. Reward model[/]  learns to tell right sums from the model's own mistakes")
+    reward, first, last = judge(demo, actor)
+    say(f"   pairs in the right order {first:.0%} -> [bold]{last:.0%}[/] in {duration(demo.seconds['reward'])}")
+    say("[bold]3. PPO[/]  with that reward model")
     actor = ppo(demo, actor, reward)
-    say(f"   held-out accuracy {demo.accuracy['sft']:.1%} -> {demo.measure('ppo', actor):.1%}")
-    say("[bold]4. GRPO[/] with a verifier: 1 for the right number, 0 otherwise")
+    say(_rise(demo, "sft", actor, "ppo"))
+    say("[bold]4. GRPO[/]  with a verifier: 1 for the right number, 0 otherwise")
     actor = grpo(demo, actor)
-    say(f"   held-out accuracy {demo.accuracy['ppo']:.1%} -> {demo.measure('grpo', actor):.1%}")
+    say(_rise(demo, "ppo", actor, "grpo"))
+
+
+def _rise(demo: Demo, before: str, model: Path, stage: str) -> str:
+    """What a stage has done for the accuracy."""
+    rise = f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure(stage, model):.1%}[/]"
+    return f"   held-out accuracy {rise} in {duration(demo.seconds[stage])}"
 
 
 def conclude(demo: Demo, say: Callable[[str], None]) -> None:
-    """The table at the end, and where to go on."""
+    """What it took, and where to go on."""
     say("")
-    say(f"{'stage':<8}{'held-out accuracy':>20}{'seconds':>10}")
-    for stage in ("sft", "ppo", "grpo"):
-        say(f"{stage:<8}{demo.accuracy[stage]:>20.1%}{demo.seconds[stage]:>10.0f}")
-    say(f"in all {sum(demo.seconds.values()):.0f} s, peak memory {peak_memory_gb():.2f} GB")
-    say("")
-    say(f"report   {demo.folder / 'grpo' / 'report.html'}")
-    say(f"talk     weft chat {demo.folder / 'grpo'}    (then type 47+8)")
+    say(f"Done in {duration(sum(demo.seconds.values()))}, with {peak_memory_gb():.1f} GB of memory at most.")
+    say(f"  report  {demo.folder / 'grpo' / 'report.html'}")
+    say(f"  chat    weft chat {demo.folder / 'grpo'}    (then type 47+8)")
+    say(f"  logs    {demo.folder}/*/log.txt")
 
 
 def free_name(root: Path) -> str:
@@ -185,11 +202,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, problems and sampling (default 1)")
     given = parser.parse_args(argv)
 
-    from rich.console import Console
-
     root = Path(given.fileroot)
     demo = Demo(root, free_name(root), given.seed)
-    say = Console(highlight=False).print
+
+    def say(line: str) -> None:
+        demo.console.print(line, soft_wrap=True)
+
     walk(demo, say)
     conclude(demo, say)
     return 0

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import shlex
 import shutil
 import sys
 import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if argv is not None:
         return guarded(lambda: dispatch(words), words)
+    drop_empty(os.environ)
     keep_freed_memory()
     os.environ.update(growing_segments(os.environ))
     from weft.runtime.supervised import Wire
@@ -90,6 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wire.supervised:
         raise SystemExit(code)  # what a program does after this is for the process that supervises it
     return code
+
+
+def drop_empty(environment: MutableMapping[str, str]) -> None:
+    """Take out OpenMP's settings that are set to nothing: its library, which torch loads, calls each an invalid value."""
+    for name in [name for name, value in environment.items() if name.startswith("OMP_") and not value.strip()]:
+        del environment[name]
 
 
 def _end(code: int) -> None:
@@ -116,11 +122,8 @@ def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
     try:
         return command()
     except KeyboardInterrupt:
-        _show(
-            "stopped at once; a run goes on from its last recovery point with the same command: weft "
-            + shlex.join(words),
-            words,
-        )
+        again = "; rerun the same command to start or resume the run" if words[:1] and words[0] in SUPERVISED else ""
+        _show(f"stopped at once{again}", words)
         return INTERRUPTED
     except UserError as error:
         _show(f"error: {error}", words)

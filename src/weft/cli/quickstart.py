@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FLAGS = (
     "--help",
     "--dry-run",
+    "--verbose",
     "--cfg",
     "--config",
     "--configs",
@@ -46,6 +47,7 @@ class Words:
     config_dirs: list[str] = field(default_factory=list)
     print_config: bool = False
     dry_run: bool = False
+    verbose: bool = False
     print_script: bool = False
     deepspeed: str | None = None  # a file, "" for the flag alone
     help: str | None = None  # a group of options, or all; "" for those that people set
@@ -123,13 +125,14 @@ def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Se
         return 0
     from weft.launch import dry_run, run  # checks first, and loads torch once they have passed
     from weft.launch.supervise import Supervisor, uses_ray
+    from weft.observe.progress import Show, terminal_width
 
     if words.dry_run:
-        print("\n".join(dry_run(config)))
+        print("\n".join(dry_run(config, width=terminal_width())))
         return 0
     if supervise and uses_ray(experiment := config.build(), config.mode):
         return Supervisor(experiment).run()
-    run(config)
+    run(config, show=Show(verbose=words.verbose))
     return 0
 
 
@@ -182,6 +185,8 @@ def sort(argv: Sequence[str]) -> Words:
             words.help = rest.pop(0) if plain else ""
         elif word == "--debug":
             continue  # read by weft.cli.main
+        elif word in ("-v", "--verbose"):
+            words.verbose = True
         elif word == "--dry-run":
             words.dry_run = True
         elif word == "--print-script":

@@ -21,7 +21,8 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
     parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
-    parser.add_argument("--dry-run", action="store_true", help="stop after the plan")
+    parser.add_argument("--dry-run", action="store_true", help="stop after the plan, which is shown whole")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
     parser.add_argument(
         "--print-script", action="store_true", help="with --mode slurm: print the job's script and stop"
     )
@@ -37,6 +38,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     _check(given, "start")
     from weft.launch import check_machines, dry_run, registered, run, scheduling, slurm
     from weft.launch.supervise import Supervisor, uses_ray
+    from weft.observe.progress import Show, terminal_width
 
     experiment = _as_told(registered(given.experiment, given.trial), given)
     if given.print_script and given.mode != "slurm":
@@ -51,11 +53,11 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     for note in check_machines(given.experiment, given.mode):
         print(f"note: {note}", file=sys.stderr)
     if given.dry_run:
-        print("\n".join(dry_run(experiment, mode=given.mode)))
+        print("\n".join(dry_run(experiment, mode=given.mode, width=terminal_width())))
         return 0
     if supervise and uses_ray(experiment, given.mode):
         return Supervisor(experiment).run()
-    run(experiment, mode=given.mode)
+    run(experiment, mode=given.mode, show=Show(verbose=given.verbose))
     return 0
 
 

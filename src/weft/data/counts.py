@@ -33,6 +33,15 @@ class SourceCount:
 
     def notes(self, limits: str) -> list[str]:
         """What was cut or left out, and columns that are not used, in words; nothing where there is none of it."""
+        return [*self._left_out(limits), *self.unused_notes()]
+
+    def unused_notes(self) -> list[str]:
+        """The columns of its rows that are not used."""
+        if self.report is None or not self.report.unused:
+            return []
+        return [f"{self.label}: columns that rows of type {self.type} do not use: {', '.join(self.report.unused)}"]
+
+    def _left_out(self, limits: str) -> list[str]:
         done = self.report
         if done is None:
             return []
@@ -45,9 +54,7 @@ class SourceCount:
             )
             if count
         ]
-        told = [f"{self.label}: of {done.rows:,} rows, {', '.join(parts)} ({limits})"] if parts else []
-        unused = f"{self.label}: columns that rows of type {self.type} do not use: {', '.join(done.unused)}"
-        return [*told, unused] if done.unused else told
+        return [f"{self.label}: of {done.rows:,} rows, {', '.join(parts)} ({limits})"] if parts else []
 
 
 def render(counts: Sequence[SourceCount]) -> str:

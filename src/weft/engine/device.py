@@ -158,6 +158,7 @@ def numerics(device: torch.device) -> dict[str, Any]:
     rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return {
         **({"tf32": True} if rounded else {}),
+        **({"flash_attention": flash.version()} if device.type == "cuda" else {}),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),

@@ -23,7 +23,8 @@ from weft.experiments._models import option_of
 from weft.launch.cluster import device_kind, start_devices, start_devices_anew
 from weft.launch.memory import forecast, held_memory
 from weft.launch.next_steps import next_lines
-from weft.launch.plan import plan_lines
+from weft.launch.plan import farewell, plan_of
+from weft.observe.progress import Show
 from weft.registry import backends
 from weft.runtime.check import check_calls, check_tokens
 from weft.runtime.commands import Build
@@ -40,15 +41,26 @@ from weft.runtime.session import Parts, Session
 from weft.runtime.worker import Worker
 
 
-def assemble(experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False) -> Session:
-    """The session of a run; see `parts_of`."""
-    return Session(parts_of(experiment, directory, mode, anew=anew))
+def assemble(
+    experiment: Experiment,
+    directory: RunDirectory,
+    mode: str = "local",
+    *,
+    anew: bool = False,
+    show: Show | None = None,
+) -> Session:
+    """The session of a run; see `parts_of`. `show`: how it is shown."""
+    show = show or Show()
+    return Session(parts_of(experiment, directory, mode, anew=anew, quiet=show.view is not None), show)
 
 
-def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False) -> Parts:
+def parts_of(
+    experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False, quiet: bool = False
+) -> Parts:
     """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing.
 
     `mode` local with one device is this process; else there is a process a device. `anew`: in place of devices that were lost.
+    `quiet`: reading the data shows no progress.
     """
     control = experiment.control
     experiment = replace(experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()})
@@ -61,7 +73,10 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
     check_tokens(experiment, tokenizers)
     experiment = with_dtypes(experiment, device)
     check_layouts(experiment)
-    data = load_data(experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed)
+    data = load_data(
+        experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed,
+        progress=False if quiet else None,
+    )  # fmt: skip
     check_longest(experiment, data.longest)
     horizon = Horizon.of(experiment, data.train)
     check_steps(control.profile_steps, horizon.steps)
@@ -78,7 +93,8 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
     try:
         facts = group.describe()
         numerics = group.numerics()
-        hardware = hardware_line(group.hardware(), numerics["device"])
+        machine = group.hardware()
+        hardware, room = hardware_line(machine, numerics["device"]), machine["memory"]
         expected = forecast(experiment, facts, data, device, baseline)
         return Parts(
             experiment=experiment,
@@ -88,10 +104,12 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
             evaluator=_evaluator(experiment, group, data, tokenizers),
             samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
             horizon=horizon,
-            plan=plan_lines(experiment, horizon, facts, {**numerics, "hardware": hardware}, data, expected),
+            plan=plan_of(
+                experiment, horizon, facts, {**numerics, "hardware": hardware, "memory": room}, data, expected
+            ),
             hardware=hardware,
             ending=next_lines(experiment, directory.path),
-            farewell=expected.compared if alone else None,
+            farewell=farewell(expected, room) if alone else None,
         )
     except BaseException:
         group.close(0.0)

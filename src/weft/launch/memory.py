@@ -66,25 +66,26 @@ class Forecast:
         for call, limit in self.cache_limits.items():
             yield f"memory of {call}: keys and values in at most {size(limit)} (gen.kv_cache_gb)"
         for device, names in on.items():
-            part = self._of(names)
-            yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {size(part.total)} {part._scope}"
+            part = self.of(names)
+            yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {size(part.total)} {part.scope}"
         if len(on) == 1 and not self.incomplete:
             yield from fits.lines(self.on_gpu, "" if self.device.type == "cuda" else "on a GPU in bfloat16: ")
 
-    def _of(self, names: Sequence[str]) -> Forecast:
+    def of(self, names: Sequence[str]) -> Forecast:
+        """What these roles will hold."""
         roles = {name: self.roles[name] for name in names if name in self.roles}
         return replace(self, roles=roles, incomplete=tuple(name for name in self.incomplete if name in roles))
 
     @property
-    def _scope(self) -> str:
+    def scope(self) -> str:
         """What the total is of: a backend that does not tell a network's sizes leaves its activations unknown."""
         return f"without activations of {', '.join(self.incomplete)}" if self.incomplete else "at most"
 
     def compared(self, most: float) -> str:
         """For people, after the run, which held `most` GiB at most (`peak_memory_gb` of its last line)."""
-        used, scope = (most - self.baseline) * GIB, f" {self._scope}" if self.incomplete else ""
+        used, scope = (most - self.baseline) * GIB, f" {self.scope}" if self.incomplete else ""
         return (
-            f"memory: {most:.2f} GB at most, of which this run needed {size(used)}; expected were {size(self.total)}{scope} "
+            f"memory: {most:.2f} GB at most, of which this run needed {size(used)}; {size(self.total)}{scope} were expected "
             f"({used / self.total:.0%})"
         )
 

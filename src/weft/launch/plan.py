@@ -1,97 +1,283 @@
-"""The lines printed before a run: what will be computed, how much of it, on what, and what memory it takes."""
+"""The plan of a run: what will be computed, how much of it, on what, and what memory it takes. A short table, then details."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from weft.data.loader import LoadedData
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
-from weft.launch.memory import Forecast, place_name
+from weft.graph.mfc import MFCDef
+from weft.launch.memory import GIB, Forecast, place_name, size
+from weft.observe.plan import Plan
 from weft.runtime.schedule import Horizon
+from weft.topology import Layout, Mesh
+
+LINES = 10  # of the table, on a terminal of 80 columns, of which the nodes and the layouts may take two each
+MODELS = 3  # lines for models at most: more share one, frozen ones first
+PATH = 24  # signs of a path that are shown
+WORTH_TELLING = 0.1  # of the device's memory: a run that needs less has no memory to think of
+
+Facts = Mapping[str, Mapping[str, Any]]
 
 
-def plan_lines(
+def plan_of(
     experiment: Experiment,
     horizon: Horizon,
-    facts: Mapping[str, Mapping[str, Any]],
+    facts: Facts,
     numerics: Mapping[str, Any],
     data: LoadedData,
     expected: Forecast,
-) -> list[str]:
-    """`facts` are the engines' descriptions by role; `numerics` says threads and, under `hardware`, in a line what a device is;
-    `expected` is the memory."""
-    lines = [f"nodes: {' -> '.join(experiment.graph.order)}", *data.table().splitlines(), *data.notes]
-    lines += experiment.plan_notes
-    lines += _counts(experiment, horizon)
+) -> Plan:
+    """`facts` are the engines' descriptions by role; `numerics` says threads, under `hardware`, in a line, what a device is,
+    and under `memory` its bytes; `expected` is the memory that the run will need."""
+    rows = [
+        ("nodes", " -> ".join(", ".join(names) for names in _levels(experiment))),
+        ("data", _data(experiment, horizon)),
+        *_counts(experiment, horizon),
+        *_models(experiment, facts),
+    ]
+    if (room := memory_row(expected, _held(experiment), numerics["memory"])) is not None:
+        rows.append(("memory", room))
+    several = experiment.num_devices > 1
+    if several:
+        rows.append(("layouts", _layouts(experiment)))
+    rows.append(("devices" if several else "device", _device(experiment, numerics)))
+    unused = {note for count in data.counts for note in count.unused_notes()}
+    notes = [note for note in data.notes if note not in unused]
+    details = _details(experiment, horizon, facts, data, expected)
+    return Plan(rows, notes, [*details, *(note for note in data.notes if note in unused), _versions(numerics)])
+
+
+# -- the table
+
+
+def _levels(experiment: Experiment) -> list[list[str]]:
+    """The nodes in the order in which they run; those that need nothing of each other stand together."""
+    depth: dict[str, int] = {}
+    for name in experiment.graph.order:
+        depth[name] = max((depth[each] + 1 for each in experiment.graph.producers(name)), default=0)
+    ordered = sorted(experiment.graph.order, key=lambda name: depth[name])
+    return [list(names) for _, names in groupby(ordered, key=lambda name: depth[name])]
+
+
+def _data(experiment: Experiment, horizon: Horizon) -> str:
+    batch = experiment.node(experiment.steps_follow).batch_size
+    rest = horizon.num_ids % batch if batch else 0
+    laid_out = f"batches of {number(batch)}" if batch else "batches laid out by tokens"
+    last = f" (last: {number(rest)})" if rest else ""
+    return f"{many(horizon.num_ids, _unit(experiment))} per epoch, {laid_out}{last}"
+
+
+def _unit(experiment: Experiment) -> str:
+    return "prompt" if any(call.method == "generate" for call in experiment.graph.model_calls()) else "sample"
+
+
+def _sampling(experiment: Experiment) -> Iterator[tuple[MFCDef, int]]:
+    """The calls that sample, each with its number of completions of a prompt."""
+    for call in experiment.graph.model_calls():
+        if call.method == "generate":
+            yield call, int(call.args.get("samples_per_prompt", 1))
+
+
+def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str]]:
+    """What a step, an epoch and the run have of steps, completions and optimizer steps."""
+    sampling = list(_sampling(experiment))
+    step = [
+        f"{many(call.batch_size, 'prompt')} x {samples} = {many(call.batch_size * samples, 'completion')}"
+        for call, samples in sampling
+    ]
+    nodes = [node.name for node in experiment.trained_nodes()]
+    updates = {name: experiment.updates_per_firing.get(name, 1) for name in nodes}
+    step += _updates(experiment, updates)
+    if step:
+        yield "step", ", ".join(step)
+    epoch = [many(horizon.steps_per_epoch, "step")]
+    epoch += [many(samples * horizon.num_ids, "completion") for _, samples in sampling]
+    yield "epoch", ", ".join([*epoch, *_updates(experiment, {n: horizon.updates(experiment, n)[0] for n in nodes})])
+    limit = experiment.control.max_steps
+    told = many(experiment.control.total_train_epochs, "epoch") if limit != horizon.steps else f"max_steps={limit}"
+    trained = {name: horizon.trained_updates(experiment, name) for name in nodes}
+    yield "run", ", ".join([f"{many(horizon.steps, 'step')} ({told})", *_updates(experiment, trained)])
+
+
+def _updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
+    """Optimizer steps of the training nodes; roles with as many share a part."""
+    roles = {node.name: node.role for node in experiment.trained_nodes()}
+    found: dict[int, list[str]] = {}
+    for name, count in counts.items():
+        found.setdefault(count, []).append(roles[name])
+    if len(found) == 1:
+        return [many(count, "optimizer step") + (" per model" if len(roles) > 1 else "") for count in found]
+    return [f"{many(count, 'optimizer step')} of {_and(names)}" for count, names in found.items()]
+
+
+def _models(experiment: Experiment, facts: Facts) -> list[tuple[str, str]]:
+    """A line a model, which roles with the same one share; of too many the frozen ones share one, and then the last."""
+    found: dict[str, list[str]] = {}
     for role, spec in experiment.roles.items():
-        lines.append(f"{role}: {_describe(spec, facts[role])}")
+        found.setdefault(_short(spec, facts[role]), []).append(role)
+    rows = [(roles, text) for text, roles in found.items()]
+    if len(rows) > MODELS:
+        trained = [row for row in rows if experiment.roles[row[0][0]].trained]
+        rows = _merged([*trained, *(row for row in rows if row not in trained)], len(trained), facts)
+    rows = rows if len(rows) <= MODELS else _merged(rows, MODELS - 1, facts)
+    return [(", ".join(roles), text) for roles, text in rows]
+
+
+def _merged(rows: Sequence[tuple[list[str], str]], kept: int, facts: Facts) -> list[tuple[list[str], str]]:
+    """The first `kept` rows, and one for the rest."""
+    names = [role for roles, _ in rows[kept:] for role in roles]
+    total = sum(facts[role].get("num_parameters", 0) for role in names)
+    frozen = "frozen, " if all("frozen" in text for _, text in rows[kept:]) else ""
+    return [*rows[:kept], (names, f"{len(rows) - kept} models, {frozen}{amount(total)} parameters in all")]
+
+
+def _short(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
+    path = spec.path or spec.tokenizer.path or ""
+    path = path if len(path) <= PATH else f"…{path[-PATH + 1 :]}"
+    total, trainable = facts.get("num_parameters", 0), facts.get("num_trainable", 0)
+    if not total:
+        return f"{path}, a tokenizer alone" if spec.backend == "null" else f"{path} ({spec.backend})"
+    trained = "frozen" if not spec.trained else "trained" if trainable == total else f"{amount(trainable)} trained"
+    return f"{path} ({facts.get('family', spec.backend)}), {amount(total)} parameters, {trained}, {spec.dtype}"
+
+
+def memory_row(expected: Forecast, on: Mapping[int, Sequence[str]], room: int) -> str | None:
+    """What a device will hold of its `room` bytes; None where that is less than a tenth. Devices on a CPU share its memory."""
+    parts = [expected.of(names) for names in on.values()]
+    shared = expected.device.type == "cpu"
+    need = sum(part.total for part in parts) if shared else max(part.total for part in parts)
+    if need < WORTH_TELLING * room:
+        return None
+    least = "without" in expected.scope
+    of = f"{'at least' if least else 'at most'} about {size(need)} of {size(room)}"
+    each = " on a device" if len(on) > 1 and not shared else ""
+    return f"{of}{each}" + ("; it may not fit: weft plan memory shows what would" if need > room else "")
+
+
+def farewell(expected: Forecast, room: int) -> Callable[[float], tuple[str, bool]]:
+    """What to say at the end of a run that held so many GiB of a device of `room` bytes, and whether people need to hear it."""
+    return lambda most: (expected.compared(most), (most - expected.baseline) * GIB >= WORTH_TELLING * room)
+
+
+def _held(experiment: Experiment) -> dict[int, list[str]]:
+    """The places of roles on each device."""
+    named = _named(experiment)
+    return {rank: [n for n, mesh in named.items() if rank in mesh.ranks] for rank in range(experiment.num_devices)}
+
+
+def _named(experiment: Experiment) -> dict[str, Mesh]:
+    places = [*experiment.meshes().items(), *experiment.copies()]
+    return {place_name(experiment, role, mesh): mesh for role, mesh in places}
+
+
+def _layouts(experiment: Experiment) -> str:
+    found: dict[str, list[str]] = {}
+    for name, mesh in _named(experiment).items():
+        where = f"{_degrees(mesh.layout)} on {_ranks(mesh.ranks)}"
+        found.setdefault(where, []).append(name)
+    return "; ".join(f"{', '.join(names)} {where}" for where, names in found.items())
+
+
+def _degrees(layout: Layout) -> str:
+    """Without the letters that say nothing: `d2f2t1p1c1e1` is `d2`."""
+    degrees = {"d": layout.data, "t": layout.tensor, "p": layout.pipeline, "c": layout.context, "e": layout.expert}
+    if layout.fsdp not in (1, layout.data):
+        degrees["f"] = layout.fsdp
+    return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1) or "d1"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _device(experiment: Experiment, numerics: Mapping[str, Any]) -> str:
+    count = experiment.num_devices
+    each = " each" if count > 1 else ""
+    return f"{f'{count} x ' if count > 1 else ''}{numerics['hardware']}, {many(numerics['threads'], 'thread')}{each}"
+
+
+# -- the details
+
+
+def _details(
+    experiment: Experiment, horizon: Horizon, facts: Facts, data: LoadedData, expected: Forecast
+) -> Iterator[str]:
+    yield from data.table().splitlines()
+    yield from experiment.plan_notes
+    yield from _node_counts(experiment, horizon)
+    for role, spec in experiment.roles.items():
+        yield f"{role}: {_describe(spec, facts[role])}"
     said: dict[str, list[str]] = {}  # who is noted the same says it once
     for role in experiment.roles:
         for note in facts[role].get("notes", ()):
             said.setdefault(note, []).append(role)
-    lines += [f"{', '.join(roles)}: {note}" for note, roles in said.items()]
-    places = [*experiment.meshes().items(), *experiment.copies()]
-    named = {place_name(experiment, role, mesh): mesh for role, mesh in places}
-    on = {rank: [name for name in named if rank in named[name].ranks] for rank in range(experiment.num_devices)}
-    lines += expected.lines(on)
+    for note, roles in said.items():
+        yield f"{', '.join(roles)}: {note}"
+    on = _held(experiment)
+    yield from expected.lines(on)
     if len(on) > 1:
-        lines += [f"{name}: layout {mesh.layout} on {_devices(mesh.ranks)}" for name, mesh in named.items()]
-    lines += [f"parameters of {role} {move}" for role in experiment.roles for move in facts[role].get("moves", ())]
-    what = f"{len(on)} devices" if len(on) > 1 else "device"
-    each = " each" if len(on) > 1 else ""
-    lines.append(
-        f"{what} {numerics['hardware']}, {_many(numerics['threads'], 'thread')}{each}, torch {numerics['torch']}"
-    )
-    return lines
+        for name, mesh in _named(experiment).items():
+            yield f"{name}: layout {mesh.layout} on {'device' if len(mesh.ranks) == 1 else 'devices'} {_ranks(mesh.ranks)}"
+    for role in experiment.roles:
+        for move in facts[role].get("moves", ()):
+            yield f"parameters of {role} {move}"
 
 
-def _devices(ranks: Sequence[int]) -> str:
-    return f"device {ranks[0]}" if len(ranks) == 1 else f"devices {', '.join(map(str, ranks))}"
-
-
-def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
-    epochs, size = experiment.control.total_train_epochs, experiment.node(experiment.steps_follow).batch_size
-    batch = f"{_many(size, 'id')} a step" if size else "steps laid out by tokens"
-    if size and horizon.num_ids % size:
-        batch += f", the last of an epoch {horizon.num_ids % size}"
-    yield (
-        f"{_many(horizon.num_ids, 'id')} an epoch, {batch}: {_many(horizon.steps_per_epoch, 'step')} an epoch; "
-        f"{_many(horizon.steps, 'step')} in all ({_many(epochs, 'epoch')}{_limit(experiment)})"
-    )
-    for call in experiment.graph.model_calls():
-        if call.method == "generate":
-            samples = int(call.args.get("samples_per_prompt", 1))
-            yield f"{call.name}: {_many(samples * call.batch_size, 'completion')} a step, {samples * horizon.num_ids} an epoch"
+def _node_counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
+    for call, samples in _sampling(experiment):
+        yield (
+            f"{call.name}: {many(samples * call.batch_size, 'completion')} per step, "
+            f"{number(samples * horizon.num_ids)} per epoch"
+        )
     for node in experiment.trained_nodes():
         updates = experiment.updates_per_firing.get(node.name, 1)
         per_epoch, total = horizon.updates(experiment, node.name)
         frozen = experiment.roles[node.role].optimizer.frozen_epochs
         trained = horizon.trained_updates(experiment, node.name)
         told = f", none in the first {'epoch' if frozen == 1 else f'{frozen} epochs'}" if trained != total else ""
-        yield f"{node.name}: {_many(updates, 'optimizer step')} a step, {per_epoch} an epoch, {trained} in all{told}"
-
-
-def _limit(experiment: Experiment) -> str:
-    limit = experiment.control.max_steps
-    return f", max_steps={limit}" if limit is not None else ""
+        yield (
+            f"{node.name}: {many(updates, 'optimizer step')} per step, {number(per_epoch)} per epoch, "
+            f"{number(trained)} in all{told}"
+        )
 
 
 def _describe(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
     trainable, total = facts.get("num_trainable", 0), facts.get("num_parameters", 0)
     rate = f" at learning rate {spec.optimizer.peak_lr:g} ({spec.optimizer.lr_scheduler_type})"
-    trained = f", {_count(trainable)} trained{rate}" if spec.trained else ", frozen"
-    kind = f"{facts.get('family', spec.backend)}, {_count(total)} parameters{trained}, {spec.dtype}"
+    trained = f", {amount(trainable)} trained{rate}" if spec.trained else ", frozen"
+    kind = f"{facts.get('family', spec.backend)}, {amount(total)} parameters{trained}, {spec.dtype}"
     return f"{spec.path or spec.tokenizer.path} ({kind})"
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _versions(numerics: Mapping[str, Any]) -> str:
+    flash = numerics.get("flash_attention")
+    return f"computed with torch {numerics['torch']}" + ("" if flash is None else f", flash attention {flash}")
 
 
-def _count(number: int) -> str:
-    for size, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{name}"
-    return str(number)
+# -- words
+
+
+def many(count: int, what: str) -> str:
+    return f"{number(count)} {what}{'' if count == 1 else 's'}"
+
+
+def number(count: int) -> str:
+    """With commas from five digits on."""
+    return f"{count:,}" if count >= 10_000 else str(count)
+
+
+def amount(count: int) -> str:
+    for base, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= base:
+            return f"{count / base:.3g}{name}"
+    return str(count)
+
+
+def _and(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -30,6 +30,9 @@ class Driven:
                 self._session.close("stopped" if stopped else "failed", None if stopped else error)
             except RunError as trouble:
                 error.add_note(str(trouble))
+            told = self._session.interrupted_at_once() if isinstance(error, KeyboardInterrupt) else None
+            if told is not None:
+                raise told from error
             raise
         self._session.close("finished")
         return self._session.metrics()

@@ -15,6 +15,7 @@ from weft.observe.sinks import check_sinks
 from weft.registry import import_user_code
 
 if TYPE_CHECKING:
+    from weft.observe.progress import Show
     from weft.runtime.directory import RunDirectory
 
 MODES = ("local", "ray", "slurm")
@@ -45,12 +46,13 @@ class RunResult:
         return max(steps, key=lambda p: int(p.name.removeprefix("step")))
 
 
-def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult:
+def run(config: Buildable | Experiment, *, mode: str | None = None, show: Show | None = None) -> RunResult:
     """Run an experiment to its end.
 
     `mode` is `local`, this machine (with one device this process), or `ray`, a cluster that is there; None takes the
-    configuration's own. Raises `UserError` for input that cannot be used, before anything is trained or written; `RunError`
-    where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the step is over and what a restart needs is on the disk.
+    configuration's own. `show` says how much of the run people see, and where. Raises `UserError` for input that cannot be
+    used, before anything is trained or written; `RunError` where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the
+    step is over and what a restart needs is on the disk.
     """
     experiment, mode = _checked(config, mode)
     from weft.runtime.directory import RunDirectory, RunLock, admit
@@ -60,13 +62,13 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
     lock = RunLock(directory.path)
     lock.take()
     try:
-        return _run(experiment, directory, mode, goes_on=goes_on)
+        return _run(experiment, directory, mode, goes_on=goes_on, show=show)
     finally:
         lock.release()
 
 
-def dry_run(config: Buildable | Experiment, *, mode: str | None = None) -> list[str]:
-    """The lines that a run prints before its first step, from the very devices and models that it would use; writes nothing.
+def dry_run(config: Buildable | Experiment, *, mode: str | None = None, width: int | None = None) -> list[str]:
+    """The whole plan of a run, from the very devices and models that it would use; writes nothing. `width`: of the terminal.
 
     Raises `UserError` as `run` does.
     """
@@ -78,7 +80,7 @@ def dry_run(config: Buildable | Experiment, *, mode: str | None = None) -> list[
     admit(directory, experiment.control, experiment.resolved())
     session = assemble(experiment, directory, mode)
     session.close("stopped")
-    return list(session.plan)
+    return session.plan.whole(width)
 
 
 def _checked(config: Buildable | Experiment, mode: str | None) -> tuple[Experiment, str]:
@@ -113,13 +115,13 @@ def check_mode(mode: str) -> None:
         )
 
 
-def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool) -> RunResult:
+def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool, show: Show | None) -> RunResult:
     from weft.launch.assemble import assemble
     from weft.runtime.supervised import Wire
 
     driven = Driven(
-        assemble(experiment, directory, mode, anew=Wire.of(os.environ).restarts > 0),
-        lambda: assemble(experiment, directory, mode, anew=True),
+        assemble(experiment, directory, mode, anew=Wire.of(os.environ).restarts > 0, show=show),
+        lambda: assemble(experiment, directory, mode, anew=True, show=show),
         comes_back=experiment.control.recover_mode == "auto",
     )
     return RunResult(driven.run(goes_on=goes_on), directory.path)

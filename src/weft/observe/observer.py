@@ -13,7 +13,9 @@ from weft.observe.jsonl import StepFile, read_rows
 from weft.observe.logs import RUN_LOG, append
 from weft.observe.memory import peak_memory_gb
 from weft.observe.metrics import finite
+from weft.observe.plan import Plan
 from weft.observe.progress import View, make_view
+from weft.observe.renewal import Renewal
 from weft.observe.sinks import RunInfo, Sink, make_sinks
 from weft.observe.timeline import RUN, Timeline
 
@@ -41,6 +43,7 @@ class Observer:
         self._every, self._memory = log_freq_steps, memory
         self._metrics, self._samples = StepFile(directory / METRICS), StepFile(directory / SAMPLES)
         self.timeline = Timeline(directory / TIMELINE)
+        self._renewal = Renewal(directory, self.note)
         self._closed = False
 
     @classmethod
@@ -52,13 +55,14 @@ class Observer:
         progress: bool = True,
         log_freq_steps: int = 1,
         memory: Callable[[], float] = peak_memory_gb,
+        view: View | None = None,
     ) -> Observer:
         """The observer of a run whose directory exists: starts its loggers, cuts its files to `run.resumed_step` steps, and
-        shows the live view where the output is a terminal and `progress` is on. Raises `UserError` where a logger cannot
-        start."""
+        shows `view`, or else the live view where the output is a terminal and `progress` is on. Raises `UserError` where a
+        logger cannot start."""
         earlier = max((int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row), default=0)
         run = replace(run, logged=earlier)
-        view = make_view(f"{run.experiment_name}/{run.trial_name}", progress=progress)
+        view = view or make_view(f"{run.experiment_name}/{run.trial_name}", progress=progress)
         observer = cls(run.directory, make_sinks(loggers, run), view, log_freq_steps=log_freq_steps, memory=memory)
         observer.truncate(run.resumed_step)
         view.start()
@@ -70,6 +74,14 @@ class Observer:
         self._view.expect(
             total_steps, done, [{name: value for name, value in row.items() if finite(value)} for row in earlier]
         )
+
+    def plan(self, plan: Plan, *, verbose: bool = False) -> None:
+        """What the run will do: whole into log.txt; onto the terminal as a table, and whole where `verbose` is on."""
+        for line in plan.whole():
+            self._log(line)
+        width = self._view.width
+        for line in plan.whole(width) if verbose else plan.short(width):
+            self._view.note(line)
 
     def step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """One completed step: a line with at least `step`. Returns the line as it was written."""
@@ -124,6 +136,14 @@ class Observer:
         """A line for log.txt alone: what the terminal is told of in another way."""
         self._log(line)
 
+    def asked(self, line: str) -> None:
+        """Somebody has asked the run to stop; called in the handler of a signal."""
+        self._view.asked(line)
+
+    def renew_report(self) -> None:
+        """After a step: build report.html anew where it is due."""
+        self._renewal.step()
+
     def truncate(self, step: int) -> None:
         """Forget the steps beyond the recovery point that a restart goes on from."""
         with self._told(METRICS):
@@ -135,12 +155,17 @@ class Observer:
         if self._closed:
             return
         self._closed = True
+        self._renewal.stop()
         for line in self._view.close(status):
             self._log(line)
         for line in last:
             self.note(line)
         for sink in self._sinks:
             sink.close()
+
+    def last_report(self, status: str) -> None:
+        """report.html of the run that ended so."""
+        self._renewal.finish(status)
 
     def _log(self, line: str) -> None:
         with self._told(LOG):

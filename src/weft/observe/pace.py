@@ -120,13 +120,17 @@ class Pace:
 
     def summary(self, status: str) -> str:
         """The run in one line, for its end."""
+        return ", ".join(self.summary_parts(status))
+
+    def summary_parts(self, status: str) -> list[str]:
+        """How it ended, and its headline from the first step to the last."""
         of = f" of {self.total}" if self.total is not None else ""
         since = f" since step {self._since}" if self._since else ""
         parts = [f"{status} after step {self.done}{of} in {duration(self.elapsed)}{since}"]
         if self.name is not None and self.values:
             course = f"{number(self.values[0])} -> {number(self.values[-1])} (best {number(self.best)})"
             parts.append(f"{title(self.name)} {course}" + ("" if self._whole else since))
-        return ", ".join(parts)
+        return parts
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

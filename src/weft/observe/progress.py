@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType, RenderHook, RenderResult
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
+from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -20,13 +25,19 @@ from weft.observe.pace import Pace, sparkline
 ACCENT, QUIET, STRONG = "cyan", "bright_black", "bold"
 NARROW = 76  # columns below which things stand under each other
 REFRESHES = 4  # a second
-BAR = 24  # signs of the longest call's bar
-FIXED_LINES = 11  # of the view without calls and completion
+SPARE_LINES = 2  # of the terminal, below the view: the cursor's and one more
+SPARKS, LEAST_SPARKS = 60, 8  # signs of the headline's course: at most, and where it ends a line at least
+UNREAD = "nobody reads the output any more; the run goes on, and log.txt in its directory has every line"
 OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}
 
 
 class View(Protocol):
     """Shows a run. `step` and `close` return the lines that belong into log.txt."""
+
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None where there is none, and lines may be long."""
+        ...
 
     def start(self) -> None: ...
     def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None: ...
@@ -34,12 +45,45 @@ class View(Protocol):
     def sample(self, step: int, row: Mapping[str, Any]) -> None: ...
     def doing(self, what: str) -> AbstractContextManager[None]: ...
     def note(self, line: str) -> None: ...
+    def asked(self, line: str) -> None:
+        """Somebody has asked the run to stop. Called in the handler of a signal, in the middle of anything."""
+        ...
+
     def close(self, status: str) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Show:
+    """How a run is shown: the whole plan where `verbose` is on; by `view` in place of the terminal's own."""
+
+    verbose: bool = False
+    view: View | None = None
+
+
+class _Output(Console):
+    """A console whose reader may go (`weft ... | head`): the run goes on, and its lines are in log.txt."""
+
+    ends = False  # Ctrl-C reaches the reader as well, and the run does not go on
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is written to it later is no error either
+        os.close(nowhere)
+        if not self.ends:
+            with suppress(OSError):
+                os.write(2, f"{UNREAD}\n".encode())
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that the standard output is; None where it is none."""
+    console = Console()
+    return console.width if console.is_terminal else None
 
 
 def make_view(run: str, *, progress: bool = True, console: Console | None = None) -> View:
     """The live view where the output is a terminal and `progress` is on; plain lines otherwise."""
-    console = console or Console(highlight=False)
+    console = console or _Output(highlight=False)
     if progress and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(run, console)
     return PlainView(console)
@@ -50,6 +94,10 @@ class PlainView:
 
     def __init__(self, console: Console) -> None:
         self._console, self._pace = console, Pace()
+
+    @property
+    def width(self) -> int | None:
+        return self._console.width if self._console.is_terminal else None
 
     def start(self) -> None:
         """Nothing to set up."""
@@ -73,6 +121,12 @@ class PlainView:
     def note(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def asked(self, line: str) -> None:
+        if isinstance(self._console, _Output):
+            self._console.ends = True
+        with suppress(OSError):  # not the console: it may be in the middle of a line
+            os.write(2, f"\n{line}\n".encode())
+
     def close(self, status: str) -> list[str]:
         line = self._pace.summary(status)
         self.note(line)
@@ -86,10 +140,17 @@ class LiveView:
         self._run, self._console, self._pace = run, console, Pace()
         self._sample: tuple[int, Mapping[str, Any]] | None = None
         self._doing: list[tuple[str, float]] = []
+        self._asked: str | None = None
         self._live = Live(self, console=console, refresh_per_second=REFRESHES, transient=True)
+        self._reflow = _Reflow(console)
+
+    @property
+    def width(self) -> int | None:
+        return self._console.width
 
     def start(self) -> None:
         self._live.start()
+        self._console.push_render_hook(self._reflow)
 
     def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
         self._pace.expect(total, done, earlier)
@@ -114,44 +175,63 @@ class LiveView:
         whole = not self._live.is_started  # then a line is not broken, so that a command can be copied
         self._console.print(line, markup=False, highlight=False, soft_wrap=whole)
 
+    def asked(self, line: str) -> None:
+        self._asked = line  # drawn with the next picture: a handler must not write into the one that is being drawn
+
     def close(self, status: str) -> list[str]:
+        if self._live.is_started:
+            self._console.pop_render_hook()
         self._live.stop()
         sign, colour = OUTCOMES.get(status, ("·", QUIET))
-        line = self._pace.summary(status)
-        shown = Text.assemble((f"{sign} ", colour), (self._run, STRONG), "  ", line)
-        shown.append(f"  {sparkline(self._pace.values, min(24, self._console.width - shown.cell_len - 3))}", ACCENT)
-        self._console.print(shown)
-        return [line]
+        parts = [Text.assemble((f"{sign} ", colour), (self._run, STRONG))]
+        *first, last = self._pace.summary_parts(status)
+        parts += [Text(f"{part},") for part in first] + [Text(last)]
+        lines = packed(parts, self._console.width, " ", indent=2)
+        left = self._console.width - lines[-1].cell_len - 2
+        if left >= LEAST_SPARKS:
+            lines[-1].append(f"  {sparkline(self._pace.values, min(24, left))}", ACCENT)
+        for line in lines:
+            self._console.print(line, no_wrap=True, overflow="ellipsis")
+        return [self._pace.summary(status)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = max(2, (options.height or console.size.height) - FIXED_LINES)
-        calls = self._calls(min(8, room - 2))
-        parts = [self._head(options.max_width), self._numbers(options.max_width), calls]
-        lines = room - (calls.row_count if calls is not None else 0)
-        parts += [self._now(), self._completion(options.max_width, min(6, lines))]
-        yield Group(*(part for part in parts if part is not None))
+        width = options.max_width
+        options = options.update(height=None)
+        first, last = [self._head(width), self._numbers(width)], self._now(width)
+        taken = console.render_lines(_group(*first, last), options)
+        room = console.size.height - len(taken) - SPARE_LINES
+        calls = self._calls(width, min(8, room - 1))
+        room -= calls.row_count if calls is not None else 0
+        picture = _group(*first, calls, last, self._completion(width, min(6, room - 1)))
+        drawn = console.render_lines(picture, options, pad=False)
+        self._reflow.drew([Segment.get_line_length(line) for line in drawn])
+        for line in drawn:
+            yield from line
+            yield Segment.line()
+        yield Segment(" ")  # the cursor stands here, and the terminal's echo of what is typed, such as ^C
 
     def _head(self, width: int) -> RenderableType:
         pace = self._pace
         left = Text.assemble(("weft ", f"{STRONG} {ACCENT}"), (self._run, STRONG))
-        where = (
-            f"{pace.counted()}  ·  epoch {pace.epoch:.2f}"
-            if pace.latest
-            else (pace.counted() if pace.done else "starting")
-        )
-        times = f"{duration(pace.elapsed)} elapsed"
+        where = [pace.counted()] if pace.latest or pace.done else ["starting"]
+        where += [f"epoch {pace.epoch:.2f}"] if pace.latest else []
+        times = [f"{duration(pace.elapsed)} elapsed"]
         if pace.remaining is not None:
-            times += f"  ·  {duration(pace.remaining)} left"
+            times.append(f"{duration(pace.remaining)} left")
         bar = ProgressBar(
             pace.total or 1, pace.done if pace.total else 0, pulse=pace.total is None, complete_style=ACCENT
         )
         grid = Table.grid(expand=True, padding=(0, 1))
-        grid.add_column(ratio=1)
-        grid.add_column(justify="right", no_wrap=True)
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         if width < NARROW:
-            return Group(left, bar, Text(f"{where}  ·  {times}", QUIET))
-        grid.add_row(left, where)
-        grid.add_row(bar, Text(times, QUIET))
+            grid.add_row(left)
+            grid.add_row(bar)
+            for line in packed([Text(part, QUIET) for part in (*where, *times)], width, "  ·  "):
+                grid.add_row(line)
+            return grid
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_row(left, "  ·  ".join(where))
+        grid.add_row(bar, Text("  ·  ".join(times), QUIET))
         return grid
 
     def _numbers(self, width: int) -> RenderableType | None:
@@ -160,43 +240,49 @@ class LiveView:
             return None
         lines = [Text()]
         if pace.name is not None and pace.values:
-            line = Text.assemble((f"{title(pace.name)} ", QUIET), (number(pace.values[-1]), f"{STRONG} {ACCENT}"), "  ")
-            line.append(sparkline(pace.values, max(8, min(48, width // 2 - 12))), ACCENT)
-            line.append(f"  best {number(pace.best)}", QUIET)
-            lines.append(line)
+            name = elided(title(pace.name), width // 3)
+            line = Text.assemble((f"{name} ", QUIET), (number(pace.values[-1]), f"{STRONG} {ACCENT}"), "  ")
+            best = f"  best {number(pace.best)}"
+            line.append(sparkline(pace.values, min(SPARKS, width - line.cell_len - len(best))), ACCENT)
+            line.append(best, QUIET)
+            lines.append(_line(line))
         facts = [(name, number(value)) for name, value in pace.beside()]
         facts += [(f"eval {name}", number(value)) for name, value in pace.evaluated()]
         rate, seconds = tokens_per_second(pace.latest), pace.latest.get("step_seconds")
         facts += [("tokens/s", number(round(rate)))] if rate else []
-        facts += [("s a step", number(seconds))] if seconds else []
+        facts += [("s per step", number(seconds))] if seconds else []
         memory = pace.latest.get("peak_memory_gb")
         facts += [("GB peak", f"{memory:.2f}")] if memory else []
-        lines.append(Text("   ").join(Text.assemble((f"{name} ", QUIET), value) for name, value in facts))
-        return Group(*lines)
+        shown = [Text.assemble((f"{elided(name, width // 3)} ", QUIET), value) for name, value in facts]
+        return Group(*lines, *packed(shown, width, "   "))
 
-    def _calls(self, count: int) -> Table | None:
+    def _calls(self, width: int, count: int) -> Table | None:
         """Seconds per call of the latest step, the longest ones where there is no room for all."""
         seconds = call_seconds(self._pace.latest)
-        if not seconds:
+        if not seconds or count < 1:
             return None
-        longest = sorted(seconds, key=lambda name: -seconds[name])[: max(1, count)]
+        longest = sorted(seconds, key=lambda name: -seconds[name])[:count]
+        names = {name: elided(name, width // 3) for name in seconds if name in longest}
         table = Table.grid(padding=(0, 2))
-        table.add_column(style=QUIET)
+        table.add_column(style=QUIET, no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
-        table.add_column(justify="right", style=QUIET)
-        table.add_column()
+        table.add_column(justify="right", style=QUIET, no_wrap=True)
+        table.add_column(no_wrap=True)
         table.add_row("", "", "", "")
         top, whole = max(seconds.values()) or 1.0, sum(seconds.values()) or 1.0
-        for name in [name for name in seconds if name in longest]:
-            bar = Text("━" * max(1, round(BAR * seconds[name] / top)), ACCENT)
-            table.add_row(name, f"{seconds[name]:.2f} s", f"{seconds[name] / whole:.0%}", bar)
+        times = {name: f"{seconds[name]:.2f} s" for name in names}
+        room = width - max(map(len, names.values())) - max(map(len, times.values())) - len("100%") - 6
+        for name, shown in names.items():
+            bar = Text("━" * max(1, round(room * seconds[name] / top)), ACCENT, overflow="crop")
+            table.add_row(shown, times[name], f"{seconds[name] / whole:.0%}", bar)
         return table
 
-    def _now(self) -> RenderableType | None:
-        if not self._doing:
-            return None
-        what, began = self._doing[-1]
-        return Text.assemble(("\n▸ ", ACCENT), what, (f"  {duration(time.monotonic() - began)}", QUIET))
+    def _now(self, width: int) -> RenderableType | None:
+        lines = [Text.assemble(("■ ", "yellow"), self._asked)] if self._asked is not None else []
+        if self._doing:
+            what, began = self._doing[-1]
+            lines.append(Text.assemble(("▸ ", ACCENT), what, (f"  {duration(time.monotonic() - began)}", QUIET)))
+        return Group(Text(), *map(_line, lines)) if lines else None
 
     def _completion(self, width: int, lines: int) -> RenderableType | None:
         """One completion, its prompt before it, cut to what fits."""
@@ -217,3 +303,51 @@ class LiveView:
             (f"{shown} ", QUIET), completion if len(completion) <= rest else f"{completion[: rest - 1]}…"
         )
         return Group(Text(), Rule(Text(f"a completion, {told}", QUIET), align="left", style=QUIET), text)
+
+
+class _Reflow(RenderHook):
+    """A terminal that becomes narrower breaks the lines that it shows: these rows, too, are to be wiped off before the next
+    picture, for which rich counts the lines that it wrote."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lengths: list[int] = []  # of the lines on the screen
+
+    def drew(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        width = max(1, self._console.width)
+        more = sum(max(0, (length - 1) // width) for length in self._lengths)
+        self._lengths = []
+        wipe = [(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * more
+        return [Control(*wipe), *renderables] if more else renderables
+
+
+def elided(text: str, width: int) -> str:
+    """`text` in at most `width` signs, without its middle where it is longer: both ends tell names apart."""
+    if len(text) <= width:
+        return text
+    end = max(0, (width - 1) * 2 // 3)
+    return f"{text[: max(0, width - 1 - end)]}…{text[len(text) - end :]}"
+
+
+def packed(parts: Sequence[Text], width: int, between: str, *, indent: int = 0) -> list[Text]:
+    """The parts on as few lines as hold them, none broken; lines after the first are set in."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + len(between) + part.cell_len <= width:
+            lines[-1] = Text.assemble(lines[-1], between, part)
+        else:
+            lines.append(Text.assemble(" " * indent if lines else "", part))
+    return [_line(line) for line in lines]
+
+
+def _group(*parts: RenderableType | None) -> Group:
+    return Group(*(part for part in parts if part is not None))
+
+
+def _line(text: Text) -> Text:
+    """One that is cut where the terminal ends."""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text

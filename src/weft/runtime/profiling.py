@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, DevicesLost, Interrupted, WeftError
 from weft.experiment import step_range
 from weft.runtime.group import WorkerGroup
 
@@ -40,3 +41,18 @@ class Profiling:
         which = f"step {step}" if step == self._first else f"steps {self._first} to {step}"
         self._first = None
         self._tell(f"trace of {which}: {self._folder / name.replace('{rank}', '*')} (open it at ui.perfetto.dev)")
+
+    @contextmanager
+    def kept(self, done: Callable[[], int], under_way: Callable[[], int]) -> Iterator[None]:
+        """Within, a trace is written down also where the run ends, or fails, among the steps that are traced. `done` gives the
+        last step that was made, `under_way` the one that failed."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, DevicesLost | Interrupted):
+                try:
+                    self.after(under_way(), over=True)
+                except WeftError as trouble:  # what failed first is what people need to know
+                    error.add_note(f"the trace of its steps is lost: {trouble}")
+            raise
+        self.after(max(done(), self._first or 0), over=True)

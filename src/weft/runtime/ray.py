@@ -326,7 +326,7 @@ class Cluster:
         shares = {node.id: max(1, node.cpus // max(1, list(on.values()).count(node.id))) for node in chosen}
         asked = []
         for actor, index in zip(actors, bundles, strict=True):
-            threads = os.environ.get("OMP_NUM_THREADS", str(shares[on[index]]))
+            threads = os.environ.get("OMP_NUM_THREADS") or str(shares[on[index]])
             told = {**environment, "OMP_NUM_THREADS": threads}
             asked.append(actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path]))
         where = _ask(self, asked, "its process", START_SECONDS)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from weft.experiment import Control, Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, Observer
-from weft.observe.report import build_report
+from weft.observe.plan import Plan
+from weft.observe.progress import Show
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
 from weft.runtime import disk
@@ -34,15 +34,14 @@ from weft.runtime.signals import Signals
 RECOVERY_SECONDS = (
     600.0  # a step that ends this long after the last recovery point makes one, wherever checkpoints are rarer
 )
-REPORT_SECONDS = 60.0  # the report is built anew at a checkpoint, at most this often, and at the end
 CLOSE_SECONDS = 10.0
 LAST_BITS = "its numbers may differ in their last bits from those of a run that was never stopped"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a session is made of. `plan` are the lines that are shown before the first step, `farewell` makes the last one,
-    `ending` are those of a run that is finished."""
+    """What a session is made of. `plan` is shown before the first step; `farewell` makes of the run's peak of memory, in GiB, a
+    line for its end, and says whether people need to see it; `ending` are the last lines of a run that is finished."""
 
     experiment: Experiment
     directory: RunDirectory
@@ -51,8 +50,8 @@ class Parts:
     evaluator: Evaluator | None
     samples: Samples
     horizon: Horizon
-    plan: Sequence[str] = ()
-    farewell: Callable[[float], str] | None = None
+    plan: Plan = field(default_factory=Plan)
+    farewell: Callable[[float], tuple[str, bool]] | None = None
     ending: Sequence[str] = ()
     hardware: str = ""  # a line on what a device is, for the report
 
@@ -60,20 +59,21 @@ class Parts:
 class Session:
     """Drives the master and keeps the schedule. Everything between two steps happens in `_between`."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, show: Show | None = None) -> None:
         self._parts, self._control = parts, parts.experiment.control
         self._master, self._group, self._directory = parts.master, parts.group, parts.directory
         self._points = RecoveryPoints(parts.directory.recover)
         roles, limit = parts.experiment.saved_roles, self._control.save_total_limit
         self._checkpoints = Checkpoints(parts.directory, roles, parts.group, limit)
-        self._report_due = Every(secs=REPORT_SECONDS)
         self._due = frequencies(self._control, evaluates=parts.evaluator is not None)
         self._saved_step = self._point_step = self._evaluated_step = 0
+        self._under_way = 0  # the step that is being made, or whose line is being written
         self._signals = Signals()
         self._profiling = Profiling(
             self._control.profile_steps, self._group, self._directory.path / PROFILE, self._tell
         )
-        self._notes = list(parts.plan)  # until there is an observer to tell
+        self._show = show or Show()
+        self._notes: list[str] = []  # until there is an observer to tell
         self._recorder: FiringRecorder | None = None
         self._observer: Observer | None = None
         self._peak: float | None = None  # GiB of memory, of the last line
@@ -84,7 +84,7 @@ class Session:
         return self._master.position.step
 
     @property
-    def plan(self) -> Sequence[str]:
+    def plan(self) -> Plan:
         """What is shown before the first step."""
         return self._parts.plan
 
@@ -115,11 +115,10 @@ class Session:
         self._points.drop_after(self.step)
         config = write_beginning(self._parts, self.step, anew=instead_of is None)
         if instead_of is not None:
-            self._notes = self._notes[len(self.plan) :]  # it has shown them
             instead_of.retire()
         names = self._control.experiment_name, self._control.trial_name
-        self._observe(RunInfo(self._directory.path, *names, config, self.step))
-        self._tell(f"going on after step {self.step}" if point else f"writing to {self._directory.path}")
+        self._observe(RunInfo(self._directory.path, *names, config, self.step), plan=instead_of is None)
+        self._tell(f"resuming after step {self.step}" if point else f"writing to {self._directory.path}")
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
         """Write down how the run ended; let go of the workers, without waiting for them where the run did not end well."""
@@ -129,12 +128,13 @@ class Session:
         if status != "finished":  # first: what follows may meet a full disk
             self._directory.set_status(status, self.step)
         if self._parts.farewell is not None and self._peak is not None:
-            self._tell(self._parts.farewell(self._peak))
+            line, needed = self._parts.farewell(self._peak)
+            (self._observer.note if needed or self._show.verbose else self._observer.log)(line)
         if error is not None:  # whoever started the run shows it
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
         self._observer.close(status, self._parts.ending if status == "finished" else ())
-        build_report(self._directory.path, status)  # before the status: a run killed in here goes on, and ends with one
+        self._observer.last_report(status)  # before the status: a run killed in here goes on, and ends with one
         if status == "finished":
             self._directory.set_status(status, self.step)
 
@@ -177,17 +177,20 @@ class Session:
         if apart:
             self._notes.append(f"warning: {apart}: the run goes on, but {LAST_BITS}")
 
-    def _observe(self, info: RunInfo) -> None:
+    def _observe(self, info: RunInfo, *, plan: bool) -> None:
         parts, control = self._parts, self._control
         observer = Observer.open(
-            info, control.loggers, progress=control.progress, log_freq_steps=control.log_freq_steps
-        )
+            info, control.loggers, progress=control.progress, log_freq_steps=control.log_freq_steps,
+            view=self._show.view,
+        )  # fmt: skip
         observer.expect(parts.horizon.steps, self.step)
         self._observer = observer
         self._recorder = self._master.listener = FiringRecorder(
             parts.experiment, parts.samples, self._directory.path, observer
         )
         self._recorder.truncate(self.step)
+        if plan:
+            observer.plan(self.plan, verbose=self._show.verbose)
         for note in self._notes:
             observer.note(note)
 
@@ -195,10 +198,15 @@ class Session:
 
     def run(self) -> None:
         """To the end. Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` where the run cannot go on."""
-        with self._signals.heard(lambda: self.step + 1):
+        assert self._observer is not None, "the session is open"
+        with (
+            self._profiling.kept(lambda: self.step, lambda: self._under_way),
+            self._signals.heard(lambda: self._under_way, self._observer.asked),
+        ):
             while not self._over():
                 try:
-                    self._profiling.before(self.step + 1)
+                    self._under_way = self.step + 1
+                    self._profiling.before(self._under_way)
                     result = self._master.step()
                     if result is None:
                         break
@@ -206,7 +214,7 @@ class Session:
                 except DevicesLost as lost:
                     if self._signals.number is None:
                         raise
-                    raise self._interrupted(self._signals.number, lost) from lost
+                    raise self._signals.between(self.step, resumable(self._control, self._point_step), lost) from lost
             if self.step == 0:
                 raise RunError(
                     "no step was made: filters dropped every id before the node that steps follow had a batch"
@@ -248,15 +256,14 @@ class Session:
             self._write_point()
         if saved:
             self._checkpoints.prune()
-            if self._report_due.due(result.step, result.epochs_done):
-                build_report(self._directory.path)
         if self._signals.number is not None and not over:
-            raise self._interrupted(self._signals.number)
+            raise self._signals.between(self.step, resumable(self._control, self._point_step, self.step))
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         assert self._observer is not None and self._recorder is not None, "the session is open"
         self._observer.step(line)
         self._observer.samples(self.step, self._recorder.rows)
+        self._observer.renew_report()
 
     def _evaluate(self) -> dict[str, float]:
         if self._parts.evaluator is None or self._evaluated_step == self.step:
@@ -291,18 +298,19 @@ class Session:
         assert self._observer is not None, "the session is open"
         self._observer.note(note)
 
-    def _interrupted(self, number: int, lost: DevicesLost | None = None) -> Interrupted:
-        how = f"stopped by {signal.Signals(number).name} after step {self.step}"
-        if lost is not None:
-            how += f"; in the next one {lost}"
-        return Interrupted(f"{how}; {self._way_on(lost=lost is not None)}", number)
+    def interrupted_at_once(self) -> Interrupted | None:
+        """What to say of a run that a second signal has ended in the middle of a step; None where none was heard."""
+        return self._signals.at_once(self._under_way, resumable(self._control, self._point_step))
 
-    def _way_on(self, *, lost: bool) -> str:
-        if self._control.recover_mode == "disabled":
-            return "recover_mode=disabled wrote no recovery point to go on from"
-        if self._point_step == self.step or (lost and self._point_step):
-            return "give the same command again to go on"
-        return "there is no recovery point yet, and the same command begins anew"
+
+def resumable(control: Control, point: int, step: int | None = None) -> str:
+    """How to go on with a run whose last recovery point is that of the step `point` (0: there is none), where it stopped
+    after `step`."""
+    if control.recover_mode == "disabled":
+        return "with recover_mode=disabled it cannot be resumed"
+    if not point:
+        return "there is no recovery point yet: the same command starts again"
+    return f"rerun the same command to resume {'from there' if point == step else f'after step {point}'}"
 
 
 def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:

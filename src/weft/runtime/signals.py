@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
+from weft.errors import DevicesLost, Interrupted
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGAIN: dict[int, str] = {signal.SIGINT: "Ctrl-C again"}
+NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C"}  # as people call them
 
 
 class Signals:
@@ -19,8 +22,9 @@ class Signals:
         self.number: int | None = None
 
     @contextmanager
-    def heard(self, step: Callable[[], int]) -> Iterator[None]:
-        """Within, signals are heard, where this is the main thread; `step` is the number of the one under way."""
+    def heard(self, step: Callable[[], int], tell: Callable[[str], None]) -> Iterator[None]:
+        """Within, signals are heard, where this is the main thread; `step` is the number of the one under way, `tell` shows a
+        line to people from inside a handler."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -29,8 +33,7 @@ class Signals:
             if self.number is not None:
                 raise KeyboardInterrupt
             self.number = number
-            with suppress(OSError):  # a write that may come in the middle of another one
-                os.write(2, f"\nfinishing step {step()}, then stopping; once more stops at once\n".encode())
+            tell(f"finishing step {step()}, then stopping; {AGAIN.get(number, 'once more')} stops now")
 
         before = {number: signal.signal(number, hear) for number in SIGNALS}
         try:
@@ -38,3 +41,14 @@ class Signals:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def between(self, step: int, again: str, lost: DevicesLost | None = None) -> Interrupted:
+        """A run that was asked to stop and did so after `step`, or in the next one, where it lost its devices. `again`: how it
+        can be resumed."""
+        assert self.number is not None, "a signal was heard"
+        how = f"stopped by {NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"
+        return Interrupted(f"{how}{'' if lost is None else f'; in the next one {lost}'}; {again}", self.number)
+
+    def at_once(self, step: int, again: str) -> Interrupted | None:
+        """A run that a second signal has ended in the middle of `step`; None where no signal was heard."""
+        return None if self.number is None else Interrupted(f"stopped at once in step {step}; {again}", self.number)

@@ -83,6 +83,11 @@ def active() -> str | None:
     return current
 
 
+def version() -> int:
+    """Of the flash attention that this process computes with."""
+    return 3 if active() == THIRD else 2
+
+
 def _activate() -> str | None:
     """Put version 3 in place, unless something is there already; why that cannot be, if so."""
     other = active()

@@ -1,0 +1,72 @@
+"""How the demo shows its runs: one line that moves while a stage goes on, and nothing of it stays; their logs have the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from weft.observe.metrics import duration, number, title
+from weft.observe.pace import Pace
+
+BAR = 30  # columns
+
+
+class StageView:
+    """A run as one line on a terminal: a bar, steps, the headline, the time. Without a terminal it is silent."""
+
+    def __init__(self, console: Console, doing: str) -> None:
+        self._console, self._doing, self._pace = console, doing, Pace()
+        shown = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(self, console=console, transient=True) if shown else None
+
+    @property
+    def width(self) -> int | None:
+        return None
+
+    def start(self) -> None:
+        if self._live is not None:
+            self._live.start()
+
+    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
+        self._pace.expect(total, done, earlier)
+
+    def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
+        self._pace.step(numbers)
+        return [self._pace.text()] if shown else []
+
+    def sample(self, step: int, row: Mapping[str, Any]) -> None:
+        """Completions are for the report."""
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def note(self, line: str) -> None:
+        """The log has it."""
+
+    def asked(self, line: str) -> None:
+        self._doing = line
+
+    def close(self, status: str) -> list[str]:
+        if self._live is not None:
+            self._live.stop()
+        return [self._pace.summary(status)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        pace = self._pace
+        grid = Table.grid(padding=(0, 1))
+        for _ in range(3):
+            grid.add_column(no_wrap=True, overflow="ellipsis")
+        told = [self._doing]
+        if pace.done:
+            told = [pace.counted()]
+            told += [f"{title(pace.name)} {number(pace.values[-1])}"] if pace.name is not None and pace.values else []
+        told.append(duration(pace.elapsed))
+        bar = ProgressBar(pace.total or 1, pace.done if pace.total else 0, width=BAR, complete_style="cyan")
+        grid.add_row("  ", bar, "  ".join(told))
+        yield grid

@@ -1,0 +1,112 @@
+"""Keeps `report.html` fresh while a run goes on: from the first step, now and then, and never at the cost of the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from weft.observe.report import build_report
+from weft.observe.run_files import METRICS, SAMPLES, TIMELINE
+
+SECONDS = 30.0  # between two reports, at least
+SHARE = 20.0  # a report that takes a second is built every 20 seconds at most
+LARGE = 1_000_000  # bytes of a run's files; up to here a report takes less than 0.1 s, and the run builds it itself
+NICE = 10  # how far a process of its own stands back behind the run
+
+
+class Process(Protocol):
+    """A build that goes on by itself."""
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+def start(directory: Path) -> Process:
+    """Build the report in a process of its own, out of reach of the terminal's Ctrl-C."""
+    command = [sys.executable, "-m", "weft.observe.renewal", str(directory)]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+
+
+class Renewal:
+    """One run's report. `tell` is told once where it cannot be built; the run goes on all the same."""
+
+    def __init__(
+        self,
+        directory: Path,
+        tell: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        build: Callable[[Path, str | None], Any] = build_report,
+        start: Callable[[Path], Process] = start,
+    ) -> None:
+        self._directory, self._tell = directory, tell
+        self._clock, self._build, self._start = clock, build, start
+        self._process: Process | None = None
+        self._began: float | None = None
+        self._cost = 0.0  # seconds that the last one took
+        self._told = False
+
+    def step(self) -> None:
+        """After a step: build the report where it is due. Never waits for one that takes long."""
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                self._cost = self._clock() - (self._began or 0.0)  # as far as is seen: steps may take longer
+                return
+            self._process = None
+            if code:
+                self._failed(f"the process that builds it ended with exit code {code}")
+        if self._began is not None and self._clock() - self._began < max(SECONDS, SHARE * self._cost):
+            return
+        self._began = self._clock()
+        if self._size() > LARGE:
+            self._process, self._cost = self._start(self._directory), 0.0
+        else:
+            self._here(None)
+            self._cost = self._clock() - self._began
+
+    def stop(self) -> None:
+        """End a build that is under way: there is a report from before, and it stays whole."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def finish(self, status: str) -> None:
+        """The last report, of a run that ends so."""
+        self.stop()
+        self._here(status)
+
+    def _here(self, status: str | None) -> None:
+        with ThreadPoolExecutor(1) as pool:  # its future keeps whatever goes wrong
+            trouble = pool.submit(self._build, self._directory, status).exception()
+        if trouble is not None:
+            self._failed(f"{type(trouble).__name__}: {trouble}")
+
+    def _failed(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(f"report.html could not be built ({why}); the run is not affected")
+
+    def _size(self) -> int:
+        paths = [self._directory / name for name in (METRICS, SAMPLES, TIMELINE)]
+        return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def main(words: Sequence[str]) -> int:
+    """`python -m weft.observe.renewal RUN_DIR`: what `start` runs."""
+    os.nice(NICE)
+    build_report(Path(words[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

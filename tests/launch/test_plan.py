@@ -1,0 +1,125 @@
+"""The plan before a run: a table that stays short whatever the run, with the counts that people need, and all else below."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launch.cases import grpo, ppo
+from tests.runtime.test_state import Length
+from weft.data.counts import SourceCount
+from weft.data.loader import LoadedData
+from weft.engine.memory import RoleMemory
+from weft.experiment import Experiment
+from weft.experiments import PPOConfig
+from weft.launch.memory import GIB, Forecast
+from weft.launch.plan import farewell, plan_of
+from weft.observe.plan import Plan
+from weft.runtime.schedule import Horizon
+
+ROOM = int(100 * GIB)
+NUMERICS = {"hardware": "cpu (a processor, 8 cores, 100.00 GiB)", "memory": ROOM, "threads": 8, "torch": "2.13"}
+
+
+def forecast(experiment: Experiment, gib: float, device: str = "cuda") -> Forecast:
+    held = RoleMemory(int(gib * GIB), 0, 0, 0, 0, 0, 0)
+    return Forecast({next(iter(experiment.roles)): held}, torch.device(device), (), 1.0)
+
+
+def plan(experiment: Experiment, ids: int = 14, gib: float = 1.0, counts: tuple[SourceCount, ...] = ()) -> Plan:
+    experiment = replace(experiment, roles={r: replace(s, dtype="float32") for r, s in experiment.roles.items()})
+    facts = {
+        role: {"family": "llama", "num_parameters": 1_340_000, "num_trainable": 1_340_000 if spec.trained else 0}
+        for role, spec in experiment.roles.items()
+    }
+    loader: Any = Length(ids, 4)
+    notes = tuple(note for count in counts for note in count.notes("max_seqlen=4"))
+    data = LoadedData(loader, counts=counts, notes=notes)
+    return plan_of(experiment, Horizon.of(experiment, loader), facts, NUMERICS, data, forecast(experiment, gib))
+
+
+def changed(config: PPOConfig, **more: Any) -> PPOConfig:
+    for name, value in more.items():
+        target: Any = config
+        *path, last = name.split("__")
+        for part in path:
+            target = getattr(target, part)
+        setattr(target, last, value)
+    return config
+
+
+@pytest.fixture(autouse=True)
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+def test_ppo_in_nine_lines_of_80_columns() -> None:
+    assert plan(ppo(Path(), "runs").build()).short(80) == [
+        "nodes          actor_gen -> rew_inf, ref_inf, critic_inf -> advantages",
+        "               -> actor_train, critic_train",
+        "data           14 prompts per epoch, batches of 4 (last: 2)",
+        "step           4 prompts x 1 = 4 completions, 2 optimizer steps per model",
+        "epoch          4 steps, 14 completions, 8 optimizer steps per model",
+        "run            8 steps (2 epochs), 16 optimizer steps per model",
+        "actor, critic  model (llama), 1.34M parameters, trained, float32",
+        "ref, rew       model (llama), 1.34M parameters, frozen, float32",
+        "device         cpu (a processor, 8 cores, 100.00 GiB), 8 threads",
+    ]
+
+
+def test_models_of_all_kinds_on_many_devices_stay_within_a_dozen_lines() -> None:
+    long = "a-long-name/" * 9
+    for path in (long, "rewards"):
+        Path(path).mkdir(parents=True)
+        (Path(path) / "config.json").write_text('{"model_type": "llama"}')
+        (Path(path) / "model.safetensors").touch()
+    config = changed(ppo(Path(), "runs"), critic__path=long, rew__path="rewards")
+    config = changed(config, actor__layout="d2t2", critic__layout="d4", ref__layout="t4", rew__layout="t4")
+    made = plan(config.build(), gib=20.0)
+    lines = made.short(80)
+    assert len(lines) <= 12 and all(len(line) <= 80 for line in lines)
+    text = "\n".join(lines)
+    assert "layouts actor d2t2 on 0-3; critic d4 on 0-3; ref, rew t4 on 0-3" in " ".join(text.split())
+    assert (
+        "at most about 20.00 GiB of 100.00 GiB on a device" in text
+        and "devices" in lines[-1]
+        and "4 x cpu (" in lines[-1]
+    )
+    assert "actor: layout d2f2t2p1c1e1 on devices 0-3" in made.details
+
+
+def test_counts_that_differ_name_their_models_and_a_limit_is_told() -> None:
+    config = changed(ppo(Path(), "runs"), ppo__critic_warmup_epochs=1, max_steps=7)
+    rows = dict(plan(config.build()).rows)
+    assert rows["run"] == "7 steps (max_steps=7), 6 optimizer steps of actor, 14 optimizer steps of critic"
+    alone = dict(plan(grpo(Path(), "runs").build()).rows)
+    assert alone["step"].startswith("4 prompts x 3 = 12 completions, ") and "model" not in alone["step"]
+
+
+@pytest.mark.parametrize(("gib", "row"), [
+    (9.9, None), (10.1, "at most about 10.10 GiB of 100.00 GiB"),
+    (120.0, "at most about 120.00 GiB of 100.00 GiB; it may not fit: weft plan memory shows what would"),
+])  # fmt: skip
+def test_memory_is_told_from_a_tenth_of_the_machine_on(gib: float, row: str | None) -> None:
+    made = plan(grpo(Path(), "runs").build(), gib=gib)
+    assert dict(made.rows).get("memory") == row
+    assert any(line.startswith("memory: about ") for line in made.details), "the log has it in any case"
+
+
+def test_at_the_end_memory_is_told_from_a_tenth_of_the_machine_on() -> None:
+    tell = farewell(forecast(grpo(Path(), "runs").build(), 1.0), ROOM)
+    assert tell(10.9)[1] is False and tell(11.1)[1] is True
+    assert tell(3.0)[0] == "memory: 3.00 GB at most, of which this run needed 2.00 GiB; 1.00 GiB were expected (200%)"
+
+
+def test_rows_left_out_are_told_and_columns_that_nobody_reads_are_details() -> None:
+    report: Any = SimpleNamespace(rows=9, prompts_cut=0, answers_cut=0, dropped=2, unused=["source"])
+    made = plan(grpo(Path(), "runs").build(), counts=(SourceCount("rows", "prompt", 7, 0, 7, report),))
+    assert made.notes == ["rows: of 9 rows, 2 left out (max_seqlen=4)"]
+    assert "rows: columns that rows of type prompt do not use: source" in made.details
