@@ -104,6 +104,10 @@ def _status(directory: Path) -> str:
         status = str(json.loads((directory / STATUS).read_text())["status"])
     except (OSError, ValueError, KeyError, TypeError):
         return "unfinished"
+    return "unfinished" if status == "running" and is_quiet(directory) else status
+
+
+def is_quiet(directory: Path) -> bool:
+    """Whether a run has written nothing for so long that it is not called running."""
     files = [directory / name for name in (STATUS, METRICS, LOG) if (directory / name).is_file()]
-    quiet = time.time() - max(path.stat().st_mtime for path in files)
-    return "unfinished" if status == "running" and quiet > QUIET_SECONDS else status
+    return time.time() - max((path.stat().st_mtime for path in files), default=0.0) > QUIET_SECONDS

@@ -10,7 +10,7 @@ BROKEN = "\ufffd"  # what a tokenizer gives for the bytes of a part of a charact
 
 
 class Pieces:
-    """Remembers the text of every token that it has seen behind a usual one, so that a step's samples cost a look-up a token."""
+    """Remembers the text of every token behind a usual one, so that a step's samples cost a look-up a token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

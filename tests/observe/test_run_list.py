@@ -1,0 +1,104 @@
+"""The list of runs: what is read of each, and that nothing missing or torn keeps the others from being listed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from weft.observe import run_list
+from weft.observe.run_list import list_runs
+
+
+def write_run(
+    folder: Path, *, status: str = "finished", step: int = 4, age: float = 0.0, **lines: float | None
+) -> Path:
+    """A run as the runtime leaves it, `age` seconds old."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("experiment_name: e\nmax_steps: 8\nmodel:\n  path: m\nppo:\n  kl_ctl: 0.1\n")
+    (folder / "status.json").write_text(json.dumps({"status": status, "step": step, "time": 0.0}))
+    rows = [{"step": n, "actor_train/loss": 1.0 / n} | lines for n in range(1, step + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - age,) * 2)
+    return folder
+
+
+def test_a_run_is_summed_up_from_its_files(tmp_path):
+    run = write_run(tmp_path / "e" / "t", step=4, **{"rew_inf/reward": 0.5})
+    (found,) = list_runs(tmp_path)
+    assert (found.path, found.experiment, found.trial) == (run, "e", "t")
+    assert (found.algorithm, found.status, found.step, found.total_steps) == ("ppo", "finished", 4, 4)
+    assert (found.metric, found.value) == ("rew_inf/reward", 0.5)
+    assert found.num_bytes == sum(p.stat().st_size for p in run.iterdir())
+    assert found.changed == pytest.approx(time.time(), abs=60)
+
+
+def test_newest_first_and_only_runs_are_listed(tmp_path):
+    write_run(tmp_path / "e" / "old", age=100.0)
+    write_run(tmp_path / "e" / "new")
+    write_run(tmp_path / "other" / "middle", age=50.0)
+    (tmp_path / "e" / "notes").mkdir()
+    (tmp_path / "e" / "link").symlink_to(tmp_path / "e" / "old")
+    write_run(tmp_path / "e" / "new" / "deeper" / "inside")
+    assert [run.trial for run in list_runs(tmp_path)] == ["new", "middle", "old"]
+    assert [run.trial for run in list_runs(tmp_path / "e")] == ["new", "old"]
+    assert [(run.experiment, run.trial) for run in list_runs(tmp_path / "e" / "old")] == [("e", "old")]
+    assert list_runs(tmp_path / "nowhere") == []
+
+
+def test_missing_and_torn_files_leave_what_they_would_say_unknown(tmp_path):
+    torn = write_run(tmp_path / "e" / "torn", status="running", step=2)
+    (torn / "status.json").write_text('{"status": "runn')
+    with (torn / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "actor_tr')
+    bare = tmp_path / "e" / "bare"
+    bare.mkdir()
+    (bare / "config.yaml").write_bytes(b"\xff\xfe not yaml: [")
+    (bare / "run.json").write_text("[1, 2")
+    runs = {run.trial: run for run in list_runs(tmp_path)}
+    assert (runs["torn"].status, runs["torn"].step, runs["torn"].total_steps) == ("unfinished", 2, 8)
+    assert (runs["torn"].metric, runs["torn"].value) == ("actor_train/loss", 0.5)
+    assert (runs["bare"].status, runs["bare"].step, runs["bare"].metric) == ("unfinished", None, None)
+    assert runs["bare"].algorithm is None and runs["bare"].total_steps is None
+
+
+def test_a_value_that_is_not_finite_is_unknown(tmp_path):
+    write_run(tmp_path / "e" / "t", **{"actor_train/loss": None})
+    assert (list_runs(tmp_path)[0].metric, list_runs(tmp_path)[0].value) == ("actor_train/loss", None)
+
+
+def test_a_run_that_nobody_works_on_is_unfinished(tmp_path):
+    write_run(tmp_path / "e" / "fresh", status="running")
+    write_run(tmp_path / "e" / "quiet", status="running", age=3600.0)
+    assert {run.trial: run.status for run in list_runs(tmp_path)} == {"fresh": "running", "quiet": "unfinished"}
+    assert {run.status for run in list_runs(tmp_path, alive=lambda path: path.name == "quiet")} == {
+        "running",
+        "unfinished",
+    }
+    assert next(run for run in list_runs(tmp_path, alive=lambda path: False)).status == "unfinished"
+
+
+def test_the_record_of_a_run_says_its_algorithm_and_its_steps(tmp_path):
+    run = write_run(tmp_path / "e" / "t", status="stopped")
+    (run / "run.json").write_text(json.dumps({"algorithm": "my-ppo", "total_steps": 20}))
+    assert (list_runs(tmp_path)[0].algorithm, list_runs(tmp_path)[0].total_steps) == ("my-ppo", 20)
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
+    write_run(tmp_path / "e" / "t", step=500)
+    monkeypatch.setattr(run_list, "TAIL_BYTES", 400)
+    assert len(run_list._last_lines(tmp_path / "e" / "t" / "metrics.jsonl")) < 20
+    assert list_runs(tmp_path)[0].step == 500
+
+
+def test_a_file_of_two_names_counts_once_and_links_out_are_not_followed(tmp_path):
+    run = write_run(tmp_path / "e" / "t")
+    before = list_runs(tmp_path)[0].num_bytes
+    (tmp_path / "big").write_bytes(b"x" * 100_000)
+    (run / "outside").symlink_to(tmp_path / "big")
+    os.link(run / "metrics.jsonl", run / "again.jsonl")
+    assert list_runs(tmp_path)[0].num_bytes < before + 1000
