@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from weft.cli.report import report
 from weft.errors import UserError
 from weft.observe import charts, sections, timing
-from weft.observe.report import build_report, embedded
+from weft.observe.page import embedded
+from weft.observe.report import build_report
 from weft.observe.run_files import RunFiles
 from weft.observe.timeline import Timeline
 
@@ -156,7 +156,7 @@ def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert not any(attrs.get("src") == "x" or "onerror" in attrs for _, attrs in page.tags)
     assert page.text.count("<script>alert('x')</script>") >= 5
-    assert isinstance(json.loads(page.data), list)
+    assert isinstance(json.loads(page.data)["charts"], list)
 
 
 def test_no_text_can_end_the_script_element_that_holds_it() -> None:
@@ -223,11 +223,6 @@ def test_evaluation_is_told_in_the_terms_of_the_headline() -> None:
     assert "<dt>eval loss</dt><dd>5<small>first 4</small>" in tiles
 
 
-def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(str(write_run(tmp_path / "run"))) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")
-
-
 # -- what is on the charts
 
 
@@ -292,7 +287,7 @@ def test_shares_of_a_step_add_up() -> None:
 
 
 def test_the_gantt_shows_the_last_steps(tmp_path: Path) -> None:
-    run = RunFiles.read(write_run(tmp_path / "run", steps=9))
-    assert {span.step for span in timing.last_steps(run.spans)} == {7, 8, 9}
-    text = timing.gantt_html(run.spans)
+    spans = timing.Spans.of(RunFiles.read(write_run(tmp_path / "run", steps=9)).spans)
+    assert {span.step for span in spans.last()} == {7, 8, 9}
+    text = timing.gantt_html(spans)
     assert "Steps 7 to 9" in text and text.count('class="lane"') == 2

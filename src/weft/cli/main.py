@@ -13,7 +13,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from weft import __version__
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
@@ -33,7 +32,8 @@ COMMANDS = {
     "data": "look at data as a run would see them: inspect, counts, scan",
     "plan": "what a run would do: search, calls onto devices; realloc, parameters from one layout to another",
     "convert": "bring checkpoints in and out",
-    "report": "build report.html of a run anew",
+    "report": "the page of a run, or one that compares several",
+    "dashboard": "the pages of all runs in a folder, live in a browser",
 }
 TRAINING = ("quickstart", "start", "demo")
 SUPERVISED = ("quickstart", "start")
@@ -130,20 +130,9 @@ def _dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
         if started is not None:
             time.sleep(SPEAKS_SECONDS)  # launchers end all processes with the first that ends: the first one says why
             return 2
-    if name == "report":
-        return _report(rest)
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
     command: Callable[..., int] = module.stop if name == "stop" else module.main
     return command(rest, supervise=supervise) if name in SUPERVISED else command(rest)
-
-
-def _report(words: Sequence[str]) -> int:
-    if len(words) != 1 or words[0].startswith("-"):
-        print("weft report RUN_DIR    builds RUN_DIR/report.html anew from the files of a run")
-        return 0 if words and words[0] in ("--help", "-h") else 2
-    module = importlib.import_module("weft.cli.report")
-    code: int = module.report(Path(words[0]))
-    return code
 
 
 if __name__ == "__main__":

@@ -92,11 +92,11 @@ HELP = (
     MetricHelp(
         "reward_clipped_fraction", REWARD, "share", "Rewards outside max_reward_clip.", "Near 0; otherwise raise the limit."
     ),
-    MetricHelp("return", REWARD, "", "Mean discounted sum of rewards from a token on: the critic's target.", "Follows reward."),
+    MetricHelp("return", REWARD, "", "Mean discounted sum of rewards from a token on: the critic's target.", "As reward."),
     MetricHelp("advantage_std", REWARD, "", "Spread of advantages before whitening.", "Above 0, without jumps."),
     MetricHelp("timeouts", REWARD, "completions", "Completions whose reward function did not end in time.", "0."),
     MetricHelp("died", REWARD, "completions", "Completions whose reward process died.", "0."),
-    MetricHelp("score", REWARD, "", "Mean score that the reward model gives. Only differences mean something.", "Stays bounded."),
+    MetricHelp("score", REWARD, "", "Mean score of the reward model. Only differences mean something.", "Stays bounded."),
     # -- policy
     MetricHelp(
         "kl", POLICY, "nats a token", "How far the policy is from its reference.",
@@ -167,7 +167,7 @@ HELP = (
         "Below 0.1; otherwise raise gen.max_new_tokens.",
     ),
     MetricHelp("interruptions", GENERATION, "", "How often sampling stopped to take up new weights.", ""),
-    MetricHelp("sampled_fraction", GENERATION, "share", "Prompts that the model answered itself; the others kept their answers.",
+    MetricHelp("sampled_fraction", GENERATION, "share", "Prompts that the model answered itself; others kept their answers.",
                "Near the share that was asked for."),
     MetricHelp("rounds/*", GENERATION, "rounds", "How often was sampled for this step to fill the batch.", "1 to 3."),
     # -- speed

@@ -7,6 +7,7 @@ The file is a complete JSON array after every event: each one overwrites the clo
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -136,21 +137,30 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """What ran since the run's process last began, in order of time."""
+    """What ran, in order of time. Of steps that a restarted process did again, what the earlier one did is left out,
+    as is what it did in no step."""
     events = read_events(path)
-    began = max((index for index, event in enumerate(events) if event["name"] == STARTED), default=0)
     groups = {e["pid"]: e["args"]["group"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans = [
-        Span(
-            name=e["name"],
-            group=groups.get(e["pid"], RUN),
-            lane=lanes.get((e["pid"], e["tid"]), e["name"]),
-            start=e["ts"] / MICROSECONDS,
-            seconds=e["dur"] / MICROSECONDS,
-            step=e.get("args", {}).get("step"),
-        )
-        for e in events[began:]
-        if e["ph"] == "X"
-    ]
+    spans: list[Span] = []
+    again = math.inf  # the first step that a later process did
+    own, last = math.inf, True
+    for event in reversed(events):
+        if event["name"] == STARTED:
+            again, last = min(again, own), False
+        elif event["ph"] == "X":
+            step = event.get("args", {}).get("step")
+            if step >= again if step is not None else not last:
+                continue
+            own = own if step is None else min(own, step)
+            spans.append(
+                Span(
+                    name=event["name"],
+                    group=groups.get(event["pid"], RUN),
+                    lane=lanes.get((event["pid"], event["tid"]), event["name"]),
+                    start=event["ts"] / MICROSECONDS,
+                    seconds=event["dur"] / MICROSECONDS,
+                    step=step,
+                )
+            )
     return sorted(spans, key=lambda span: span.start)
