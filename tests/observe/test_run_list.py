@@ -91,7 +91,7 @@ def test_the_record_of_a_run_says_its_algorithm_and_its_steps(tmp_path):
 def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     write_run(tmp_path / "e" / "t", step=500)
     monkeypatch.setattr(run_list, "TAIL_BYTES", 400)
-    assert len(run_list._last_lines(tmp_path / "e" / "t" / "metrics.jsonl")) < 20
+    assert len(run_list.last_lines(tmp_path / "e" / "t" / "metrics.jsonl")) < 20
     assert list_runs(tmp_path)[0].step == 500
 
 

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from weft.cli.parsing import Parser
 from weft.errors import ConfigError
 from weft.observe.dashboard import NOT_FOUND, Answer, Dashboard
 
@@ -36,9 +37,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="weft dashboard", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = Parser(prog="weft dashboard", description=__doc__, epilog=EPILOG)
     made.add_argument(
         "folder", metavar="DIR", nargs="?", type=Path, default=Path("runs"), help="folder of runs (./runs)"
     )
@@ -125,7 +124,7 @@ def respond(dashboard: Dashboard, token: str, target: str, host: str, known: str
     if host.rpartition(":")[0] not in LOOPBACK:
         return Answer(403, "This address is for this machine alone.")
     split = urlsplit(target)
-    given, _, page = unquote(split.path).lstrip("/").partition("/")
+    given, _, page = unquote(split.path).removeprefix("/").partition("/")
     if not hmac.compare_digest(given.encode(), token.encode()):
         return Answer(403, "The address lacks its token; take the one that weft dashboard printed.")
     if "/" in page:

@@ -7,11 +7,13 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft.cli.named_run import find_run
+from weft.cli.parsing import Parser, helped
 from weft.errors import ConfigError
 from weft.observe import compare
 from weft.observe.page import write
 from weft.observe.report import NAME, build_report, page
-from weft.observe.run_files import RunFiles
+from weft.observe.run_files import KNOWN, RunFiles
 
 EPILOG = """examples:
   weft report runs/first/ppo                  writes runs/first/ppo/report.html
@@ -20,12 +22,9 @@ EPILOG = """examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="weft report", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or EXPERIMENT/TRIAL below ./runs"
-    )
+    made = Parser(prog="weft report", description=__doc__, epilog=EPILOG)
+    made.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, EXPERIMENT/TRIAL, or latest")
+    made.add_argument("--fileroot", default="./runs", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
     made.add_argument(
         "-o", "--output", metavar="FILE", type=Path,
         help=f"where the page goes (default: {NAME} in the run's folder, ./{compare.NAME} for several runs)",
@@ -36,13 +35,18 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Write the page and say where. Raises `UserError` for a folder that holds no run, and a file that cannot be written."""
-    given = parser().parse_args(list(argv))
-    runs = [find(path) for path in given.runs]
+    asked = parser()
+    if helped(asked, argv):
+        return 2
+    given = asked.parse_args(list(argv))
+    root = Path(given.fileroot).expanduser()
+    runs = [_find(word, root) for word in given.runs]
     try:
         made = _build(runs, given.output)
     except OSError as error:
+        place = given.output or error.filename
         raise ConfigError(
-            f"{given.output or error.filename}: the page cannot be written there: {error.strerror}; choose another place with -o"
+            f"{place}: the page cannot be written: {error.strerror}; choose another place with -o"
         ) from error
     print(made)
     if given.open and not webbrowser.open(made.resolve().as_uri()):
@@ -58,7 +62,7 @@ def _build(runs: Sequence[Path], output: Path | None) -> Path:
     return write(output, page(RunFiles.read(runs[0])).html())
 
 
-def find(path: Path, root: Path = Path("runs")) -> Path:
-    """The folder of a run: the path itself, or EXPERIMENT/TRIAL below ./runs."""
-    path = path.expanduser()
-    return root / path if not path.exists() and (root / path).is_dir() else path
+def _find(word: str, root: Path) -> Path:
+    """The folder of a run. One that holds a few of a run's files only is taken as it is."""
+    given = Path(word).expanduser()
+    return given if any((given / name).is_file() for name in KNOWN) else find_run(word, root)

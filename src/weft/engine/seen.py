@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +15,7 @@ IDS, TOKENS = 4, 2048  # ids of a micro-batch that are kept, and their completio
 KEPT = ("logprobs", "scores")
 
 
-def first_ids(part: SequenceSample, out: Mapping[str, Tensor]) -> SequenceSample | None:
+def first_ids(part: SequenceSample, out: Mapping[Any, Tensor]) -> SequenceSample | None:
     """The outputs `logprobs` [L] and `scores` [1] by completion of the first ids of a micro-batch, without their gradient and
     where they are; None where a group was cut, or the loss reads neither."""
     names = [name for name in KEPT if name in out]

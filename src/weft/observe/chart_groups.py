@@ -79,11 +79,11 @@ def _with_evaluation(found: dict[tuple[str, str], Grouped]) -> list[Grouped]:
     return list(found.values())
 
 
-def without_repeats(groups: Iterable[Grouped], series: Series, rank: Callable[[str], object]) -> list[Grouped]:
+def without_repeats(groups: Iterable[Grouped], series: Series, rank: Callable[[str], tuple[int, int]]) -> list[Grouped]:
     """The groups, the most telling first, without lines that repeat one of the same chart, or one of the same node that moves
     as it does (`policy_loss` beside `loss`)."""
     kept: list[Grouped] = []
-    ordered = sorted(groups, key=lambda group: min((rank(name) for name in group.names), default=None))  # type: ignore[type-var]
+    ordered = sorted(groups, key=lambda group: min(rank(name) for name in group.names))
     for group in ordered:
         shown = [name for other in kept for name in other.names]
         names: list[str] = []

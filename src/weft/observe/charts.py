@@ -113,9 +113,9 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
 def axes(run: RunFiles) -> dict[str, list[float]]:
     """Where a run stood after some of its steps: tokens trained and seconds, both since it began, for the axis below curves."""
     tokens, seconds, rows = 0.0, 0.0, []
+    counted = [name for name in run.names if last_part(name) == "num_tokens"]
     for line in run.lines:
-        counts = [value for name, value in line.items() if last_part(name) == "num_tokens" and value is not None]
-        tokens += max(counts, default=0.0)
+        tokens += max((float(line.get(name) or 0.0) for name in counted), default=0.0)
         seconds += float(line.get("step_seconds") or 0.0)
         rows.append((float(line["step"]), tokens, round(seconds, 3)))
     every = max(1, len(rows) // KEPT)

@@ -76,6 +76,7 @@ def named(runs: Sequence[RunFiles]) -> list[Named]:
     ways = (
         [trial for _, trial in titles],
         [f"{experiment}/{trial}" for experiment, trial in titles],
+        ["/".join(run.directory.absolute().parts[-2:]) for run in runs],
         [str(run.directory) for run in runs],
     )
     labels = next((way for way in ways if len(set(way)) == len(runs)), ways[-1])
@@ -258,7 +259,8 @@ def _metric_rows(listed: Sequence[Named]) -> Iterator[tuple[bool, str]]:
         cells = "".join(_cell(value, top) for value in values)
         about = find(first)
         unit = f' <span class="quiet">{escape(about.unit)}</span>' if about and about.unit else ""
-        row = f'<tr title="{escape(about.what if about else "")}"><th scope="row">{escape(_label(first))}{unit}</th>{cells}</tr>'
+        head = f'<th scope="row">{escape(_label(first))}{unit}</th>'
+        row = f'<tr title="{escape(about.what if about else "")}">{head}{cells}</tr>'
         yield rank(first)[0] < rank("unknown")[0], row
 
 

@@ -15,8 +15,8 @@ from weft.observe.run_files import RunFiles
 from weft.observe.sample_rows import Group, groups
 
 SHOWN = (
-    "step", "id", "k", "prompt", "completion", "reward", "score", "answer", "tokens", "logprobs", "advantages", "trained", "rank",
-    "comparison", "margin", "finished", "finish_reason", "advantage", "log_ratio", "loss",
+    "step", "id", "k", "prompt", "completion", "reward", "score", "answer", "tokens", "logprobs", "advantages", "trained",
+    "rank", "comparison", "margin", "finished", "finish_reason", "advantage", "log_ratio", "loss",
 )  # fmt: skip
 COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
 
@@ -159,11 +159,11 @@ def facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
     """What is known of an answer, the telling parts first."""
     told = ""
     reward, name = row.get("reward", row.get("score")), "reward" if "reward" in row else "score"
-    if finite(reward):
+    if isinstance(reward, int | float) and finite(reward):
         low, high = span
-        share = 100 * (float(reward) - low) / (high - low) if high > low else 100.0  # type: ignore[arg-type]
+        share = 100 * (float(reward) - low) / (high - low) if high > low else 100.0
         told += (
-            f'<span class="reward">{name} <b>{number(float(reward))}</b>'  # type: ignore[arg-type]
+            f'<span class="reward">{name} <b>{number(float(reward))}</b>'
             f'<i class="meter" aria-hidden="true"><i style="width:{share:.0f}%"></i></i></span>'
         )
     for key, word in (("loss", "loss"), ("advantage", "advantage")):

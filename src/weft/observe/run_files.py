@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 
 from weft.errors import ConfigError
 from weft.observe.jsonl import read_rows
+from weft.observe.masking import masked
 from weft.observe.metrics import finite
 from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import Span, read_spans
@@ -24,6 +26,8 @@ HARDWARE, PROFILE = "hardware.txt", "profile"  # what the device is; the folder 
 TIMELINE, GRAPH, LOG = "timeline.json", "graph.svg", "log.txt"
 KNOWN = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
 LOG_LINES = 400
+NUMBERS = (float, int)
+HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20  # of a timeline, whose middle a long run's report leaves out
 QUIET_SECONDS = 600.0  # a run that has written nothing for so long is not called running
 
 
@@ -60,7 +64,7 @@ class RunFiles:
             directory=directory,
             lines=[row for row in read_rows(directory / METRICS) if finite(row.get("step"))],
             samples=read_samples(directory / SAMPLES),
-            spans=read_spans(directory / TIMELINE),
+            spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
             config=_config(directory / CONFIG),
             log=(_text(directory / LOG) or "").splitlines()[-LOG_LINES:],
@@ -79,13 +83,16 @@ class RunFiles:
     def _columns(self) -> dict[str, tuple[list[float], list[float]]]:
         """Metric -> (steps, values), where it is finite; read once, since a long run has a million values."""
         columns: dict[str, tuple[list[float], list[float]]] = {}
+        known = columns.get
         for line in self.lines:
             step = float(line["step"])
             for name, value in line.items():
-                if finite(value):
-                    steps, values = columns.setdefault(name, ([], []))
-                    steps.append(step)
-                    values.append(float(value))
+                if type(value) in NUMBERS and isfinite(value):
+                    column = known(name)
+                    if column is None:
+                        column = columns[name] = ([], [])
+                    column[0].append(step)
+                    column[1].append(float(value))
         return columns
 
     @cached_property
@@ -117,7 +124,7 @@ def _config(path: Path) -> dict[str, Any]:
         loaded = yaml.safe_load(_text(path) or "")
     except yaml.YAMLError:
         return {}  # a report of what can be read is better than none
-    return loaded if isinstance(loaded, dict) else {}
+    return masked(loaded) if isinstance(loaded, dict) else {}
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _folders(folder: Path) -> list[Path]:
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
     """What the files of one run say, as far as they can be read."""
     status, record, top = read_json(run / STATUS), read_json(run / RECORD), _top_keys(run / CONFIG)
-    lines = _last_lines(run / METRICS)
+    lines = last_lines(run / METRICS)
     metric = headline(dict.fromkeys(name for line in lines for name in line))
     value = next((line[metric] for line in reversed(lines) if metric in line), None) if metric else None
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
@@ -132,7 +132,7 @@ def _top_keys(config: Path) -> dict[str, str]:
         return {}
 
 
-def _last_lines(metrics: Path) -> list[dict[str, Any]]:
+def last_lines(metrics: Path) -> list[dict[str, Any]]:
     """The last lines that have a step, oldest first."""
     try:
         with metrics.open("rb") as file:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
 
 from weft.observe.metrics import direction, duration, finite, headline, last_part, number, title, tokens_per_second
 from weft.observe.page import shown
@@ -69,15 +68,13 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     yield "steps", number(run.lines[-1]["step"]), count(round(epochs[-1], 3), "epoch") if epochs else ""
     if seconds := run.series("step_seconds")[1]:
         yield "training time", duration(sum(seconds)), f"{number(sum(seconds) / len(seconds))} s a step"
-    rates = [rate for line in run.lines if (rate := tokens_per_second(_finite(line)))]
+    names = [name for name in run.names if last_part(name) in ("step_seconds", "num_tokens", "tokens_per_second")]
+    told = ({name: line[name] for name in names if finite(line.get(name))} for line in run.lines)
+    rates = [rate for line in told if (rate := tokens_per_second(line))]
     if rates:
         yield "tokens a second", number(round(sum(rates) / len(rates))), f"highest {number(round(max(rates)))}"
     if memory := run.series("peak_memory_gb")[1]:
         yield "peak memory", f"{max(memory):.2f} GB", ""
-
-
-def _finite(line: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in line.items() if finite(value)}
 
 
 def log(lines: Sequence[str]) -> str:

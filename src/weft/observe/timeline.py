@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -118,12 +119,14 @@ class Timeline:
             self._size = len(HEAD) + len(body)
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a file that may have lost its end; empty where there is none."""
+def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict[str, Any]]:
+    """The events of a file that may have lost its end; empty where there is none. With `head`, those of so many bytes at its
+    beginning and of `tail` bytes at its end, where it has more."""
     if not path.is_file():
         return []
+    content = path.read_bytes() if head is None else _ends(path, head, tail)
     events = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for line in content.decode("utf-8", errors="replace").split("\n"):
         text = line.strip().rstrip(",")
         if not text.startswith("{"):
             continue
@@ -131,15 +134,26 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             event = json.loads(text)
         except ValueError:
             continue
-        if {"name", "ph", "pid", "tid", "ts"} <= event.keys():
+        if all(key in event for key in ("name", "ph", "pid", "tid", "ts")):
             events.append(event)
     return events
 
 
-def read_spans(path: Path) -> list[Span]:
+def _ends(path: Path, head: int, tail: int) -> bytes:
+    """The first and the last bytes of a file, or all of it."""
+    with path.open("rb") as file:
+        first = file.read(head + tail)
+        size = os.fstat(file.fileno()).st_size
+        if size <= head + tail:
+            return first
+        file.seek(size - tail)
+        return first[:head] + b"\n" + file.read(tail)
+
+
+def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Span]:
     """What ran, in order of time. Of steps that a restarted process did again, what the earlier one did is left out,
-    as is what it did in no step."""
-    events = read_events(path)
+    as is what it did in no step. `head` and `tail` as for `read_events`."""
+    events = read_events(path, head, tail)
     groups = {e["pid"]: e["args"]["group"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans: list[Span] = []

@@ -164,9 +164,8 @@ def _chooser(spans: Spans) -> str:
     if len(spans.steps) < 2:
         return ""
     last = len(spans.steps) - 1
-    left_out = (
-        f'<span class="hint">{spans.left_out} of the steps between are left out.</span>' if spans.left_out else ""
-    )
+    gaps = spans.left_out or spans.steps[-1] - spans.steps[0] >= len(spans.steps)
+    left_out = '<span class="hint">Some of the steps between are left out.</span>' if gaps else ""
     return (
         '<div class="tools js" hidden><button type="button" id="step-back" aria-label="The step before">‹</button>'
         f'<label>Step <input id="step" type="range" min="0" max="{last}" value="{last}" aria-label="Step"></label>'
