@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+import weft
 from weft.observe.metric_help import HELP, find, markdown, undescribed
 
 # What runs of sft, rw, dpo, ppo and grpo write; tests of whole runs compare theirs with the same table.
@@ -30,6 +32,18 @@ rew_inf/cached_fraction filter/rounds/actor_gen
 def test_every_metric_that_runs_write_is_described() -> None:
     assert undescribed(WRITTEN.split()) == []
     assert undescribed(["train/loss", "mine/strange"]) == ["mine/strange"]
+
+
+def test_every_metric_that_the_sources_name_is_described() -> None:
+    src = Path(weft.__file__).parent
+    texts = [
+        p.read_text() for folder in ("host", "interfaces", "algorithms") for p in sorted((src / folder).rglob("*.py"))
+    ]
+    recorded = {name for text in texts for name in re.findall(r'\.record\("([^"]+)"', text)}
+    counted = {name for text in texts for name in re.findall(r'"([\w/]+)": (?:Sum|Max|Min|masked_mean)\(', text)}
+    inner = {"return_square", "error_square"}  # of which summaries are made
+    assert len(recorded | counted) > 40
+    assert undescribed(f"node/{name}" for name in recorded | counted - inner) == []
 
 
 @pytest.mark.parametrize(
