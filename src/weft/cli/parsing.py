@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from weft.errors import ConfigError
+
+OWN_NAME = re.compile(r"^`weft [^`]*`: ")  # with which the description of a module begins, and its help does not
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,6 +18,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options)
+        self.description = OWN_NAME.sub("", self.description or "")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")
