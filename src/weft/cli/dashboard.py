@@ -1,4 +1,5 @@
-"""Show the runs of a folder in a browser: a list, the page of each, comparisons. Pages renew themselves while runs go on."""
+"""Show the runs of a folder in a browser: a list, the page of each, comparisons.
+Pages renew themselves while runs go on."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ HEADERS = {
 }
 QUIET_SECONDS = 15.0  # a connection that sends nothing for so long is closed
 EPILOG = """The address holds a token: whoever has it can read the runs. Only this machine can ask.
-On a remote machine: ssh -L 8808:127.0.0.1:8808 MACHINE, then open the address here.
+For runs on a remote machine: ssh -L 8808:127.0.0.1:8808 MACHINE
 
 examples:
   weft dashboard

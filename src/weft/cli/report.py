@@ -1,4 +1,5 @@
-"""Build the page of a run, or one that compares several: what they were, what differs, which was better, what they said."""
+"""Build the page of a run, or one page that compares several runs:
+which was better, what differs between them, and what they said."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from weft.observe.report import NAME, build_report, page
 from weft.observe.run_files import KNOWN, RunFiles
 
 EPILOG = """examples:
-  weft report runs/first/ppo                  writes runs/first/ppo/report.html
-  weft report runs/first/ppo runs/first/grpo  writes compare.html: curves, settings and answers side by side
-  weft report runs/first/ppo --open           shows it in a browser"""
+  weft report first/ppo               writes runs/first/ppo/report.html
+  weft report first/ppo first/grpo    writes compare.html
+  weft report latest --open           shows it in a browser"""
 
 
 def parser() -> argparse.ArgumentParser:
