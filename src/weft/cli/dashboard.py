@@ -29,7 +29,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 QUIET_SECONDS = 15.0  # a connection that sends nothing for so long is closed
-EPILOG = """The address holds a token: whoever has it can read the runs. Only this machine can ask.
+EPILOG = """The address holds a token: whoever has it can read the runs.
+Only this machine can ask.
 For runs on a remote machine: ssh -L 8808:127.0.0.1:8808 MACHINE
 
 examples:
