@@ -12,6 +12,8 @@ import pytest
 from weft.cli.main import main
 from weft.experiments import DPOConfig, GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.launch import run
+from weft.observe.jsonl import read_rows
+from weft.observe.metric_help import undescribed
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +64,11 @@ def test_sft_on_two_sources(data_dir: Path, stories: Path, tmp_path: Path) -> No
         {"path": str(data_dir / "t0_p3_sample" / "t0_p3_sample.jsonl"), "type": "prompt_answer", "fraction": 0.2},
     ]
     config.dataset.max_seqlen, config.dataset.train_bs_n_seqs = 256, 16
-    lines = run(config).metrics
-    assert len(lines) == 40
+    result = run(config)
+    lines = result.metrics
+    assert len(lines) == 40 and undescribed(lines[-1]) == []
+    shown = [row for row in read_rows(result.directory / "samples.jsonl") if row["step"] == 40]
+    assert shown and all(row["loss"] > 0 and len(row["tokens"]) == len(row["logprobs"]) for row in shown)
     assert mean(lines[-8:], "train/loss") < 0.95 * mean(lines[:4], "train/loss")
 
 
@@ -73,7 +78,9 @@ def test_reward_model_then_ppo(stories: Path, pairs: Path, prompts: Path, tmp_pa
     config.dataset.train_path, config.dataset.type = str(pairs), "preference"
     config.dataset.max_seqlen, config.dataset.train_bs_n_seqs = 384, 32
     judged = run(config)
-    assert mean(judged.metrics[-6:], "train/accuracy") > 0.55
+    assert mean(judged.metrics[-6:], "train/accuracy") > 0.55 and undescribed(judged.metrics[-1]) == []
+    pairs_shown = [row for row in read_rows(judged.directory / "samples.jsonl") if row["step"] == 1]
+    assert [row["rank"] for row in pairs_shown[:2]] == [0, 1] and all("score" in row for row in pairs_shown)
     reward = str(judged.checkpoint("model"))
 
     learn = PPOConfig(**options(tmp_path, "ppo", max_steps=15))
@@ -84,6 +91,7 @@ def test_reward_model_then_ppo(stories: Path, pairs: Path, prompts: Path, tmp_pa
     learn.dataset.overlong = "truncate"
     learn.ppo.gen.max_new_tokens, learn.ppo.ppo_n_minibatches = 24, 2
     lines = run(learn).metrics
+    assert undescribed(lines[-1]) == []
     assert mean(lines[-4:], "rew_inf/reward") > mean(lines[:4], "rew_inf/reward")
     assert abs(mean(lines[-4:], "actor_train/kl")) < 2.0
     assert mean(lines, "actor_train/sampler_logprob_diff") < 1e-3
@@ -95,7 +103,10 @@ def test_dpo_on_pairs(stories: Path, pairs: Path, tmp_path: Path) -> None:
     config.actor.optimizer.lr = 1e-4
     config.dataset.train_path, config.dataset.type = str(pairs), "preference"
     config.dataset.max_seqlen, config.dataset.train_bs_n_seqs = 384, 16
-    lines = run(config).metrics
+    result = run(config)
+    lines = result.metrics
+    assert undescribed(lines[-1]) == []
+    assert all("log_ratio" in row and "rank" in row for row in read_rows(result.directory / "samples.jsonl"))
     assert lines[0]["actor_train/loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: the actor still is its reference
     assert mean(lines[-4:], "actor_train/rewards/margins") > 0.0
     assert mean(lines[-4:], "actor_train/loss") < 0.6931
@@ -110,8 +121,12 @@ def test_grpo_on_gsm8k_prompts(data_dir: Path, stories: Path, tmp_path: Path) ->
     config.actor.path = config.ref.path = str(stories)
     config.dataset.path, config.dataset.train_bs_n_seqs, config.dataset.max_prompt_len = str(source), 4, 256
     config.grpo.group_size, config.grpo.gen.max_new_tokens = 4, 16
-    lines = run(config).metrics
-    assert len(lines) == 3
+    result = run(config)
+    lines = result.metrics
+    assert len(lines) == 3 and undescribed(lines[-1]) == []
+    first = [row for row in read_rows(result.directory / "samples.jsonl") if row["step"] == 1]
+    assert [row["k"] for row in first] == [0, 1, 2, 3] * 3, "whole groups of three prompts"
+    assert all("advantage" in row and row["answer"] for row in first)
     assert all(0.0 <= line["reward/reward"] <= 1.0 for line in lines)
 
 

@@ -25,12 +25,12 @@ cases.prepare(folder)
 for name in ("sft", "grpo"):
     run(cases.CASES[name](folder, name))
 from weft.cli.main import main
-assert main(["report", "--help"]) == 0
+assert main(["report", "nowhere"]) == 2
 """
 COMMAND = """
-sys.argv = ["weft", "report", "--help"]
+sys.argv = ["weft", "report", "nowhere"]
 from weft.cli.main import main
-assert main() == 0
+assert main() == 2
 """
 FAULTS = """
 import resource, torch

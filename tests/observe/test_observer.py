@@ -160,3 +160,10 @@ def test_no_framework_and_no_logger_is_loaded_unasked() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []
+
+
+def test_rows_of_the_data_are_kept_but_not_shown_as_answers(tmp_path: Path) -> None:
+    sink = Recorder()
+    observer = Observer(tmp_path, [sink], quiet())
+    observer.samples(1, [{"completion": "c", "loss": 1.0}, {"completion": "d", "rank": 0}])
+    assert sink.heard == [] and len(list(read_rows(tmp_path / "samples.jsonl"))) == 2

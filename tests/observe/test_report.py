@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-from weft.cli.report import report
 from weft.errors import UserError
 from weft.observe import charts, sections, timing
-from weft.observe.report import build_report, embedded
+from weft.observe.page import embedded
+from weft.observe.report import build_report
+from weft.observe.report import page as report_page
 from weft.observe.run_files import RunFiles
-from weft.observe.timeline import Timeline
+from weft.observe.timeline import Span, Timeline
 
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'&\x00\ud800"
 VOID = {"meta", "input", "img", "br", "link"}
@@ -156,7 +157,7 @@ def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert not any(attrs.get("src") == "x" or "onerror" in attrs for _, attrs in page.tags)
     assert page.text.count("<script>alert('x')</script>") >= 5
-    assert isinstance(json.loads(page.data), list)
+    assert isinstance(json.loads(page.data)["charts"], list)
 
 
 def test_no_text_can_end_the_script_element_that_holds_it() -> None:
@@ -223,11 +224,6 @@ def test_evaluation_is_told_in_the_terms_of_the_headline() -> None:
     assert "<dt>eval loss</dt><dd>5<small>first 4</small>" in tiles
 
 
-def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(str(write_run(tmp_path / "run"))) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")
-
-
 # -- what is on the charts
 
 
@@ -292,7 +288,43 @@ def test_shares_of_a_step_add_up() -> None:
 
 
 def test_the_gantt_shows_the_last_steps(tmp_path: Path) -> None:
-    run = RunFiles.read(write_run(tmp_path / "run", steps=9))
-    assert {span.step for span in timing.last_steps(run.spans)} == {7, 8, 9}
-    text = timing.gantt_html(run.spans)
+    spans = timing.Spans.of(RunFiles.read(write_run(tmp_path / "run", steps=9)).spans)
+    assert {span.step for span in spans.last()} == {7, 8, 9}
+    text = timing.gantt_html(spans)
     assert "Steps 7 to 9" in text and text.count('class="lane"') == 2
+
+
+def test_any_step_can_be_chosen_on_the_timeline(tmp_path: Path) -> None:
+    data = timing.Spans.of(RunFiles.read(write_run(tmp_path / "run", steps=9)).spans).data()
+    assert [each["step"] for each in data["steps"]] == list(range(1, 10))
+    assert (data["names"], data["lanes"]) == (["actor_gen", "actor_train", "reward"], ["actor", "reward"])
+    assert data["steps"][3]["spans"] == [[0, 0, 0.0, 0.5], [1, 0, 0.5, 0.25], [2, 1, 0.75, 0.05]]
+
+
+def test_a_very_long_timeline_is_thinned_but_keeps_its_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MOST_SPANS", 100)
+    spans = [Span("train", "roles", "actor", float(s), 9.0 if s == 777 else 0.5, s) for s in range(1, 1001)]
+    kept = timing.Spans.of(spans)
+    assert len(kept.steps) <= 100 and {1, 777, 999, 1000} <= set(kept.steps) and kept.left_out == 1000 - len(kept.steps)
+    assert "left out" in timing.gantt_html(kept)
+
+
+def test_curves_can_be_drawn_over_tokens_and_time() -> None:
+    lines = [{"step": s, "a/num_tokens": 10.0, "b/num_tokens": 4.0, "step_seconds": 0.5} for s in (1, 2, 3)]
+    assert charts.axes(run_of(*lines)) == {"step": [1, 2, 3], "tokens": [10, 20, 30], "time": [0.5, 1.0, 1.5]}
+
+
+def test_a_chart_explains_its_metric(tmp_path: Path) -> None:
+    page = read(write_run(tmp_path / "run"))
+    assert "Higher is better. Mean reward of the step's completions" in page.text and "Healthy:" in page.text
+
+
+def test_one_is_one_and_two_are_two() -> None:
+    assert sections.lede(run_of({"step": 1, "epoch": 1.0})).startswith("1 step, 1 epoch of data")
+    assert "2 epochs" in sections.tiles(run_of({"step": 2, "epoch": 2.0}))
+
+
+def test_a_long_run_makes_a_page_that_opens_fast() -> None:
+    lines = [{"step": s, **{f"n/m{i}": (s * i) % 97 for i in range(20)}} for s in range(1, 5001)]
+    text = report_page(run_of(*lines)).html()
+    assert len(text) < 1_000_000

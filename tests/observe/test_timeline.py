@@ -77,3 +77,25 @@ def test_any_name_stays_on_its_line(tmp_path: Path) -> None:
     Timeline(path).add("a\u2028b\nc", "roles/x\ud800", time.time(), 0.1)
     assert [span.name for span in read_spans(path)] == ["a\u2028b\nc"]
     assert Timeline(path) and load(path)
+
+
+def test_steps_that_were_done_again_are_seen_once(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    for steps in ((1, 2, 3), (3, 4)):
+        timeline = Timeline(path)
+        for step in steps:
+            timeline.add("train", "roles/actor", time.time(), 0.1 * len(steps), step=step)
+    assert [(span.step, round(span.seconds, 2)) for span in read_spans(path)] == [
+        (1, 0.3),
+        (2, 0.3),
+        (3, 0.2),
+        (4, 0.2),
+    ]
+
+
+def test_of_a_long_timeline_the_beginning_and_the_end_are_read(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json")
+    for step in range(1, 200):
+        timeline.add("train", "roles/actor", 1e9 + step, 0.1, step=step)
+    steps = [span.step for span in read_spans(tmp_path / "timeline.json", 2000, 2000)]
+    assert steps[0] == 1 and steps[-1] == 199 and 10 < len(steps) < 60 and steps == sorted(steps, key=int)

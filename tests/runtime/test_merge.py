@@ -7,7 +7,7 @@ import torch
 
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult
-from weft.runtime.merge import merged, merged_metrics
+from weft.runtime.merge import merged, merged_metrics, merged_seen
 
 
 def test_metrics_are_means_over_ids_unless_they_say_otherwise():
@@ -38,3 +38,10 @@ def test_outputs_come_in_the_order_of_the_batch():
     whole = merged(results, [2, 1, 0], ["a", "b", "c"]).outputs
     assert whole is not None and whole.ids == ("a", "b", "c") and whole.keys == ("x",)
     assert merged([MFCResult(), MFCResult()], [1, 1], ["a", "b"]).outputs is None
+
+
+def test_what_ranks_saw_is_told_once():
+    one, two = (SequenceSample.from_default(ids, [1] * len(ids), {"x": torch.ones(len(ids))}) for ids in ("ab", "bc"))
+    found = merged_seen([MFCResult(seen=one), MFCResult(), MFCResult(seen=two)])
+    assert found is not None and found.ids == ("a", "b", "c")
+    assert merged_seen([MFCResult()]) is None

@@ -179,6 +179,9 @@ class ToyTokenizer:
     fingerprint = "toy"
     bos_id = None
 
+    def encode(self, text, *, bos=None):
+        return []
+
     def decode_after(self, before, ids, skip_special=False):
         return self.decode(ids, skip_special)
 

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from weft import __version__
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
@@ -31,7 +30,8 @@ GROUPS = {
     "look at runs": {
         "ls": "the runs in a folder: status, steps, last reward or loss, size",
         "show": "a run: command, versions, options that are not the defaults, checkpoints, last metrics",
-        "report": "build report.html of a run anew",
+        "report": "the page of a run, or one that compares several",
+        "dashboard": "the pages of all runs in a folder, live in a browser",
         "logs": "what a run and its workers have written, the first failure first",
         "rm": "remove runs, or only their checkpoints or recovery points",
     },
@@ -162,8 +162,6 @@ def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
         if started is not None:
             time.sleep(SPEAKS_SECONDS)  # launchers end all processes with the first that ends: the first one says why
             return 2
-    if name == "report":
-        return _report(rest)
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
     command: Callable[..., int] = module.stop if name == "stop" else module.main
     if not rest and name not in BARE:
@@ -171,15 +169,6 @@ def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
             command(["--help"])
         return 2
     return command(rest, supervise=supervise) if name in SUPERVISED else command(rest)
-
-
-def _report(words: Sequence[str]) -> int:
-    if len(words) != 1 or words[0].startswith("-"):
-        print("weft report RUN_DIR    builds RUN_DIR/report.html anew from the files of a run")
-        return 0 if words and words[0] in ("--help", "-h") else 2
-    module = importlib.import_module("weft.cli.report")
-    code: int = module.report(Path(words[0]))
-    return code
 
 
 if __name__ == "__main__":

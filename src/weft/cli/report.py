@@ -1,13 +1,69 @@
-"""`weft report RUN_DIR`: build the page of a run anew from its files."""
+"""Build the page of a run, or one page that compares several runs:
+which was better, what differs between them, and what they said."""
 
 from __future__ import annotations
 
+import argparse
+import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 
-from weft.observe.report import build_report
+from weft.cli.named_run import find_run
+from weft.cli.parsing import Parser, helped
+from weft.errors import ConfigError
+from weft.observe import compare
+from weft.observe.page import write
+from weft.observe.report import NAME, build_report, page
+from weft.observe.run_files import KNOWN, RunFiles
+
+EPILOG = """examples:
+  weft report first/ppo               writes runs/first/ppo/report.html
+  weft report first/ppo first/grpo    writes compare.html
+  weft report latest --open           shows it in a browser"""
 
 
-def report(run_dir: str | Path) -> int:
-    """Write `RUN_DIR/report.html` and say where. Raises `UserError` where the directory holds no run."""
-    print(build_report(Path(run_dir).expanduser()))
+def parser() -> argparse.ArgumentParser:
+    made = Parser(prog="weft report", description=__doc__, epilog=EPILOG)
+    made.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, EXPERIMENT/TRIAL, or latest")
+    made.add_argument("--fileroot", default="./runs", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
+    made.add_argument(
+        "-o", "--output", metavar="FILE", type=Path,
+        help=f"where the page goes (default: {NAME} in the run's folder, ./{compare.NAME} for several runs)",
+    )  # fmt: skip
+    made.add_argument("--open", action="store_true", help="show the page in a browser")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page and say where. Raises `UserError` for a folder that holds no run, and a file that cannot be written."""
+    asked = parser()
+    if helped(asked, argv):
+        return 2
+    given = asked.parse_args(list(argv))
+    root = Path(given.fileroot).expanduser()
+    runs = [_find(word, root) for word in given.runs]
+    try:
+        made = _build(runs, given.output)
+    except OSError as error:
+        place = given.output or error.filename
+        raise ConfigError(
+            f"{place}: the page cannot be written: {error.strerror}; choose another place with -o"
+        ) from error
+    print(made)
+    if given.open and not webbrowser.open(made.resolve().as_uri()):
+        print("no browser was found; open the file yourself")
     return 0
+
+
+def _build(runs: Sequence[Path], output: Path | None) -> Path:
+    if len(runs) > 1:
+        return compare.build_comparison(runs, output or Path(compare.NAME))
+    if output is None:
+        return build_report(runs[0])
+    return write(output, page(RunFiles.read(runs[0])).html())
+
+
+def _find(word: str, root: Path) -> Path:
+    """The folder of a run. One that holds a few of a run's files only is taken as it is."""
+    given = Path(word).expanduser()
+    return given if any((given / name).is_file() for name in KNOWN) else find_run(word, root)

@@ -36,6 +36,9 @@ class StepStats:
 
     metrics: Mapping[str, float]
     skipped: str | None = None  # why a veto (or a non-finite loss, where allowed) kept the optimizer from stepping
+    seen: SequenceSample | None = (
+        None  # `logprobs` or `scores` of a few ids as the loss read them, for people to look at
+    )
 
 
 @dataclass(frozen=True)

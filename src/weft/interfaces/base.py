@@ -84,10 +84,12 @@ class Minibatches:
 
 @dataclass(frozen=True)
 class MFCResult:
-    """New keys by id (None where a call makes none) and metrics, logged as `{node}/{metric}`."""
+    """New keys by id (None where a call makes none), metrics, logged as `{node}/{metric}`, and what the network made of a few
+    ids (`StepStats.seen`), which is shown with the samples of a step."""
 
     outputs: SequenceSample | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    seen: SequenceSample | None = None
 
 
 class ModelInterface(Protocol):

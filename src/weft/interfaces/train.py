@@ -63,7 +63,7 @@ class Train:
         steps = model.engine.train(
             minibatches, self.loss, veto=self.loss.veto, temperature=self.temperature, max_tokens=model.max_tokens
         )
-        return MFCResult(metrics={**merged(steps), **lag})
+        return MFCResult(metrics={**merged(steps), **lag}, seen=steps[0].seen if steps else None)
 
     def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult:
         """The loss and its statistics on a batch, without a step."""

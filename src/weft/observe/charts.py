@@ -1,38 +1,41 @@
-"""Curves for the report: which metrics share a chart, which come first, and the chart itself as HTML and SVG.
+"""Curves for the report: charts of a run or of several, in the order in which they tell most, as HTML and SVG.
 
-A chart's lines are one SVG stretched to its box; the words on its axes are HTML, so they keep their size on any screen.
+A chart's lines are one SVG stretched to its box; the words on its axes are HTML, so they keep their size on any screen. The
+page's script draws them anew where the reader zooms or asks for another axis.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from weft.observe.metrics import COUNTERS, EVAL, TIME, last_part, number, rank, title
+from weft.observe.chart_groups import PAIRED, RUN, SECONDS, Grouped, grouped, node_of, parts, without_repeats
+from weft.observe.metric_help import MetricHelp, find
+from weft.observe.metrics import EVAL, TIME, direction, last_part, number, rank, title
 from weft.observe.palette import GREY, HUES, KNOWN, ORANGE, Hue
 from weft.observe.run_files import RunFiles
 
-POINTS = 400  # most points of a drawn line
+POINTS = 400  # most points of a line as it is first drawn
+KEPT = 1000  # most points that zooming finds
 DOTTED = 12  # points up to which a line shows each
-FIRST = 9  # charts that are seen without a click
-RUN = "run"
-PAIRED = ("chosen", "rejected")
-EXACT = ("learning_rate", "kl_coef", "version")  # set, not measured: never smoothed
+FIRST = 12  # charts that are seen without a click
+EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measured: never smoothed
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: steps and values, thinned."""
+    """One line of a chart: steps and values, thinned. `run` is the number of the run that it is of."""
 
     name: str
     label: str
     hue: Hue
     x: Sequence[float]
     y: Sequence[float]
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Chart:
     node: str
     lines: Sequence[Line]
     missing: int = 0
+
+    @property
+    def help(self) -> MetricHelp | None:
+        return find(self.lines[0].name)
 
     @property
     def x_range(self) -> tuple[float, float]:
@@ -59,25 +66,14 @@ class Chart:
 
 def all_charts(run: RunFiles) -> list[Chart]:
     """Every chart of a run, the most telling first."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in run.names:
-        if name not in COUNTERS:
-            groups.setdefault(_group(name), []).append(name)
-    _join_evaluation(groups)
-    ordered = sorted(groups.items(), key=lambda item: (min(rank(name) for name in item[1]), hue_of(item[0][0]) == GREY))
-    return [_chart(run, key, names) for key, names in ordered]
+    groups = without_repeats(grouped(run.names), run.series, rank)
+    return [_chart(run, group) for group in groups]
 
 
-def split(charts: Sequence[Chart]) -> tuple[list[Chart], dict[str, list[Chart]]]:
-    """(charts to see at once, node -> its other charts)."""
-    telling: list[Chart] = []
-    rest: dict[str, list[Chart]] = {}
-    for chart in charts:
-        if _telling(chart) and len(telling) < FIRST and not any(_repeats(chart, other) for other in telling):
-            telling.append(chart)
-        else:
-            rest.setdefault(chart.node, []).append(chart)
-    return telling, dict(sorted(rest.items(), key=lambda item: item[0] == RUN))
+def split(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
+    """(charts to see at once, the others)."""
+    telling = [chart for chart in charts if _telling(chart)][:FIRST]
+    return telling, [chart for chart in charts if not any(chart is each for each in telling)]
 
 
 def hue_of(node: str, roles: Mapping[str, Hue] | None = None) -> Hue:
@@ -97,7 +93,8 @@ def thinned(x: Sequence[float], y: Sequence[float], count: int = POINTS) -> tupl
     keep = {0, len(x) - 1}
     edges = [round(index * len(x) / (count // 2 - 1)) for index in range(count // 2)]
     for a, b in itertools.pairwise(edges):
-        keep |= {min(range(a, b), key=lambda i: y[i]), max(range(a, b), key=lambda i: y[i])}
+        stretch = y[a:b]
+        keep |= {a + stretch.index(min(stretch)), a + stretch.index(max(stretch))}
     order = sorted(keep)
     return [x[i] for i in order], [y[i] for i in order]
 
@@ -113,13 +110,31 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
-def data(chart: Chart) -> dict[str, Any]:
-    """What the page's script needs of a chart."""
+def axes(run: RunFiles) -> dict[str, list[float]]:
+    """Where a run stood after some of its steps: tokens trained and seconds, both since it began, for the axis below curves."""
+    tokens, seconds, rows = 0.0, 0.0, []
+    counted = [name for name in run.names if last_part(name) == "num_tokens"]
+    for line in run.lines:
+        tokens += max((float(line.get(name) or 0.0) for name in counted), default=0.0)
+        seconds += float(line.get("step_seconds") or 0.0)
+        rows.append((float(line["step"]), tokens, round(seconds, 3)))
+    every = max(1, len(rows) // KEPT)
+    kept = rows if every == 1 else [*rows[::every], rows[-1]]
+    return {name: [row[place] for row in kept] for place, name in enumerate(("step", "tokens", "time"))}
+
+
+def data(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """What the page's script needs: the charts, and what their lines can be drawn over."""
+    return {"axes": [axes(run) for run in runs], "charts": [_data(chart) for chart in charts]}
+
+
+def _data(chart: Chart) -> dict[str, Any]:
     return {
         "exact": last_part(chart.lines[0].name) in EXACT,
-        "x": chart.x_range,
-        "y": chart.y_range,
-        "lines": [{"x": [int(x) for x in line.x], "y": [float(f"{y:.6g}") for y in line.y]} for line in chart.lines],
+        "lines": [
+            {"run": line.run, "x": [int(x) for x in line.x], "y": [float(f"{y:.6g}") for y in line.y]}
+            for line in chart.lines
+        ],
     }
 
 
@@ -128,28 +143,43 @@ def html(chart: Chart, index: int, *, large: bool = False) -> str:
     last = chart.lines[0].y[-1]
     legend = "".join(_legend(place, line) for place, line in enumerate(chart.lines)) if len(chart.lines) > 1 else ""
     missing = f'<span class="warn">{chart.missing} not finite</span>' if chart.missing else ""
+    unit = f" · {chart.help.unit}" if chart.help and chart.help.unit else ""
     named = (
-        f'<span class="chart-title">{escape(chart.title)}</span> <span class="chart-node">{escape(chart.node)}</span>'
+        f'<span class="chart-title">{escape(chart.title)}</span> '
+        f'<span class="chart-node">{escape(chart.node)}{escape(unit)}</span>'
     )
     readout = f'<output class="readout" aria-live="off">{escape(number(last))}</output>'
     return (
         f'<figure class="chart{" large" if large else ""}" data-chart="{index}">'
-        f"<figcaption>{named}{missing}{readout}</figcaption>"
+        f"<figcaption><div>{named}</div>{missing}{readout}{_help(chart)}</figcaption>"
         f'<div class="plot" tabindex="0" role="img" aria-label="{escape(spoken(chart))}">{_plot(chart, large)}</div>'
         f"{f'<ul class=legend>{legend}</ul>' if legend else ''}</figure>"
     )
 
 
+def _help(chart: Chart) -> str:
+    """What the metric is, behind a question mark."""
+    if chart.help is None:
+        return ""
+    way = {1: "Higher is better. ", -1: "Lower is better. "}.get(direction(chart.lines[0].name), "")
+    healthy = f"<p><b>Healthy:</b> {escape(chart.help.healthy)}</p>" if chart.help.healthy else ""
+    names = ", ".join(dict.fromkeys(line.name for line in chart.lines))
+    return (
+        f'<details class="help"><summary aria-label="What {escape(chart.title)} means">?</summary><div>'
+        f"<p>{way}{escape(chart.help.what)}</p>{healthy}<p><code>{escape(names)}</code></p></div></details>"
+    )
+
+
 def spoken(chart: Chart) -> str:
     """The chart in words."""
-    parts = []
+    told = []
     for line in chart.lines:
         what = f"{line.label}: " if len(chart.lines) > 1 else ""
-        parts.append(
+        told.append(
             f"{what}from {number(line.y[0])} at step {number(line.x[0])} to {number(line.y[-1])} at step {number(line.x[-1])}, "
             f"lowest {number(min(line.y))}, highest {number(max(line.y))}"
         )
-    return f"Chart of {chart.title}, {chart.node}. " + "; ".join(parts)
+    return f"Chart of {chart.title}, {chart.node}. " + "; ".join(told)
 
 
 def _plot(chart: Chart, large: bool) -> str:
@@ -171,17 +201,22 @@ def _plot(chart: Chart, large: bool) -> str:
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{grid}{lines}</svg>{dots}'
         + "".join(f'<span class="tick y" style="top:{at:.2f}%">{escape(number(y))}</span>' for y, at in rows)
         + "".join(
-            f'<span class="tick x" style="left:{at:.2f}%">{"step " if place == 0 else ""}{escape(number(x))}</span>'
+            f'<span class="tick x{_edge(at)}" style="left:{at:.2f}%">{"step " if place == 0 else ""}{escape(number(x))}</span>'
             for place, (x, at) in enumerate(columns)
         )
     )
+
+
+def _edge(at: float) -> str:
+    """A word near the end of an axis stays inside the chart."""
+    return " first" if at < 4 else " last" if at > 96 else ""
 
 
 def _path(line: Line, chart: Chart) -> str:
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     points = (
         f"{100 * (x - x0) / (x1 - x0):.2f} {100 - 100 * (y - y0) / (y1 - y0):.2f}"
-        for x, y in zip(line.x, line.y, strict=True)
+        for x, y in zip(*thinned(line.x, line.y), strict=True)
     )
     return "M" + "L".join(points)
 
@@ -203,62 +238,46 @@ def css(hue: Hue) -> str:
     return f"--light:{hue.light};--dark:{hue.dark}"
 
 
-def _group(name: str) -> tuple[str, str]:
-    """(node, what is measured): names with the same pair share a chart."""
-    if name.startswith(TIME):
-        return RUN, name
-    node, _, rest = name.partition("/")
-    if not rest:
-        return RUN, name
-    last = last_part(name)
-    if node == EVAL.rstrip("/"):
-        return node, last  # every source beside the whole
-    if last in PAIRED:
-        return node, rest.removesuffix(last) + "|".join(PAIRED)
-    return node, rest
+def _chart(run: RunFiles, group: Grouped) -> Chart:
+    listed = group.names
+    nodes = list(dict.fromkeys(node_of(name) for name in listed if not name.startswith(EVAL)))
+    hues = list(dict.fromkeys([*(hue_of(node) for node in nodes if node != RUN), ORANGE, *HUES]))
+    if group.measure == SECONDS:
+        hues = list(HUES)
+    lines = [
+        Line(name, _label(name, nodes), hues[place % len(hues)], *thinned(*run.series(name), KEPT))
+        for place, name in enumerate(listed)
+    ]
+    missing = sum(run.not_finite(name) for name in listed)
+    return Chart(heading(group.measure), ", ".join(nodes or ["eval"]), lines, missing)
 
 
-def _join_evaluation(groups: dict[tuple[str, str], list[str]]) -> None:
-    """What was measured in training and in evaluation is one chart."""
-    for key in [key for key in groups if key[0] == "eval"]:
-        others = [other for other in groups if other[0] != "eval" and last_part(other[1]) == key[1]]
-        if others:
-            groups[others[0]] += groups.pop(key)
+def heading(measure: str) -> str:
+    """What stands above a chart."""
+    if "|" in measure:
+        return (
+            measure.removesuffix("|".join(PAIRED)).strip("/").replace("_", " ").replace("/", " ") or "chosen, rejected"
+        )
+    return title(measure) if "/" not in measure else measure.replace("_", " ").replace("/", " ")
 
 
-def _chart(run: RunFiles, key: tuple[str, str], names: Iterable[str]) -> Chart:
-    node, what = key
-    listed = sorted(names, key=lambda name: (name.startswith(EVAL), name.count("/") if name.startswith(EVAL) else 0))
-    hues = list(dict.fromkeys([hue_of(node), ORANGE, *HUES]))
-    lines: list[Line] = []
-    for name in listed:
-        x, y = thinned(*run.series(name))
-        if not any((list(line.x), list(line.y)) == (x, y) for line in lines):  # one source is also the whole
-            lines.append(Line(name, _label(name), hues[len(lines) % len(hues)], x, y))
-    shown = what.removesuffix("|".join(PAIRED)).strip("/") if "|" in what else what
-    heading = (
-        shown.replace(TIME, "seconds of ").replace("_", " ").replace("/", " ")
-        if node == RUN or "|" in what
-        else title(what)
-    )
-    return Chart(heading, node, lines, sum(run.not_finite(name) for name in listed))
-
-
-def _label(name: str) -> str:
+def _label(name: str, nodes: Sequence[str]) -> str:
     """How a line is called among others of its chart."""
+    if name.startswith(TIME):
+        return name.removeprefix(TIME)
+    last = last_part(name)
     if name.startswith(EVAL):
-        source = name.removeprefix(EVAL).rpartition("/")[0]
-        return f"eval {source}" if source else "eval"
-    return last_part(name) if last_part(name) in PAIRED else "training"
+        source = name.removeprefix(EVAL).removesuffix(last).strip("/").removesuffix("rewards").strip("/")
+        told = f"eval {source}" if source else "eval"
+        return f"{told}, {last}" if last in PAIRED else told
+    node, measure = parts(name)
+    if last in PAIRED:
+        return last if len(nodes) == 1 else f"{node} {last}"
+    if measure.endswith("_max"):
+        return "largest" if len(nodes) == 1 else f"{node}, largest"
+    return node if len(nodes) > 1 or node == RUN else "training"
 
 
 def _telling(chart: Chart) -> bool:
     known, _ = rank(chart.lines[0].name)
-    return known < rank("unknown")[0] and chart.node != RUN and any(min(line.y) < max(line.y) for line in chart.lines)
-
-
-def _repeats(chart: Chart, other: Chart) -> bool:
-    """Whether a chart shows what another has shown: the same values, or the same measure of another node but for losses."""
-    if chart.title == other.title and "loss" not in chart.title:
-        return True
-    return chart.node == other.node and chart.lines[0].y == other.lines[0].y
+    return known < rank("unknown")[0] and any(min(line.y) < max(line.y) for line in chart.lines)

@@ -21,7 +21,7 @@ class MetricHelp:
 
 
 LEARNING, POLICY, REWARD, CRITIC, PREFERENCES = "Learning", "Policy", "Rewards", "Critic", "Preferences"
-GENERATION, SPEED, RUN = "Generation", "Speed", "Run"
+DISTILLATION, GENERATION, SPEED, RUN = "Distillation", "Generation", "Speed", "Run"
 
 # The first pattern that fits counts. `ENDS` are tried on what is left without them.
 HELP = (
@@ -94,6 +94,16 @@ HELP = (
     ),
     MetricHelp("return", REWARD, "", "Mean discounted sum of rewards from a token on: the critic's target.", "As reward."),
     MetricHelp("advantage_std", REWARD, "", "Spread of advantages before whitening.", "Above 0, without jumps."),
+    MetricHelp("pass@*", REWARD, "share", "Prompts of which one of k completions passes.", "Rises, above avg@k."),
+    MetricHelp("avg@*", REWARD, "share", "Completions that pass.", "Rises."),
+    MetricHelp("kept_fraction", REWARD, "share", "Prompts that the filter let pass.", "Above 0.3."),
+    MetricHelp("overlong_penalty", REWARD, "", "What completions lose by their length, a mean.", "Near 0."),
+    MetricHelp("baseline_reward", REWARD, "", "Reward of the greedy completion.", "Rises with reward."),
+    MetricHelp("steps", REWARD, "steps", "Steps of reasoning that were judged, a mean over completions.", ""),
+    MetricHelp("requests", REWARD, "requests", "What was asked of a judge.", ""),
+    MetricHelp("unreadable", REWARD, "completions", "Completions whose verdict could not be read.", "Near 0."),
+    MetricHelp("*put_tokens", REWARD, "tokens", "What a judge read or wrote in this step.", ""),
+    MetricHelp("cost", REWARD, "", "What a judge cost in this step, at the price that was set.", ""),
     MetricHelp("timeouts", REWARD, "completions", "Completions whose reward function did not end in time.", "0."),
     MetricHelp("died", REWARD, "completions", "Completions whose reward process died.", "0."),
     MetricHelp("score", REWARD, "", "Mean score of the reward model. Only differences mean something.", "Stays bounded."),
@@ -130,6 +140,11 @@ HELP = (
     ),
     MetricHelp("policy_loss", POLICY, "", "The policy's part of the loss.", "Near 0."),
     MetricHelp("staleness", POLICY, "train steps", "How much newer the trained weights are than those that sampled.", "Low."),
+    MetricHelp("weight", POLICY, "", "Weight of a token that makes up for a sampler that computes otherwise.", "Close to 1."),
+    MetricHelp("bounded_fraction", POLICY, "share", "Tokens whose weight was bounded.", "Near 0."),
+    MetricHelp("effective_fraction", POLICY, "share", "Tokens that the weighted ones are worth.", "Above 0.9."),
+    MetricHelp("covariance", POLICY, "", "Mean covariance of log-probs and advantages.", ""),
+    MetricHelp("chosen_fraction", POLICY, "share", "Tokens of the highest covariance, which are treated apart.", "Small."),
     # -- critic
     MetricHelp("value_loss", CRITIC, "", "Squared error of the critic.", "Falls in the first steps, then follows the rewards."),
     MetricHelp(
@@ -156,7 +171,16 @@ HELP = (
         "logps/*", PREFERENCES, "nats", "Log-prob of whole answers.",
         "Chosen should not fall much; if it does, the model forgets what it should say.",
     ),
-    MetricHelp("kl_z0", PREFERENCES, "nats", "KTO's reference point: KL to the reference.", "Small, at least 0."),
+    MetricHelp("kl_baseline", PREFERENCES, "nats", "KTO's reference point: KL to the reference.", "Small, at least 0."),
+    MetricHelp("reward_shift", PREFERENCES, "", "BCO's running mean of implicit rewards.", "Moves slowly."),
+    MetricHelp("tied_fraction", PREFERENCES, "share", "Pairs of completions with the same reward. They teach nothing.", "Low."),
+    MetricHelp("reward_margin", PREFERENCES, "", "Reward of the better completion less that of the worse.", "Above 0."),
+    # -- distillation
+    MetricHelp("forward_kl", DISTILLATION, "nats a token", "KL from the teacher to the student.", "Falls."),
+    MetricHelp("teacher_agreement", DISTILLATION, "share", "Tokens that are the teacher's first choice too.", "Rises."),
+    MetricHelp("teacher_mass", DISTILLATION, "share", "The teacher's probability on the ids that are compared.", "Near 1."),
+    MetricHelp("entropy_bound", DISTILLATION, "nats a token", "Entropy of the student over these ids.", "Near the teacher's."),
+    MetricHelp("teacher_entropy_bound", DISTILLATION, "nats a token", "Entropy of the teacher over these ids.", "Level."),
     # -- generation
     MetricHelp(
         "response_length", GENERATION, "tokens", "Mean length of completions.",
@@ -177,6 +201,7 @@ HELP = (
         "0.3 to 0.6 on a GPU with long batches; lower for small models.",
     ),
     MetricHelp("num_bytes_moved", SPEED, "bytes", "Tensors that came from other devices for this call.", "Level."),
+    MetricHelp("prompts_in_part", GENERATION, "share", "Prompts that were longer than the model reads, and cut.", "Near 0."),
     MetricHelp("cached_fraction", SPEED, "share", "Outputs that came from the cache on disk.", "1 from the second epoch on."),
 )  # fmt: skip
 

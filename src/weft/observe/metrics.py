@@ -48,6 +48,8 @@ def finite(value: object) -> bool:
 def direction(name: str) -> int:
     """1 where more is better, -1 where less is, 0 where neither."""
     last = last_part(name)
+    if name.startswith(TIME):
+        return 0
     if any(last == word or last.endswith(f"_{word}") for word in RISING):
         return 1
     return -1 if any(last == word or last.endswith(f"_{word}") for word in FALLING) else 0
@@ -66,7 +68,7 @@ def headline(names: Iterable[str]) -> str | None:
 def rank(name: str) -> tuple[int, int]:
     """Sorts names by how much they tell: evaluation beside its metric, unknown ones last."""
     last = last_part(name)
-    place = TELLING.index(last) if last in TELLING else len(TELLING)
+    place = TELLING.index(last) if last in TELLING and not name.startswith(TIME) else len(TELLING)
     return place, 0 if name.startswith(EVAL) else 1
 
 

@@ -19,6 +19,7 @@ from weft.observe.renewal import Renewal
 from weft.observe.sinks import RunInfo, Sink, make_sinks
 from weft.observe.timeline import RUN, Timeline
 
+TRAINED_ON = {"rank", "loss"}  # keys of samples that the data hold, and not the model's answers
 METRICS, SAMPLES, TIMELINE, LOG = "metrics.jsonl", "samples.jsonl", "timeline.json", RUN_LOG
 
 
@@ -108,14 +109,16 @@ class Observer:
             sink.log(step, numbers)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Completions of a step: mappings with `prompt`, `completion` and what else is known (`id`, `reward`, `finished`)."""
+        """Samples of a step: mappings with `prompt`, `completion` and what else is known (`id`, `reward`, `finished`). The
+        terminal and loggers show those that the model wrote; rows of the data have a `rank` or a `loss`."""
         with self._told(SAMPLES):
             self._samples.extend({"step": step, **row} for row in rows)
-        if rows:
-            self._view.sample(step, rows[0])
-        if rows and step % self._every == 0:
+        written = [row for row in rows if not TRAINED_ON & row.keys()]
+        if written:
+            self._view.sample(step, written[0])
+        if written and step % self._every == 0:
             for sink in self._sinks:
-                sink.text(step, rows)
+                sink.text(step, written)
 
     @contextmanager
     def span(self, name: str, track: str = "", **args: Any) -> Iterator[None]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +16,25 @@ import yaml
 
 from weft.errors import ConfigError
 from weft.observe.jsonl import read_rows
+from weft.observe.masking import masked
 from weft.observe.metrics import finite
+from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import Span, read_spans
 
-CONFIG, STATUS, METRICS, SAMPLES = "config.yaml", "status.json", "metrics.jsonl", "samples.jsonl"
+CONFIG, STATUS, METRICS, RECORD = "config.yaml", "status.json", "metrics.jsonl", "run.json"
 HARDWARE, PROFILE = "hardware.txt", "profile"  # what the device is; the folder of traces
 TIMELINE, GRAPH, LOG = "timeline.json", "graph.svg", "log.txt"
 KNOWN = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
 LOG_LINES = 400
+NUMBERS = (float, int)
+HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20  # of a timeline, whose middle a long run's report leaves out
 QUIET_SECONDS = 600.0  # a run that has written nothing for so long is not called running
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of one run's directory. `lines` are those of metrics.jsonl that have a step, oldest first."""
+    """The contents of one run's directory. `lines` are those of metrics.jsonl that have a step, oldest first; `samples` are
+    those of a few steps; `record` says how the run was started."""
 
     directory: Path
     lines: Sequence[Mapping[str, Any]] = ()
@@ -38,6 +46,7 @@ class RunFiles:
     status: str = "unfinished"
     hardware: str = ""
     traces: Sequence[str] = ()  # of steps that were profiled, by their paths in the directory
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
@@ -54,20 +63,41 @@ class RunFiles:
         return cls(
             directory=directory,
             lines=[row for row in read_rows(directory / METRICS) if finite(row.get("step"))],
-            samples=[row for row in read_rows(directory / SAMPLES) if finite(row.get("step"))],
-            spans=read_spans(directory / TIMELINE),
+            samples=read_samples(directory / SAMPLES),
+            spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
             config=_config(directory / CONFIG),
             log=(_text(directory / LOG) or "").splitlines()[-LOG_LINES:],
             status=_status(directory),
             hardware=(_text(directory / HARDWARE) or "").strip(),
             traces=sorted(f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")),
+            record=_record(directory / RECORD),
         )
 
     @property
     def names(self) -> list[str]:
         """Every metric with a finite value, in the order of their first appearance."""
-        return list(dict.fromkeys(name for line in self.lines for name, value in line.items() if finite(value)))
+        return list(self._columns)
+
+    @cached_property
+    def _columns(self) -> dict[str, tuple[list[float], list[float]]]:
+        """Metric -> (steps, values), where it is finite; read once, since a long run has a million values."""
+        columns: dict[str, tuple[list[float], list[float]]] = {}
+        known = columns.get
+        for line in self.lines:
+            step = float(line["step"])
+            for name, value in line.items():
+                if type(value) in NUMBERS and isfinite(value):
+                    column = known(name)
+                    if column is None:
+                        column = columns[name] = ([], [])
+                    column[0].append(step)
+                    column[1].append(float(value))
+        return columns
+
+    @cached_property
+    def _gaps(self) -> Counter[str]:
+        return Counter(name for line in self.lines for name, value in line.items() if value is None)
 
     @property
     def title(self) -> tuple[str, str]:
@@ -78,12 +108,11 @@ class RunFiles:
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """(steps, values) of a metric, where it is finite."""
-        pairs = [(float(line["step"]), float(line[name])) for line in self.lines if finite(line.get(name))]
-        return [step for step, _ in pairs], [value for _, value in pairs]
+        return self._columns.get(name, ([], []))
 
     def not_finite(self, name: str) -> int:
         """Steps whose value of a metric was NaN or infinite."""
-        return sum(1 for line in self.lines if name in line and line[name] is None)
+        return self._gaps[name]
 
 
 def _text(path: Path) -> str | None:
@@ -95,6 +124,14 @@ def _config(path: Path) -> dict[str, Any]:
         loaded = yaml.safe_load(_text(path) or "")
     except yaml.YAMLError:
         return {}  # a report of what can be read is better than none
+    return masked(loaded) if isinstance(loaded, dict) else {}
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(_text(path) or "")
+    except ValueError:
+        return {}
     return loaded if isinstance(loaded, dict) else {}
 
 

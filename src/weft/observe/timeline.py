@@ -7,6 +7,8 @@ The file is a complete JSON array after every event: each one overwrites the clo
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -117,12 +119,14 @@ class Timeline:
             self._size = len(HEAD) + len(body)
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a file that may have lost its end; empty where there is none."""
+def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict[str, Any]]:
+    """The events of a file that may have lost its end; empty where there is none. With `head`, those of so many bytes at its
+    beginning and of `tail` bytes at its end, where it has more."""
     if not path.is_file():
         return []
+    content = path.read_bytes() if head is None else _ends(path, head, tail)
     events = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for line in content.decode("utf-8", errors="replace").split("\n"):
         text = line.strip().rstrip(",")
         if not text.startswith("{"):
             continue
@@ -130,27 +134,47 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             event = json.loads(text)
         except ValueError:
             continue
-        if {"name", "ph", "pid", "tid", "ts"} <= event.keys():
+        if all(key in event for key in ("name", "ph", "pid", "tid", "ts")):
             events.append(event)
     return events
 
 
-def read_spans(path: Path) -> list[Span]:
-    """What ran since the run's process last began, in order of time."""
-    events = read_events(path)
-    began = max((index for index, event in enumerate(events) if event["name"] == STARTED), default=0)
+def _ends(path: Path, head: int, tail: int) -> bytes:
+    """The first and the last bytes of a file, or all of it."""
+    with path.open("rb") as file:
+        first = file.read(head + tail)
+        size = os.fstat(file.fileno()).st_size
+        if size <= head + tail:
+            return first
+        file.seek(size - tail)
+        return first[:head] + b"\n" + file.read(tail)
+
+
+def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Span]:
+    """What ran, in order of time. Of steps that a restarted process did again, what the earlier one did is left out,
+    as is what it did in no step. `head` and `tail` as for `read_events`."""
+    events = read_events(path, head, tail)
     groups = {e["pid"]: e["args"]["group"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans = [
-        Span(
-            name=e["name"],
-            group=groups.get(e["pid"], RUN),
-            lane=lanes.get((e["pid"], e["tid"]), e["name"]),
-            start=e["ts"] / MICROSECONDS,
-            seconds=e["dur"] / MICROSECONDS,
-            step=e.get("args", {}).get("step"),
-        )
-        for e in events[began:]
-        if e["ph"] == "X"
-    ]
+    spans: list[Span] = []
+    again = math.inf  # the first step that a later process did
+    own, last = math.inf, True
+    for event in reversed(events):
+        if event["name"] == STARTED:
+            again, last = min(again, own), False
+        elif event["ph"] == "X":
+            step = event.get("args", {}).get("step")
+            if step >= again if step is not None else not last:
+                continue
+            own = own if step is None else min(own, step)
+            spans.append(
+                Span(
+                    name=event["name"],
+                    group=groups.get(event["pid"], RUN),
+                    lane=lanes.get((event["pid"], event["tid"]), event["name"]),
+                    start=event["ts"] / MICROSECONDS,
+                    seconds=event["dur"] / MICROSECONDS,
+                    step=step,
+                )
+            )
     return sorted(spans, key=lambda span: span.start)

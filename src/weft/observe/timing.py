@@ -1,18 +1,22 @@
-"""Where the time goes, for the report: the share of each call, and the last steps as bars on tracks."""
+"""Where the time goes, for the report: the share of each call, and what ran when in any step, as bars on tracks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 from weft.observe.charts import css, hue_of, ticks
 from weft.observe.metrics import TIME, duration, number
 from weft.observe.palette import GREY, Hue, role_hues
 from weft.observe.run_files import RunFiles
+from weft.observe.sample_rows import pick
 from weft.observe.timeline import HOST, ROLES, RUN, Span
 
 LAST_STEPS = 3
 LAST_SPANS = 60
+MOST_SPANS = 20_000  # that a page holds
 OTHER = "between the calls"
 GROUPS = (ROLES, HOST, RUN)
 
@@ -63,38 +67,110 @@ def share_html(run: RunFiles) -> str:
     )
 
 
-def last_steps(spans: Sequence[Span]) -> list[Span]:
-    """What ran in the last steps: by step where the spans know theirs, else the last few dozen."""
-    steps = sorted({span.step for span in spans if span.step is not None})[-LAST_STEPS:]
-    if not steps:
-        return list(spans[-LAST_SPANS:])
-    begin = min(span.start for span in spans if span.step in steps)
-    return [span for span in spans if span.start >= begin - 1e-6]
+@dataclass(frozen=True)
+class Spans:
+    """What ran, by step: `listed` holds the steps that can be shown, all of them unless there are very many."""
+
+    listed: Mapping[int | None, Sequence[Span]]
+    left_out: int = 0  # steps
+    hues: Mapping[str, Hue] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> Spans:
+        """Spans of no step belong to the nearest one before them."""
+        by_step: dict[int | None, list[Span]] = {}
+        now: int | None = None
+        for span in spans:
+            now = now if span.step is None else span.step
+            by_step.setdefault(now, []).append(span)
+        if len(by_step) > 1:
+            by_step.pop(None, None)
+        kept = _kept(by_step)
+        return cls(kept, len(by_step) - len(kept), node_hues(spans))
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(step for step in self.listed if step is not None)
+
+    def last(self) -> list[Span]:
+        """What ran in the last steps: by step where the spans know theirs, else the last few dozen."""
+        if not self.steps:
+            return [span for spans in self.listed.values() for span in spans][-LAST_SPANS:]
+        return sorted((s for step in self.steps[-LAST_STEPS:] for s in self.listed[step]), key=lambda span: span.start)
+
+    def data(self) -> dict[str, Any]:
+        """For the page's script: names with their colours, lanes, and by step `[name, lane, start, seconds]`, start in the
+        step."""
+        names = list(dict.fromkeys(span.name for spans in self.listed.values() for span in spans))
+        lanes = list(dict.fromkeys((s.group, s.lane) for spans in self.listed.values() for s in spans))
+        lanes.sort(key=lambda lane: GROUPS.index(lane[0]) if lane[0] in GROUPS else len(GROUPS))
+        tones = _tones([(name, self.hues.get(name, GREY)) for name in names])
+        name_at, lane_at = ({value: at for at, value in enumerate(listed)} for listed in (names, lanes))
+        steps = []
+        for step in self.steps:
+            spans = self.listed[step]
+            begin = min(span.start for span in spans)
+            rows = [
+                [name_at[s.name], lane_at[s.group, s.lane], round(s.start - begin, 4), round(s.seconds, 4)]
+                for s in spans
+            ]
+            steps.append({"step": step, "spans": rows})
+        styles = [f"{css(self.hues.get(name, GREY))};--tone:{tones[name]}%" for name in names]
+        return {"names": names, "styles": styles, "lanes": [lane for _, lane in lanes], "steps": steps}
 
 
-def gantt_html(spans: Sequence[Span]) -> str:
-    """Tracks of the last steps, a bar for each span; in words for those who do not see it."""
-    recent = last_steps(spans)
+def _kept(by_step: dict[int | None, list[Span]]) -> dict[int | None, list[Span]]:
+    """All steps, or, of a long run, the first, the last, the longest, and some of the others."""
+    total = sum(len(spans) for spans in by_step.values())
+    if total <= MOST_SPANS:
+        return by_step
+    count = max(20, MOST_SPANS * len(by_step) // total)
+    steps = sorted(step for step in by_step if step is not None)
+    longest = sorted(steps, key=lambda step: -sum(span.seconds for span in by_step[step]))[: count // 4]
+    chosen = {*longest, *steps[-count // 4 :], *pick(steps, count // 2)}
+    return {step: by_step[step] for step in steps if step in chosen}
+
+
+def gantt_html(spans: Spans) -> str:
+    """Tracks of the last steps, a bar for each span, in words for those who do not see it; the script shows any other step."""
+    recent = spans.last()
     begin, end = min(span.start for span in recent), max(span.start + span.seconds for span in recent)
     length = max(end - begin, 1e-6)
-    hues = node_hues(spans)
     lanes: dict[tuple[str, str], list[Span]] = {}
     for span in sorted(recent, key=lambda span: GROUPS.index(span.group) if span.group in GROUPS else len(GROUPS)):
         lanes.setdefault((span.group, span.lane), []).append(span)
-    rows = "".join(_lane(lane, members, begin, length, hues) for (_, lane), members in lanes.items())
+    rows = "".join(_lane(lane, members, begin, length, spans.hues) for (_, lane), members in lanes.items())
     marks = "".join(
         f'<span style="left:{100 * at / length:.2f}%">{escape(number(at))} s</span>'
         for at in ticks(0.0, length, 5)
         if at <= length
     )
     steps = sorted({span.step for span in recent if span.step is not None})
-    which = f"steps {number(steps[0])} to {number(steps[-1])}" if steps else "the last calls"
+    which = (
+        "the last calls" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    )
     return (
-        f'<p class="note">{which[0].upper()}{which[1:]}, {escape(duration(length))}. '
+        f"{_chooser(spans)}"
+        f'<p class="note"><span id="which">{which[0].upper()}{which[1:]}, {escape(duration(length))}.</span> '
         "The whole run is in <code>timeline.json</code>; "
         '<a href="https://ui.perfetto.dev" rel="noreferrer">Perfetto</a> opens it.</p>'
-        f'<div class="gantt" role="img" aria-label="{escape(_spoken(lanes, length))}">{rows}'
+        f'<div class="gantt" id="gantt" role="img" aria-label="{escape(_spoken(lanes, length))}">{rows}'
         f'<div class="axis">{marks}</div></div>'
+    )
+
+
+def _chooser(spans: Spans) -> str:
+    """Buttons and a slider for the step, where there are several."""
+    if len(spans.steps) < 2:
+        return ""
+    last = len(spans.steps) - 1
+    gaps = spans.left_out or spans.steps[-1] - spans.steps[0] >= len(spans.steps)
+    left_out = '<span class="hint">Some of the steps between are left out.</span>' if gaps else ""
+    return (
+        '<div class="tools js" hidden><button type="button" id="step-back" aria-label="The step before">‹</button>'
+        f'<label>Step <input id="step" type="range" min="0" max="{last}" value="{last}" aria-label="Step"></label>'
+        '<button type="button" id="step-on" aria-label="The next step">›</button>'
+        f'<button type="button" id="step-longest">Longest step</button>{left_out}</div>'
     )
 
 
@@ -106,7 +182,7 @@ def _lane(lane: str, spans: Sequence[Span], begin: float, length: float, hues: M
         left, width = 100 * (span.start - begin) / length, 100 * span.seconds / length
         told = f"{span.name}, {duration(span.seconds)}" + (f", step {span.step}" if span.step is not None else "")
         style = f"left:{left:.3f}%;width:{width:.3f}%;{css(hues.get(span.name, GREY))};--tone:{tones[span.name]}%"
-        label = f"<b>{escape(span.name)}</b>" if width > 2.5 + 1.15 * len(span.name) else ""
+        label = f"<b>{escape(span.name)}</b>" if width > 4 + 1.5 * len(span.name) else ""
         bars.append(f'<i style="{style}" title="{escape(told)}">{label}</i>')
     return (
         f'<div class="lane"><span class="lane-name">{escape(lane)}</span><div class="track">{"".join(bars)}</div></div>'

@@ -28,7 +28,7 @@ from weft.runtime.events import Announced, Events, Failed, Finished, Started, Ta
 from weft.runtime.group import SampleMeta
 from weft.runtime.locations import DRIVER as ON_DRIVER
 from weft.runtime.locations import Locations
-from weft.runtime.merge import merged
+from weft.runtime.merge import merged, merged_seen
 from weft.runtime.parameters import Parameters
 from weft.runtime.roles import Place
 from weft.runtime.saved import DRIVER, ENGINES, rank_folders, read_samples, write_samples
@@ -100,7 +100,8 @@ class DeviceGroup:
                     self._made(rank, result.outputs, again=rank not in first)
             whole = merged([results[rank] for rank in first], [len(own[rank]) for rank in first], ids)
             moved = float(sum(report.moved for report in ends.values()))
-            self.events.put(Finished(task, MFCResult(whole.outputs, {**whole.metrics, BYTES_MOVED: moved})))
+            metrics, seen = {**whole.metrics, BYTES_MOVED: moved}, merged_seen(results.values())
+            self.events.put(Finished(task, MFCResult(whole.outputs, metrics, seen)))
 
         def announced(rank: int, event: Announced) -> None:
             if rank in first:

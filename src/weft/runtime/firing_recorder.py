@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.data.sample import SequenceSample
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.observe.jsonl import StepFile
@@ -27,6 +28,8 @@ class FiringRecorder:
         generates = isinstance(followed, MFCDef) and followed.method == "generate"
         self._product = StepFile(directory / GENERATIONS) if generates else None
         self.rows: list[dict[str, Any]] = []
+        self._followed = followed.name
+        self._seen: SequenceSample | None = None  # of the last training call
 
     def truncate(self, step: int) -> None:
         """Forget what was generated beyond the recovery point."""
@@ -39,10 +42,12 @@ class FiringRecorder:
         track = f"{ROLES}/{node.role}" if isinstance(node, MFCDef) else f"{HOST}/{node.name}"
         about = {"step": step, "ids": len(firing.ids)}
         self._observer.ran(firing.node, track, outcome.started, outcome.seconds, **about)
+        if firing.node == self._followed:
+            self._seen = outcome.seen
 
     def stepped(self, ids: Sequence[str], step: int) -> None:
         """The step numbered `step` is over, which was made on these ids."""
-        self.rows = self._samples.rows(ids)
+        self.rows = self._samples.rows(ids, step, self._seen)
         if self._product is not None:
             for row in self._samples.generations(ids):
                 self._product.append({"step": step, **row})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult
 from weft.runtime.group import SECONDS, STARTED
 from weft.runtime.split import join
@@ -13,6 +14,15 @@ def merged(results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[st
     """`results` of the data-parallel parts of the batch `ids`, of so many ids each."""
     outputs = join([result.outputs for result in results], ids)
     return MFCResult(outputs, merged_metrics([result.metrics for result in results], counts))
+
+
+def merged_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
+    """What the ranks saw of a few ids, each id once; None where none of them kept any."""
+    made: dict[str, SequenceSample] = {}
+    for result in results:
+        for one in result.seen.unpack() if result.seen is not None else ():
+            made.setdefault(one.ids[0], one)
+    return SequenceSample.gather(list(made.values())) if made else None
 
 
 def merged_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:

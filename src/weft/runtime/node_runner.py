@@ -116,7 +116,7 @@ class NodeRunner:
             return result
         metrics = dict(result.metrics)
         started, seconds = metrics.pop(STARTED), metrics.pop(SECONDS)
-        return Outcome(run.firing, result.outputs, metrics, started, seconds, run.firing.ids)
+        return Outcome(run.firing, result.outputs, metrics, started, seconds, run.firing.ids, result.seen)
 
     def _next_event(self) -> Event:
         """Waits until something happens or a deadline is over."""

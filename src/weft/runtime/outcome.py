@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weft.data.sample import SequenceSample
 from weft.graph.mfc import MFCDef, Node
 from weft.graph.ready import Firing
 from weft.runtime.group import SampleMeta
@@ -20,6 +21,7 @@ class Outcome:
     started: float  # seconds since the epoch
     seconds: float
     kept: tuple[str, ...]  # ids that a filter let pass; all of them otherwise
+    seen: SequenceSample | None = None  # what the network made of a few ids, with its values
 
 
 def told(node: Node, firing: Firing) -> str:

@@ -1,8 +1,9 @@
-"""Completions as text: a few a step for samples.jsonl, all of them where the run's product is what it generates."""
+"""Samples as text: a few a step for samples.jsonl, all completions where the run's product is what it generates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.data.sample import SequenceSample
@@ -10,26 +11,41 @@ from weft.data.tokenizer import Tokenizer
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
 from weft.runtime.group import WorkerGroup
+from weft.runtime.pieces import Pieces
 
-SHOWN = 4  # completions of a step that go into samples.jsonl
+SHOWN = 4  # completions of a step between two that are shown in detail
+GROUPS, COMPLETIONS = 3, 8  # ids of a detailed step, and completions of each
+TOKENS, TEXT = 256, 8000  # of a completion: tokens that are told one by one; characters of a text that is kept
 NAMES = {"rewards": "reward", "scores": "score"}  # a key with one value a completion -> its name in a row
+REFERENCES = ("answer", "ground_truth", "solution", "target")  # columns of the data that say what is right
+BY_TOKEN = ("logprobs", "ref_logprobs", "loss_mask", "versions")
+PAIRS = ("rank", "comparison")
+
+
+def detailed(step: int) -> bool:
+    """Whether whole groups of this step are kept, token by token: every step at first, then about 45 in each power of ten."""
+    return step % max(1, 10 ** int(math.log10(max(step, 1))) // 5) == 0
 
 
 class Samples:
-    """Reads the completions of a graph that generates, while their tensors are still there."""
+    """Reads a few samples of a step, while their tensors are still there: completions of a graph that generates, else rows
+    that were trained on."""
 
     def __init__(self, graph: DataflowGraph, group: WorkerGroup, tokenizer: Tokenizer) -> None:
-        self._group, self._tokenizer = group, tokenizer
+        self._group, self._tokenizer, self._pieces = group, tokenizer, Pieces(tokenizer)
         calls = [node for node in graph.nodes if isinstance(node, MFCDef) and node.method == "generate"]
         self._generates = bool(calls) and "completion" in {key for node in calls for key in node.outputs}
         self._keys = list(dict.fromkeys(key for node in graph.nodes for key in node.outputs))
 
-    def rows(self, ids: Sequence[str]) -> list[dict[str, Any]]:
-        """The first completion of up to `SHOWN` ids: id, prompt, completion, and every key with one value each."""
-        if not self._generates:
-            return []
-        batch = self._group.fetch(ids[:SHOWN], ["prompt", "completion"], self._keys)
-        return [row for row in self._read(batch) if row["k"] == 0]
+    def rows(self, ids: Sequence[str], step: int, seen: SequenceSample | None = None) -> list[dict[str, Any]]:
+        """Samples of the step numbered `step`, which was made on `ids`. In a detailed step these are whole groups: a row a
+        completion, with values by token. In between they are the first completions of up to `SHOWN` ids that were generated.
+        `seen` is what training saw of a few ids: their log-probs or scores."""
+        if self._generates and not detailed(step):
+            batch = self._group.fetch(ids[:SHOWN], ["prompt", "completion"], self._keys)
+            return [row for _, row in self._read(batch) if row["k"] == 0]
+        chosen = self._generated(ids) if self._generates else self._trained(ids, step, seen)
+        return [] if chosen is None else list(self._detailed(chosen))
 
     def generations(self, ids: Sequence[str]) -> list[dict[str, Any]]:
         """Every completion of these ids: id, prompt, completion, completion_ids, logprobs, finish_reason."""
@@ -38,27 +54,106 @@ class Samples:
         if "logprobs" in batch.data:
             logprobs = batch.sequences("logprobs")
         rows = []
-        for row, completion, values in zip(self._read(batch), batch.sequences("completion"), logprobs, strict=True):
+        for (_, row), completion, values in zip(
+            self._read(batch), batch.sequences("completion"), logprobs, strict=True
+        ):
             finished = row.pop("finished", None)
             row |= {"completion_ids": completion.tolist(), "logprobs": None if values is None else values.tolist()}
             rows.append(row | {"finish_reason": None if finished is None else "stop" if finished else "length"})
         return rows
 
-    def _read(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
-        prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]
+    def _generated(self, ids: Sequence[str]) -> SequenceSample:
+        return self._group.fetch(ids[:GROUPS], ["prompt", "completion"], [*self._keys, "loss_mask"])
+
+    def _trained(self, ids: Sequence[str], step: int, seen: SequenceSample | None) -> SequenceSample | None:
+        """The rows of the step that training told of; None where it told of none, or this step is not shown."""
+        known = set(ids)
+        chosen = [] if seen is None or not detailed(step) else [id for id in seen.ids if id in known][:GROUPS]
+        if seen is None or not chosen:
+            return None
+        keys = ["prompt", "loss_mask", *PAIRS, *self._keys]
+        return self._group.fetch(chosen, ["completion"], keys).update(seen.select(ids=chosen))
+
+    def _detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
+        """A row for each completion, with what is known of its tokens."""
+        counts = batch.lengths["completion"].tolist()
+        held = {
+            key: batch.sequences(key)
+            for key in (*BY_TOKEN, "advantages")
+            if key in batch.data and batch.lengths[key].tolist() == counts
+        }
+        references = [batch.metadata[name] for name in REFERENCES if name in batch.metadata]
+        owners, completions = batch.group_of("completion").tolist(), batch.sequences("completion")
+        for index, row in self._read(batch):
+            if row["k"] >= COMPLETIONS:
+                continue
+            values = {key: each[index].tolist() for key, each in held.items()}
+            row |= _reference([column[owners[index]] for column in references])
+            row |= self._by_token(completions[index].tolist(), values)
+            if "finished" in row:
+                row["finish_reason"] = "stop" if row["finished"] else "length"
+            elif "rank" not in row and "logprobs" in values:
+                row |= _loss(values)
+            yield row
+
+    def _by_token(self, tokens: Sequence[int], values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """`tokens` as texts, and by token `logprobs`, `trained` (1 or 0) and `advantages`, where they differ from token to
+        token; `advantage`, their mean, and `log_ratio`, the sum of log-probs over the reference's."""
+        made: dict[str, Any] = {"tokens": self._pieces(tokens[:TOKENS])}
+        if "logprobs" in values:
+            made["logprobs"] = [round(value, 4) for value in values["logprobs"][:TOKENS]]
+        mask = values.get("loss_mask", [1.0] * len(tokens))
+        if not all(mask):
+            made["trained"] = [int(value != 0) for value in mask[:TOKENS]]
+        advantages = values.get("advantages", ())
+        if len(advantages) > 1 or (advantages and len(tokens) > 1):
+            made["advantage"] = sum(advantages) / len(advantages)
+            if min(advantages) < max(advantages):
+                made["advantages"] = [round(value, 4) for value in advantages[:TOKENS]]
+        if "logprobs" in values and "ref_logprobs" in values:
+            both = zip(values["logprobs"], values["ref_logprobs"], mask, strict=True)
+            made["log_ratio"] = sum(own - ref for own, ref, counts in both if counts)
+        return made
+
+    def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number of the completion in the batch, its row)."""
+        prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")] if "prompt" in batch.data else []
+        prompt_ids = prompt_ids or [[] for _ in batch.ids]
         bos = self._tokenizer.bos_id  # what the tokenizer begins with is no part of a row's prompt
         prompts = [self._tokenizer.decode(tokens[1:] if tokens[:1] == [bos] else tokens) for tokens in prompt_ids]
         lengths = batch.lengths["completion"]
         single = [k for k in batch.data if len(batch.lengths[k]) == len(lengths) and (batch.lengths[k] == 1).all()]
         columns = {
-            NAMES.get(key, key): batch.data[key].tolist() for key in single if key not in ("prompt", "completion")
+            NAMES.get(key, key): batch.data[key].tolist()
+            for key in single
+            if key not in ("prompt", "completion", *BY_TOKEN)
         }
         owners = batch.group_of("completion").tolist()
         for index, (owner, tokens) in enumerate(zip(owners, batch.sequences("completion"), strict=True)):
             row = {
                 "id": batch.ids[owner],
                 "k": index - int(batch.offsets["completion"][owner]),
-                "prompt": prompts[owner],
-                "completion": self._tokenizer.decode_after(prompt_ids[owner], tokens.tolist(), skip_special=True),
+                "prompt": _short(prompts[owner]),
+                "completion": _short(
+                    self._tokenizer.decode_after(prompt_ids[owner], tokens.tolist(), skip_special=True)
+                ),
             }
-            yield row | {name: values[index] for name, values in columns.items()}
+            yield index, row | {name: values[index] for name, values in columns.items()}
+
+
+def _short(text: str) -> str:
+    """A text without its middle where it is very long."""
+    return text if len(text) <= TEXT else f"{text[: TEXT // 2]} [...] {text[-TEXT // 2 :]}"
+
+
+def _reference(values: Sequence[Any]) -> dict[str, Any]:
+    """The answer that the data hold, as a row tells it."""
+    found = next((value for value in values if isinstance(value, str | int | float)), None)
+    return {} if found is None else {"answer": _short(str(found))}
+
+
+def _loss(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Cross-entropy of the trained tokens, a mean over them."""
+    mask = values.get("loss_mask", [1.0] * len(values["logprobs"]))
+    trained = [-value for value, counts in zip(values["logprobs"], mask, strict=True) if counts]
+    return {"loss": sum(trained) / len(trained)} if trained else {}

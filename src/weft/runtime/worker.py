@@ -79,18 +79,17 @@ class Worker:
             model = self.model(node.role, step, self._meshes[name], weights, or_newer=node.interruptible)
             model = replace(model, announce=self._announce(node, name, early), updates=updates)
             with labelled(name):
-                made, metrics = self._call(node, name, model, minibatches)
+                result = self._call(node, name, model, minibatches)
         except RunError as error:
             raise RunError(f"{where}: {error}") from error
         except Exception as error:
             error.add_note(f"in {where}")
             raise
         times = {STARTED: started, SECONDS: time.perf_counter() - clock}
-        return MFCResult(self.store.put(made) if made else None, {**metrics, **times})
+        made = self.store.put(result.outputs) if result.outputs else None
+        return MFCResult(made, {**result.metrics, **times}, result.seen)
 
-    def _call(
-        self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta]
-    ) -> tuple[SequenceSample | None, Mapping[str, float]]:
+    def _call(self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta]) -> MFCResult:
         ids = owners(minibatches)
         batch = read_inputs(self.store, node, ids) if ids else no_values(minibatches[0])
         limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
@@ -102,7 +101,7 @@ class Worker:
             given = take(batch, minibatches) if node.trains else batch
             result = getattr(self._interfaces[name], node.method)(model, given)
         self._hooks(node.post_hooks, model, self._meshes[name], before=False)
-        return on_edges(node, result.outputs, ids), result.metrics
+        return replace(result, outputs=on_edges(node, result.outputs, ids))
 
     def _announce(self, node: MFCDef, name: str, early: Outbox | None) -> Callable[[SequenceSample], None] | None:
         if early is None:

@@ -1,0 +1,134 @@
+"""Show the runs of a folder in a browser: a list, the page of each, comparisons.
+Pages renew themselves while runs go on."""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import secrets
+import signal
+import threading
+import webbrowser
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from weft.cli.parsing import Parser
+from weft.errors import ConfigError
+from weft.observe.dashboard import NOT_FOUND, Answer, Dashboard
+
+HOST = "127.0.0.1"  # this machine alone
+PORT = 8808
+LOOPBACK = ("127.0.0.1", "localhost")
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+QUIET_SECONDS = 15.0  # a connection that sends nothing for so long is closed
+EPILOG = """The address holds a token: whoever has it can read the runs.
+Only this machine can ask.
+For runs on a remote machine: ssh -L 8808:127.0.0.1:8808 MACHINE
+
+examples:
+  weft dashboard
+  weft dashboard /data/runs --open"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(prog="weft dashboard", description=__doc__, epilog=EPILOG)
+    made.add_argument(
+        "folder", metavar="DIR", nargs="?", type=Path, default=Path("runs"), help="folder of runs (./runs)"
+    )
+    made.add_argument(
+        "--port", type=int, default=None, help=f"port to listen at ({PORT}, or a free one; 0: a free one)"
+    )
+    made.add_argument("--open", action="store_true", help="open a browser")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until Ctrl-C or SIGTERM. Raises `ConfigError` for a folder that is not there, and a port that is taken."""
+    given = parser().parse_args(list(argv))
+    folder = given.folder.expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give the folder that holds runs, such as ./runs")
+    if not folder.exists() and given.folder != Path("runs"):
+        raise ConfigError(f"{folder}: there is no such folder; give the folder that holds runs, such as ./runs")
+    from weft.launch.status import is_alive
+
+    token = secrets.token_urlsafe(16)
+    server = listen(Dashboard(folder, is_alive), token, given.port)
+    address = f"http://{HOST}:{server.server_address[1]}/{token}/"
+    ended = threading.Event()
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, lambda *_: ended.set())
+    thread = threading.Thread(target=server.serve_forever, name="weft-dashboard", daemon=True)
+    thread.start()
+    print(f"runs in {folder}: {address}\nCtrl-C ends it", flush=True)
+    if given.open and not webbrowser.open(address):
+        print("no browser was found; open the address yourself", flush=True)
+    ended.wait()
+    server.shutdown()
+    server.server_close()
+    print("ended", flush=True)
+    return 0
+
+
+def listen(dashboard: Dashboard, token: str, port: int | None = None) -> ThreadingHTTPServer:
+    """A server that answers on loopback to whoever knows the token. Raises `ConfigError` where it cannot have the port."""
+    if port is not None and not 0 <= port <= 65535:
+        raise ConfigError(f"--port={port}: must be from 0 to 65535")
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        server_version, sys_version = "weft", ""
+        timeout = QUIET_SECONDS
+
+        def do_GET(self) -> None:
+            self._send(
+                respond(
+                    dashboard, token, self.path, self.headers.get("Host", ""), self.headers.get("If-None-Match", "")
+                )
+            )
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: addresses hold the token."""
+
+        def _send(self, answer: Answer) -> None:
+            body = answer.body.encode("utf-8", errors="replace")
+            kind = "text/html" if answer.status == 200 else "text/plain"
+            self.send_response(answer.status)
+            for name, value in {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
+                self.send_header(name, value)
+            if answer.tag:
+                self.send_header("ETag", answer.tag)
+            if answer.status != 304:
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if answer.status != 304:
+                self.wfile.write(body)
+
+    for tried in (PORT, 0) if port is None else (port,):
+        try:
+            return ThreadingHTTPServer((HOST, tried), Handler)
+        except OSError as error:
+            if port is not None:
+                raise ConfigError(f"--port={port}: {error.strerror}; choose another port, or leave it out") from error
+    raise ConfigError("no port is free on this machine")
+
+
+def respond(dashboard: Dashboard, token: str, target: str, host: str, known: str = "") -> Answer:
+    """What a request gets. Without the token, or under another machine's name, nothing is said of any run."""
+    if host.rpartition(":")[0] not in LOOPBACK:
+        return Answer(403, "This address is for this machine alone.")
+    split = urlsplit(target)
+    given, _, page = unquote(split.path).removeprefix("/").partition("/")
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        return Answer(403, "The address lacks its token; take the one that weft dashboard printed.")
+    if "/" in page:
+        return NOT_FOUND
+    return dashboard.answer(page, parse_qs(split.query), known)

@@ -1,0 +1,193 @@
+"""The samples of a run as a report shows them: whole groups side by side, pairs with their scores, rows with their loss.
+
+Without the page's script all steps stand one under the other; with it one chooses a step, searches, and colours tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from weft.observe.metrics import finite, headline, number, title
+from weft.observe.page import shown, visible
+from weft.observe.run_files import RunFiles
+from weft.observe.sample_rows import Group, groups
+
+SHOWN = (
+    "step", "id", "k", "prompt", "completion", "reward", "score", "answer", "tokens", "logprobs", "advantages", "trained",
+    "rank", "comparison", "margin", "finished", "finish_reason", "advantage", "log_ratio", "loss",
+)  # fmt: skip
+COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
+
+
+def heading(run: RunFiles) -> str:
+    """What the samples are."""
+    rows = run.samples
+    if any("rank" in row for row in rows):
+        return "Pairs"
+    return "Samples" if rows and all("reward" not in row and "loss" in row for row in rows) else "Completions"
+
+
+def completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
+    """(samples of several steps, what the script needs to colour their tokens)."""
+    by_step = groups(run.samples)
+    tokens: list[dict[str, Any]] = []
+    rewards = [value for row in run.samples if (value := _worth(row)) is not None]
+    span = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
+    told = _batch(run)
+    tabs = "".join(_tab(step, told, chosen=step == max(by_step)) for step in by_step)
+    panels = "".join(
+        f'<div class="panel" data-step="{step:g}"><h3>Step {number(step)}{_beside(step, told)}</h3>'
+        + "".join(group_html(group, span, tokens) for group in found)
+        + "</div>"
+        for step, found in by_step.items()
+    )
+    return f'{_tools(tokens)}<div class="tabs" role="group" aria-label="Step">{tabs}</div>{panels}', tokens
+
+
+def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:
+    """Search, and what tokens are coloured by."""
+    choices = [
+        f'<option value="{key}">{word}</option>' for key, word in COLOURS.items() if any(key in t for t in tokens)
+    ]
+    colour = (
+        f'<label>Colour tokens by <select id="colour"><option value="">nothing</option>{"".join(choices)}</select></label>'
+        if choices
+        else ""
+    )
+    return (
+        '<div class="tools js" hidden><input id="search" class="filter" type="search" placeholder="Search prompts and answers" '
+        f'aria-label="Search prompts and answers">{colour}<output id="found"></output></div>'
+    )
+
+
+def _batch(run: RunFiles) -> tuple[str, Mapping[float, float]]:
+    """(the headline's name, step -> its mean over the whole batch): the same numbers as the curve's."""
+    name = headline(run.names)
+    if name is None:
+        return "", {}
+    return title(name), dict(zip(*run.series(name), strict=True))
+
+
+def _tab(step: float, told: tuple[str, Mapping[float, float]], *, chosen: bool) -> str:
+    return (
+        f'<button type="button" data-step="{step:g}" aria-pressed="{str(chosen).lower()}">Step {number(step)}'
+        f"{_beside(step, told)}</button>"
+    )
+
+
+def _beside(step: float, told: tuple[str, Mapping[float, float]]) -> str:
+    name, values = told
+    return f"<small>batch {escape(name)} {number(values[step])}</small>" if step in values else ""
+
+
+def group_html(group: Group, span: tuple[float, float], tokens: list[dict[str, Any]]) -> str:
+    """One prompt with all of its answers side by side."""
+    asked = f'<div class="prompt" tabindex="0" aria-label="prompt">{shown(group.prompt)}</div>' if group.prompt else ""
+    right = ""
+    if group.answer:
+        right = f'<div class="reference" tabindex="0"><b>Reference</b> {shown(group.answer)}</div>'
+    answers = "".join(_answer(group, place, span, tokens) for place in range(len(group.rows)))
+    return (
+        f'<article class="group-of" data-columns="{columns(len(group.rows))}"><header>{_about(group)}</header>{asked}{right}'
+        f'<div class="answers">{answers}</div></article>'
+    )
+
+
+def columns(count: int) -> int:
+    """Answers beside each other, so that no row is left nearly empty."""
+    return count if count <= 4 else 3 if count in (5, 6, 9) else 4
+
+
+def _about(group: Group) -> str:
+    """The group in a line."""
+    facts = [f"id {group.id}"] if group.id is not None else []
+    worth = [value for row in group.rows if (value := _worth(row)) is not None]
+    if group.pair and len(worth) > 1:
+        gap = worth[0] - worth[-1]
+        facts.append(f"margin {number(gap)}, {'right' if gap > 0 else 'wrong'} order")
+    elif len(worth) > 1:
+        facts.append(f"mean reward of these {len(worth)}: {number(sum(worth) / len(worth))}")
+        facts.append(f"from {number(min(worth))} to {number(max(worth))}")
+    return "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+
+
+def _worth(row: Mapping[str, Any]) -> float | None:
+    """What an answer was judged: its reward, score or log-ratio."""
+    found = next((row[name] for name in ("reward", "score") if finite(row.get(name))), None)
+    if found is None and finite(row.get("log_ratio")) and "rank" in row:
+        found = row["log_ratio"]
+    return None if found is None else float(found)
+
+
+def _answer(group: Group, place: int, span: tuple[float, float], tokens: list[dict[str, Any]]) -> str:
+    row = group.rows[place]
+    said = shown(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    return (
+        f'<div class="answer">{_verdict(group, place)}<div class="completion" tabindex="0" aria-label="answer"'
+        f"{marked(row, tokens)}>{said}</div><footer>{facts(row, span)}</footer></div>"
+    )
+
+
+def _verdict(group: Group, place: int) -> str:
+    """Which answer of a pair it is."""
+    if not group.pair:
+        return ""
+    best, worst = place == 0, place == len(group.rows) - 1
+    word = "chosen" if best else "rejected" if worst else f"rank {place + 1}"
+    return f'<p class="verdict {"good" if best else "bad" if worst else ""}">{word}</p>'
+
+
+def marked(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
+    """The place of its tokens in the script's data, where they are known."""
+    pieces = row.get("tokens")
+    if not isinstance(pieces, list):
+        return ""
+    kept: dict[str, Any] = {"t": [visible(str(piece)) for piece in pieces]}
+    for name in ("logprobs", "advantages", "trained"):
+        values = row.get(name)
+        if isinstance(values, list) and len(values) == len(pieces) and all(finite(each) for each in values):
+            kept[name] = values
+    if "advantages" not in kept and finite(row.get("advantage")):
+        kept["advantages"] = [round(float(row["advantage"]), 4)] * len(pieces)
+    tokens.append(kept)
+    return f' data-tokens="{len(tokens) - 1}"'
+
+
+def facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
+    """What is known of an answer, the telling parts first."""
+    told = ""
+    reward, name = row.get("reward", row.get("score")), "reward" if "reward" in row else "score"
+    if isinstance(reward, int | float) and finite(reward):
+        low, high = span
+        share = 100 * (float(reward) - low) / (high - low) if high > low else 100.0
+        told += (
+            f'<span class="reward">{name} <b>{number(float(reward))}</b>'
+            f'<i class="meter" aria-hidden="true"><i style="width:{share:.0f}%"></i></i></span>'
+        )
+    for key, word in (("loss", "loss"), ("advantage", "advantage")):
+        if finite(row.get(key)):
+            told += f"<span>{word} <b>{number(float(row[key]))}</b></span>"
+    if finite(row.get("log_ratio")):
+        told += f"<span>log-prob over reference <b>{number(float(row['log_ratio']))}</b></span>"
+    values = row.get("logprobs")
+    if isinstance(values, list) and values and all(finite(each) for each in values) and "loss" not in row:
+        told += f"<span>log-prob a token {number(sum(values) / len(values))}</span>"
+    return told + _finish(row) + "".join(_fact(key, value) for key, value in row.items() if key not in SHOWN)
+
+
+def _finish(row: Mapping[str, Any]) -> str:
+    reason = row.get("finish_reason")
+    if reason is None and finite(row.get("finished")):
+        reason = "stop" if row["finished"] else "length"
+    if reason not in ("stop", "length"):
+        return ""
+    return "<span>ended by itself</span>" if reason == "stop" else '<span class="warn">cut by length</span>'
+
+
+def _fact(name: str, value: Any) -> str:
+    if not finite(value) and not isinstance(value, str):
+        return ""
+    text = number(float(value)) if finite(value) else str(value)
+    return f"<span>{escape(name.replace('_', ' '))} {escape(text)}</span>" if len(text) <= 40 else ""

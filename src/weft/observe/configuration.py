@@ -1,0 +1,151 @@
+"""How a run was set up, for its report: what started it, the options that are not the defaults, and all of them."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from weft import registry
+from weft.errors import UserError
+from weft.observe.page import folded, shown
+from weft.observe.run_files import RunFiles
+from weft.options import leaves
+
+NAMES = ("experiment_name", "trial_name", "fileroot")  # of the run itself, never a difference
+MARKS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")  # groups of options that name an algorithm
+ABSENT = object()
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested options by their dotted names; an empty mapping is a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def algorithm(run: RunFiles) -> str | None:
+    """The quickstart that the run is of."""
+    said = run.record.get("algorithm")
+    return str(said) if said else next((name for name in MARKS if name in run.config), None)
+
+
+def defaults(run: RunFiles) -> dict[str, Any] | None:
+    """Option -> its default in the run's quickstart; None where that is not known here."""
+    name = algorithm(run)
+    try:
+        if name is None or ":" in name or name not in registry.quickstarts:  # a report runs no code of a run
+            return None
+        base = registry.quickstarts.get(name)()
+    except UserError:
+        return None
+    return {leaf.name: list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default for leaf in leaves(base)}
+
+
+def changed(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
+    """Option -> (value, default) where they differ; None where the defaults are not known."""
+    usual = defaults(run)
+    if usual is None:
+        return None
+    return {
+        name: (value, usual.get(name))
+        for name, value in flat(run.config)
+        if name not in NAMES and value != usual.get(name, None if unset(value) else ABSENT)
+    }
+
+
+def configuration(run: RunFiles) -> str:
+    """What started the run, what differs from the defaults, then every option behind a click."""
+    parts = [started(run)]
+    different = changed(run)
+    if different:
+        rows = "".join(
+            f'<tr><th scope="row">{escape(name)}</th><td>{shown(written(value))}</td>'
+            f'<td class="quiet">{shown(written(default))}</td></tr>'
+            for name, (value, default) in different.items()
+        )
+        parts.append(
+            f'<div class="card"><h3>Not the defaults of {escape(algorithm(run) or "")}</h3><div class="scroll">'
+            '<table class="settings"><thead><tr><th scope="col">option</th><th scope="col">this run</th>'
+            f'<th scope="col">default</th></tr></thead><tbody>{rows}</tbody></table></div></div>'
+        )
+    if run.config:
+        parts.append(_everything(run) if different is None else folded("All options", _everything(run), "all options"))
+    return "".join(parts)
+
+
+def _everything(run: RunFiles) -> str:
+    return (
+        '<div class="tools js" hidden>'
+        '<input id="filter" class="filter" type="search" placeholder="Filter options" aria-label="Filter options">'
+        '<label><input id="unset" class="all" type="checkbox"> show unset</label></div>'
+        f'<div class="options">{options(run.config)}</div>'
+    )
+
+
+def started(run: RunFiles) -> str:
+    """Command, commit, host and versions, as run.json tells them; earlier starts in a line."""
+    starts = run.record.get("starts")
+    listed = [each for each in starts if isinstance(each, Mapping)] if isinstance(starts, list) else []
+    if not listed:
+        return ""
+    last = listed[-1]
+    command, versions = last.get("command"), last.get("versions")
+    words = shlex.join(map(str, command)) if isinstance(command, list) else str(command or "")
+    commit = str(last.get("commit") or "")
+    facts = [
+        ("commit", f"{commit.rstrip('+')}{' with changes' if commit.endswith('+') else ''}"),
+        ("started", _when(last.get("time"))),
+        ("host", str(last.get("host") or "")),
+        ("folder", str(last.get("folder") or "")),
+        ("versions", ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, Mapping) else ""),
+        ("hardware", str(last.get("hardware") or run.hardware)),
+        ("earlier starts", ", ".join(f"{_when(s.get('time'))} at step {s.get('step', 0)}" for s in listed[:-1])),
+    ]
+    rows = "".join(f"<div><dt>{name}</dt><dd>{shown(text)}</dd></div>" for name, text in facts if text)
+    code = f'<pre class="command" tabindex="0">{shown(words)}</pre>' if words else ""
+    return f'<div class="card"><h3>How it was started</h3>{code}<dl class="facts">{rows}</dl></div>'
+
+
+def _when(seconds: Any) -> str:
+    known = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if known else ""
+
+
+def options(config: Mapping[str, Any]) -> str:
+    """Every option under its dotted name; a block for each top-level group."""
+    alone = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
+    blocks = {"run": alone} | {name: value for name, value in config.items() if isinstance(value, Mapping)}
+    parts = []
+    for group, values in blocks.items():
+        rows = "".join(_option(name, value) for name, value in flat(values))
+        parts.append(f'<section class="group"><h3>{escape(str(group))}</h3><dl>{rows}</dl></section>' if rows else "")
+    return "".join(parts)
+
+
+def _option(name: str, value: Any) -> str:
+    kind = "option unset" if unset(value) else "option"
+    return f'<div class="{kind}"><dt>{escape(name)}</dt><dd>{shown(written(value))}</dd></div>'
+
+
+def unset(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, list | Mapping) and not value)
+
+
+def written(value: Any) -> str:
+    """A value for people."""
+    if unset(value) or value is ABSENT:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {written(each)}" for key, each in value.items()) + "}"
+    return (
+        ", ".join(written(each) for each in value)
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else str(value)
+    )

@@ -1,0 +1,106 @@
+"""The frame of every page: one file that asks the network for nothing, and lets no script run but its own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+TEMPORARY = ".tmp"
+CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+HERE = Path(__file__).parent
+SCRIPTS = ("curves.js", "completions.js", "timeline.js", "page.js")  # one after the other, in one scope
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page, with its entry in the bar at the top."""
+
+    name: str
+    heading: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page holds. One with a `live` tag, which its server knows this version by, renews itself from where it was loaded;
+    `home` is where its mark leads."""
+
+    title: str
+    top: str
+    sections: Iterable[Section]
+    footer: str
+    data: Any = field(default_factory=dict)
+    live: str = ""
+    home: str = "#top"
+
+    def html(self) -> str:
+        """The whole page as text."""
+        there = [section for section in self.sections if section.content]
+        code = script()
+        return Template(_read("report.html")).substitute(
+            title=escape(self.title),
+            css=_read("report.css"),
+            home=escape(self.home),
+            nav="".join(f'<a href="#{one.name}">{escape(one.heading)}</a>' for one in there),
+            body=self.top + "".join(_section(one) for one in there),
+            footer=self.footer,
+            data=embedded(self.data),
+            live=f' data-live="{escape(self.live)}"' if self.live else "",
+            js=code,
+            connect="'self'" if self.live else "'none'",
+            script_hash="sha256-" + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
+        )
+
+
+def script() -> str:
+    """The page's script."""
+    return "(() => {\n" + '"use strict";\n' + "\n".join(_read(name) for name in SCRIPTS) + "\n})();"
+
+
+def _section(one: Section) -> str:
+    return (
+        f'<section id="{one.name}" aria-labelledby="{one.name}-heading"><h2 id="{one.name}-heading">'
+        f"{escape(one.heading)}</h2>{one.content}</section>"
+    )
+
+
+def write(path: Path, text: str) -> Path:
+    """Put a page where it belongs, whole at any moment."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    temporary.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(temporary, path)
+    return path
+
+
+def folded(summary: str, content: str, key: str) -> str:
+    """Content behind a click; `key` is what it is known by when the page renews itself."""
+    return f'<details data-key="{escape(key)}"><summary>{summary}</summary>{content}</details>'
+
+
+def embedded(value: Any) -> str:
+    """JSON inside a script element: no text in it can end the element."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def shown(text: str) -> str:
+    """Text that came from data, as HTML that shows it and nothing else."""
+    return escape(visible(text))
+
+
+def visible(text: str) -> str:
+    """Control signs made visible."""
+    return text.translate(CONTROL)
+
+
+@cache
+def _read(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")

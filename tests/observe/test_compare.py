@@ -1,0 +1,115 @@
+"""Runs on one page: which was better, what differs, what they said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.observe.test_report import EVIL, Page, line, write_run
+from weft.errors import UserError
+from weft.observe import compare
+from weft.observe.compare import build_comparison, comparison_charts, differing, named, verdict
+from weft.observe.run_files import RunFiles
+
+
+def lines(slope: float, **more: Any) -> str:
+    rows = [line(s) | {"reward/reward": slope * s, "actor_train/kl": 0.1} | more for s in range(1, 21)]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def config(trial: str, lr: float) -> str:
+    return yaml.safe_dump(
+        {"experiment_name": "exp", "trial_name": trial, "actor": {"optimizer": {"lr": lr, "eps": 1e-8}}}
+    )
+
+
+def two(tmp_path: Path) -> list[Path]:
+    return [
+        write_run(tmp_path / "exp" / "slow", metrics__jsonl=lines(0.1), config__yaml=config("slow", 1e-5)),
+        write_run(tmp_path / "exp" / "fast", metrics__jsonl=lines(0.4), config__yaml=config("fast", 1e-4)),
+    ]
+
+
+def test_the_page_says_which_run_was_better_and_why(tmp_path: Path) -> None:
+    page = Page(build_comparison(two(tmp_path), tmp_path / "c.html").read_text())
+    assert page.sections() == ["top", "settings", "metrics", "curves", "answers"]
+    assert "fast ended with the higher reward: 7.8 against 1.95 (slow)." in page.text
+    assert "They differ in actor.optimizer.lr (1e-05, 0.0001)." in page.text
+    assert "actor.optimizer.eps" not in page.text
+    assert "7.8 ✓" in page.text and "1.95 ✓" not in page.text
+    assert page.text.count("q12") == 1 and page.text.count("a12") == 2
+
+
+def test_a_metric_is_drawn_once_with_a_line_a_run(tmp_path: Path) -> None:
+    runs = named([RunFiles.read(path) for path in two(tmp_path)])
+    found = comparison_charts(runs)
+    assert [(chart.title, [item.label for item in chart.lines]) for chart in found[:2]] == [
+        ("reward", ["slow", "fast"]),
+        ("loss", ["slow", "fast"]),
+    ]
+    assert len({chart.title for chart in found}) == len(found)
+    assert [item.run for item in found[0].lines] == [0, 1]
+
+
+def test_measures_of_nodes_with_other_names_meet(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    (other / "metrics.jsonl").write_text(lines(0.4).replace("reward/reward", "rew_inf/reward"))
+    runs = named([RunFiles.read(path) for path in (one, other)])
+    assert "fast</b> ended with the higher reward" in verdict(runs)
+    assert [item.label for item in comparison_charts(runs)[0].lines] == ["slow", "fast"]
+
+
+def test_a_loss_is_better_where_it_is_lower_but_not_a_policys(tmp_path: Path) -> None:
+    texts = [
+        "".join(json.dumps({"step": s, "train/loss": value / s, "train/grad_norm": 1.0}) + "\n" for s in range(1, 21))
+        for value in (1.0, 2.0)
+    ]
+    runs = [write_run(tmp_path / name, metrics__jsonl=text) for name, text in zip(("a", "b"), texts, strict=True)]
+    page = Page(build_comparison(runs, tmp_path / "c.html").read_text())
+    assert "ended with the lower loss" in page.text and "0.05132 ✓" in page.text
+    rl = Page(build_comparison(two(tmp_path), tmp_path / "d.html").read_text())
+    assert "0.05132 ✓" not in rl.text, "the reward decides, and a policy's loss says nothing"
+
+
+def test_runs_that_share_nothing_and_runs_that_are_alike(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    alike = named([RunFiles.read(path) for path in (one, one)])
+    assert "ended alike" in verdict(alike) and differing(alike) == {}
+    assert len({each.label for each in alike}) == 1, "they have the same folder"
+    (other / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    assert "share no metric" in verdict(named([RunFiles.read(path) for path in (one, other)]))
+    for name in ("samples.jsonl", "config.yaml", "metrics.jsonl"):
+        (other / name).unlink()
+        assert "compared" in build_comparison([one, other], tmp_path / "c.html").read_text()
+
+
+def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
+    runs = two(tmp_path)
+    for run in runs:
+        row = {
+            "step": 1,
+            "id": EVIL,
+            "prompt": EVIL,
+            "completion": EVIL,
+            "answer": EVIL,
+            "tokens": [EVIL],
+            "logprobs": [-1],
+        }
+        (run / "samples.jsonl").write_text(json.dumps(row) + "\n")
+        name = f"{run.name}{EVIL[:-2]}"
+        (run / "config.yaml").write_text(yaml.safe_dump({"trial_name": name, "o": {EVIL[:-2]: name}}))
+    page = Page(build_comparison(runs, tmp_path / "c.html").read_text())
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert not any(attrs.get("src") == "x" or "onerror" in attrs for _, attrs in page.tags)
+    assert json.loads(page.data)["tokens"]
+
+
+def test_how_many_runs_a_page_takes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for count in (1, compare.MOST + 1):
+        with pytest.raises(UserError, match=f"{count} runs: a comparison takes 2 to {compare.MOST}"):
+            build_comparison([run] * count, tmp_path / "c.html")
