@@ -59,7 +59,7 @@ GLOBAL_FLAGS = {
     "--debug": "with any command: show the traceback of an error",
 }
 TRAINING = ("quickstart", "start", "demo")
-BARE = ("quickstart", "demo", "ls")  # that need no word; the others alone print their help
+BARE = ("quickstart", "demo", "ls", "dashboard")  # that need no word; the others alone print their help
 SUPERVISED = ("quickstart", "start")
 INTERRUPTED = 130
 SPEAKS_SECONDS = 5.0
