@@ -241,7 +241,7 @@ def fails():
     threading.Thread(target=work, name=weft.WORKER, daemon=True).start()
     raise RunError("the run failed")
 
-weft._dispatch = lambda words, **more: fails()
+weft.dispatch = lambda words, **more: fails()
 sys.argv = ["weft", "quickstart"]
 sys.exit(weft.main())
 """

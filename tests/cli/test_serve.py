@@ -62,7 +62,7 @@ def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "nothing to serve"),
+        (["--no-token"], "nothing to serve"),
         (["m", "--http-port", "70000"], "--http-port=70000"),
         (["m", "--max-load", "0"], "--max-load=0"),
         (["m", "--no-token", "--host", "0.0.0.0"], "--no-token is for"),
