@@ -123,3 +123,12 @@ def test_rows_left_out_are_told_and_columns_that_nobody_reads_are_details() -> N
     made = plan(grpo(Path(), "runs").build(), counts=(SourceCount("rows", "prompt", 7, 0, 7, report),))
     assert made.notes == ["rows: of 9 rows, 2 left out (max_seqlen=4)"]
     assert "rows: columns that rows of type prompt do not use: source" in made.details
+
+
+def test_without_data_and_the_device_the_plan_has_what_is_known() -> None:
+    experiment = ppo(Path(), "runs").build()
+    facts = {role: {"family": "llama", "num_parameters": 7_000_000_000} for role in experiment.roles}
+    made = plan_of(experiment, None, facts, {"hardware": "a GPU of 80 GB"}, None, forecast(experiment, 60.0))
+    rows = dict(made.rows)
+    assert rows["data"] == "not read, so the number of steps is not known" and rows["device"] == "a GPU of 80 GB"
+    assert "step" not in rows and "memory" not in rows and not any("torch" in line for line in made.whole())

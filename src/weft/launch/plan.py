@@ -25,30 +25,31 @@ Facts = Mapping[str, Mapping[str, Any]]
 
 def plan_of(
     experiment: Experiment,
-    horizon: Horizon,
+    horizon: Horizon | None,
     facts: Facts,
     numerics: Mapping[str, Any],
-    data: LoadedData,
+    data: LoadedData | None,
     expected: Forecast,
 ) -> Plan:
     """`facts` are the engines' descriptions by role; `numerics` says threads, under `hardware`, in a line, what a device is,
-    and under `memory` its bytes; `expected` is the memory that the run will need."""
-    rows = [
-        ("nodes", " -> ".join(", ".join(names) for names in _levels(experiment))),
-        ("data", _data(experiment, horizon)),
-        *_counts(experiment, horizon),
-        *_models(experiment, facts),
-    ]
-    if (room := memory_row(expected, _held(experiment), numerics["memory"])) is not None:
+    and under `memory` its bytes (`hardware` alone for a device that is not here); `expected` is the memory that the run will
+    need. Without `data` and `horizon` the data were not read."""
+    rows = [("nodes", " -> ".join(", ".join(names) for names in _levels(experiment)))]
+    if horizon is None:
+        rows.append(("data", "not read, so the number of steps is not known"))
+    else:
+        rows += [("data", _data(experiment, horizon)), *_counts(experiment, horizon)]
+    rows += _models(experiment, facts)
+    if "memory" in numerics and (room := memory_row(expected, _held(experiment), numerics["memory"])) is not None:
         rows.append(("memory", room))
     several = experiment.num_devices > 1
     if several:
         rows.append(("layouts", _layouts(experiment)))
     rows.append(("devices" if several else "device", _device(experiment, numerics)))
-    unused = {note for count in data.counts for note in count.unused_notes()}
-    notes = [note for note in data.notes if note not in unused]
-    details = _details(experiment, horizon, facts, data, expected)
-    return Plan(rows, notes, [*details, *(note for note in data.notes if note in unused), _versions(numerics)])
+    told = () if data is None else data.notes
+    unused = set() if data is None else {note for count in data.counts for note in count.unused_notes()}
+    details = [*_details(experiment, horizon, facts, data, expected), *(note for note in told if note in unused)]
+    return Plan(rows, [note for note in told if note not in unused], [*details, *_versions(numerics)])
 
 
 # -- the table
@@ -199,18 +200,19 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _device(experiment: Experiment, numerics: Mapping[str, Any]) -> str:
     count = experiment.num_devices
     each = " each" if count > 1 else ""
-    return f"{f'{count} x ' if count > 1 else ''}{numerics['hardware']}, {many(numerics['threads'], 'thread')}{each}"
+    threads = f", {many(numerics['threads'], 'thread')}{each}" if "threads" in numerics else ""
+    return f"{f'{count} x ' if count > 1 else ''}{numerics['hardware']}{threads}"
 
 
 # -- the details
 
 
 def _details(
-    experiment: Experiment, horizon: Horizon, facts: Facts, data: LoadedData, expected: Forecast
+    experiment: Experiment, horizon: Horizon | None, facts: Facts, data: LoadedData | None, expected: Forecast
 ) -> Iterator[str]:
-    yield from data.table().splitlines()
+    yield from () if data is None else data.table().splitlines()
     yield from experiment.plan_notes
-    yield from _node_counts(experiment, horizon)
+    yield from () if horizon is None else _node_counts(experiment, horizon)
     for role, spec in experiment.roles.items():
         yield f"{role}: {_describe(spec, facts[role])}"
     said: dict[str, list[str]] = {}  # who is noted the same says it once
@@ -255,9 +257,10 @@ def _describe(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
     return f"{spec.path or spec.tokenizer.path} ({kind})"
 
 
-def _versions(numerics: Mapping[str, Any]) -> str:
+def _versions(numerics: Mapping[str, Any]) -> Iterator[str]:
     flash = numerics.get("flash_attention")
-    return f"computed with torch {numerics['torch']}" + ("" if flash is None else f", flash attention {flash}")
+    if "torch" in numerics:
+        yield f"computed with torch {numerics['torch']}" + ("" if flash is None else f", flash attention {flash}")
 
 
 # -- words
