@@ -13,6 +13,8 @@ USAGE = "weft quickstart {name} experiment_name=E trial_name=T key=value ..."
 FLAGS = """\
   --help [GROUP]       this page, or the options of one group only (such as --help {group})
   --cfg job            print the resolved configuration as YAML and stop
+  --dry-run            print the plan and the memory it needs, and stop; no weights are read and no GPU is needed;
+                       --dry-run=config does not read the data either
   --config FILE        read options from a YAML file, such as a run's config.yaml; the command line goes over it
   --configs A B ...    named sections of settings, left to right (weft config ls lists them); the command line goes over them
   --config-dir DIR     a folder of YAML files with sections, searched after ./configs (may be given again)

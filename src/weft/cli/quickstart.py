@@ -18,6 +18,7 @@ from weft.options import Config, leaves, read, to_mapping, validate
 if TYPE_CHECKING:
     from weft.cli.stack import Stack
 
+CONFIG = "config"  # --dry-run=config
 FLAGS = (
     "--help",
     "--dry-run",
@@ -44,7 +45,7 @@ class Words:
     configs: list[str] = field(default_factory=list)  # named sections
     config_dirs: list[str] = field(default_factory=list)
     print_config: bool = False
-    dry_run: bool = False
+    dry_run: str | None = None  # "" reads the data, "config" does not
     print_script: bool = False
     deepspeed: str | None = None  # a file, "" for the flag alone
     help: str | None = None  # a group of options, "" for all
@@ -112,7 +113,7 @@ def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Se
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
-    if words.dry_run and config.mode == "slurm":
+    if words.dry_run is not None and config.mode == "slurm":
         raise ConfigError("--dry-run: a job is planned where it runs; take mode=slurm out, or look at --print-script")
     if config.mode == "slurm":
         from weft.launch import slurm
@@ -123,8 +124,8 @@ def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Se
     from weft.launch import dry_run, run  # checks first, and loads torch once they have passed
     from weft.launch.supervise import Supervisor, uses_ray
 
-    if words.dry_run:
-        print("\n".join(dry_run(config)))
+    if words.dry_run is not None:
+        print("\n".join(dry_run(config, data=words.dry_run != CONFIG)))
         return 0
     if supervise and uses_ray(experiment := config.build(), config.mode):
         return Supervisor(experiment).run()
@@ -181,8 +182,8 @@ def sort(argv: Sequence[str]) -> Words:
             words.help = rest.pop(0) if plain else ""
         elif word == "--debug":
             continue  # read by weft.cli.main
-        elif word == "--dry-run":
-            words.dry_run = True
+        elif flag == "--dry-run":
+            words.dry_run = _dry_run(word, attached)
         elif word == "--print-script":
             words.print_script = True
         elif flag == "--resume_from_checkpoint":
@@ -211,6 +212,12 @@ def sort(argv: Sequence[str]) -> Words:
         else:
             words.assignments.append(word)
     return words
+
+
+def _dry_run(word: str, value: str) -> str:
+    if value not in ("", CONFIG):
+        raise ConfigError(f"{word}: write --dry-run, or --dry-run={CONFIG} to read config.json alone, no data")
+    return value
 
 
 def _take(words: Words, flag: str, value: str) -> None:

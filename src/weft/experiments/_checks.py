@@ -136,7 +136,7 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
         hint = f"did you mean {steps[-1].parent}?" if steps else "give a Hugging Face model directory"
         raise CheckpointError(f"{option}: has no config.json; {hint}")
     read_config(f"{role}.path", directory)
-    if not spec.init_from_scratch and not any(next(directory.glob(p), None) for p in WEIGHTS):
+    if not (spec.init_from_scratch or spec.planned) and not any(next(directory.glob(p), None) for p in WEIGHTS):
         raise CheckpointError(
             f"{option}: has no weights (*.safetensors); add them, or write {role}.init_from_scratch=true for random ones"
         )

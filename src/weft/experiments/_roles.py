@@ -29,6 +29,7 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
         path=source.path,
         type=spec.type or source.type,
         init_from_scratch=source.init_from_scratch,
+        planned=source.planned,
         backend=source.backend if spec.backend == ModelSpec().backend else spec.backend,
         trust_remote_code=source.trust_remote_code,
         tokenizer=source.tokenizer,

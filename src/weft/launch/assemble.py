@@ -76,7 +76,7 @@ def parts_of(experiment: Experiment, directory: RunDirectory, mode: str = "local
         facts = group.describe()
         numerics = group.numerics()
         hardware = hardware_line(group.hardware(), numerics["device"])
-        expected = forecast(experiment, facts, data, device, baseline)
+        expected = forecast(experiment, facts, data.train.large_batches(), device, baseline)
         return Parts(
             experiment=experiment,
             directory=directory,

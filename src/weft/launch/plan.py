@@ -14,17 +14,18 @@ from weft.runtime.schedule import Horizon
 
 def plan_lines(
     experiment: Experiment,
-    horizon: Horizon,
+    horizon: Horizon | None,
     facts: Mapping[str, Mapping[str, Any]],
     numerics: Mapping[str, Any],
-    data: LoadedData,
+    data: LoadedData | None,
     expected: Forecast,
 ) -> list[str]:
     """`facts` are the engines' descriptions by role; `numerics` says threads and, under `hardware`, in a line what a device is;
-    `expected` is the memory."""
-    lines = [f"nodes: {' -> '.join(experiment.graph.order)}", *data.table().splitlines(), *data.notes]
+    `expected` is the memory. Without `data` and `horizon` the data were not read."""
+    lines = [f"nodes: {' -> '.join(experiment.graph.order)}"]
+    lines += [] if data is None else [*data.table().splitlines(), *data.notes]
     lines += experiment.plan_notes
-    lines += _counts(experiment, horizon)
+    lines += ["steps: unknown, the data were not read"] if horizon is None else _counts(experiment, horizon)
     for role, spec in experiment.roles.items():
         lines.append(f"{role}: {_describe(spec, facts[role])}")
     said: dict[str, list[str]] = {}  # who is noted the same says it once
@@ -40,6 +41,8 @@ def plan_lines(
         lines += [f"{name}: layout {mesh.layout} on {_devices(mesh.ranks)}" for name, mesh in named.items()]
     lines += [f"parameters of {role} {move}" for role in experiment.roles for move in facts[role].get("moves", ())]
     what = f"{len(on)} devices" if len(on) > 1 else "device"
+    if "threads" not in numerics:  # a plan alone
+        return [*lines, f"{what}: {numerics['hardware']}"]
     each = " each" if len(on) > 1 else ""
     lines.append(
         f"{what} {numerics['hardware']}, {_many(numerics['threads'], 'thread')}{each}, torch {numerics['torch']}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, unknown_name
 from weft.experiment import Experiment
 from weft.launch import foreign
@@ -65,20 +66,27 @@ def run(config: Buildable | Experiment, *, mode: str | None = None) -> RunResult
         lock.release()
 
 
-def dry_run(config: Buildable | Experiment, *, mode: str | None = None) -> list[str]:
-    """The lines that a run prints before its first step, from the very devices and models that it would use; writes nothing.
+def dry_run(config: Buildable | Experiment, *, mode: str | None = None, data: bool = True) -> list[str]:
+    """The lines that a run prints before its first step, and whether it fits the memory of its devices; writes nothing.
 
-    Raises `UserError` as `run` does.
+    No weights are read, and devices need not be here: `device=cuda` or `search.gpu` plan for a GPU. Without `data` neither rows
+    nor tokenizers are read: the sizes of a step are known, the number of steps is not. Raises `UserError` as `run` does.
     """
-    experiment, mode = _checked(config, mode)
-    from weft.launch.assemble import assemble
+    experiment, mode = _checked(_without_weights(config), mode)
+    from weft.launch.planned import planned
     from weft.runtime.directory import RunDirectory, admit
 
-    directory = RunDirectory.of(experiment.control)
-    admit(directory, experiment.control, experiment.resolved())
-    session = assemble(experiment, directory, mode)
-    session.close("stopped")
-    return list(session.plan)
+    admit(RunDirectory.of(experiment.control), experiment.control, experiment.resolved())
+    return planned(experiment, mode, data=data)
+
+
+def _without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
+    """The configuration whose models' weights are not read, so that they need not be there."""
+    if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
+        return config
+    own = {spec.name: getattr(config, spec.name) for spec in fields(config)}
+    models = {name: replace(value, planned=True) for name, value in own.items() if isinstance(value, ModelSpec)}
+    return cast(Buildable, replace(config, **models))
 
 
 def _checked(config: Buildable | Experiment, mode: str | None) -> tuple[Experiment, str]:

@@ -187,13 +187,14 @@ class Transformer(nn.Module):
         """The output layer of a network with an lm head."""
         return self.head.projection(self._tied)
 
-    def shares_prefixes(self, longest: int) -> bool:
-        """Whether a prefix that several sequences go on from is computed once, where none has more than `longest` tokens.
+    def shares_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
+        """Whether a prefix that several sequences go on from is computed once, where none has more than `longest` tokens; `on`
+        a device, which is the parameters' own where none is named.
 
         Not where a token's state depends on what comes after it in its sequence (rotations by length, mean pooling), nor where
         attention has a limit that the merged form lacks.
         """
-        config, device = self.config, next(self.parameters()).device
+        config, device = self.config, on or next(self.parameters()).device
         whole = all(window is None or window >= longest for window in config.windows)
         by_length = config.rope is not None and config.rope.scaling in rope.CHANGING
         mean = self.kind == "score" and self.pooling == "mean"
