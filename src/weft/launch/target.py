@@ -11,6 +11,7 @@ from weft.engine.device import hardware, hardware_line, memory_bytes, resolve_de
 from weft.experiment import Experiment
 from weft.experiments._rates import GPUS, gpu_rates
 from weft.launch.cluster import device_kind
+from weft.launch.memory import size
 
 GIB = 2.0**30
 OPTION = "name one with search.gpu=H100"
@@ -63,7 +64,7 @@ class Target:
         assert self.usable is not None
         many = f"each of {self.count} devices" if self.count > 1 else "the device"
         holds = "fits" if needed <= self.usable else "does NOT fit"
-        return f"{holds}: {many} needs about {needed / GIB:.1f} GiB{scope} of {self.usable / GIB:.1f} ({self.name})"
+        return f"{holds}: {many} needs about {size(needed)}{scope} of {size(self.usable)}: {self.name}"
 
 
 def memory_of(gpu: str) -> float:

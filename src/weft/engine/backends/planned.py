@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -23,5 +24,6 @@ def planned_facts(
     its name alone. Raises `UserError` as the backend does."""
     if spec.backend not in MODULES:
         return {"family": spec.backend, "num_parameters": 0, "num_trainable": 0, "notes": []}
-    found: Mapping[str, Any] = import_module(MODULES[spec.backend]).planned(spec, mesh, device, tokenizer)
+    backend = import_module(MODULES[spec.backend])
+    found: Mapping[str, Any] = backend.planned(replace(spec, planned=True), mesh, device, tokenizer)
     return found
