@@ -99,7 +99,9 @@ def test_weights_that_are_there_are_not_moved() -> None:
 
 
 def test_memory_is_shared_by_shards_tensor_ranks_and_stages() -> None:
-    held = {layout: role_memory(TRAINED, [TRAIN], Layout.parse(layout), RATES) for layout in ("d2f1", "d2f2", "t2", "p2")}
+    held = {
+        layout: role_memory(TRAINED, [TRAIN], Layout.parse(layout), RATES) for layout in ("d2f1", "d2f2", "t2", "p2")
+    }
     assert held["d2f1"].parameters == PARAMETERS * 4 and held["d2f1"].optimizer == 2 * PARAMETERS * 4
     for layout in ("d2f2", "t2", "p2"):
         assert held[layout].held == held["d2f1"].held // 2

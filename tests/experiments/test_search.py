@@ -124,7 +124,9 @@ def test_a_copy_gets_its_weights_each_step_and_frozen_ones_do_not() -> None:
 def test_who_sends_weights_does_nothing_else_meanwhile() -> None:
     """`score` is on the actor's device, and waits until its weights are at the sampler's."""
     meshes = tuple(candidates(2, 2, lambda layout: layout))
-    work = {name: Load(name, 32, 64, 64) for name in ("generate", "inference")} | {"train": Load("train_step", 32, 64, 64)}
+    work = {name: Load(name, 32, 64, 64) for name in ("generate", "inference")} | {
+        "train": Load("train_step", 32, 64, 64)
+    }
     units = [
         Unit("actor", ("generate",), meshes),
         Unit("ref", ("inference",), meshes),

@@ -132,7 +132,9 @@ def test_adapters_are_as_many_as_the_network_has(tmp_path: Path, shape: dict[str
     assert _network(spec, "bfloat16").num_trained == facts["num_trainable"]
 
 
-def test_a_model_that_is_not_here_is_named_in_place_of_a_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_here_is_named_in_place_of_a_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     sft = config(SFTConfig, tmp_path, "rows.jsonl")

@@ -74,7 +74,9 @@ def test_what_does_not_fit_is_said_with_what_would(folder: Path) -> None:
     assert any(line.startswith("  with gradient_checkpointing=true lora.r=16: about ") for line in lines[verdict:])
 
 
-def test_without_a_gpu_and_without_its_name_the_smallest_that_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_and_without_its_name_the_smallest_that_serves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     sft = config(SFTConfig, folder, "large", "rows.jsonl", device="cuda")
     sft.dataset.max_seqlen, sft.model.lora.r, sft.model.gradient_checkpointing = 1024, 16, True

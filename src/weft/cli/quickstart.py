@@ -151,7 +151,11 @@ def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
 
 def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
     """The quickstart's own configuration, and what files and words assign."""
-    values = [override for file in words.files for override in overrides.flatten(overrides.read_file(file))]
+    from weft.cli import sections
+
+    values = [
+        each for file in words.files for each in overrides.flatten(overrides.read_file(sections.recipe_file(file)))
+    ]
     values += overrides.parse(words.assignments)
     registry.import_user_code(_imports(values))
     return registry.quickstarts.get(words.name)(), values

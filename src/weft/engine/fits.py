@@ -166,6 +166,9 @@ def _sharded(case: Case, ranks: int) -> Case:
         return case
     shape = case.shape
     mine = replace(
-        shape, parameters=-(-shape.parameters // ranks), trainable=-(-shape.trainable // ranks), shards=shape.shards * ranks
+        shape,
+        parameters=-(-shape.parameters // ranks),
+        trainable=-(-shape.trainable // ranks),
+        shards=shape.shards * ranks,
     )
     return replace(case, shape=mine)

@@ -80,7 +80,9 @@ def searched(experiment: Experiment, config: RunConfig, given: Mapping[str, Mode
     if count == 1 or not free or unread({role: given[role] for role in roles}):
         return None
     on_gpu, dtypes = _devices(experiment, config)
-    networks = {role: _network(experiment.roles[role], dtypes, on_gpu=on_gpu) for role in roles if experiment.roles[role].path}
+    networks = {
+        role: _network(experiment.roles[role], dtypes, on_gpu=on_gpu) for role in roles if experiment.roles[role].path
+    }
     rates = _rates(config, on_gpu, networks, per_node)
     units, start = _units(experiment, free, count, per_node)
     loads = {call.name: _load(experiment, config, call) for call in experiment.graph.model_calls()}
@@ -246,7 +248,10 @@ def _network(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) -> Network:
 
 def _kept(spec: ModelSpec, config: TransformerConfig) -> int:
     """Elements of a token that the adapters of a layer keep: their low-rank products, and what an MLP's last matrix reads."""
-    experts, matrices = config.experts, 4 + (3 if config.gated else 2) * (1 if config.experts is None else config.experts.top_k)
+    experts, matrices = (
+        config.experts,
+        4 + (3 if config.gated else 2) * (1 if config.experts is None else config.experts.top_k),
+    )
     return spec.lora.r * matrices + (config.intermediate_size if experts is None else 0)
 
 

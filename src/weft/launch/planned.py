@@ -1,7 +1,7 @@
 """`--dry-run`: the plan of a run from its options, config.json, tokenizers and data. No weights are read, no device is needed.
 
-    planned(experiment, "local")                     # the lines that the run prints before its first step, and a verdict
-    planned(experiment, "local", data=False)         # `--dry-run=config`: from options and config.json alone
+planned(experiment, "local")                     # the lines that the run prints before its first step, and a verdict
+planned(experiment, "local", data=False)         # `--dry-run=config`: from options and config.json alone
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from weft.runtime.check import check_calls, check_tokens
 from weft.runtime.profiling import check_steps
 from weft.runtime.schedule import Horizon
 
+
 def planned(experiment: Experiment, mode: str, *, data: bool = True) -> list[str]:
     """The lines. Raises `UserError` for all that a run would refuse before its first step, as far as neither weights nor devices
     tell it."""
@@ -44,7 +45,9 @@ def planned(experiment: Experiment, mode: str, *, data: bool = True) -> list[str
     horizon: Horizon | None = None
     notes: list[str] = []
     if data:
-        read = load_data(experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed)
+        read = load_data(
+            experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed
+        )
         check_longest(experiment, read.longest)
         horizon = Horizon.of(experiment, read.train)
         check_steps(control.profile_steps, horizon.steps)
@@ -130,4 +133,3 @@ def _verdict(experiment: Experiment, target: Target, expected: Forecast) -> list
         cases = {name: case for name, case in expected.on_gpu.items() if name in worst.roles}
         lines += [f"  {line}" for line in fits.smaller(cases, target.usable)]
     return lines
-

@@ -72,7 +72,7 @@ def dry_run(config: Buildable | Experiment, *, mode: str | None = None, data: bo
     No weights are read, and devices need not be here: `device=cuda` or `search.gpu` plan for a GPU. Without `data` neither rows
     nor tokenizers are read: the sizes of a step are known, the number of steps is not. Raises `UserError` as `run` does.
     """
-    experiment, mode = _checked(_without_weights(config), mode)
+    experiment, mode = _checked(without_weights(config), mode)
     from weft.launch.planned import planned
     from weft.runtime.directory import RunDirectory, admit
 
@@ -80,7 +80,7 @@ def dry_run(config: Buildable | Experiment, *, mode: str | None = None, data: bo
     return planned(experiment, mode, data=data)
 
 
-def _without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
+def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
     """The configuration whose models' weights are not read, so that they need not be there."""
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config

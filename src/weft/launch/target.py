@@ -46,7 +46,9 @@ class Target:
         share = memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
         taken = fits.TAKEN * GIB if device.type == "cuda" else 0.0
         usable = memory_gb * GIB if memory_gb is not None else share - taken
-        line = hardware_line(hardware(device), torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+        line = hardware_line(
+            hardware(device), torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        )
         return cls(device, line, count, usable, line)
 
     def among(self) -> list[Target]:
@@ -55,7 +57,9 @@ class Target:
             return [self]
         said = "GPU of {gb} GB, the smallest that serves: none is here and none is named ({option})"
         return [
-            replace(self, name=f"GPU of {gb} GB", usable=(gib - fits.TAKEN) * GIB, said=said.format(gb=gb, option=OPTION))
+            replace(
+                self, name=f"GPU of {gb} GB", usable=(gib - fits.TAKEN) * GIB, said=said.format(gb=gb, option=OPTION)
+            )
             for gb, gib in fits.GPUS
         ]
 

@@ -89,5 +89,12 @@ def test_the_first_rank_of_a_layout(tmp_path: Path) -> None:
             lora = LoRASpec(r=3, alpha=6.0) if case.lora else LoRASpec()
             spec = spec_of(path, lora=lora, layout=layout, planned=True, dtype="float32")
             found = planned_facts(spec, Mesh.first(spec.resolve_layout()), CPU)
-            for name in ("sizes", "num_parameters", "num_trainable", "held_parameters", "held_trainable", "shared_prompts"):
+            for name in (
+                "sizes",
+                "num_parameters",
+                "num_trainable",
+                "held_parameters",
+                "held_trainable",
+                "shared_prompts",
+            ):
                 assert found[name] == made[name], (layout, name)

@@ -89,9 +89,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     return TorchEngine(built, spec, layout, device)
 
 
-def planned(
-    spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
-) -> Mapping[str, Any]:
+def planned(spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None) -> Mapping[str, Any]:
     """What the engine of the mesh's first rank would say of itself, from config.json alone: no weights are read, and the device
     need not be there. Without a tokenizer no tokens are added. Raises `UserError` as `torch_backend` does."""
     path, layout = common.check_spec(spec), mesh.layout

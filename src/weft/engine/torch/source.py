@@ -28,7 +28,6 @@ from weft.parallel.schedule import HALVES
 from weft.topology import Coordinates, Layout, Slice, whole
 
 
-
 @dataclass(frozen=True)
 class Seat:
     """A rank's place in a layout, where nobody is there to talk to: its part of a network has the sizes, and is joined to none."""
