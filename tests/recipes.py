@@ -1,4 +1,4 @@
-"""The recipes as they are planned: `python -m tests.recipes` writes their memory into them, and the table of `recipes/README.md`.
+"""The recipes as they are planned: `python -m tests.recipes` writes their memory into them, and the table of their README.
 
 Where the data of the tests are, the config.json of a model is the real one; of the others the published values stand here.
 """
@@ -26,9 +26,10 @@ KINDS = {
 }
 
 _QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
-    "max_position_embeddings": 40960, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000, "vocab_size": 151936, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
+    "hidden_act": "silu", "max_position_embeddings": 40960, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "vocab_size": 151936, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
 }  # fmt: skip
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 131072,
@@ -44,8 +45,8 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 LLAMA_1B = {
-    **_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
-    "tie_word_embeddings": True,
+    **_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 LLAMA_8B = {
     **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -102,4 +102,4 @@ def test_what_holds_it_in_less_memory_than_it_takes() -> None:
         "with gradient_checkpointing=true optimizer.offload=true", "with gradient_checkpointing=true lora.r=16",
         "with gradient_checkpointing=true layout=d4", "with gradient_checkpointing=true layout=d8",
     ]  # fmt: skip
-    assert list(smaller({"m": CASE}, 0.0))[0].startswith("the least is 1.9")
+    assert next(iter(smaller({"m": CASE}, 0.0))).startswith("the least is 1.9")

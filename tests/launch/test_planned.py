@@ -106,7 +106,7 @@ def test_each_of_a_pair_is_a_row(folder: Path) -> None:
 
 
 def test_mistakes_are_those_of_a_run(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no config.json"):
+    with pytest.raises(CheckpointError, match="has no config"):
         dry_run(config(SFTConfig, folder, ".", "rows.jsonl"))
     wide = config(SFTConfig, folder, "model", "rows.jsonl")
     wide.model.layout = "t3"

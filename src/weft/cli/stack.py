@@ -313,8 +313,8 @@ def _name_run(stack: Stack, base: RunConfig) -> None:
 
 
 def meant_for(sections: Sequence[Section]) -> str:
-    """The quickstart that sections are most likely meant for: a recipe's name begins with it, others have options of its algorithm,
-    or keys that one of Open-Assistant's trainers reads alone."""
+    """The quickstart that sections are most likely meant for: a recipe's name begins with it, others have options of its
+    algorithm, or keys that one of Open-Assistant's trainers reads alone."""
     recipes = [section.name.partition("-")[0] for section in sections if section.file.startswith(f"{SHIPPED}:{READY}/")]
     own = [name for name in ("ppo", "grpo", "dpo") if any(name in section.values for section in sections)]
     if recipes or own:

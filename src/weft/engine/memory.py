@@ -174,8 +174,8 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
 
 
 def _gathered(shape: NetworkShape, settings: Settings) -> int:
-    """What ranks that share parameters put together: embedding and output matrix, a block and the next one, which is on its way,
-    and that block's gradient before it is shared out; all parameters where they are not shared out in between."""
+    """What ranks that share parameters put together: embedding and output matrix, a block and the next one, which is on its
+    way, and that block's gradient before it is shared out; all parameters where they are not shared out in between."""
     if shape.shards == 1:
         return 0
     elements = min(shape.ends + 2 * shape.block, shape.whole) if settings.reshards else shape.whole

@@ -138,10 +138,10 @@ def forecast(
             leaves = _leaves(chosen, calls) if device.type != "cpu" else frozenset[What]()
             case = case_of(chosen, own, works, device, leaves)
             roles[name] = memory.estimate(case.shape, case.settings, case.works)
-            on_gpu[name] = case if device.type == "cuda" else case_of(
-                replace(chosen, dtype="bfloat16"), own, _all_works(experiment, calls, batches, replace(place, device=GPU), own), GPU,
-                _leaves(chosen, calls),
-            )  # fmt: skip
+            on_gpu[name] = case
+            if device.type != "cuda":
+                works = _all_works(experiment, calls, batches, replace(place, device=GPU), own)
+                on_gpu[name] = case_of(replace(chosen, dtype="bfloat16"), own, works, GPU, _leaves(chosen, calls))
         if any(shares_base(spec, s) and meshes[role].parts_as(meshes[r]) for r, s in experiment.roles.items()):
             roles[role] = replace(roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0)
             on_gpu.pop(role)

@@ -30,8 +30,8 @@ from weft.runtime.schedule import Horizon
 
 
 def planned(experiment: Experiment, mode: str, *, data: bool = True) -> list[str]:
-    """The lines. Raises `UserError` for all that a run would refuse before its first step, as far as neither weights nor devices
-    tell it."""
+    """The lines. Raises `UserError` for all that a run would refuse before its first step, as far as neither weights nor
+    devices tell it."""
     roles, control = experiment.roles.items(), experiment.control
     experiment = replace(experiment, roles={name: replace(spec, planned=True) for name, spec in roles})
     target = Target.of(experiment, mode)
