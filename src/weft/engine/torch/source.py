@@ -30,7 +30,7 @@ from weft.topology import Coordinates, Layout, Slice, whole
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in a layout where nobody is there to talk to: its part of a network has the sizes, and is joined to none."""
+    """A rank's place in a layout where nobody is there to talk to: its part of a network has the sizes, joined to none."""
 
     layout: Layout
     at: Coordinates
