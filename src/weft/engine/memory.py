@@ -110,6 +110,7 @@ class Settings:
     keeps_cache: bool = False  # from one call to the next
     state_dtype: str = "float32"  # of the optimizer
     fp8: bool = False  # products of blocks are made of copies in 8 bits
+    widens: bool = False  # the output matrix has a float32 copy while text is generated
     reshards: bool = True  # parameters that were put together are shared out again after each block
 
 
@@ -207,6 +208,7 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width
         cache = cache if work.cache_limit is None else min(cache, work.cache_limit)
         logits = (1 if settings.in_place else SAMPLING_CHUNKS) * work.sequences * shape.vocab * WIDE
+        logits += shape.vocab * shape.hidden * WIDE * settings.widens
         return logits, cache, logits + (0 if settings.keeps_cache else cache)
     alone = 1 + CAPPED_CHUNKS * shape.capped
     ends = 2 * work.tokens * shape.stream * width + work.rows * shape.hidden * width

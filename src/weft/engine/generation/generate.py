@@ -38,7 +38,7 @@ from weft.engine.generation.settings import Drawn, SettingsTable, Settle, drawn_
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError
-from weft.kernels import put
+from weft.kernels import kept_wide, put
 
 
 @contextmanager
@@ -95,6 +95,7 @@ class BatchGenerator:
         self._rows = DecodeBatch()
         self._multi_step = self._caches.multi_step(self._rows, self._settings)
         self._cache: Cache | None = None
+        self._wide: tuple[Tensor | None] | None = None  # the output matrix in float32, once it was asked for
         self._drawn: Callable[[], Drawn] | None = None  # the tokens of a step that has begun
         self._held: dict[Prefix | Fill, Cache] = {}  # prefixes, and prompts that take several steps
         self._draws: dict[tuple[str, int], tuple[int, randomness.Key]] = {}  # settings and key
@@ -186,6 +187,7 @@ class BatchGenerator:
         """Tokens from now on carry `version`. Keys and values of the old weights are computed again, or kept as they are."""
         self._version = version
         self._caches.weights_changed()
+        self._wide = None
         if not keep_kv:
             while len(self._rows):
                 self._take_out(len(self._rows) - 1)
@@ -267,8 +269,15 @@ class BatchGenerator:
         own, missing = slice(len(rows) - count, len(rows)), max(0, self._least_rows - count)
         numbers = np.ascontiguousarray(rows.uniforms(1)[0, own])
         filled = torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
-        logits = self._network.next_token_logits(filled)[:count]
+        logits = self._network.next_token_logits(filled, self._wide_output())[:count]
         return self._settings.draw(logits, put(numbers, self._device), rows.settings[own], rows.count[own])
+
+    def _wide_output(self) -> Tensor | None:
+        """The output matrix in float32, where each step would make such a copy of it; made when it is first needed."""
+        if self._wide is None:
+            matrix = self._network.output_matrix
+            self._wide = (None if matrix is None else kept_wide(matrix),)
+        return self._wide[0]
 
     def _book(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], supports: list[tuple[int, ...]] | None

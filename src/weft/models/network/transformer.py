@@ -178,9 +178,14 @@ class Transformer(nn.Module):
             states = self.norm(states)
         return self.embed_out(states) if self.config.embed_dim not in (None, self.config.hidden_size) else states
 
-    def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
-        """[R, width] -> [R, V] float32 before any temperature."""
-        return self.projection.logits(hidden_rows)
+    def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
+        """[R, width] -> [R, V] float32 before any temperature; `wide` is what `kernels.kept_wide` made of `output_matrix`."""
+        return self.projection.logits(hidden_rows, wide)
+
+    @property
+    def output_matrix(self) -> Tensor | None:
+        """What states are multiplied by for the logits; None where another rank has it."""
+        return self.projection.weight if self.ends and self.kind == "lm" else None
 
     @property
     def projection(self) -> Projection:
