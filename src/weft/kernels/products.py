@@ -75,9 +75,7 @@ def kept_wide(right: Tensor) -> Tensor | None:
     return right.detach().float() if right.dtype in HALF and right.device.type not in WIDE else None
 
 
-def wide_product(
-    left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None
-) -> Tensor:
+def wide_product(left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None) -> Tensor:
     """As `product`, in float32 where left [n, k] and right [m, k] are of half precision: sums are not rounded to it.
     `wide_right` is what `kept_wide` made of `right`."""
     if left.dtype not in HALF or right.dtype not in HALF:
