@@ -88,10 +88,10 @@ def check_compilable(spec: ModelSpec, layout: Layout) -> None:
             f"compile=true: backend={spec.backend} runs modules of others, which weft does not compile; use backend=torch, or "
             "leave it out"
         )
-    if layout.tensor > 1:
+    if spec.fp8 and layout.tensor > 1:
         raise ConfigError(
-            f"compile=true, layout={layout}: tensor-parallel ranks wait for each other inside of what would be compiled; write "
-            "t1 (f shards parameters too), or leave it out"
+            f"fp8=true, layout={layout}: tensor-parallel ranks would scale their parts of a matrix apart; write t1 (f shards "
+            "parameters too), or leave fp8 out"
         )
     if layout.pipeline > 1 and spec.pipeline_schedule in HALVES:
         raise ConfigError(

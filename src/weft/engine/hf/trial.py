@@ -148,7 +148,7 @@ def _check_head(module: PreTrainedModel, head: Head, probes: list[Tensor], alone
 @contextmanager
 def _in_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
     """Parameters of half precision are float32 meanwhile, with the same values: those of a block while it runs, so that no more
-    than one is there twice, and those outside of all blocks throughout. Without `by_block` all of them, all the time. Buffers stay:
+    than one is there twice, and those outside of all blocks throughout. Without `by_block` all, all the time. Buffers stay:
     rotations have float32 ones."""
     blocks = list(_blocks(module)) if by_block else []
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
