@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import repeat
 from typing import Literal
 
@@ -80,6 +80,22 @@ def open_generator(
         network.train(mode)
 
 
+class Head:
+    """A network's output layer. Where each product would make a float32 copy of its matrix, it makes one and keeps it."""
+
+    def __init__(self, network: Decoder) -> None:
+        self._network = network
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V]"""
+        return self._network.next_token_logits(states, self._wide)
+
+    @cached_property
+    def _wide(self) -> Tensor | None:
+        matrix = self._network.output_matrix
+        return None if matrix is None else kept_wide(matrix)
+
+
 class BatchGenerator:
     """Implements `weft.engine.base.Generator`. Sequences that run are rows 0 .. n - 1 of the key-value cache."""
 
@@ -88,14 +104,13 @@ class BatchGenerator:
         stop_ids: frozenset[int], budget: Budget, settle: Settle, kept: KeptPages,
     ) -> None:  # fmt: skip
         self._network, self._device, self._version, self._settle = network, device, version, settle
-        self._kept, self._caches = kept, kept.take(network, device, budget)
+        self._kept, self._caches, self._head = kept, kept.take(network, device, budget), Head(network)
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._least_rows = self._caches.least_rows
         self._settings = SettingsTable(spec, stop_ids, network.vocab_size)
         self._rows = DecodeBatch()
         self._multi_step = self._caches.multi_step(self._rows, self._settings)
         self._cache: Cache | None = None
-        self._wide: tuple[Tensor | None] | None = None  # the output matrix in float32, once it was asked for
         self._drawn: Callable[[], Drawn] | None = None  # the tokens of a step that has begun
         self._held: dict[Prefix | Fill, Cache] = {}  # prefixes, and prompts that take several steps
         self._draws: dict[tuple[str, int], tuple[int, randomness.Key]] = {}  # settings and key
@@ -187,7 +202,7 @@ class BatchGenerator:
         """Tokens from now on carry `version`. Keys and values of the old weights are computed again, or kept as they are."""
         self._version = version
         self._caches.weights_changed()
-        self._wide = None
+        self._head = Head(self._network)
         if not keep_kv:
             while len(self._rows):
                 self._take_out(len(self._rows) - 1)
@@ -269,15 +284,8 @@ class BatchGenerator:
         own, missing = slice(len(rows) - count, len(rows)), max(0, self._least_rows - count)
         numbers = np.ascontiguousarray(rows.uniforms(1)[0, own])
         filled = torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
-        logits = self._network.next_token_logits(filled, self._wide_output())[:count]
+        logits = self._head.logits(filled)[:count]
         return self._settings.draw(logits, put(numbers, self._device), rows.settings[own], rows.count[own])
-
-    def _wide_output(self) -> Tensor | None:
-        """The output matrix in float32, where each step would make such a copy of it; made when it is first needed."""
-        if self._wide is None:
-            matrix = self._network.output_matrix
-            self._wide = (None if matrix is None else kept_wide(matrix),)
-        return self._wide[0]
 
     def _book(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], supports: list[tuple[int, ...]] | None
