@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from weft import randomness
 from weft.engine.base import Partial, Request, TokenEvent
@@ -283,8 +284,7 @@ class BatchGenerator:
         rows, count = self._rows, len(states)
         own, missing = slice(len(rows) - count, len(rows)), max(0, self._least_rows - count)
         numbers = np.ascontiguousarray(rows.uniforms(1)[0, own])
-        filled = torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
-        logits = self._head.logits(filled)[:count]
+        logits = self._head.logits(pad(states, (0, 0, 0, missing)) if missing else states)[:count]
         return self._settings.draw(logits, put(numbers, self._device), rows.settings[own], rows.count[own])
 
     def _book(
