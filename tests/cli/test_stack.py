@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from weft.cli import overrides
-from weft.cli.sections import Library, _shipped
+from weft.cli.sections import READY, Library, _shipped
 from weft.cli.stack import Stack, meant_for, read_stack
 from weft.errors import ConfigError
-from weft.experiments import PPOConfig, RWConfig, SFTConfig
+from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
 from weft.options import plain
 
@@ -201,10 +201,12 @@ def test_the_rl_trainer_reads_trlx_beside_its_sections() -> None:
 @pytest.mark.parametrize("named", [section.name for contents in SHIPPED for section in contents.sections])
 def test_every_shipped_section_is_understood(named: str) -> None:
     """Defect 1: keys that one section needs and another lacks. Here every section stands on weft's defaults alone, too."""
-    quickstart = meant_for([Library.find().get(named)])
-    base = {"sft": SFTConfig, "rw": RWConfig, "ppo": PPOConfig}[quickstart]()
-    before = {"sft": "defaults", "rw": "defaults_rm", "ppo": "defaults_rlhf"}[quickstart]
-    for names in ([named], [before, named]):
+    section = Library.find().get(named)
+    quickstart = meant_for([section])
+    base = {"sft": SFTConfig, "rw": RWConfig, "ppo": PPOConfig, "dpo": DPOConfig, "grpo": GRPOConfig}[quickstart]()
+    before = {"sft": "defaults", "rw": "defaults_rm", "ppo": "defaults_rlhf"}.get(quickstart, "")
+    recipe = section.file.startswith(f"weft:{READY}/")  # a whole run, which stands alone
+    for names in ([named],) if recipe else ([named], [before, named]):
         assert stack(*names, base=base).overrides
 
 
@@ -216,5 +218,6 @@ def test_the_reward_models_section_of_the_guide() -> None:
 
 def test_what_sections_are_meant_for() -> None:
     library = Library.find()
-    for name, quickstart in (("defaults", "sft"), ("defaults_rm", "rw"), ("ppo_config", "ppo"), ("pythia_rlhf", "ppo")):
+    for name, quickstart in (("defaults", "sft"), ("defaults_rm", "rw"), ("ppo_config", "ppo"), ("pythia_rlhf", "ppo"),
+                             ("rw-ultrafeedback-qwen3-0.6b", "rw"), ("grpo-gsm8k-qwen3-8b", "grpo")):  # fmt: skip
         assert meant_for([library.get(name)]) == quickstart

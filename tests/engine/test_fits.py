@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.engine.fits import GIB, GPUS, RANK, TAKEN, Case, Way, lines, table, ways
+import pytest
+
+from weft.engine.fits import GIB, GPUS, RANK, TAKEN, Case, Way, lacking, lines, smaller, table, ways
 from weft.engine.memory import NetworkShape, Settings, Work
 
 BILLION = 10**9
@@ -42,7 +44,7 @@ def test_a_parameter_takes_18_bytes_and_each_way_what_is_left_of_them() -> None:
     assert abs(size(CASE, f"{again} optimizer.offload=true") / (2 * BILLION + more) - 1) < SMALL
     adapters = RANK * 10 * (2 * (1000 + 1000) + 2 * (1000 + 500) + 3 * (1000 + 4000))
     assert abs(size(CASE, f"{again} lora.r={RANK}") / (2 * BILLION + 18 * adapters) - 1) < SMALL
-    gathered = 2 * 2 * 10**8  # two blocks' or embeddings' worth, in two bytes
+    gathered = 2 * (10**8 + 2 * 9 * 10**7) + 4 * 9 * 10**7  # the embedding, two blocks, and a block's gradient
     assert abs(size(CASE, f"{again} layout=d4") / (18 * BILLION / 4 + gathered + more) - 1) < SMALL
 
 
@@ -71,10 +73,33 @@ def test_what_is_set_already_is_not_offered() -> None:
     options = [
         way.options for way in ways({"m": replace(CASE, settings=replace(SETTINGS, recompute=1, optimizer="sgd"))})
     ]
-    assert options[1:3] == [
-        "gradient_checkpointing=true optimizer.offload=true",
-        "gradient_checkpointing=true lora.r=16",
-    ]
+    assert options[1:3] == ["optimizer.offload=true", "lora.r=16"], "nothing is said twice"
     experts = replace(CASE, shape=replace(SHAPE, fused=False))
     assert not any("lora" in way.options for way in ways({"m": experts}))
     assert all(" GiB" in line and "fits" in line for line in table(ways({"m": CASE})))
+
+
+def test_adapters_are_not_offered_with_products_of_8_bits_which_refuse_them() -> None:
+    narrow = replace(CASE, settings=replace(SETTINGS, fp8=True))
+    assert not any("lora" in way.options for way in ways({"m": narrow}))
+
+
+def test_what_an_option_needs_is_named_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert (
+        lacking("optimizer.state_dtype=8bit", "fp8=true") == "pip install 'weft[8bit,fp8]'"
+        and lacking("lora.r=16") == ""
+    )
+    narrow = next(line for line in table(ways({"m": CASE})) if "8bit" in line)
+    assert narrow.endswith("(needs pip install 'weft[8bit]')")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert not any("needs" in line for line in table(ways({"m": CASE})))
+
+
+def test_what_holds_it_in_less_memory_than_it_takes() -> None:
+    lines = list(smaller({"m": CASE}, 8 * GIB))
+    assert [line.split(":")[0] for line in lines] == [
+        "with gradient_checkpointing=true optimizer.offload=true", "with gradient_checkpointing=true lora.r=16",
+        "with gradient_checkpointing=true layout=d4", "with gradient_checkpointing=true layout=d8",
+    ]  # fmt: skip
+    assert next(iter(smaller({"m": CASE}, 0.0))).startswith("the least is 1.9")

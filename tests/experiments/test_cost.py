@@ -99,10 +99,13 @@ def test_weights_that_are_there_are_not_moved() -> None:
 
 
 def test_memory_is_shared_by_shards_tensor_ranks_and_stages() -> None:
-    held = {layout: role_memory(TRAINED, [], Layout.parse(layout), RATES) for layout in ("d2f1", "d2f2", "t2", "p2")}
+    held = {
+        layout: role_memory(TRAINED, [TRAIN], Layout.parse(layout), RATES) for layout in ("d2f1", "d2f2", "t2", "p2")
+    }
     assert held["d2f1"].parameters == PARAMETERS * 4 and held["d2f1"].optimizer == 2 * PARAMETERS * 4
     for layout in ("d2f2", "t2", "p2"):
         assert held[layout].held == held["d2f1"].held // 2
-    assert held["d2f2"].call > held["t2"].call  # a layer is put together
+    gathered = 200_000 + 2 * 150_000  # embedding and output matrix, a layer and the next
+    assert held["d2f2"].call == held["d2f1"].call - PARAMETERS * 4 // 2 + gathered * 4 + 150_000 * 4
     copy = role_memory(TRAINED, [SAMPLE], Layout(), RATES, own=False)
     assert copy.optimizer == copy.gradients == 0 and copy.cache == 2 * 4 * 50 * 8 * 100 * 4

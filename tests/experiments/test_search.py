@@ -121,6 +121,28 @@ def test_a_copy_gets_its_weights_each_step_and_frozen_ones_do_not() -> None:
     assert frozen.estimate([one[1,], one[0,]]).moving["gen"] == 0.0
 
 
+def test_who_sends_weights_does_nothing_else_meanwhile() -> None:
+    """`score` is on the actor's device, and waits until its weights are at the sampler's."""
+    meshes = tuple(candidates(2, 2, lambda layout: layout))
+    work = {name: Load(name, 32, 64, 64) for name in ("generate", "inference")} | {
+        "train": Load("train_step", 32, 64, 64)
+    }
+    units = [
+        Unit("actor", ("generate",), meshes),
+        Unit("ref", ("inference",), meshes),
+        Unit("actor", ("train",), meshes, trains=True),
+    ]
+    producers = {"generate": (), "inference": (), "train": ("generate", "inference")}
+    slow = replace(RATES, link=1e6)
+    made = Problem(units, {"actor": TRAINED, "ref": NETWORK}, work, list(work), producers, slow, 2)
+    first, second = (next(n for n, m in enumerate(meshes) if m.ranks == (rank,)) for rank in (0, 1))
+    found = made.estimate([second, first, first])
+    seconds, moving = found.seconds, found.moving["generate"]
+    assert moving > 10 * seconds["inference"]
+    begun = moving + max(seconds["generate"], seconds["inference"])
+    assert found.step == pytest.approx(begun + seconds["train"])
+
+
 def test_sampling_that_runs_ahead_is_bounded_by_the_busiest_device() -> None:
     calls = {
         "gen": (NETWORK, Load("generate", 64, 64, 64), ()),

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.launch.cases import prepare
 from tests.runtime.placed import Command
+from weft.engine.backends.planned import planned_facts
+from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig, _search
 from weft.experiments._cost import Network
 from weft.experiments._searched import _load, _network
+from weft.topology import Layout, Mesh
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -109,6 +113,36 @@ def test_sizes_of_a_network_and_loads_of_its_calls(folder: Path) -> None:
     dpo = config(DPOConfig, folder, "pairs.jsonl", "actor", "ref")
     dpo.dataset.max_seqlen = 300
     assert _load(dpo.build(), dpo, dpo.build().graph.model_calls()[0]).tokens == 64 * 2 * 300
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 256, "moe_intermediate_size": 32, "num_experts": 4,
+    "num_experts_per_tok": 2, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
+    "norm_topk_prob": True, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("targets", [[], ["q", "down"]])
+@pytest.mark.parametrize("shape", [LLAMA_8B, EXPERTS], ids=["dense", "experts"])
+def test_adapters_are_as_many_as_the_network_has(tmp_path: Path, shape: dict[str, Any], targets: list[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    spec = ModelSpec(path=str(tmp_path), trained=True, dtype="bfloat16", lora=LoRASpec(r=4, targets=targets))
+    facts = planned_facts(spec, Mesh.first(Layout()), torch.device("cpu"))
+    assert _network(spec, "bfloat16").num_trained == facts["num_trainable"]
+
+
+def test_a_model_that_is_not_here_is_named_in_place_of_a_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    sft = config(SFTConfig, tmp_path, "rows.jsonl")
+    sft.model.path = "org/model"
+    made = sft.build()
+    assert not made.search and made.plan_notes[-1].startswith(
+        "allocation_mode=search: the config.json of model.path=org/model is not on this machine"
+    )
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from weft.kernels.products import GradientSum, add_product, linear, product, wide_product
+from weft.kernels.products import GradientSum, add_product, kept_wide, linear, product, wide_product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -81,6 +81,9 @@ def test_sums_of_half_precision_are_not_rounded_to_it(dtype: torch.dtype, monkey
     made = wide_product(left, right, bias)
     assert made.dtype == torch.promote_types(dtype, torch.float32)
     assert_close(made, (left.double() @ right.double().T + bias.double()).to(made.dtype), rtol=1e-5, atol=1e-5)
+    wide = kept_wide(right)
+    assert (wide is None) == (dtype not in (torch.bfloat16, torch.float16)), "what is wide needs no copy"
+    assert torch.equal(wide_product(left, right, bias, wide), made), "the same bits"
 
 
 def test_a_gpu_is_asked_for_float32_by_the_product_itself() -> None:

@@ -107,6 +107,7 @@ def test_a_dry_run_says_where_roles_are_and_writes_nothing(root):
         "memory of device 0", "memory of device 1",
     ]  # fmt: skip
     assert any(line.startswith("devices ") and " 2 x cpu (" in line for line in lines) and not (root / "dry").exists()
+    assert lines[-1].startswith("fits: each of 2 devices needs about ")
 
 
 @pytest.mark.slow

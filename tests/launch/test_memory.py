@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,7 +199,6 @@ def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) 
     facts: dict[str, dict[str, Any]] = {
         role: {"num_parameters": 2**20, "num_trainable": 2**20} for role in ("actor", "ref")
     }
-    data: Any = SimpleNamespace(train=SimpleNamespace(large_batches=lambda: []))
 
     def away(device: str = "cuda", **options: Any) -> list[int]:
         config = DPOConfig(experiment_name="e", trial_name="t")
@@ -208,7 +206,7 @@ def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) 
         config.ref.dtype = "bfloat16"
         for name, value in options.items():
             setattr(getattr(config, name.split("__")[0]), name.split("__")[1], value)
-        found = forecast(config.build(), facts, data, torch.device(device), 0.0)
+        found = forecast(config.build(), facts, [], torch.device(device))
         assert found.roles["ref"].held == 2**21
         return [found.roles[role].away for role in ("actor", "ref")]
 

@@ -59,13 +59,34 @@ def resolve(path: str | Path) -> Path:
         if not any(found.glob("*.safetensors")):
             snapshot_download(str(path), allow_patterns=["*.bin", "*.bin.index.json"], ignore_patterns=["*/*"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failed:
-        raise CheckpointError(f"{path} is neither a directory nor a model that the hub hands out: {failed}") from failed
+        raise CheckpointError(_not_handed_out(path, failed)) from failed
     return found
+
+
+def config_file(path: str | Path) -> Path:
+    """The config.json of a model; of a hub name that file alone is fetched. Raises `CheckpointError` as `resolve` does."""
+    if Path(path).expanduser().exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:
+        return resolve(path) / CONFIG
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(str(path), CONFIG))
+    except EntryNotFoundError as failed:
+        if isinstance(failed, LocalEntryNotFoundError):  # the hub does not answer
+            raise CheckpointError(_not_handed_out(path, failed)) from failed
+        return resolve(path) / CONFIG  # which says what such a model lacks
+    except (HfHubHTTPError, HFValidationError, OSError) as failed:
+        raise CheckpointError(_not_handed_out(path, failed)) from failed
+
+
+def _not_handed_out(path: str | Path, failed: Exception) -> str:
+    return f"{path} is neither a directory nor a model that the hub hands out: {failed}"
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
     """The values of a model directory's config.json."""
-    file = resolve(path) / CONFIG
+    file = config_file(path)
     if not file.is_file():
         raise CheckpointError(f"{path} has no {CONFIG}; a model directory holds {CONFIG}, weights and tokenizer files")
     try:

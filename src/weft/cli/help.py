@@ -23,7 +23,8 @@ ALL = "all"
 FLAGS = {
     "--help [GROUP]": "the options that people set; all of them (--help all), or those of one group (--help {group})",
     "--cfg job": "print the resolved configuration as YAML and stop",
-    "--dry-run": "print the plan of the run and stop",
+    "--dry-run[=config]": "print the plan and the memory it needs, and stop; no weights are read and no GPU is needed; "
+    "--dry-run=config does not read the data either",
     "--verbose, -v": "show the whole plan before the run, not its table alone",
     "--config FILE": "read options from a YAML file, such as a run's config.yaml; the command line goes over it",
     "--configs A B ...": "named sections of settings, left to right (weft config ls lists them); the command line goes over "

@@ -109,6 +109,9 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
     if fetch_configs(experiment):
         experiment = config.build()  # again, with what the models' own files say
     if not experiment.search:
+        missing = [note for note in experiment.plan_notes if "config.json" in note]
+        if missing:
+            raise ConfigError("\n".join(missing))
         raise ConfigError(
             "plan search: there is nothing to choose, with one device, or with a layout for every role; write "
             "n_gpus_per_node=8 (or n_nodes), and leave layouts out"

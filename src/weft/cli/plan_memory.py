@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import Wanted, find
@@ -12,12 +13,23 @@ if TYPE_CHECKING:
     from weft.engine.fits import Case
 
 TOLD = "which GPU holds the training of a model, and what makes it fit a smaller one"
+EPILOG = """examples:
+  weft plan memory Qwen/Qwen3-0.6B
+  weft plan memory meta-llama/Llama-3.1-8B lora.r=16 gradient_checkpointing=true --tokens 4096
+  weft plan memory meta-llama/Llama-3.1-8B layout=d8 optimizer.state_dtype=8bit"""
 
 
 def add(commands: Any) -> None:
     """The command's arguments."""
-    made = commands.add_parser("memory", help=TOLD, description=f"Print {TOLD}. Only its config.json is read.")
+    made = commands.add_parser(
+        "memory", help=TOLD, description=f"Print {TOLD}. Only its config.json is read.", epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     made.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
+    made.add_argument(
+        "options", nargs="*", metavar="key=value",
+        help="options of the model, those that quickstarts have below model.: lora.r, gradient_checkpointing, layout, ...",
+    )  # fmt: skip
     made.add_argument(
         "--tokens", type=int, default=16384, metavar="N", help="of a micro-batch, all trained (%(default)s)"
     )
@@ -27,39 +39,51 @@ def add(commands: Any) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Exit code 0. Raises `UserError` for a model without a readable config.json."""
+    """Exit code 0. Raises `UserError` for a model without a readable config.json, and for options that it does not take."""
     from weft.engine import fits
 
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens={arguments.tokens}: a micro-batch has at least one token")
-    found = find(arguments.model, Wanted("MODEL"))
-    case = case_of(found.path, arguments.tokens, arguments.dtype)
+    path = find(arguments.model, Wanted("MODEL")).path
+    case, parameters, trained, layout = case_of(path, arguments.options, arguments.tokens, arguments.dtype)
+    settings, part = case.settings, "" if trained == parameters else f", {trained:,} trained"
+    narrow = "" if settings.state_dtype == "float32" else f" with states in {settings.state_dtype}"
     print(
-        f"{found.path}: {case.shape.parameters:,} parameters, AdamW, {case.settings.dtype}, {arguments.tokens:,} tokens"
+        f"{path}: {parameters:,} parameters{part}, {NAMES[settings.optimizer]}{narrow}, {settings.dtype}, "
+        f"{arguments.tokens:,} tokens{'' if layout == 'd1' else f', each of {layout}'}"
     )
-    print("\n".join(fits.table(fits.ways({"model": case}))))
+    lacks = fits.lacking(*(["fp8=true"] if settings.fp8 else []), f"optimizer.state_dtype={settings.state_dtype}")
+    print("\n".join([*fits.table(fits.ways({"model": case})), *([f"as set it needs {lacks}"] if lacks else [])]))
     return 0
 
 
-def case_of(model: str, tokens: int, dtype: str) -> Case:
-    """Full fine-tuning on one GPU, a minibatch of several micro-batches."""
+NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
+
+
+def case_of(model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16") -> tuple[Case, int, int, str]:
+    """(training on a GPU, or on one rank of a layout, with a minibatch of several micro-batches; all parameters; those that are
+    trained; the layout). Raises `ConfigError` as a run with these options would."""
     import torch
 
-    from weft.checkpoints.hf_io import read_config
-    from weft.engine.backends.torch import sizes_of
-    from weft.engine.fits import Case
-    from weft.engine.memory import NetworkShape, Settings, Work
-    from weft.models.network.token_outputs import chunk_rows
-    from weft.models.network.transformer import Transformer
+    from weft.cli import overrides
+    from weft.engine.backends.planned import planned_facts
+    from weft.engine.memory import Work
+    from weft.engine.spec import ModelSpec
+    from weft.launch.memory import case_of as case
+    from weft.options import read, to_mapping, validate
+    from weft.topology import Mesh
 
-    config = read_config(model)[1]
-    with torch.device("meta"):
-        network = Transformer(config, "lm")
-    count = sum(parameter.numel() for parameter in network.parameters())
-    settings = Settings(
-        dtype, True, "adamw", recompute=0, offload_optimizer=False,
-        chunk_rows=chunk_rows(config.vocab_size, torch.device("cuda")), keeps_cache=True,
-    )  # fmt: skip
+    base = ModelSpec(path=model, dtype=dtype)
+    nested: dict[str, Any] = {}
+    for assignment in overrides.parse(words):
+        overrides.merge(nested, assignment)
+    spec = read(base, overrides.resolve(nested, to_mapping(base)))
+    validate(spec)
+    spec.planned, spec.trained = True, True
+    layout, gpu = spec.resolve_layout(), torch.device("cuda")
+    facts = planned_facts(spec, Mesh.first(layout), gpu)
+    if facts.get("sizes") is None:
+        raise ConfigError(f"backend={spec.backend}: does not tell its sizes before it runs; leave it out")
     work = Work(tokens=tokens, rows=tokens, backward=True, parts=2)
-    sizes: dict[str, Any] = dict(sizes_of(network))
-    return Case(NetworkShape(count, count, **sizes), settings, (work,))
+    shown = "d1" if layout.num_devices == 1 else str(layout)
+    return case(spec, facts, [work], gpu), facts["num_parameters"], facts["num_trainable"], shown

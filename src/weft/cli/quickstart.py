@@ -19,6 +19,7 @@ from weft.options import Config, read, to_mapping, validate
 if TYPE_CHECKING:
     from weft.cli.stack import Stack
 
+CONFIG = "config"  # --dry-run=config
 FLAGS = (
     "--help",
     "--dry-run",
@@ -46,8 +47,8 @@ class Words:
     configs: list[str] = field(default_factory=list)  # named sections
     config_dirs: list[str] = field(default_factory=list)
     print_config: bool = False
-    dry_run: bool = False
     verbose: bool = False
+    dry_run: str | None = None  # "" reads the data, "config" does not
     print_script: bool = False
     deepspeed: str | None = None  # a file, "" for the flag alone
     help: str | None = None  # a group of options, or all; "" for those that people set
@@ -115,7 +116,7 @@ def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Se
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
-    if words.dry_run and config.mode == "slurm":
+    if words.dry_run is not None and config.mode == "slurm":
         raise ConfigError("--dry-run: a job is planned where it runs; take mode=slurm out, or look at --print-script")
     if config.mode == "slurm":
         from weft.launch import slurm
@@ -127,8 +128,8 @@ def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Se
     from weft.launch.supervise import Supervisor, uses_ray
     from weft.observe.progress import Show, terminal_width
 
-    if words.dry_run:
-        print("\n".join(dry_run(config, width=terminal_width())))
+    if words.dry_run is not None:
+        print("\n".join(dry_run(config, data=words.dry_run != CONFIG, width=terminal_width())))
         return 0
     if supervise and uses_ray(experiment := config.build(), config.mode):
         return Supervisor(experiment).run()
@@ -154,7 +155,11 @@ def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
 
 def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
     """The quickstart's own configuration, and what files and words assign."""
-    values = [override for file in words.files for override in overrides.flatten(overrides.read_file(file))]
+    from weft.cli import sections
+
+    values = [
+        each for file in words.files for each in overrides.flatten(overrides.read_file(sections.recipe_file(file)))
+    ]
     values += overrides.parse(words.assignments)
     registry.import_user_code(_imports(values))
     return registry.quickstarts.get(words.name)(), values
@@ -187,8 +192,8 @@ def sort(argv: Sequence[str]) -> Words:
             continue  # read by weft.cli.main
         elif word in ("-v", "--verbose"):
             words.verbose = True
-        elif word == "--dry-run":
-            words.dry_run = True
+        elif flag == "--dry-run":
+            words.dry_run = _dry_run(word, attached)
         elif word == "--print-script":
             words.print_script = True
         elif flag == "--resume_from_checkpoint":
@@ -217,6 +222,12 @@ def sort(argv: Sequence[str]) -> Words:
         else:
             words.assignments.append(word)
     return words
+
+
+def _dry_run(word: str, value: str) -> str:
+    if value not in ("", CONFIG):
+        raise ConfigError(f"{word}: write --dry-run, or --dry-run={CONFIG} to read config.json alone, no data")
+    return value
 
 
 def _take(words: Words, flag: str, value: str) -> None:

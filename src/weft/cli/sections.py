@@ -15,6 +15,7 @@ from weft.errors import ConfigError, nearest
 
 OWN_FOLDER = "configs"  # of the working directory
 SHIPPED = "weft"  # how the folder of the shipped sections is called in messages
+READY = "ready"  # the folder among them of whole recipes, one a file
 SUFFIXES = (".yaml", ".yml")
 # The groups of trlX's configuration, which its files have at their top.
 TRLX_GROUPS = ("train", "model", "tokenizer", "optimizer", "scheduler", "method")
@@ -216,6 +217,14 @@ def shipped_file(shown: str = "") -> Path:
     return Path(str(files("weft") / "recipes" / shown.removeprefix(f"{SHIPPED}:")))
 
 
+def recipe_file(path: str) -> str:
+    """`path`; or where `recipes/NAME.yaml` is not in the working directory the recipe of that name that weft ships."""
+    place = Path(path)
+    shipped = shipped_file(f"{READY}/{place.name}")
+    return str(shipped) if str(place.parent) == "recipes" and not place.exists() and shipped.is_file() else path
+
+
 def _shipped() -> Iterator[Contents]:
-    for path in sorted(shipped_file().glob("*.yaml")):
-        yield read_file(path, f"{SHIPPED}:{path.name}")
+    for folder in ("", f"{READY}/"):
+        for path in sorted(shipped_file(folder).glob("*.yaml")):
+            yield read_file(path, f"{SHIPPED}:{folder}{path.name}")

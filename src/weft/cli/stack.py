@@ -12,7 +12,7 @@ from weft.cli.help import shown
 from weft.cli.open_assistant.keys import KEYS, TRLX, map_keys
 from weft.cli.open_assistant.mapped import IMPLIED, RL, RM, Mapped
 from weft.cli.overrides import Override, flatten
-from weft.cli.sections import Library, Section
+from weft.cli.sections import READY, SHIPPED, Library, Section
 from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
 from weft.options import leaves, plain
@@ -313,7 +313,12 @@ def _name_run(stack: Stack, base: RunConfig) -> None:
 
 
 def meant_for(sections: Sequence[Section]) -> str:
-    """The quickstart that sections are most likely meant for, by the keys that one of Open-Assistant's trainers reads alone."""
+    """The quickstart that sections are most likely meant for: a recipe's name begins with it, others have options of its
+    algorithm, or keys that one of Open-Assistant's trainers reads alone."""
+    recipes = [section.name.partition("-")[0] for section in sections if section.file.startswith(f"{SHIPPED}:{READY}/")]
+    own = [name for name in ("ppo", "grpo", "dpo") if any(name in section.values for section in sections)]
+    if recipes or own:
+        return (recipes or own)[0]
     modes = [KEYS[key].modes for section in sections for key in section.values if key in KEYS]
     if any(section.trlx for section in sections) or (RL,) in modes:
         return "ppo"

@@ -21,8 +21,9 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
     parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
-    parser.add_argument("--dry-run", action="store_true", help="stop after the plan, which is shown whole")
     parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
+    parser.add_argument("--dry-run", nargs="?", const="", choices=("", "config"), metavar="config",
+                        help="print the plan and the memory it needs, and stop; config: without reading the data")  # fmt: skip
     parser.add_argument(
         "--print-script", action="store_true", help="with --mode slurm: print the job's script and stop"
     )
@@ -43,7 +44,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     experiment = _as_told(registered(given.experiment, given.trial), given)
     if given.print_script and given.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
-    if given.dry_run and given.mode == "slurm":
+    if given.dry_run is not None and given.mode == "slurm":
         raise ConfigError("--dry-run: a job is planned where it runs; take --mode slurm out, or look at --print-script")
     if given.mode == "slurm":
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
@@ -52,8 +53,8 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         return 0
     for note in check_machines(given.experiment, given.mode):
         print(f"note: {note}", file=sys.stderr)
-    if given.dry_run:
-        print("\n".join(dry_run(experiment, mode=given.mode, width=terminal_width())))
+    if given.dry_run is not None:
+        print("\n".join(dry_run(experiment, mode=given.mode, data=given.dry_run != "config", width=terminal_width())))
         return 0
     if supervise and uses_ray(experiment, given.mode):
         return Supervisor(experiment).run()

@@ -5,10 +5,11 @@ Every way is estimated as the run itself is (`weft.engine.memory`), with one thi
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weft.engine.memory import BYTES, NetworkShape, Settings, Work, estimate, total
+from weft.engine.memory import NetworkShape, Settings, Work, estimate, total
 
 GIB = 2.0**30
 # What is sold as so many GB, and the least GiB that such cards have; of them the driver and torch take some.
@@ -17,6 +18,8 @@ TAKEN = 1.5  # GiB
 RANK = 16  # of the adapters that are offered
 SHARDS = (2, 4, 8)
 ADAPTED = 4  # matrices of attention that get adapters
+# What options need beside weft: (the package that is imported, the extra that brings it).
+EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("torchao", "fp8")}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Way:
     options: str
     size: float
     devices: int = 1
+    lacks: str = ""  # the command that installs what they need
 
     @property
     def gpu(self) -> int | None:
@@ -46,7 +50,8 @@ class Way:
 
 
 def ways(cases: Cases) -> list[Way]:
-    """As it is set, and what would take less: recomputation, and with it one thing more. What is set already is left out."""
+    """As it is set, and what would take less: recomputation, and with it one thing more. What is set already is left out, and
+    so are adapters where they are refused (fp8)."""
     option = "gradient_checkpointing=true"
     again = _changed(cases, lambda s: replace(s, recompute=1))
     narrow = _changed(again, lambda s: replace(s, state_dtype="8bit") if s.optimizer == "adamw" else s)
@@ -55,17 +60,28 @@ def ways(cases: Cases) -> list[Way]:
     found = [Way("as set", _total(cases))]
     if again != cases:
         found.append(Way(option, _total(again)))
+    before = f"{option} " if again != cases else ""
     for more, changed in (
         ("optimizer.state_dtype=8bit", narrow),
         ("optimizer.offload=true", on_host),
         (f"lora.r={RANK}", adapted),
     ):
         if changed != again:
-            found.append(Way(f"{option} {more}", _total(changed)))
-    for count in SHARDS:
+            found.append(Way(f"{before}{more}", _total(changed), lacks=lacking(more)))
+    for count in () if any(case.shape.shards > 1 for case in cases.values()) else SHARDS:
         shared = {name: _sharded(case, count) for name, case in again.items()}
-        found.append(Way(f"{option} layout=d{count}", _total(shared, count), count))
+        found.append(Way(f"{before}layout=d{count}", _total(shared), count))
     return found
+
+
+def lacking(*options: str) -> str:
+    """The command that installs what these options need, where it is not there; else ""."""
+    extras = [EXTRAS[option][1] for option in options if option in EXTRAS and not _is_there(EXTRAS[option][0])]
+    return f"pip install 'weft[{','.join(extras)}]'" if extras else ""
+
+
+def _is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def lines(cases: Cases, begin: str) -> Iterator[str]:
@@ -77,19 +93,35 @@ def lines(cases: Cases, begin: str) -> Iterator[str]:
     best = first.gpu or GPUS[-1][0] + 1
     smaller = [way for way in others if way.gpu is not None and way.gpu < best]
     for way in smaller:
-        yield f"  {way.options}: about {_size(way.size)}{' each' if way.devices > 1 else ''}, {_held(way)}"
+        yield f"  {way.options}: about {_size(way.size)}{' each' if way.devices > 1 else ''}, {_held(way)}{_needs(way)}"
     if first.gpu is None and not smaller:
         least = min(others, key=lambda way: way.size, default=first)
         yield f"  the least is {_size(least.size)} ({least.options}); shard it over more GPUs (layout=d16)"
+
+
+def smaller(cases: Cases, usable: float) -> Iterator[str]:
+    """The ways to hold in `usable` bytes what does not fit; where there is none the one that needs least."""
+    others = ways(cases)[1:]
+    found = [way for way in others if way.size <= usable]
+    if found:
+        for way in found:
+            yield f"with {way.options}: about {_size(way.size)}{' each' if way.devices > 1 else ''}{_needs(way)}"
+    elif others:
+        least = min(others, key=lambda way: way.size)
+        yield f"the least is {_size(least.size)} ({least.options}); take more or larger GPUs"
 
 
 def table(found: Sequence[Way]) -> list[str]:
     """All ways, one a line."""
     width = max(len(way.options) for way in found)
     return [
-        f"{way.options:<{width}}  {_size(way.size):>12}{' each' if way.devices > 1 else '     '}  {_held(way)}"
+        f"{way.options:<{width}}  {_size(way.size):>12}{' each' if way.devices > 1 else '     '}  {_held(way)}{_needs(way)}"
         for way in found
     ]
+
+
+def _needs(way: Way) -> str:
+    return f" (needs {way.lacks})" if way.lacks else ""
 
 
 def _held(way: Way) -> str:
@@ -101,15 +133,9 @@ def _size(number: float) -> str:
     return f"{number / GIB:.1f} GiB"
 
 
-def _total(cases: Cases, devices: int = 1) -> float:
-    """Bytes of a GPU that has all roles, or of each of several: what is gathered of two blocks at once comes on top."""
-    whole = float(total({name: estimate(case.shape, case.settings, case.works) for name, case in cases.items()}))
-    gathered = 0.0
-    if devices > 1:
-        for case in (c for c in cases.values() if c.settings.trained):
-            block = (case.shape.parameters * devices - case.shape.embedding) // max(1, case.shape.layers)
-            gathered = max(gathered, 2.0 * max(block, case.shape.embedding) * BYTES[case.settings.dtype])
-    return whole + gathered
+def _total(cases: Cases) -> float:
+    """Bytes of a GPU that has all roles, or of each of several."""
+    return float(total({name: estimate(case.shape, case.settings, case.works) for name, case in cases.items()}))
 
 
 def _changed(cases: Cases, change: Callable[[Settings], Settings]) -> Cases:
@@ -123,7 +149,8 @@ def _changed(cases: Cases, change: Callable[[Settings], Settings]) -> Cases:
 def _adapted(case: Case) -> Case:
     """With adapters on all matrices of the blocks in place of training all parameters; not with experts."""
     shape = case.shape
-    if not case.settings.trained or not shape.fused or shape.trainable != shape.parameters:
+    refused = not shape.fused or case.settings.fp8
+    if not case.settings.trained or refused or shape.trainable != shape.parameters:
         return case
     mlp = (3 if shape.gated else 2) * (shape.hidden + shape.inner)
     attention = 2 * (shape.hidden + shape.query) + 2 * (shape.hidden + shape.key)
@@ -138,6 +165,10 @@ def _sharded(case: Case, ranks: int) -> Case:
     if not case.settings.trained:
         return case
     shape = case.shape
-    return replace(
-        case, shape=replace(shape, parameters=-(-shape.parameters // ranks), trainable=-(-shape.trainable // ranks))
+    mine = replace(
+        shape,
+        parameters=-(-shape.parameters // ranks),
+        trainable=-(-shape.trainable // ranks),
+        shards=shape.shards * ranks,
     )
+    return replace(case, shape=mine)

@@ -27,8 +27,9 @@ class NetworkShape:
     experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value or score head;
     `embedding`: elements of the embedding's matrix; `adapters`: elements that a layer's adapters keep of a token; `fused`: the
     MLP computes the activation and its product with the gated part again in place of keeping them; `capped`: logits have a
-    soft cap; `row_ranks` that share the rows of the stream of states; `rounded` elements are held in few bits, `rounded_bytes`
-    in all, one matrix at a time made whole."""
+    soft cap; `row_ranks` that share the rows of the stream of states; `shards`: ranks that share the parameters, of which this
+    one holds `parameters` and puts a block's together when it is computed; `rounded` elements are held in few bits,
+    `rounded_bytes` in all, one matrix at a time made whole."""
 
     parameters: int
     trainable: int
@@ -47,6 +48,21 @@ class NetworkShape:
     row_ranks: int = 1
     rounded: int = 0
     rounded_bytes: int = 0
+    shards: int = 1
+
+    @property
+    def ends(self) -> int:
+        """Elements of the whole embedding and output matrix, which are put together for all of a pass."""
+        return min(self.whole, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
+
+    @property
+    def whole(self) -> int:
+        return self.parameters * self.shards
+
+    @property
+    def block(self) -> int:
+        """Elements of a whole block, on the average."""
+        return -(-(self.whole - self.ends) // max(1, self.layers))
 
     def kept_per_token(self) -> int:
         """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
@@ -101,6 +117,9 @@ class Settings:
     adds_rows: bool = False
     keeps_cache: bool = False  # from one call to the next
     state_dtype: str = "float32"  # of the optimizer
+    fp8: bool = False  # products of blocks are made of copies in 8 bits
+    widens: bool = False  # the output matrix has a float32 copy while text is generated
+    reshards: bool = True  # parameters that were put together are shared out again after each block
 
 
 @dataclass(frozen=True)
@@ -158,17 +177,29 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
         gradients=trainable * WIDE * on_device,
         activations=max((activations for activations, _, _ in calls), default=0),
         cache=cache,
-        call=max((most for _, _, most in calls), default=0) + (shape.widest * width if shape.rounded else 0),
+        call=max((most for _, _, most in calls), default=0)
+        + (_gathered(shape, settings) if calls else 0)
+        + (shape.widest * width if shape.rounded else 0),
         kept=kept,
         away=(parameters + masters + kept) * settings.weights_leave + state * settings.optimizer_leaves,
     )
+
+
+def _gathered(shape: NetworkShape, settings: Settings) -> int:
+    """What ranks that share parameters put together: embedding and output matrix, a block and the next one, which is on its
+    way, and that block's gradient before it is shared out; all parameters where they are not shared out in between."""
+    if shape.shards == 1:
+        return 0
+    elements = min(shape.ends + 2 * shape.block, shape.whole) if settings.reshards else shape.whole
+    gradient = shape.block * WIDE if settings.trained and shape.trainable == shape.parameters else 0
+    return elements * BYTES[settings.dtype] + gradient
 
 
 def _states(shape: NetworkShape, settings: Settings, trainable: int) -> int:
     """Of the optimizer; in 8 bits embeddings keep float32."""
     wide = 0
     if settings.state_dtype == "8bit" and trainable == shape.parameters:
-        wide = min(shape.embedding, trainable)
+        wide = min(-(-shape.embedding // shape.shards), trainable)
     each = STATE_BYTES[settings.state_dtype] * (trainable - wide) + WIDE * wide
     return int(SLOTS[settings.optimizer] * each)
 
@@ -188,11 +219,13 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width
         cache = cache if work.cache_limit is None else min(cache, work.cache_limit)
         logits = (1 if settings.in_place else SAMPLING_CHUNKS) * work.sequences * shape.vocab * WIDE
+        logits += shape.vocab * shape.hidden * WIDE * settings.widens
         return logits, cache, logits + (0 if settings.keeps_cache else cache)
     alone = 1 + CAPPED_CHUNKS * shape.capped
     ends = 2 * work.tokens * shape.stream * width + work.rows * shape.hidden * width
     if not work.backward:
         working = work.tokens * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner)) * width
+        working += _narrow(shape, settings, work)
         chunks = alone if settings.in_place else SCORING_CHUNKS
         most = ends + max(working, chunks * head + packed)
         return most, 0, most
@@ -202,7 +235,7 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     if not again or shape.layers % settings.recompute:
         kept += shape.last_layer(work.tokens, work.rows) * width - layer
     chunks = alone if settings.in_place else TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
-    working = work.tokens * shape.working_per_token() * width + (layer if again else 0)
+    working = work.tokens * shape.working_per_token() * width + (layer if again else 0) + _narrow(shape, settings, work)
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = 0 if settings.offload_optimizer else trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
@@ -213,3 +246,8 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     ends += work.tokens * (shape.hidden - shape.stream) * width
     late = gradients + ends + (0 if settings.adds_rows else embedding * (1 + shape.tied))
     return activations, 0, max(early, late)
+
+
+def _narrow(shape: NetworkShape, settings: Settings, work: Work) -> int:
+    """Copies in 8 bits of the two sides of the widest product, each in the two orders that products read them in."""
+    return 2 * (work.tokens + shape.hidden) * (shape.inner + shape.hidden) * settings.fp8

@@ -14,9 +14,11 @@ MANUAL, HEURISTIC, SEARCH = MODES = ("manual", "heuristic", "search")
 
 @dataclass
 class SearchSpec:
-    """What `allocation_mode=search` reckons with, where it is not what this machine and the other options say."""
+    """What `allocation_mode=search` and `--dry-run` reckon with, where this machine and the other options do not say it."""
 
-    gpu: str | None = option(None, "GPU model to plan for, such as H100; absent: that of this machine")
+    gpu: str | None = option(
+        None, "GPU that the devices are, such as H100, which --dry-run plans for, too; absent: the one of this machine"
+    )
     memory_gb: float | None = option(
         None,
         "GiB of a device's memory that may be filled; absent: nine tenths, of a CPU's an equal share",

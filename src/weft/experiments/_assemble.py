@@ -14,7 +14,7 @@ from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import _checks as checks
 from weft.experiments._allocation import HEURISTIC, SEARCH, allocated
 from weft.experiments._models import Run, option_of, settled
-from weft.experiments._searched import searched
+from weft.experiments._searched import searched, unread
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
@@ -87,6 +87,9 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     if found is not None:
         notes = (*experiment.plan_notes, *found.lines())
         experiment = replace(found.experiment, plan_notes=notes, search=found.facts())
+    elif config.allocation_mode == SEARCH:
+        called = {call.role: plan.roles[call.role] for call in experiment.graph.model_calls()}
+        experiment = replace(experiment, plan_notes=(*experiment.plan_notes, *unread(called)))
     placement = {node.name: experiment.mesh_of(node).layout for node in experiment.graph.model_calls()}
     _check_calls(experiment)
     return replace(experiment, placement=placement)

@@ -138,7 +138,7 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
     kinds = read_values(f"{role}.path", directory).get("architectures") or []
     if spec.head == "lm" and any("ForSequenceClassification" in str(kind) for kind in kinds):
         raise CheckpointError(f"{option}: is a reward or value model ({kinds[0]}), which has no words; name a policy")
-    if not spec.init_from_scratch and not any(next(directory.glob(p), None) for p in WEIGHTS):
+    if not (spec.init_from_scratch or spec.planned) and not any(next(directory.glob(p), None) for p in WEIGHTS):
         raise CheckpointError(
             f"{option}: has no weights (*.safetensors); add them, or write {role}.init_from_scratch=true for random ones"
         )

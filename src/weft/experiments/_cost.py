@@ -45,6 +45,13 @@ class Network:
     recompute: int = 0
     offload_weights: bool = False
     offload_optimizer: bool = False
+    state_dtype: str = "float32"
+    fp8: bool = False
+    reshards: bool = True
+    fused: bool = True
+    capped: bool = False
+    adapters: int = 0  # elements that a layer's adapters keep of a token
+    on_gpu: bool = True
 
     @property
     def width(self) -> int:
@@ -212,19 +219,15 @@ def role_memory(
         parameters=math.ceil(network.parameters / parts / layout.fsdp),
         trainable=math.ceil(network.num_trained / parts / layout.fsdp) if trained else 0,
         layers=layers, hidden=network.hidden, query=network.query // t, key=max(network.key // t, 1), inner=network.inner // t,
-        vocab=max(network.vocab // t, 1), embedding=network.embedding // t, gated=network.gated, tied=network.tied, row_ranks=t,
+        vocab=max(network.vocab // t, 1), embedding=network.embedding // t, gated=network.gated, tied=network.tied,
+        adapters=network.adapters, fused=network.fused, capped=network.capped, row_ranks=t, shards=layout.fsdp,
     )  # fmt: skip
     settings = Settings(
         dtype=network.dtype, trained=trained, optimizer=network.optimizer, recompute=network.recompute,
         offload_optimizer=network.offload_optimizer, chunk_rows=CHUNK_ROWS, weights_leave=network.offload_weights,
+        keeps_cache=network.on_gpu, state_dtype=network.state_dtype, fp8=network.fp8, reshards=network.reshards,
     )  # fmt: skip
-    found = memory.estimate(shape, settings, [_work(load, layout, rates) for load in loads])
-    if layout.fsdp == 1:
-        return found
-    # One layer at a time is put together, and the next on its way; its gradients are whole before they are shared out.
-    layer = max(network.whole, network.embedding) // parts
-    gathered = 2 * layer * network.width + (layer * WIDE if trained else 0)
-    return memory.RoleMemory(**{**vars(found), "call": found.call + gathered})
+    return memory.estimate(shape, settings, [_work(load, layout, rates) for load in loads])
 
 
 def _work(load: Load, layout: Layout, rates: Rates) -> Work:

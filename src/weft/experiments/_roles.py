@@ -30,6 +30,7 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
         type=spec.type or source.type,
         init_from_scratch=source.init_from_scratch,
         backend=source.backend if spec.backend == AUTO else spec.backend,
+        planned=source.planned,
         trust_remote_code=source.trust_remote_code,
         tokenizer=source.tokenizer,
         rope_scaling=source.rope_scaling if spec.rope_scaling is None else spec.rope_scaling,

@@ -130,8 +130,14 @@ class Problem:
                 ends[name] = begin
                 continue
             ranks = self._meshes[numbers[unit]].ranks
-            takes = self._call(name, numbers[unit]) + self._move(unit, numbers)
-            end = ends[name] = max(begin, max([free[rank] for rank in ranks])) + takes
+            moves = self._move(unit, numbers)
+            sources = self._meshes[numbers[self._home[self.units[unit].role]]].ranks if moves else ()
+            begin = max(begin, max(free[rank] for rank in (*ranks, *sources)))
+            for rank in {*ranks, *sources}:  # who sends weights does nothing else meanwhile
+                free[rank] = begin + moves
+                busy[rank] += moves
+            takes = self._call(name, numbers[unit])
+            end = ends[name] = begin + moves + takes
             for rank in ranks:
                 free[rank] = end
                 busy[rank] += takes

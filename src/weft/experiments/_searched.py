@@ -71,15 +71,18 @@ class Searched:
 
 def searched(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]) -> Searched | None:
     """`given`: the roles as the user wrote them; those that name no layout, and their calls that name none, are placed. None
-    where there is nothing to choose, or a model's config.json is not here yet. Raises `ConfigError` where nothing fits."""
+    where there is nothing to choose, or a model's config.json is not here yet (`unread`). Raises `ConfigError` where nothing
+    fits."""
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
     roles = {call.role for call in experiment.graph.model_calls()}
     free = {role for role in roles if not is_placed(given[role])}
-    if count == 1 or not free or not all(checks.model_config(given[role]) for role in roles if given[role].path):
+    if count == 1 or not free or unread({role: given[role] for role in roles}):
         return None
     on_gpu, dtypes = _devices(experiment, config)
-    networks = {role: _network(experiment.roles[role], dtypes) for role in roles if experiment.roles[role].path}
+    networks = {
+        role: _network(experiment.roles[role], dtypes, on_gpu=on_gpu) for role in roles if experiment.roles[role].path
+    }
     rates = _rates(config, on_gpu, networks, per_node)
     units, start = _units(experiment, free, count, per_node)
     loads = {call.name: _load(experiment, config, call) for call in experiment.graph.model_calls()}
@@ -104,6 +107,16 @@ def searched(experiment: Experiment, config: RunConfig, given: Mapping[str, Mode
             "max_tokens_per_microbatch, set gradient_checkpointing=true, or take more devices"
         )
     return Searched(_placed(experiment, found.best, placed, free), found, rates, loads)
+
+
+def unread(roles: Mapping[str, ModelSpec]) -> list[str]:
+    """What the search waits for, a line each: models whose config.json is not on this machine."""
+    missing = {role: spec.path for role, spec in roles.items() if spec.path and not checks.model_config(spec)}
+    return [
+        f"allocation_mode=search: the config.json of {role}.path={path} is not on this machine, so the placement is that of "
+        f"heuristic; fetch it with: hf download {path} config.json"
+        for role, path in missing.items()
+    ]
 
 
 def _placed(experiment: Experiment, best: Estimate, units: Sequence[Unit], free: set[str]) -> Experiment:
@@ -202,7 +215,7 @@ def _rates(config: RunConfig, on_gpu: bool, networks: Mapping[str, Network], per
     return gpu_rates(name, dtype, memory, per_node)
 
 
-def _network(spec: ModelSpec, dtype: str) -> Network:
+def _network(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) -> Network:
     from weft.checkpoints.hf_io import read_config
 
     assert spec.path is not None
@@ -225,16 +238,34 @@ def _network(spec: ModelSpec, dtype: str) -> Network:
         vocab=config.vocab_size if spec.head == "lm" else 1, active=attention + matrices * config.hidden_size * inner,
         whole=attention + whole, embedding=embedding, outputs=outputs, gated=config.gated,
         tied=config.tied and spec.head == "lm", dtype=spec.dtype or dtype, trained=spec.trained, trainable=adapters,
-        optimizer=spec.optimizer.type, recompute=spec.recomputed_layers, offload_weights=spec.offload and dtype != "float32",
-        offload_optimizer=spec.optimizer.offload and dtype != "float32",
+        optimizer=spec.optimizer.type, recompute=spec.recomputed_layers, offload_weights=spec.offload and on_gpu,
+        offload_optimizer=spec.optimizer.offload and on_gpu, state_dtype=spec.optimizer.state_dtype, fp8=spec.fp8,
+        reshards=spec.zero_stage not in (1, 2), fused=experts is None,
+        capped=spec.head == "lm" and config.final_softcap is not None,
+        adapters=_kept(spec, config) if spec.has_adapters else 0, on_gpu=on_gpu,
     )  # fmt: skip
 
 
+def _kept(spec: ModelSpec, config: TransformerConfig) -> int:
+    """Elements of a token that the adapters of a layer keep: their low-rank products, and what an MLP's last matrix reads."""
+    experts, matrices = (
+        config.experts,
+        4 + (3 if config.gated else 2) * (1 if config.experts is None else config.experts.top_k),
+    )
+    return spec.lora.r * matrices + (config.intermediate_size if experts is None else 0)
+
+
 def _adapters(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Elements of adapters of every matrix of every layer: at most what `lora.*` asks for."""
+    """Elements of the adapters that `lora.*` asks for; each expert has its own."""
     query, key, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
-    ends = 2 * (hidden + query) + 2 * (hidden + key) + (3 if config.gated else 2) * (hidden + config.intermediate_size)
-    return spec.lora.r * config.num_layers * ends
+    found = 0
+    for layer in range(config.num_layers):
+        experts = config.experts if config.has_experts(layer) else None
+        inner, copies = (config.intermediate_size, 1) if experts is None else (experts.intermediate_size, experts.num)
+        ends = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
+        ends |= dict.fromkeys(("gate", "up", "down") if config.gated else ("up", "down"), copies * (hidden + inner))
+        found += sum(size for name, size in ends.items() if not spec.lora.targets or name in spec.lora.targets)
+    return spec.lora.r * found
 
 
 def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> Load:

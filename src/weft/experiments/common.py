@@ -177,7 +177,7 @@ class RunConfig(ABC):
         "devices), search (the placement of each call that is estimated to be fastest there), or a layout such as d4t2",
         check=checks.allocation_problem,
     )
-    search: SearchSpec = option(SearchSpec(), "what allocation_mode=search reckons with")
+    search: SearchSpec = option(SearchSpec(), "what allocation_mode=search and --dry-run reckon with")
     total_train_epochs: int = option(1, "passes over the training data", at_least=1)
     max_steps: int | None = option(None, "stop after this many steps", at_least=1)
     save_freq_steps: int | None = option(None, "steps between checkpoints; the last step is always saved", at_least=1)

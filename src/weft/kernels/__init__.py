@@ -35,7 +35,16 @@ from weft.kernels.grouped import Groups, grouped_linear
 from weft.kernels.grouped import serves as serves_groups
 from weft.kernels.lane import Lane, Mark, lane_of
 from weft.kernels.pointwise import activated, activated_linear, rms_norm, rotate, rotate_heads
-from weft.kernels.products import LEAST_ROWS, GradientSum, add_product, linear, product, weight_gradient, wide_product
+from weft.kernels.products import (
+    LEAST_ROWS,
+    GradientSum,
+    add_product,
+    kept_wide,
+    linear,
+    product,
+    weight_gradient,
+    wide_product,
+)  # fmt: skip
 from weft.kernels.softmax import statistics, to_gradients
 from weft.kernels.transfer import address, put, resize_storage, storage_of
 from weft.kernels.types import Activation, AttentionSpec, AttentionState, Statistics, VarlenLengths, VarlenSegments
@@ -46,7 +55,7 @@ __all__ = [
     "Lane", "LinearWeights", "Mark", "NarrowProduct", "NetworkWeights", "PrefixRows", "Statistics", "VarlenLengths",
     "VarlenSegments", "activate", "activated", "activated_linear", "add_product", "address", "attend_cache", "attend_rows",
     "attend_segments", "compiled_by_rows", "compiling_obstacle", "cpu_library", "draw", "flash", "flex", "fp8_obstacle",
-    "grouped_linear", "in_vectors", "kernel_bytes", "lane_of", "linear", "merge_rows", "product", "put", "resize_storage",
-    "rms_norm", "rotate", "rotate_heads", "serves", "serves_attention", "serves_groups", "serves_network", "statistics",
-    "storage_of", "store_keys", "to_gradients", "weight_gradient", "wide_product",
+    "grouped_linear", "in_vectors", "kept_wide", "kernel_bytes", "lane_of", "linear", "merge_rows", "product", "put",
+    "resize_storage", "rms_norm", "rotate", "rotate_heads", "serves", "serves_attention", "serves_groups", "serves_network",
+    "statistics", "storage_of", "store_keys", "to_gradients", "weight_gradient", "wide_product",
 ]  # fmt: skip

@@ -26,11 +26,12 @@ def obstacle(device: torch.device) -> str | None:
     return None if found else "there is no C++ compiler (CXX, g++ or clang++)"
 
 
-def by_rows(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+def by_rows(function: Callable[..., Any], backend: Any = "inductor", *, whole: bool = True) -> Callable[..., Any]:
     """The function compiled where it is first called, for tensors of any number of rows (one row apart).
 
     The first dimension of tensors among its arguments, and in dataclasses among them, is that of rows. What is compiled serves
-    all callers in the process whose arguments are alike: modules of one form, say.
+    all callers in the process whose arguments are alike: modules of one form, say. Not `whole`: it may call what is not
+    compiled, and is compiled in the parts between.
     """
 
     @functools.wraps(function)
@@ -40,11 +41,11 @@ def by_rows(function: Callable[..., Any], backend: Any = "inductor") -> Callable
             if isinstance(each, Tensor) and each.dim():
                 torch._dynamo.maybe_mark_dynamic(each, ROWS)
         with torch._dynamo.config.patch(recompile_limit=flex.RECOMPILE_LIMIT):
-            return _compiled(function, backend)(*given)
+            return _compiled(function, backend, whole)(*given)
 
     return call
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, backend=backend)
+def _compiled(function: Callable[..., Any], backend: Any, whole: bool) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=whole, backend=backend)

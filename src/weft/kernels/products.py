@@ -70,8 +70,14 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def wide_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `product`, in float32 where left [n, k] and right [m, k] are of half precision: sums are not rounded to it."""
+def kept_wide(right: Tensor) -> Tensor | None:
+    """`right` in float32, where `wide_product` would make such a copy each time; else None. For who multiplies by it often."""
+    return right.detach().float() if right.dtype in HALF and right.device.type not in WIDE else None
+
+
+def wide_product(left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None) -> Tensor:
+    """As `product`, in float32 where left [n, k] and right [m, k] are of half precision: sums are not rounded to it.
+    `wide_right` is what `kept_wide` made of `right`."""
     if left.dtype not in HALF or right.dtype not in HALF:
         return product(left, right, bias)
     if left.device.type in WIDE:
@@ -81,8 +87,13 @@ def wide_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Ten
     wide, size = left.float(), max(1, CELLS // max(1, right.shape[1]))
     for first in range(0, right.shape[0], size):  # a copy of all of a large matrix would not fit
         part = slice(first, first + size)
-        made[:, part] = product(wide, right[part].float(), None if bias is None else bias[part].float())
+        own = _widened(right, part) if wide_right is None else wide_right[part]
+        made[:, part] = product(wide, own, None if bias is None else bias[part].float())
     return made
+
+
+def _widened(right: Tensor, rows: slice) -> Tensor:
+    return right[rows].float()
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -95,7 +95,7 @@ def parts_of(
         numerics = group.numerics()
         machine = group.hardware()
         hardware, room = hardware_line(machine, numerics["device"]), machine["memory"]
-        expected = forecast(experiment, facts, data, device, baseline)
+        expected = forecast(experiment, facts, data.train.large_batches(), device, baseline)
         return Parts(
             experiment=experiment,
             directory=directory,

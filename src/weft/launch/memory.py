@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from weft import kernels
-from weft.data.loader import LoadedData
 from weft.data.sample import SequenceSample
 from weft.engine import fits, memory, microbatches
 from weft.engine.device import peak_memory_gb
 from weft.engine.fits import Case
-from weft.engine.generation.budgets import DEFAULT_SEQUENCES, SEQUENCES, kv_bytes
+from weft.engine.generation.budgets import DEFAULT_SEQUENCES, KV_SHARE, SEQUENCES, kv_bytes
 from weft.engine.memory import NetworkShape, RoleMemory, Settings, Work
 from weft.engine.rows import PackLayout
 from weft.engine.spec import GenerationSpec, ModelSpec
@@ -31,6 +30,17 @@ from weft.topology import Mesh
 GIB, MIB = 2.0**30, 2.0**20
 GPU = torch.device("cuda")  # any
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a role is computed: a device, and the bytes of one that is not here, where they are known; how many ranks share a
+    batch, and the tokens of a pack."""
+
+    device: torch.device
+    capacity: float | None = None
+    data: int = 1
+    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,12 +114,14 @@ def held_memory(device: torch.device) -> float:
 def forecast(
     experiment: Experiment,
     facts: Mapping[str, Mapping[str, Any]],
-    data: LoadedData,
+    given: Sequence[SequenceSample],
     device: torch.device,
-    baseline: float,
+    baseline: float = 0.0,
+    capacity: float | None = None,
 ) -> Forecast:
-    """`facts` are the engines' descriptions by role, with those of its copies."""
-    batches = [_completed(experiment, batch) for batch in data.train.large_batches()]
+    """`facts` are the engines' descriptions by role, with those of its copies; `given` batches that need most; `capacity` bytes
+    of a GPU that is not here."""
+    batches = [_completed(experiment, batch) for batch in given]
     meshes = experiment.meshes()
     roles, incomplete, on_gpu = {}, [], dict[str, Case]()
     for role, spec in experiment.roles.items():
@@ -117,23 +129,24 @@ def forecast(
             continue  # a tokenizer alone
         for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
             calls = [c for c in experiment.graph.model_calls() if c.role == role and experiment.mesh_of(c) == mesh]
-            works = _all_works(experiment, calls, batches, device, own)
+            place = Place(device, capacity, mesh.layout.data, mesh.layout.context)
+            works = _all_works(experiment, calls, batches, place, own)
             name = place_name(experiment, role, mesh)
             if own.get("sizes") is None:
                 incomplete.append(name)
             chosen = spec if mesh == meshes[role] else spec.mirror()
             leaves = _leaves(chosen, calls) if device.type != "cpu" else frozenset[What]()
-            case = _case(chosen, own, works, device, leaves)
+            case = case_of(chosen, own, works, device, leaves)
             roles[name] = memory.estimate(case.shape, case.settings, case.works)
-            on_gpu[name] = case if device.type == "cuda" else _case(
-                replace(chosen, dtype="bfloat16"), own, _all_works(experiment, calls, batches, GPU, own), GPU,
-                _leaves(chosen, calls),
-            )  # fmt: skip
+            on_gpu[name] = case
+            if device.type != "cuda":
+                works = _all_works(experiment, calls, batches, replace(place, device=GPU), own)
+                on_gpu[name] = case_of(replace(chosen, dtype="bfloat16"), own, works, GPU, _leaves(chosen, calls))
         if any(shares_base(spec, s) and meshes[role].parts_as(meshes[r]) for r, s in experiment.roles.items()):
             roles[role] = replace(roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0)
             on_gpu.pop(role)
     calls = [call for call in experiment.graph.model_calls() if call.method == "generate"]
-    limits = {call.name: limit for call in calls if (limit := _limit(call, device)) is not None}
+    limits = {call.name: limit for call in calls if (limit := _limit(call, Place(device, capacity)))}
     return Forecast(roles, device, tuple(incomplete), baseline, limits, on_gpu)
 
 
@@ -141,19 +154,28 @@ def _all_works(
     experiment: Experiment,
     calls: Sequence[MFCDef],
     batches: Sequence[SequenceSample],
-    device: torch.device,
+    place: Place,
     facts: Mapping[str, Any],
 ) -> list[Work]:
     shared = facts.get("shared_prompts", {})
-    return [w for call in calls for batch in batches for w in _works(experiment, call, batch, device, shared)]
+    batches = [_share(batch, place.data) for batch in batches]
+    return [w for call in calls for batch in batches for w in _works(experiment, call, batch, place, shared)]
 
 
-def _limit(call: MFCDef, device: torch.device) -> int | None:
+def _share(batch: SequenceSample, ranks: int) -> SequenceSample:
+    """What the rank with most of a batch gets of it."""
+    if ranks == 1 or batch.num_ids < ranks:
+        return batch
+    return max(batch.split(ranks), key=lambda part: int(part.token_costs().sum()))
+
+
+def _limit(call: MFCDef, place: Place) -> int | None:
     """Bytes of keys and values that a call which samples may hold on a device; None where the devices are those of other
     processes, which alone know what they have, and the user does not say."""
-    asked = call.args.get("kv_cache_gb")
+    asked, device = call.args.get("kv_cache_gb"), place.device
     if device.type == "cuda" and device.index is None:
-        return None if asked is None else int(asked * GIB)
+        least = None if place.capacity is None else int(KV_SHARE * place.capacity)
+        return least if asked is None else int(asked * GIB)
     return kv_bytes(device, asked)
 
 
@@ -178,13 +200,14 @@ def _leaves(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
     return frozenset(found)
 
 
-def _case(
+def case_of(
     spec: ModelSpec,
     facts: Mapping[str, Any],
     works: Sequence[Work],
     device: torch.device,
     leaves: frozenset[What] = frozenset(),
 ) -> Case:
+    """One role: its engine's `facts`, how it is computed on the device, and what is asked of it."""
     sizes = facts.get("sizes")
     if sizes is None:
         works = []
@@ -211,6 +234,9 @@ def _settings(spec: ModelSpec, device: torch.device, vocab_size: int, leaves: fr
         adds_rows=plain,
         keeps_cache=device.type == "cuda",
         state_dtype=spec.optimizer.state_dtype,
+        fp8=spec.fp8,
+        widens=device.type == "cpu" and dtype != "float32",
+        reshards=spec.zero_stage not in (1, 2),
     )
 
 
@@ -233,19 +259,19 @@ def _completed(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
 
 
 def _works(
-    experiment: Experiment, call: MFCDef, batch: SequenceSample, device: torch.device, shared: Mapping[str, Any]
+    experiment: Experiment, call: MFCDef, batch: SequenceSample, place: Place, shared: Mapping[str, Any]
 ) -> Iterator[Work]:
     """What a call asks of its role's network, one a micro-batch. `shared`: up to which length of its sequences the network
     computes a prefix of several sequences once, and whether it does so in training."""
     if "completion" not in batch.data:
         return
-    layout = PackLayout.of(batch)
+    layout, device = PackLayout.of(batch), place.device
     if call.method == "generate":
         together = min(len(layout.length), SEQUENCES.get(device.type, DEFAULT_SEQUENCES))
         capacity = SLOT
         while capacity < int(layout.lengths.max()):
             capacity *= 2
-        limit = _limit(call, device)
+        limit = _limit(call, place)
         yield Work(tokens=0, cache_tokens=together * capacity, cache_limit=limit, sequences=together)
         return
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
@@ -269,7 +295,8 @@ def _works(
                 if trains and "loss_mask" in cut.data
                 else int(at.length.sum())
             )
-            yield Work(int(at.segments.sum()), rows, trains, len(cuts), entropy)
+            tokens, rows = (-(-number // place.context) for number in (int(at.segments.sum()), rows))
+            yield Work(tokens, rows, trains, len(cuts), entropy)
 
 
 def size(number: float) -> str:

@@ -49,7 +49,13 @@ def plan_of(
     told = () if data is None else data.notes
     unused = set() if data is None else {note for count in data.counts for note in count.unused_notes()}
     details = [*_details(experiment, horizon, facts, data, expected), *(note for note in told if note in unused)]
-    return Plan(rows, [note for note in told if note not in unused], [*details, *_versions(numerics)])
+    notes = [*_model_notes(experiment), *(note for note in told if note not in unused)]
+    return Plan(rows, notes, [*details, *_versions(numerics)])
+
+
+def _model_notes(experiment: Experiment) -> list[str]:
+    """Which run a model was taken from, and what its backend costs: everybody is told."""
+    return list(dict.fromkeys(note for spec in experiment.roles.values() for note in spec.notes))
 
 
 # -- the table
@@ -211,7 +217,8 @@ def _details(
     experiment: Experiment, horizon: Horizon | None, facts: Facts, data: LoadedData | None, expected: Forecast
 ) -> Iterator[str]:
     yield from () if data is None else data.table().splitlines()
-    yield from experiment.plan_notes
+    own = _model_notes(experiment)
+    yield from (note for note in experiment.plan_notes if note not in own)
     yield from () if horizon is None else _node_counts(experiment, horizon)
     for role, spec in experiment.roles.items():
         yield f"{role}: {_describe(spec, facts[role])}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, unknown_name
 from weft.experiment import Experiment
 from weft.launch import foreign
@@ -67,20 +68,29 @@ def run(config: Buildable | Experiment, *, mode: str | None = None, show: Show |
         lock.release()
 
 
-def dry_run(config: Buildable | Experiment, *, mode: str | None = None, width: int | None = None) -> list[str]:
-    """The whole plan of a run, from the very devices and models that it would use; writes nothing. `width`: of the terminal.
+def dry_run(
+    config: Buildable | Experiment, *, mode: str | None = None, data: bool = True, width: int | None = None
+) -> list[str]:
+    """The whole plan of a run, and whether it fits the memory of its devices; writes nothing. `width`: of the terminal.
 
-    Raises `UserError` as `run` does.
+    No weights are read, and devices need not be here: `device=cuda` or `search.gpu` plan for a GPU. Without `data` neither rows
+    nor tokenizers are read: the sizes of a step are known, the number of steps is not. Raises `UserError` as `run` does.
     """
-    experiment, mode = _checked(config, mode)
-    from weft.launch.assemble import assemble
+    experiment, mode = _checked(without_weights(config), mode)
+    from weft.launch.planned import planned
     from weft.runtime.directory import RunDirectory, admit
 
-    directory = RunDirectory.of(experiment.control)
-    admit(directory, experiment.control, experiment.resolved())
-    session = assemble(experiment, directory, mode)
-    session.close("stopped")
-    return session.plan.whole(width)
+    admit(RunDirectory.of(experiment.control), experiment.control, experiment.resolved())
+    return planned(experiment, mode, data=data, width=width)
+
+
+def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
+    """The configuration whose models' weights are not read, so that they need not be there."""
+    if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
+        return config
+    own = {spec.name: getattr(config, spec.name) for spec in fields(config)}
+    models = {name: replace(value, planned=True) for name, value in own.items() if isinstance(value, ModelSpec)}
+    return cast(Buildable, replace(config, **models))
 
 
 def _checked(config: Buildable | Experiment, mode: str | None) -> tuple[Experiment, str]:

@@ -1,4 +1,8 @@
-"""Sums over the ranks of a process group, and tensors put together of their rows, that gradients pass through."""
+"""Sums over the ranks of a process group, and tensors put together of their rows, that gradients pass through.
+
+A compiler leaves them out of what it compiles, so that ranks wait for each other between compiled parts. `_disable_dynamo` is
+`torch.compiler.disable` that loads the compiler at the first call, not with this file.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 
+@_disable_dynamo
 def summed_forward(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of what the ranks have; each gets its gradient as it is. Where ranks hold columns of a layer, what leaves it."""
     y: Tensor = _SumForward.apply(x, group)
     return y
 
 
+@_disable_dynamo
 def summed_backward(x: Tensor, group: ProcessGroup) -> Tensor:
     """x, which every rank has; its gradient is the sum of theirs. Where ranks hold rows of a layer, what enters it."""
     y: Tensor = _SumBackward.apply(x, group)
@@ -77,6 +84,7 @@ class RowParts:
         return scattered(x, self)
 
 
+@_disable_dynamo
 def gathered(x: Tensor, rows: RowParts) -> Tensor:
     """All rows [rows, ...] of what each rank has [n, ...], where each goes on with them to another part of the result:
     gradients are summed."""
@@ -84,12 +92,14 @@ def gathered(x: Tensor, rows: RowParts) -> Tensor:
     return y
 
 
+@_disable_dynamo
 def gathered_alike(x: Tensor, rows: RowParts) -> Tensor:
     """As `gathered`, where every rank goes on to the same result: each has the gradient of its own rows already."""
     y: Tensor = _Gather.apply(x, rows, False)
     return y
 
 
+@_disable_dynamo
 def scattered(x: Tensor, rows: RowParts) -> Tensor:
     """Of all rows [rows, ...], each a sum of which every rank has a part, those of this rank [n, ...]; each rank gets the
     gradient of all of them."""

@@ -151,9 +151,13 @@ class StagedDecoder:
         else:
             self._send(made.contiguous(), peer, self._group)
 
-    def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
+    def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
         """On the last rank alone."""
-        return self.network.next_token_logits(hidden_rows)
+        return self.network.next_token_logits(hidden_rows, wide)
+
+    @property
+    def output_matrix(self) -> Tensor | None:
+        return self.network.output_matrix
 
     def settle(self, draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
         """The last rank draws once its last stage is computed, and sends what it drew; the others wait for it when they are

@@ -97,8 +97,12 @@ class Spy:
         self.passes.append(len(x.tokens))
         return self.network.hidden(x, rows)
 
-    def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
-        return self.network.next_token_logits(hidden_rows)
+    def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
+        return self.network.next_token_logits(hidden_rows, wide)
+
+    @property
+    def output_matrix(self) -> Tensor | None:
+        return self.network.output_matrix
 
     def parameters(self) -> Iterator[Tensor]:
         return iter(self.network.parameters())

@@ -13,6 +13,7 @@ from weft.engine.generation.budgets import default_budget
 from weft.engine.generation.generate import BatchGenerator
 from weft.engine.generation.scheduler import Budget
 from weft.engine.spec import GenerationSpec
+from weft.kernels import kept_wide
 from weft.kernels.cpu.sizes import VECTOR
 from weft.models.kv.slots import KVCache
 
@@ -55,6 +56,28 @@ def test_a_batch_that_fits_is_never_moved(monkeypatch: pytest.MonkeyPatch) -> No
         generator.submit([Request(f"p{i}", 0, [6 + i] * (3 + 20 * i)) for i in range(5)])
         drain(generator)
     assert not moved
+
+
+def test_the_output_matrix_is_made_wide_once_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 on a CPU, where the logits are a product in float32; with new weights once more."""
+    copies: list[int] = []
+
+    def counted(right: torch.Tensor) -> torch.Tensor | None:
+        copies.append(right.numel())
+        return kept_wide(right)
+
+    monkeypatch.setattr("weft.engine.generation.generate.kept_wide", counted)
+    monkeypatch.setattr("weft.kernels.products._widened", lambda *_: pytest.fail("a copy in a step"))
+    network, spec = build(dtype=torch.bfloat16), GenerationSpec(max_new_tokens=20, min_new_tokens=20)
+    assert network.output_matrix is not None
+    with opened(network, spec) as generator:
+        generator.submit([Request("a", 0, [6, 7, 8])])
+        for _ in range(5):
+            generator.step()
+        assert copies == [network.output_matrix.numel()]
+        generator.weights_changed(8)
+        drain(generator)
+    assert len(copies) == 2
 
 
 def test_a_cache_is_resized_both_ways() -> None:

@@ -65,11 +65,17 @@ def test_it_comes_back_from_host_memory(path: Path, eager: None, monkeypatch: py
         engine.offload("weights")
 
 
+HEADS = [{}, {"sequence_parallel": False}, {"recompute_every": 1}]  # whose ranks wait for each other within a block
+
+
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [("d2f2", {}), ("d2f2", {"recompute_every": 1}), ("p2", {}), ("c2", {})],
-    ids=["sharded", "sharded and recomputed", "stages", "shared packs"],
-)
+    [
+        ("d2f2", {}), ("d2f2", {"recompute_every": 1}), ("p2", {}), ("c2", {}),
+        *(pytest.param("t2", options, marks=pytest.mark.slow) for options in HEADS),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_two_processes_are_as_one(layout: str, options: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
     case = Case(options={"compile": True, **options})
     model = layouts.write_model(case, tmp_path / "hf")
@@ -80,11 +86,12 @@ def test_two_processes_are_as_one(layout: str, options: dict[str, Any], ranks: R
 
 
 def test_what_cannot_be_compiled_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, spec = torch.device("cpu"), ModelSpec(path=str(path), compile=True)
+    cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match=r"compile=true: backend=hf .* use backend=torch, or leave it out"):
         engine_of(path, backend="hf", compile=True)
-    with pytest.raises(ConfigError, match=r"compile=true, layout=.*tensor-parallel ranks .* write t1"):
-        common.check_compile(spec, Layout(tensor=2), cpu)
+    narrow = ModelSpec(path=str(path), compile=True, fp8=True)
+    with pytest.raises(ConfigError, match=r"fp8=true, layout=.*tensor-parallel ranks .* write t1"):
+        common.check_compile(narrow, Layout(tensor=2), cpu)
     halved = ModelSpec(path=str(path), compile=True, pipeline_schedule="zero_bubble")
     with pytest.raises(ConfigError, match=r"pipeline_schedule=zero_bubble halves backward passes"):
         common.check_compile(halved, Layout(pipeline=2), cpu)

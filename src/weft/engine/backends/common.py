@@ -70,6 +70,16 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
 
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
     """Raises `ConfigError` where blocks are to be compiled that cannot be, or products of 8 bits asked for without."""
+    check_compilable(spec, layout)
+    lacking = kernels.compiling_obstacle(device) if spec.compile else None
+    if lacking is not None:
+        raise ConfigError(
+            f"compile=true: torch cannot compile for {device} here: {lacking}; install it, or leave it out"
+        )
+
+
+def check_compilable(spec: ModelSpec, layout: Layout) -> None:
+    """What `check_compile` says that no device is needed for."""
     if spec.fp8 and not spec.compile:
         raise ConfigError(
             "fp8=true: without compile=true scaling costs more than products save; set it, or leave fp8 out"
@@ -81,20 +91,15 @@ def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None
             f"compile=true: backend={spec.backend} runs modules of others, which weft does not compile; use backend=torch, or "
             "leave it out"
         )
-    if layout.tensor > 1:
+    if spec.fp8 and layout.tensor > 1:
         raise ConfigError(
-            f"compile=true, layout={layout}: tensor-parallel ranks wait for each other inside of what would be compiled; write "
-            "t1 (f shards parameters too), or leave it out"
+            f"fp8=true, layout={layout}: tensor-parallel ranks would scale their parts of a matrix apart; write t1 (f shards "
+            "parameters too), or leave fp8 out"
         )
     if layout.pipeline > 1 and spec.pipeline_schedule in HALVES:
         raise ConfigError(
             f"compile=true: pipeline_schedule={spec.pipeline_schedule} halves backward passes, which compiled blocks do not; "
             "write 1f1b or interleaved_1f1b, or leave it out"
-        )
-    lacking = kernels.compiling_obstacle(device)
-    if lacking is not None:
-        raise ConfigError(
-            f"compile=true: torch cannot compile for {device} here: {lacking}; install it, or leave it out"
         )
 
 
@@ -103,13 +108,7 @@ def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | N
     be had."""
     if not spec.fp8:
         return None
-    if spec.has_adapters:
-        raise ConfigError(
-            "fp8=true, lora.r above 0: what adapters correct would be rounded weights, which are not the ones saved; leave "
-            "one of them out"
-        )
-    if spec.dtype != "bfloat16":
-        raise ConfigError(f"fp8=true, dtype={spec.dtype}: products of 8 bits are made in bfloat16; set dtype=bfloat16")
+    check_fp8(spec)
     lacking = kernels.fp8_obstacle(device)
     if lacking is not None:
         raise ConfigError(f"fp8=true: {lacking}; leave it out")
@@ -135,6 +134,19 @@ def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> No
         )
 
 
+def check_fp8(spec: ModelSpec) -> None:
+    """Raises `ConfigError` for what products of 8 bits do not go with."""
+    if not spec.fp8:
+        return
+    if spec.has_adapters:
+        raise ConfigError(
+            "fp8=true, lora.r above 0: what adapters correct would be rounded weights, which are not the ones saved; leave "
+            "one of them out"
+        )
+    if spec.dtype != "bfloat16":
+        raise ConfigError(f"fp8=true, dtype={spec.dtype}: products of 8 bits are made in bfloat16; set dtype=bfloat16")
+
+
 def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
     """The spec with a dtype: float32 on a CPU, on a GPU what the checkpoint is stored in (float32 for new weights of a
     config.json that names none)."""
@@ -144,7 +156,7 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
     if device.type == "cuda":
         raw = hf_io.read_raw(path)
         stated = raw.get("dtype") or raw.get("torch_dtype")
-        stored = stated if spec.init_from_scratch else str(WeightFiles(hf_io.resolve(path)).dtype)
+        stored = stated if spec.init_from_scratch or spec.planned else str(WeightFiles(hf_io.resolve(path)).dtype)
         dtype = next((name for name in DTYPES if stored in (name, f"torch.{name}")), dtype)
     return replace(spec, dtype=dtype)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from weft.models.network.head import Pooling
 from weft.models.network.transformer import Head
 from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
-from weft.topology import Layout
+from weft.topology import Layout, Mesh
 
 PREFIX = "module."  # of the network's parameter names: HFNetwork holds the module
 
@@ -97,6 +97,33 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
         part=None if mesh is None else _copy(network, mesh, device),
     )
     return TorchEngine(built, spec, layout, device)
+
+
+def planned(spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None) -> Mapping[str, Any]:
+    """What the engine of a rank would say of itself, from config.json alone: no weights are read. Raises `UserError` as
+    `hf_backend` does, as far as no weights are needed."""
+    path = common.check_spec(spec)
+    common.check_copies(mesh.layout)
+    common.check_compilable(spec, mesh.layout)
+    module = hf_load.shell(spec, path)
+    embedding = module.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    module.requires_grad_(spec.trained)
+    if spec.has_adapters:
+        hf_lora.attach(module, spec.lora, seed=spec.seed)
+        if spec.mirrors:
+            module.requires_grad_(False)
+    _recompute(module, spec)
+    whole = {id(p): p for p in module.parameters()}.values()
+    return {
+        "family": module.config.model_type,
+        "vocab_size": embedding.num_embeddings,
+        "num_layers": module.config.num_hidden_layers,
+        "num_parameters": sum(p.numel() for p in whole),
+        "num_trainable": sum(p.numel() for p in whole if p.requires_grad),
+        "dtype": spec.dtype,
+        "notes": [],
+    }
 
 
 def _copy(network: HFNetwork, mesh: RankMesh, device: torch.device) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from weft.engine.flops import Cost
 from weft.engine.spec import ModelSpec
 from weft.engine.torch import role_config
 from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, dtype_of
-from weft.engine.torch.source import Source, check_layout
+from weft.engine.torch.source import Seat, Source, check_layout
 from weft.engine.torch.step import AuxLoss
 from weft.models.network import lora, quantized
 from weft.models.network.aux_loss import aux_loss_weight
@@ -32,7 +33,7 @@ from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
-from weft.topology import Layout
+from weft.topology import Layout, Mesh, holdings
 
 
 @register_backend("torch")
@@ -58,7 +59,6 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     for each in {whole, network}:
         each.padding = saving.skipped_padding(tokenizer, spec)
     cost = _cost(network, frozen=spec.has_adapters).shared(layout.context)
-    sizes = sizes_of(network) | {"row_ranks": layout.tensor if spec.sequence_parallel else 1}
     part = None
     if mesh is None:
         quantized.give_memory(network, device)
@@ -69,8 +69,6 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
         part = parts.spread(source, network, whole, mesh, device)
     experts = sum(config.has_experts(layer) for layer in range(config.num_layers))
     aux_loss = AuxLoss(aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor, experts)
-    rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
-    drops = any(rates) or spec.residual_dropout > 0.0 or (spec.has_adapters and spec.lora.dropout > 0.0)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         kept = saving.padded(tokenizer, spec, network.pooling)
@@ -81,15 +79,9 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
         network=network,
         save=save,
         cost=cost,
-        facts={
-            "family": family.name,
-            "vocab_size": config.vocab_size,
-            "num_layers": config.num_layers,
-            "sizes": sizes,
-            "shared_prompts": {"longest": _longest_shared(network), "in_training": not drops and not aux_loss.weight},
-        },
+        facts={"family": family.name, **_facts(network, config, spec, layout, device)},
         aux_loss=aux_loss,
-        dropout=drops,
+        dropout=_drops(network, spec),
         adapters_off=(lambda: lora.adapters_off(network)) if spec.has_adapters else None,
         notes=saving.notes(tokenizer, spec, network.pooling),
         part=part,
@@ -98,10 +90,60 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     return TorchEngine(built, spec, layout, device)
 
 
-def _longest_shared(network: Transformer) -> int:
+def planned(spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None) -> Mapping[str, Any]:
+    """What the engine of the mesh's first rank would say of itself, from config.json alone: no weights are read, and the device
+    need not be there. Without a tokenizer no tokens are added. Raises `UserError` as `torch_backend` does."""
+    path, layout = common.check_spec(spec), mesh.layout
+    family, config = hf_io.read_config(path, spec.type)
+    if tokenizer is not None:
+        config = role_config.changed(spec, config, tokenizer)
+    check_layout(spec, layout, config)
+    common.check_recomputation(spec, config.num_layers)
+    common.check_compilable(spec, layout)
+    common.check_fp8(spec)
+    source = Source(spec, path, config)
+    at = mesh.coordinates(mesh.ranks[0])
+    network, every = source.network(Seat(layout, at)), canonical(source.network(None))
+    network.repeats_prefixes = layout.context > 1
+    places = holdings(source.shapes, config, layout, at, tied=source.tied)
+    held = {name: math.prod(part.stop - part.start for part in where) for name, where in places.items()}
+    trained = {name for name, part in every.items() if part.requires_grad}
+    return {
+        "family": family.name,
+        **_facts(network, config, spec, layout, device),
+        "num_parameters": sum(math.prod(shape) for shape in source.shapes.values()),
+        "num_trainable": sum(math.prod(source.shapes[name]) for name in trained),
+        "held_parameters": sum(held.values()),
+        "held_trainable": sum(size for name, size in held.items() if name in trained),
+        "dtype": spec.dtype,
+        "notes": [],
+    }
+
+
+def _facts(
+    network: Transformer, config: TransformerConfig, spec: ModelSpec, layout: Layout, device: torch.device
+) -> dict[str, Any]:
+    """What a rank's part of the network of `config` says of itself beside its numbers of parameters."""
+    sizes = sizes_of(network) | {"row_ranks": layout.tensor if spec.sequence_parallel else 1, "shards": layout.fsdp}
+    quiet = not _drops(network, spec) and not aux_loss_weight(config, spec.router_aux_loss_coef)
+    return {
+        "vocab_size": config.vocab_size,
+        "num_layers": config.num_layers,
+        "sizes": sizes,
+        "shared_prompts": {"longest": _longest_shared(network, device), "in_training": quiet},
+    }
+
+
+def _drops(network: Transformer, spec: ModelSpec) -> bool:
+    """Whether there is dropout in training."""
+    rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
+    return any(rates) or spec.residual_dropout > 0.0 or (spec.has_adapters and spec.lora.dropout > 0.0)
+
+
+def _longest_shared(network: Transformer, device: torch.device) -> int:
     """The most tokens of a sequence that goes on from a prefix which others share and which is computed once; 0: no such."""
     longest = min((window for window in network.config.windows if window is not None), default=sys.maxsize)
-    return longest if network.shares_prefixes(longest) else 0
+    return longest if network.shares_prefixes(longest, device) else 0
 
 
 def _adapters_keep(network: Transformer) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import repeat
 from typing import Literal
 
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from weft import randomness
 from weft.engine.base import Partial, Request, TokenEvent
@@ -38,7 +39,7 @@ from weft.engine.generation.settings import Drawn, SettingsTable, Settle, drawn_
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError
-from weft.kernels import put
+from weft.kernels import kept_wide, put
 
 
 @contextmanager
@@ -80,6 +81,22 @@ def open_generator(
         network.train(mode)
 
 
+class Head:
+    """A network's output layer. Where each product would make a float32 copy of its matrix, it makes one and keeps it."""
+
+    def __init__(self, network: Decoder) -> None:
+        self._network = network
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V]"""
+        return self._network.next_token_logits(states, self._wide)
+
+    @cached_property
+    def _wide(self) -> Tensor | None:
+        matrix = self._network.output_matrix
+        return None if matrix is None else kept_wide(matrix)
+
+
 class BatchGenerator:
     """Implements `weft.engine.base.Generator`. Sequences that run are rows 0 .. n - 1 of the key-value cache."""
 
@@ -88,7 +105,7 @@ class BatchGenerator:
         stop_ids: frozenset[int], budget: Budget, settle: Settle, kept: KeptPages,
     ) -> None:  # fmt: skip
         self._network, self._device, self._version, self._settle = network, device, version, settle
-        self._kept, self._caches = kept, kept.take(network, device, budget)
+        self._kept, self._caches, self._head = kept, kept.take(network, device, budget), Head(network)
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._least_rows = self._caches.least_rows
         self._settings = SettingsTable(spec, stop_ids, network.vocab_size)
@@ -186,6 +203,7 @@ class BatchGenerator:
         """Tokens from now on carry `version`. Keys and values of the old weights are computed again, or kept as they are."""
         self._version = version
         self._caches.weights_changed()
+        self._head = Head(self._network)
         if not keep_kv:
             while len(self._rows):
                 self._take_out(len(self._rows) - 1)
@@ -266,8 +284,7 @@ class BatchGenerator:
         rows, count = self._rows, len(states)
         own, missing = slice(len(rows) - count, len(rows)), max(0, self._least_rows - count)
         numbers = np.ascontiguousarray(rows.uniforms(1)[0, own])
-        filled = torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
-        logits = self._network.next_token_logits(filled)[:count]
+        logits = self._head.logits(pad(states, (0, 0, 0, missing)) if missing else states)[:count]
         return self._settings.draw(logits, put(numbers, self._device), rows.settings[own], rows.count[own])
 
     def _book(

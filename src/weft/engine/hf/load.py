@@ -60,6 +60,22 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
     return module.to(device).eval()
 
 
+def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
+    """The module of a model's config.json without memory for its weights, which are not read. Raises as `load` does."""
+    auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModelForSequenceClassification
+    where = path if spec.trust_remote_code else str(hf_io.config_file(path).parent)
+    with quiet(), torch.device("meta"):
+        try:
+            config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
+            _configure(config, spec)
+            module: PreTrainedModel = auto.from_config(config, trust_remote_code=spec.trust_remote_code)
+        except (OSError, ValueError) as refused:
+            if isinstance(refused, ConfigError | CheckpointError):
+                raise
+            raise CheckpointError(f"{path}: transformers cannot make it: {str(refused).splitlines()[0]}") from refused
+    return module.eval()
+
+
 def straight_to(device: torch.device) -> dict[str, Any]:
     """How `transformers` is told to give each tensor, once it is read, to a device with memory of its own, so that the host
     never holds the whole model. It does so with the package accelerate alone; without, nothing is told."""

@@ -120,9 +120,14 @@ class HFNetwork(nn.Module):
             return self.run(x.tokens[None], x.positions[None])[0]
         return self._by_length(x)
 
-    def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V] float32 before any temperature."""
-        return self._head[0].projection.logits(hidden_rows * self._head[0].scale)
+    def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
+        """[R, hidden] -> [R, V] float32 before any temperature; `wide` as in `Transformer`."""
+        return self._head[0].projection.logits(hidden_rows * self._head[0].scale, wide)
+
+    @property
+    def output_matrix(self) -> Tensor | None:
+        """As `Transformer.output_matrix`."""
+        return self._head[0].layer.weight
 
     def run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The decoder on [B, L] tokens without any padding -> [B, L, hidden]."""

@@ -7,7 +7,7 @@ over three short sequences says, in float32 whatever the role's dtype: rounding 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +50,15 @@ def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
     Raises `ConfigError` where its head computes something that weft cannot take apart.
     """
     register()
-    with _in_float32(module):
-        return _tried(module, head, vocab_size)
+    own = module.config._attn_implementation
+    try:
+        with _in_float32(module, by_block=True):
+            return _tried(module, head, vocab_size)
+    except RuntimeError:  # parameters of a block are read while it does not run
+        if module.config._attn_implementation != own:
+            module.set_attn_implementation(own)
+        with _in_float32(module, by_block=False):
+            return _tried(module, head, vocab_size)
 
 
 def _tried(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
@@ -139,25 +146,61 @@ def _check_head(module: PreTrainedModel, head: Head, probes: list[Tensor], alone
 
 
 @contextmanager
-def _in_float32(module: nn.Module) -> Iterator[None]:
-    """Parameters of half precision become float32, with the same values, and then what they were. Buffers stay: rotations have
-    float32 ones, which must not be rounded on the way back."""
-    was = {name: p.dtype for name, p in module.named_parameters(remove_duplicate=False) if p.dtype in HALF}
-    _cast(module, dict.fromkeys(was, torch.float32))
+def _in_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
+    """Parameters of half precision are float32 meanwhile, with the same values: those of a block while it runs, so that no more
+    than one is there twice, and those outside of all blocks throughout. Without `by_block` all, all the time. Buffers stay:
+    rotations have float32 ones."""
+    blocks = list(_blocks(module)) if by_block else []
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    kept: dict[int, list[_Place]] = {}
+    handles = [
+        handle
+        for block in blocks
+        for handle in (
+            block.register_forward_pre_hook(lambda block, _: kept.__setitem__(id(block), _widen(block, set()))),
+            block.register_forward_hook(lambda block, *_: _put_back(kept.pop(id(block), [])), always_call=True),
+        )
+    ]
+    outside = _widen(module, inside)
     try:
         yield
     finally:
-        _cast(module, was)
+        _put_back(outside)
+        for handle in handles:
+            handle.remove()
 
 
-def _cast(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Replace parameters by ones of other dtypes, one after the other; what is tied stays tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, dtype in dtypes.items():
-        own, parameter = name.rpartition("."), module.get_parameter(name)
-        if parameter not in made:
-            made[parameter] = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-        setattr(module.get_submodule(own[0]), own[2], made[parameter])
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of modules: a decoder's layers."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _blocks(child)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter stands."""
+
+    owner: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+def _widen(module: nn.Module, but: Container[int]) -> list[_Place]:
+    """Give half-precision parameters whose ids are not in `but` float32 stand-ins, what is tied the same; what stood there."""
+    found: list[_Place] = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.dtype in HALF and id(parameter) not in but:
+            owner, _, own = name.rpartition(".")
+            found.append(_Place(module.get_submodule(owner), own, parameter))
+    wide = {id(place.parameter): nn.Parameter(place.parameter.detach().float(), requires_grad=False) for place in found}
+    for place in found:
+        setattr(place.owner, place.name, wide[id(place.parameter)])
+    return found
+
+
+def _put_back(places: Iterable[_Place]) -> None:
+    for place in places:
+        setattr(place.owner, place.name, place.parameter)
 
 
 def _difference(got: Tensor, wanted: Tensor) -> float:

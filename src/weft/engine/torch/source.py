@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -27,7 +27,16 @@ from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context, experts, tensor
 from weft.parallel.mesh import RankMesh
 from weft.parallel.schedule import HALVES
-from weft.topology import Layout, Slice, whole
+from weft.topology import Coordinates, Layout, Slice, whole
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in a layout where nobody is there to talk to: its part of a network has the sizes, joined to none."""
+
+    layout: Layout
+    at: Coordinates
+
 
 GROWN = ("embed.weight", "head.weight", "head.bias")  # what has a row for each token
 
@@ -38,7 +47,7 @@ class Source:
     def __init__(self, spec: ModelSpec, path: str, config: TransformerConfig, added_from: int | None = None) -> None:
         self.spec, self.config, self.head = spec, config, cast(Head, spec.head)
         self._added_from = added_from  # the first token that was added: its row, and those after it, are new
-        self._reader = None if spec.init_from_scratch else hf_io.Reader(path, self.head, spec.type)
+        self._reader = None if spec.init_from_scratch or spec.planned else hf_io.Reader(path, self.head, spec.type)
         unasked: Pooling = "last" if self._reader is None else self._reader.pooling  # a directory's own word counts
         self.pooling: Pooling = "mean" if spec.pooling == "mean" else unasked
         self.shapes = {name: tuple(part.data.shape) for name, part in canonical(self.network(None)).items()}
@@ -48,7 +57,7 @@ class Source:
         """Whether the embedding is the output matrix too."""
         return self.config.tied and self.head == "lm"
 
-    def network(self, mesh: RankMesh | None, *, experts_apart: bool = True) -> Transformer:
+    def network(self, mesh: RankMesh | Seat | None, *, experts_apart: bool = True) -> Transformer:
         """The whole network, or one rank's part of it joined to the others', on the meta device; its adapters are there.
         Without `experts_apart` every rank has all experts, whatever the layout."""
         config, layers = self.config, cast("list[int] | None", None)
@@ -60,7 +69,7 @@ class Source:
         spec = self.spec
         with torch.device("meta"):
             network = Transformer(config, self.head, self.pooling, layers=layers)
-        if mesh is not None and mesh.layout.expert > 1 and experts_apart:
+        if isinstance(mesh, RankMesh) and mesh.layout.expert > 1 and experts_apart:
             experts.join(network, mesh.experts)
         network.to(common.reading_dtype(spec))
         if spec.dropout is not None:
@@ -83,13 +92,13 @@ class Source:
         if spec.quantize is not None:
             matrices = [each for each in network.blocks.modules() if isinstance(each, Linear)]
             quantized.hold(matrices, cast(Kind, spec.quantize), common.reading_dtype(spec))
-        if mesh is not None and mesh.size("tensor") > 1:
+        if isinstance(mesh, RankMesh) and mesh.size("tensor") > 1:
             tensor.join(network, self.config, mesh.group("tensor"), shares_rows=spec.sequence_parallel)
-        if mesh is not None and mesh.size("context") > 1:
+        if isinstance(mesh, RankMesh) and mesh.size("context") > 1:
             context.join(network, mesh.group("context"))
         return network.eval()
 
-    def stages(self, mesh: RankMesh) -> dict[int, range]:
+    def stages(self, mesh: RankMesh | Seat) -> dict[int, range]:
         """The blocks of every stage that a rank holds, by the stage's number."""
         placement, config = mesh.layout.placement, self.config
         return {

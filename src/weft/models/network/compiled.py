@@ -16,10 +16,12 @@ def compile_blocks(network: Transformer, backend: Any = "inductor", fp8: kernels
     for all blocks of one form, whatever the number of tokens. Attention keeps its own kernels, and experts theirs, so that of
     a block with experts the part before attention alone is compiled. Gradients of compiled matrices come from autograd.
 
-    With `fp8` the products of what is compiled are such, where a matrix has the sizes for it."""
-    into, out = kernels.compiled_by_rows(Block.into, backend), kernels.compiled_by_rows(Block.out, backend)
+    Where ranks share each layer (`enter`) they wait for each other between what is compiled. With `fp8` the products of what is
+    compiled are such, where a matrix has the sizes for it."""
     for block in network.blocks:
         assert isinstance(block, Block)
+        whole = block.enter is None
+        into, out = (kernels.compiled_by_rows(part, backend, whole=whole) for part in (Block.into, Block.out))
         experts = isinstance(block.mlp, MoE)
         block.compiled = CompiledParts(into, Block.out if experts else out)
         for layer in [block.attention.qkv] if experts else block.modules():

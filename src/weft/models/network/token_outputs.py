@@ -45,14 +45,15 @@ class Projection:
         """Rows whose logits are held at once: as many on every rank."""
         return chunk_rows(self.weight.shape[0] if self.split is None else self.split.widest, self.weight.device)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, V] in float32 before any temperature, of the whole vocabulary; as many rows as the caller wants to hold."""
-        own = self.own_logits(hidden)
+    def logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
+        """[R, V] in float32 before any temperature, of the whole vocabulary; as many rows as the caller wants to hold. `wide`
+        is what `kernels.kept_wide` made of the weight."""
+        own = self.own_logits(hidden, wide)
         return own if self.split is None else self.split.gather(own)
 
-    def own_logits(self, hidden: Tensor) -> Tensor:
+    def own_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
         """As `logits`, of the part of the vocabulary that is here."""
-        return _cap(_project(hidden, self.weight, self.bias), self.softcap)
+        return _cap(_project(hidden, self.weight, self.bias, wide), self.softcap)
 
 
 def token_outputs(
@@ -327,9 +328,9 @@ def chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None = None) -> Tensor:
     """In float32 at least: logits of 20 rounded to bfloat16 would be off by up to 0.06."""
-    return kernels.wide_product(hidden, weight, bias)
+    return kernels.wide_product(hidden, weight, bias, wide)
 
 
 def _cap(logits: Tensor, softcap: float | None) -> Tensor:

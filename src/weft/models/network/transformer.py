@@ -178,22 +178,28 @@ class Transformer(nn.Module):
             states = self.norm(states)
         return self.embed_out(states) if self.config.embed_dim not in (None, self.config.hidden_size) else states
 
-    def next_token_logits(self, hidden_rows: Tensor) -> Tensor:
-        """[R, width] -> [R, V] float32 before any temperature."""
-        return self.projection.logits(hidden_rows)
+    def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
+        """[R, width] -> [R, V] float32 before any temperature; `wide` is what `kernels.kept_wide` made of `output_matrix`."""
+        return self.projection.logits(hidden_rows, wide)
+
+    @property
+    def output_matrix(self) -> Tensor | None:
+        """What states are multiplied by for the logits; None where another rank has it."""
+        return self.projection.weight if self.ends and self.kind == "lm" else None
 
     @property
     def projection(self) -> Projection:
         """The output layer of a network with an lm head."""
         return self.head.projection(self._tied)
 
-    def shares_prefixes(self, longest: int) -> bool:
-        """Whether a prefix that several sequences go on from is computed once, where none has more than `longest` tokens.
+    def shares_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
+        """Whether a prefix that several sequences go on from is computed once, where none has more than `longest` tokens; `on`
+        a device, which is the parameters' own where none is named.
 
         Not where a token's state depends on what comes after it in its sequence (rotations by length, mean pooling), nor where
         attention has a limit that the merged form lacks.
         """
-        config, device = self.config, next(self.parameters()).device
+        config, device = self.config, on or next(self.parameters()).device
         whole = all(window is None or window >= longest for window in config.windows)
         by_length = config.rope is not None and config.rope.scaling in rope.CHANGING
         mean = self.kind == "score" and self.pooling == "mean"

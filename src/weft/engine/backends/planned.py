@@ -1,0 +1,29 @@
+"""What an engine would say of itself if it were made: by backend, from config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from weft.data.tokenizer import Tokenizer
+from weft.engine.spec import ModelSpec
+from weft.topology import Mesh
+
+# The modules whose `planned` tells, by backend; each is imported when it is needed.
+MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf"}
+
+
+def planned_facts(
+    spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
+) -> Mapping[str, Any]:
+    """As `Engine.description` of the mesh's first rank, without weights and without the device. A backend of a user's own tells
+    its name alone. Raises `UserError` as the backend does."""
+    if spec.backend not in MODULES:
+        return {"family": spec.backend, "num_parameters": 0, "num_trainable": 0, "notes": []}
+    backend = import_module(MODULES[spec.backend])
+    found: Mapping[str, Any] = backend.planned(replace(spec, planned=True), mesh, device, tokenizer)
+    return found

@@ -1,0 +1,135 @@
+"""`--dry-run`: the plan of a run from its options, config.json, tokenizers and data. No weights are read, no device is needed.
+
+planned(experiment, "local")                     # the lines that the run prints before its first step, and a verdict
+planned(experiment, "local", data=False)         # `--dry-run=config`: from options and config.json alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weft.data.loader import LoadedData, load_data
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.engine import fits
+from weft.engine.backends.planned import planned_facts
+from weft.engine.torch.adapters_off import shares_base
+from weft.experiment import Experiment
+from weft.experiments._searched import ANSWER, PAIRED, PROMPT
+from weft.launch.assemble import check_layouts, check_longest, load_tokenizers, with_dtypes
+from weft.launch.memory import Forecast, forecast, place_name
+from weft.launch.plan import plan_of
+from weft.launch.target import Target
+from weft.runtime.check import check_calls, check_tokens
+from weft.runtime.profiling import check_steps
+from weft.runtime.schedule import Horizon
+
+
+def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int | None = None) -> list[str]:
+    """The lines, `width` columns wide. Raises `UserError` for all that a run would refuse before its first step, as far as
+    neither weights nor devices tell it."""
+    roles, control = experiment.roles.items(), experiment.control
+    experiment = replace(experiment, roles={name: replace(spec, planned=True) for name, spec in roles})
+    target = Target.of(experiment, mode)
+    check_calls(experiment)
+    tokenizers: Mapping[str, Tokenizer] = load_tokenizers(experiment) if data else {}
+    if data:
+        check_tokens(experiment, tokenizers)
+    experiment = with_dtypes(experiment, target.device)
+    check_layouts(experiment)
+    read: LoadedData | None = None
+    horizon: Horizon | None = None
+    notes: list[str] = []
+    if data:
+        read = load_data(
+            experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed
+        )
+        check_longest(experiment, read.longest)
+        horizon = Horizon.of(experiment, read.train)
+        check_steps(control.profile_steps, horizon.steps)
+        batches: Sequence[SequenceSample] = read.train.large_batches()
+    else:
+        batch, note = assumed_batch(experiment)
+        batches, notes = [batch], [note]
+    facts = facts_of(experiment, target.device, tokenizers)
+    target, expected = _forecast(experiment, facts, batches, target)
+    plan = plan_of(experiment, horizon, facts, {"hardware": target.said}, read, expected)
+    return [*plan.whole(width), *notes, *_verdict(experiment, target, expected)]
+
+
+def facts_of(
+    experiment: Experiment, device: torch.device, tokenizers: Mapping[str, Tokenizer]
+) -> dict[str, Mapping[str, Any]]:
+    """What the engines of every role and of its copies would say of themselves."""
+    meshes, found = experiment.meshes(), dict[str, Mapping[str, Any]]()
+    for role, spec in experiment.roles.items():
+        tokenizer = tokenizers.get(role)
+        copies = {
+            mesh: planned_facts(spec.mirror(), mesh, device, tokenizer)
+            for name, mesh in experiment.copies()
+            if name == role
+        }
+        shared = next(
+            (r for r, s in experiment.roles.items() if shares_base(spec, s) and meshes[role].parts_as(meshes[r])), None
+        )
+        own = dict(planned_facts(spec, meshes[role], device, tokenizer))
+        if shared is not None:
+            own["notes"] = [*own["notes"], f"the same weights as {shared}'s, with adapters off"]
+        found[role] = {**own, "copies": copies}
+    return found
+
+
+def assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
+    """(a batch of the longest rows that the options allow, what was assumed), where no data are read."""
+    written, search = experiment.config.get("dataset") or {}, experiment.config.get("search") or {}
+    samples = any(call.method == "generate" for call in experiment.graph.model_calls())
+    most = written.get("max_seqlen")
+    total = most if isinstance(most, int) else PROMPT + ANSWER
+    prompt = search.get("prompt_tokens") or written.get("max_prompt_len") or min(PROMPT, total // 2)
+    answer = search.get("answer_tokens") or max(1, total - prompt)
+    size = experiment.node(experiment.steps_follow).batch_size
+    size = size or max(1, int(written.get("train_tokens_per_batch") or 0) // (prompt + answer))
+    lengths = {"prompt": [[prompt]] * size}
+    if not samples:
+        lengths["completion"] = [[answer] * (2 if experiment.dataset_type in PAIRED else 1)] * size
+    data = {key: torch.zeros(sum(map(sum, groups)), dtype=torch.int64) for key, groups in lengths.items()}
+    batch = SequenceSample.from_groups([str(number) for number in range(size)], lengths, data)
+    long = f"prompts of {prompt:,} tokens" if samples else f"rows of {prompt:,} + {answer:,} tokens"
+    return batch, f"data: not read; memory is that of {long}, which dataset.max_prompt_len and dataset.max_seqlen bound"
+
+
+def _forecast(
+    experiment: Experiment, facts: Mapping[str, Mapping[str, Any]], batches: Sequence[SequenceSample], target: Target
+) -> tuple[Target, Forecast]:
+    """The smallest of the targets that holds the run, else the largest, and what is needed there."""
+    for each in target.among():
+        found = forecast(experiment, facts, batches, each.device, capacity=each.usable)
+        assert each.usable is not None
+        if _most(experiment, found)[0] <= each.usable:
+            break
+    return each, found
+
+
+def _most(experiment: Experiment, expected: Forecast) -> tuple[float, Forecast]:
+    """(bytes of the device that needs most, what is on it)"""
+    places = [*experiment.meshes().items(), *experiment.copies()]
+    named = {place_name(experiment, role, mesh): mesh for role, mesh in places}
+    ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})
+    parts = [expected.of([name for name, mesh in named.items() if rank in mesh.ranks]) for rank in ranks]
+    worst = max(parts, key=lambda part: part.total)
+    return worst.total, worst
+
+
+def _verdict(experiment: Experiment, target: Target, expected: Forecast) -> list[str]:
+    needed, worst = _most(experiment, expected)
+    assert target.usable is not None
+    scope = f" without activations of {', '.join(worst.incomplete)}" if worst.incomplete else ""
+    lines = [target.verdict(needed, scope)]
+    if needed > target.usable and target.device.type == "cuda" and not worst.incomplete:
+        cases = {name: case for name, case in expected.on_gpu.items() if name in worst.roles}
+        lines += [f"  {line}" for line in fits.smaller(cases, target.usable)]
+    return lines

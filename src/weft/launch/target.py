@@ -1,0 +1,77 @@
+"""What a plan is made for: the devices at hand, or GPUs that this machine has not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.engine import fits
+from weft.engine.device import hardware, hardware_line, memory_bytes, resolve_device
+from weft.experiment import Experiment
+from weft.experiments._rates import GPUS, gpu_rates
+from weft.launch.cluster import device_kind
+from weft.launch.memory import size
+
+GIB = 2.0**30
+OPTION = "name one with search.gpu=H100"
+
+
+@dataclass(frozen=True)
+class Target:
+    """`usable` bytes of each of `count` devices; None: of GPUs of which nobody says which they are."""
+
+    device: torch.device
+    name: str
+    count: int
+    usable: float | None
+    said: str
+
+    @classmethod
+    def of(cls, experiment: Experiment, mode: str) -> Target:
+        """The GPU that `search.gpu` names, else what the option `device` asks for, else the best that is here. Raises
+        `ConfigError` for a name of neither."""
+        asked, count = experiment.control.device, experiment.num_devices
+        search = experiment.config.get("search") or {}
+        named, memory_gb = search.get("gpu"), search.get("memory_gb")
+        on_gpu = named is not None if asked is None else asked.startswith("cuda")
+        if named is not None and on_gpu:
+            name = gpu_rates(named, "bfloat16").name
+            usable = memory_gb if memory_gb is not None else memory_of(name)
+            return cls(torch.device("cuda"), name, count, usable * GIB, f"{name}, {usable:.1f} GiB of it (search.gpu)")
+        if on_gpu and not torch.cuda.is_available():
+            return cls(torch.device("cuda"), "GPU", count, None, "")
+        alone = mode == "local" and count == 1
+        device = resolve_device(asked if alone else device_kind(experiment))
+        share = memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
+        taken = fits.TAKEN * GIB if device.type == "cuda" else 0.0
+        usable = memory_gb * GIB if memory_gb is not None else share - taken
+        line = hardware_line(
+            hardware(device), torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        )
+        return cls(device, line, count, usable, line)
+
+    def among(self) -> list[Target]:
+        """Itself; or a target for each size of GPU that is sold, the smallest first."""
+        if self.usable is not None:
+            return [self]
+        said = "GPU of {gb} GB, the smallest that serves: none is here and none is named ({option})"
+        return [
+            replace(
+                self, name=f"GPU of {gb} GB", usable=(gib - fits.TAKEN) * GIB, said=said.format(gb=gb, option=OPTION)
+            )
+            for gb, gib in fits.GPUS
+        ]
+
+    def verdict(self, needed: float, scope: str = "") -> str:
+        """For people: whether what a device needs is there."""
+        assert self.usable is not None
+        many = f"each of {self.count} devices" if self.count > 1 else "the device"
+        holds = "fits" if needed <= self.usable else "does NOT fit"
+        return f"{holds}: {many} needs about {size(needed)}{scope} of {size(self.usable)}: {self.name}"
+
+
+def memory_of(gpu: str) -> float:
+    """GiB of a GPU that a run may fill: what such cards have less what driver and torch take."""
+    sold = GPUS[gpu][3]
+    return next((gib for gb, gib in fits.GPUS if gb == sold), 0.97 * sold) - fits.TAKEN
