@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft import registry
@@ -163,11 +163,20 @@ def configure(
     assignments, notes = translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
     nested: dict[str, Any] = {}
     for assignment in assignments:
+        _check_group(base, assignment)
         overrides.merge(nested, assignment)
     config = read(base, overrides.resolve(nested, to_mapping(base)))
     if imports and isinstance(config, RunConfig):
         config = replace(config, imports=[*config.imports, *(name for name in imports if name not in config.imports)])
     return config, notes
+
+
+def _check_group(base: Any, assignment: overrides.Override) -> None:
+    """Raises `ConfigError` for a text, number or list in place of a group of options, also where a later assignment sets one of
+    them and would hide it."""
+    group = getattr(base, assignment.name, None) if assignment.name.isidentifier() else None
+    if is_dataclass(group) and not assignment.removed and not isinstance(assignment.value, Mapping | type(None)):
+        read(base, {assignment.name: assignment.value})
 
 
 def sort(argv: Sequence[str]) -> Words:

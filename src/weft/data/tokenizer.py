@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -22,8 +21,10 @@ from weft.data import chat, rendered, tokenizer_files
 from weft.data.dress import Dress, with_prefix
 from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
+from weft.data.template_check import template_problem
 from weft.data.turns import Template, leading_token
 from weft.errors import ConfigError, DataError, UserError
+from weft.reading import reading
 
 UNDRESSED = Dress()
 
@@ -66,10 +67,15 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Token ids of a text, without EOS. `bos`: begin with BOS (None: the tokenizer's habit); never two of them."""
-        ids = list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = list(self._encoded(text)["input_ids"])
         if (self.add_bos if bos is None else bos) and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def _encoded(self, text: str, **more: bool) -> Mapping[str, Any]:
+        with reading("a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)", DataError):
+            found: Mapping[str, Any] = self.hf(text, add_special_tokens=False, verbose=False, **more)
+        return found
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of token ids, exactly as they stand; `skip_special` leaves out special tokens."""
@@ -86,7 +92,7 @@ class Tokenizer:
         """Ids (no BOS is added) and the characters [start, stop) each came from; None where the tokenizer cannot tell."""
         if not self.hf.is_fast:
             return None
-        found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = self._encoded(text, return_offsets_mapping=True)
         return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
 
     def encode_with_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
@@ -108,12 +114,12 @@ class Tokenizer:
     ) -> str:
         """The text of a conversation. Raises `DataError` where the template refuses these messages."""
         self.require_chat_template()
-        try:
+        if self._template_problem is not None:
+            raise UserError(f"the chat template of {self.name} {self._template_problem}; {self._another}")
+        with reading("the chat template refuses these messages", DataError):
             text = self.hf.apply_chat_template(
                 [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
-            raise DataError(f"the chat template refuses these messages: {error}") from error
         assert isinstance(text, str)
         return text
 
@@ -263,9 +269,16 @@ class Tokenizer:
         self.require_chat_template()
         if self._template_fault is not None:
             raise UserError(
-                f"the chat template of {self.name} {self._template_fault}, and weft gives it text; name a template for "
-                f"text conversations with {self.option}.chat_template=chatml (or another name, or a jinja file)"
+                f"the chat template of {self.name} {self._template_fault}, and weft gives it text; {self._another}"
             )
+
+    @property
+    def _another(self) -> str:
+        return f"name one for text conversations with {self.option}.chat_template=chatml (or another name, or a jinja file)"
+
+    @cached_property
+    def _template_problem(self) -> str | None:
+        return template_problem(self.chat_template or "")
 
     @cached_property
     def _template_fault(self) -> str | None:

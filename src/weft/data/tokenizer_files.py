@@ -8,18 +8,21 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from weft.data import chat, spm
+from weft.data import spm
 from weft.data.chat_templates import TEMPLATES, text_of
 from weft.data.spec import TokenizerSpec
+from weft.data.template_check import template_problem
 from weft.errors import ConfigError, UserError, nearest
+from weft.reading import check_file, read_object, read_text, reading
 
+Hf = TypeVar("Hf", bound=PreTrainedTokenizerBase)
 SENTENCEPIECE = "tokenizer.model"
 TEMPLATE = "template"  # among tokens to add: those of the named chat template
 CLASSES_WITH_BOS = (
@@ -46,18 +49,15 @@ def model_values(path: str, name: str) -> Mapping[str, Any]:
             file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError):  # a hub that does not answer; who needs the model says so
         return {}
-    try:
-        values = {} if file is None else json.loads(Path(file).read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from error
-    return values if isinstance(values, dict) else {}
+    return {} if file is None else read_object(file, str(file))
 
 
 def read(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     place = Path(path).expanduser()
     if place.is_file():
         if place.suffix == ".json":
-            return PreTrainedTokenizerFast(tokenizer_file=str(place))
+            with reading(f"tokenizer.path={path}: is no tokenizer.json", UserError):
+                return _tried(PreTrainedTokenizerFast(tokenizer_file=str(place)))
         if place.suffix == ".model" and spm.is_sentencepiece(place):
             return _from_sentencepiece(place, {})
         raise UserError(f"tokenizer.path={path}: a file must be a tokenizer.json or a sentencepiece tokenizer.model")
@@ -65,24 +65,39 @@ def read(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         model = place / SENTENCEPIECE
         if model.exists() and spm.is_sentencepiece(model):
             config = place / "tokenizer_config.json"
-            return _from_sentencepiece(model, json.loads(config.read_text()) if config.exists() else {})
+            return _from_sentencepiece(model, read_object(config, str(config)) if config.exists() else {})
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
         raise UserError(f"tokenizer.path={path}: no such file or directory")
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(place) if place.is_dir() else path, trust_remote_code=trust_remote_code
+    if place.is_dir():
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            if (place / name).exists():
+                check_file(place / name, f"tokenizer.path={path}: {place / name}", UserError)
+    fix = "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
+    with reading(f"tokenizer.path={path}: no tokenizer can be read there", UserError, fix):
+        return _tried(
+            AutoTokenizer.from_pretrained(str(place) if place.is_dir() else path, trust_remote_code=trust_remote_code)
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"tokenizer.path={path}: no tokenizer can be read there ({reason}); "
-            "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
-        ) from error
+
+
+def _tried(hf: Hf) -> Hf:
+    """A tokenizer that has encoded a word, and whose ids are those of a table: what its files leave wrong shows here."""
+    hf("a", verbose=False)
+    vocab = hf.get_vocab()
+    if not vocab or min(vocab.values()) < 0:
+        raise ValueError("its vocabulary is empty" if not vocab else "its vocabulary has ids below 0")
+    template = hf.chat_template
+    if not isinstance(template, str | dict | None):
+        raise ValueError(f"its chat template is a {type(template).__name__}, and no text")
+    return hf
 
 
 def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer of a sentencepiece file, with the special tokens of `config` (a tokenizer_config.json)."""
-    model = spm.read_model(path)
+    with reading(f"tokenizer.path={path}: no tokenizer can be made of it and its tokenizer_config.json"):
+        return _tried(_made(spm.read_model(path), config))
+
+
+def _made(model: spm.Model, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     names = {"unk_token": model.unk_id, "bos_token": model.bos_id, "eos_token": model.eos_id, "pad_token": model.pad_id}
     tokens: dict[str, str | None] = {name: model.piece(id) for name, id in names.items()}
     for name in (*names, "sep_token"):
@@ -125,16 +140,16 @@ def read_template(given: str) -> str:
         return text_of(given)
     path = Path(given).expanduser()
     if "{" not in given:
-        if not path.is_file():
+        if not path.exists():
             near = nearest(given, TEMPLATES)
             hint = f"did you mean {' or '.join(near)}?" if near else f"by name there are {', '.join(TEMPLATES)}"
             raise ConfigError(
                 f"tokenizer.chat_template={given!r}: neither the name of a template, nor a file, nor a jinja template; {hint}"
             )
-        given = path.read_text()
-    problem = chat.template_problem(given)
+        given = read_text(path, f"tokenizer.chat_template={given}", ConfigError)
+    problem = template_problem(given)
     if problem:
-        raise ConfigError(f"tokenizer.chat_template does not compile, {problem}; mend the template")
+        raise ConfigError(f"tokenizer.chat_template {problem}; mend the template")
     return given
 
 

@@ -49,8 +49,8 @@ class OptimizerSpec:
     weight_decay: float = option(
         0.0, "decoupled weight decay of matrices; norms and biases are not decayed", at_least=0.0
     )
-    beta1: float = option(0.9, "decay of the gradient's moving average", at_least=0.0, at_most=1.0)
-    beta2: float = option(0.95, "decay of the squared gradient's moving average", at_least=0.0, at_most=1.0)
+    beta1: float = option(0.9, "decay of the gradient's moving average", at_least=0.0, below=1.0)
+    beta2: float = option(0.95, "decay of the squared gradient's moving average", at_least=0.0, below=1.0)
     eps: float = option(1e-8, "added to the denominator of the update", at_least=0.0)
     lr_scheduler_type: str = option("cosine", "course of the learning rate after warm-up", choices=SCHEDULERS)
     warmup_steps_proportion: float | None = option(
@@ -128,7 +128,7 @@ class OptimizerSpec:
 class LoRASpec:
     r: int = option(0, "rank of the adapters; 0 trains all parameters instead", at_least=0)
     alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
-    dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, at_most=1.0)
+    dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, below=1.0)
     targets: list[str] = option(
         [], "linear layers that get adapters, by their canonical name (q, k, v, o, gate, up, down); empty: all"
     )
@@ -182,13 +182,13 @@ class ModelSpec:
     offload: bool = option(False, "keep the weights in pinned host memory while the role is not at work")
     trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
     dropout: float | None = option(
-        None, "dropout while training; the config's own when absent", at_least=0.0, at_most=1.0
+        None, "dropout while training; the config's own when absent", at_least=0.0, below=1.0
     )
     residual_dropout: float = option(
         0.0,
         "dropout of what attention and MLP add to the states, while training, in place of the config's own rate there",
         at_least=0.0,
-        at_most=1.0,
+        below=1.0,
     )
     residual_dropout_lima: bool = option(
         False, "residual_dropout rises from 0 in the first layer to its value in the last, as LIMA does"
@@ -336,6 +336,14 @@ class ModelSpec:
         return replace(self, head=head, trained=trained)
 
 
+def _stop_problem(texts: list[str]) -> str | None:
+    return "an empty text ends every completion at once; take it out" if "" in texts else None
+
+
+def _stop_ids_problem(ids: list[int]) -> str | None:
+    return None if all(0 <= id < 2**31 for id in ids) else "must hold ids of tokens, 0 or more"
+
+
 @dataclass
 class GenerationSpec:
     """How completions are sampled: the `gen.*` options."""
@@ -362,8 +370,10 @@ class GenerationSpec:
         0.0, "drop tokens below this share of the likeliest one's probability; 0 is no limit", at_least=0.0, at_most=1.0
     )
     greedy: bool = option(False, "take the likeliest token instead of sampling")
-    stop: list[str] = option([], "texts that end a completion, besides the end-of-sequence token")
-    stop_ids: list[int] = option([], "token ids that end a completion, besides the end-of-sequence token")
+    stop: list[str] = option([], "texts that end a completion, besides the end-of-sequence token", check=_stop_problem)
+    stop_ids: list[int] = option(
+        [], "token ids that end a completion, besides the end-of-sequence token", check=_stop_ids_problem
+    )
     max_support: int = option(
         1024, "most ids a top-k/top-p/min-p limit may keep at a position when it is recorded for training", at_least=1
     )

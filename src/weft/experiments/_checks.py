@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, nearest
 from weft.experiment import step_range
 from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
+from weft.reading import read_object
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
@@ -144,13 +144,7 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
 
 def read_config(where: str, directory: Path) -> Mapping[str, Any]:
     """The directory's config.json. Raises `CheckpointError` that begins with `where` where it is no JSON object."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{where}: {directory / 'config.json'} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{where}: {directory / 'config.json'} does not hold a JSON object")
-    return config
+    return read_object(directory / "config.json", f"{where}: {directory / 'config.json'}", CheckpointError)
 
 
 def model_config(spec: ModelSpec) -> Mapping[str, Any]:

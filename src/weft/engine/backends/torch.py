@@ -60,6 +60,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     sizes = sizes_of(network) | {"row_ranks": layout.tensor if spec.sequence_parallel else 1}
     part = None
     if mesh is None:
+        common.check_room(network, path, device)
         network.to_empty(device=device)
         source.fill(canonical(network), {})
     else:
