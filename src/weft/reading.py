@@ -132,7 +132,7 @@ def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) 
     """The object that a JSON file holds. Raises `kind`."""
     found = read_json(path, what, kind)
     if not isinstance(found, dict):
-        raise kind(f"{what}: does not hold a JSON object")
+        raise kind(f"{what}: holds no JSON object")
     return found
 
 

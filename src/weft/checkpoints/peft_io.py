@@ -184,6 +184,9 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise CheckpointError(f"{file} has {name}={value!r}: it must be a finite number")
+    rank = settings.get("r")
+    if rank is not None and (type(rank) is not int or rank < 1):
+        raise CheckpointError(f"{file} has r={rank!r}: it must be a whole number, 1 or more")
     rate = settings.get("lora_dropout")
     if rate is not None and (not isinstance(rate, int | float) or not 0 <= rate < 1):
         raise CheckpointError(f"{file} has lora_dropout={rate!r}: it must be from 0 up to, and without, 1")

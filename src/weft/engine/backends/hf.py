@@ -16,7 +16,7 @@ from weft.checkpoints import hf_io
 from weft.data.tokenizer import Tokenizer
 from weft.engine import saving
 from weft.engine.backends import common
-from weft.engine.device import resolve_device
+from weft.engine.device import choose_flash, resolve_device
 from weft.engine.flops import Cost
 from weft.engine.hf import load as hf_load
 from weft.engine.hf import lora as hf_lora
@@ -42,6 +42,7 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     common.check_copies(layout)
     device = resolve_device(spec.device)
     common.check_compile(spec, layout, device)
+    choose_flash(device, spec.flash_attention)  # before weights are read: a version may not be there
     spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")
