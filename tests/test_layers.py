@@ -40,7 +40,8 @@ FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
 # One floor is one row of rooms: a room looks into its neighbour only where this says so. No arrow may close a loop.
 NEIGHBOURS = {
-    ("registry", "errors"), ("reading", "errors"), ("options", "errors"), ("options", "reading"), ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),
+    ("registry", "errors"), ("reading", "errors"), ("options", "errors"), ("options", "reading"),
+    ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),
     ("observe", "errors"), ("observe", "registry"), ("observe", "options"), ("observe", "reading"),
     ("protocol", "errors"),
     ("algorithms", "errors"), ("algorithms", "registry"), ("algorithms", "options"),

@@ -122,8 +122,8 @@ class Supervisor:
 
     @contextmanager
     def _signals_passed_on(self) -> Iterator[None]:
-        """The child is in a process group of its own, so that Ctrl-C comes to it once, by this process; Ctrl-Z stops both, and fg
-        lets both go on."""
+        """The child is in a process group of its own, so that Ctrl-C comes to it once, by this process; Ctrl-Z stops
+        both, and fg lets both go on."""
 
         def hear(number: int, frame: FrameType | None) -> None:
             self._asked = number

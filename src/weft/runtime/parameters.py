@@ -148,7 +148,8 @@ class Parameters:
         if way is None:
             there = ", ".join(str(of) for other, of in sorted(self._kept, key=str) if other == place) or "none"
             raise RunError(
-                f"a call on {place[1]} wants version {version} of the weights of {place[0]!r}, which is not kept; kept are: {there}"
+                f"a call on {place[1]} wants version {version} of the weights of {place[0]!r}, which is not kept; kept are: "
+                f"{there}"
             )
         return way
 
