@@ -114,6 +114,12 @@ def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> I
         yield from (Path(place, name) for name in names)
 
 
+def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> None:
+    """Make a folder that a user named, and those above it, where they are not there. Raises `kind` where the system refuses."""
+    with reading(f"{what}: the folder cannot be made", kind, "name another"):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def read_text(path: str | Path, what: str, kind: type[UserError] = UserError, most: int = MOST_BYTES) -> str:
     """The text of a file. Raises `kind` for what is no regular file, is too large, or no UTF-8."""
     check_file(path, what, kind, most)

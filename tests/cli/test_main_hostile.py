@@ -1,4 +1,4 @@
-"""Whatever a user gives, a command ends with 0, or with 2 and a message that names it: mutated rows, options, models, templates."""
+"""Whatever a user gives, a command ends with 0, or with 2 and a message that names it: drawn rows, options, models, templates."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def options(root: Path, examples: int) -> None:
             (root / "c.yaml").write_text(f"{name}: {value}\n")
         given_words = ["--config", str(root / "c.yaml")] if from_file else [f"{name}={value}"]
         last = name.rpartition(".")[2]
-        ends_well(["quickstart", "sft", *base, *given_words, "--cfg", "job"], name.split(".")[0], last, "c.yaml")
+        ends_well(
+            ["quickstart", "sft", *base, *given_words, "--cfg", "job"], name.split(".")[0], last, "c.yaml", "import of"
+        )
 
     check()
 

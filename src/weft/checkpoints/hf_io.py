@@ -77,6 +77,8 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
     name = type or raw.get("model_type")
     if name is None:
         raise CheckpointError("config.json names no model_type; set type to the model's family")
+    if not isinstance(name, str):
+        raise CheckpointError(f"config.json has model_type={name!r}: it must be a text, the model's family")
     if name not in families.load_all():
         near = nearest(name, families.names())
         hint = f"nearest: {', '.join(near)}" if near else f"weft's own: {', '.join(families.names())}"

@@ -13,7 +13,7 @@ from weft.cli.aliases import translate
 from weft.cli.help import quickstart_help
 from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
-from weft.options import Config, leaves, read, to_mapping, validate
+from weft.options import Config, coerce, leaves, read, to_mapping, validate
 
 if TYPE_CHECKING:
     from weft.cli.stack import Stack
@@ -254,7 +254,7 @@ def _imports(values: Sequence[overrides.Override]) -> list[str]:
     """The modules that `imports=[...]` names: they may register the quickstart itself, so they are read first."""
     named = [override.value for override in values if override.name == "imports" and not override.removed]
     last = named[-1] if named else []
-    return [str(name) for name in (last if isinstance(last, list) else [last])]
+    return list(coerce(last, list[str], "imports"))
 
 
 def _help(name: str, base: RunConfig, group: str) -> str:

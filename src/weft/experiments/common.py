@@ -146,7 +146,11 @@ class RunConfig(ABC):
 
     experiment_name: str = option("", "first folder of the run: letters, digits, . and -")
     trial_name: str = option("", "second folder of the run: letters, digits, . and -")
-    fileroot: str = option("./runs", "folder of all runs; this one's is fileroot/experiment_name/trial_name")
+    fileroot: str = option(
+        "./runs",
+        "folder of all runs; this one's is fileroot/experiment_name/trial_name",
+        check=lambda path: None if path.strip() else "names no folder; write ./runs, say",
+    )
     mode: str = option(
         "local",
         "where the run is: local (this machine; a process a device), ray (a Ray cluster that is there), slurm (a job of a "
