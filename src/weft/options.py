@@ -222,6 +222,8 @@ def problem(spec: Field[Any], value: Any) -> str | None:
             return f"must be at most {MOST}"
     if isinstance(value, str) and not value.isprintable() and "\0" in value:
         return "must not hold the character NUL"
+    if value == "" and spec.default is None:
+        return "is empty; leave the option out, or write null"
     check = rules.get("check")
     return check(value) if check else None
 

@@ -20,6 +20,9 @@ STATE_LIBRARY = "bitsandbytes"  # that keeps optimizer states in 8 bits
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
+MOST_RANK = 2**16  # of adapters
+MOST_SAMPLES, MOST_PASSES = 2**16, 10_000  # completions of a prompt, passes over a batch
+LEAST_TEMPERATURE = 1e-4
 MAX_NEW_TOKENS = 1024  # of a completion, where nobody says and the model's context allows
 
 
@@ -126,7 +129,7 @@ class OptimizerSpec:
 
 @dataclass
 class LoRASpec:
-    r: int = option(0, "rank of the adapters; 0 trains all parameters instead", at_least=0)
+    r: int = option(0, "rank of the adapters; 0 trains all parameters instead", at_least=0, at_most=MOST_RANK)
     alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
     dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, below=1.0)
     targets: list[str] = option(
@@ -381,6 +384,7 @@ class GenerationSpec:
         None,
         "GiB that keys and values take at most; a GPU keeps what they needed from one call to the next; absent: a quarter of "
         "the device's memory, on a GPU 90% of what is free where that is less",
+        at_most=1e6,
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
@@ -397,6 +401,11 @@ class GenerationSpec:
             )
         if self.temperature == 0.0 and not self.greedy:
             raise ConfigError("gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token")
+        if 0.0 < self.temperature < LEAST_TEMPERATURE and not self.greedy:
+            raise ConfigError(
+                f"gen.temperature={self.temperature:g}: logits divided by it are not finite; write {LEAST_TEMPERATURE:g} or more, "
+                "or set gen.greedy=true for the likeliest token"
+            )
 
     @property
     def most_new_tokens(self) -> int:

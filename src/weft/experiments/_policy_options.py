@@ -9,7 +9,7 @@ from weft.algorithms.covariance import METHODS
 from weft.algorithms.sampler import CORRECTIONS
 from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import ServedSpec
-from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
+from weft.engine.spec import MOST_PASSES, GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.host.spec import locate, parse_reward
@@ -36,7 +36,7 @@ class SamplingOptions:
     mini_batch_size: int | None = option(
         None, "completions of one optimizer step, in place of ppo_n_minibatches", at_least=1
     )
-    ppo_epochs: int = option(1, "passes over a batch", at_least=1)
+    ppo_epochs: int = option(1, "passes over a batch", at_least=1, at_most=MOST_PASSES)
     max_reward_clip: float | None = option(
         None, "rewards are clipped to +- this, after scale and bias; null for no bound", at_least=0.0
     )
@@ -60,7 +60,7 @@ class PolicyOptions(SamplingOptions):
     dual_clip: float | None = option(None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)")
     entropy_coef: float = option(0.0, "weight of the entropy bonus")
     early_stop_imp_ratio: float | None = option(
-        5.0, "a minibatch whose mean importance ratio is above takes no step; null for no bound"
+        5.0, "a minibatch whose mean importance ratio is above takes no step; null for no bound", at_least=0.0
     )
     early_stop_kl: float | None = option(None, "a minibatch whose approx_kl is above takes no step; null for no bound")
     sampler_correction: str = option(
