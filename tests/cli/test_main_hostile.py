@@ -1,4 +1,4 @@
-"""Whatever a user gives, a command ends with 0, or with 2 and a message that names it: drawn rows, options, models, templates."""
+"""Whatever a user gives, a command ends with 0, or with 2 and a message that names it: inputs are drawn."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ TEXTS = (
 )
 OPTIONS = ("seed", "max_steps", "fileroot", "trial_name", "device", "mode", "imports", "save_freq_secs", "dataset.max_seqlen",
            "dataset.sources", "dataset.args", "dataset.type", "dataset.train_bs_n_seqs", "model", "model.path", "model.dtype",
-           "model.layout", "model.device_mesh", "model.lora.r", "model.lora.dropout", "model.optimizer.lr", "model.rope_scaling",
-           "model.optimizer.beta1", "model.tokenizer.chat_template", "nope", "model.nope", "logger", "train.post_hooks")  # fmt: skip
+           "model.layout", "model.device_mesh", "model.lora.r", "model.lora.dropout", "model.optimizer.lr",
+           "model.rope_scaling", "model.optimizer.beta1", "model.tokenizer.chat_template", "nope", "model.nope", "logger",
+           "train.post_hooks")  # fmt: skip
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
          "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act", "model_type",
          "tie_word_embeddings", "attention_dropout", "layer_types")  # fmt: skip
@@ -62,7 +63,8 @@ JSON = st.recursive(
     max_leaves=6,
 )
 WORDS = st.lists(
-    st.sampled_from(["{%", "%}", "{{", "}}", "for m in messages", "endfor", "m.content", "messages[9]", "range(10**9)", "'x' *", "10**9",
+    st.sampled_from(["{%", "%}", "{{", "}}", "for m in messages", "endfor", "m.content", "messages[9]", "range(10**9)", "'x' *",
+                     "10**9",
                      "10**10**10", "raise_exception('no')", "|nofilter", "1 // 0", "generation", "set x =", "if", "else", " "]),
     max_size=8,
 ).map(" ".join)  # fmt: skip

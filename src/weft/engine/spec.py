@@ -403,8 +403,8 @@ class GenerationSpec:
             raise ConfigError("gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token")
         if 0.0 < self.temperature < LEAST_TEMPERATURE and not self.greedy:
             raise ConfigError(
-                f"gen.temperature={self.temperature:g}: logits divided by it are not finite; write {LEAST_TEMPERATURE:g} or more, "
-                "or set gen.greedy=true for the likeliest token"
+                f"gen.temperature={self.temperature:g}: logits divided by it are not finite; write {LEAST_TEMPERATURE:g} or "
+                "more, or set gen.greedy=true for the likeliest token"
             )
 
     @property
