@@ -128,5 +128,13 @@ def test_a_folder_of_very_many_files_is_not_searched(tmp_path: Path, monkeypatch
 def test_which_errors_of_the_system_speak_of_a_place(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         (tmp_path / ("x" * 300)).stat()
-    assert reading.is_place(caught.value) and not reading.is_place(OSError(28, "No space left on device", "x"))
-    assert not reading.is_place(OSError(36, "File name too long"))
+    assert "file name too long" in str(reading.place_problem(caught.value))
+    assert reading.place_problem(OSError(28, "No space left on device", "x")) is None
+    assert reading.place_problem(OSError(36, "File name too long")) is None
+
+
+def test_the_home_of_nobody() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        Path("~nobody-of-this-name/x").expanduser()
+    assert "no home here" in str(reading.place_problem(caught.value))
+    assert reading.place_problem(RuntimeError("a bug")) is None

@@ -35,6 +35,7 @@ MOST_ENTRIES = 200_000  # of a folder that is searched, those of the folders in 
 SHOWN = 300  # characters of a library's message
 DIGITS = re.compile(r"Exceeds the limit .* for integer string conversion")
 # Errors of the system that speak of the place a user named, whatever weft wanted to do there.
+NO_HOME = ("Could not determine home directory.",)  # what pathlib says of ~NAME
 PLACES = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -81,9 +82,14 @@ def shortened(text: str, most: int = 120) -> str:
     return text if len(text) <= most else f"{text[: most - 40]}...{text[-30:]}"
 
 
-def is_place(error: OSError) -> bool:
-    """Whether an error of the system speaks of a place that a user named: one that is too long, no folder, not to be opened."""
-    return error.errno in PLACES and error.filename is not None
+def place_problem(error: Exception) -> str | None:
+    """What an error of the system says of a place that a user named: one that is too long, no folder, not to be opened, in the
+    home of nobody. None for other errors."""
+    if isinstance(error, OSError) and error.errno in PLACES and error.filename is not None:
+        return f"{shortened(str(error.filename))}: {reason(error)}; name another place"
+    if type(error) is RuntimeError and error.args == NO_HOME:
+        return "a path begins with ~ and the name of somebody who has no home here; write the folder out"
+    return None
 
 
 def check_file(path: str | Path, what: str, kind: type[UserError] = UserError, most: int | None = None) -> None:

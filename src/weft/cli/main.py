@@ -18,7 +18,7 @@ from pathlib import Path
 from weft import __version__
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
 from weft.observe.memory import growing_segments, keep_freed_memory
-from weft.reading import is_place, reason, shortened
+from weft.reading import place_problem
 
 COMMANDS = {
     "quickstart": "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a configuration of your own",
@@ -108,8 +108,9 @@ def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
         sys.stderr.close()
         return 1
     except Exception as error:
-        if isinstance(error, OSError) and is_place(error):
-            _show(f"error: {shortened(str(error.filename))}: {reason(error)}; name another place", words)
+        problem = place_problem(error)
+        if problem is not None:
+            _show(f"error: {problem}", words)
             return 2
         _show(f"error: {type(error).__name__}: {error} (--debug shows where)", words)
         return 1

@@ -24,7 +24,7 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev", "eval"),
     "test": ("test", "testing"),
 }
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 
 @dataclass(frozen=True)

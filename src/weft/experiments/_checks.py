@@ -20,7 +20,7 @@ from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
 NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)")
 FLASH_3 = "flash_attn_interface"  # the package of flash attention 3
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
