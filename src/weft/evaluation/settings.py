@@ -87,11 +87,14 @@ def _entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mapping[st
     if "configurations" not in values:
         entries = [(str(name), value) for name, value in values.items()]
     else:
-        common = _mapping(path, "default", (values.get("default") or {}).get("generate_args") or {})
+        common = _mapping(path, "default", _mapping(path, "default", values.get("default")).get("generate_args"))
         listed = values["configurations"]
         if not isinstance(listed, Sequence) or not all(isinstance(each, Mapping) and "name" in each for each in listed):
             raise ConfigError(f"{path}: configurations must be a list of {{name, generate_args}}")
-        entries = [(str(each["name"]), {**common, **(each.get("generate_args") or {})}) for each in listed]
+        entries = [
+            (str(each["name"]), {**common, **_mapping(path, str(each["name"]), each.get("generate_args"))})
+            for each in listed
+        ]
     return [(name, _mapping(path, name, value)) for name, value in entries]
 
 

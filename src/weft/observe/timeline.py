@@ -128,7 +128,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             event = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if {"name", "ph", "pid", "tid", "ts"} <= event.keys():
             events.append(event)
