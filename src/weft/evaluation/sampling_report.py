@@ -122,8 +122,8 @@ def means(report: Report) -> dict[str, tuple[float, float, int]]:
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     make_folder(path.parent, f"--out {path.parent}")
-    temporary = path.with_name(path.name + ".tmp")
     with reading(f"--out {path}", fix="name another file"):
+        temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(text, encoding="utf-8", errors="replace")
         os.replace(temporary, path)
 
