@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -29,6 +30,7 @@ class TookTooLong(Exception):
         return f"does not end within {SECONDS:g} s"
 
 
+@cache
 def template_problem(template: str) -> str | None:
     """What a template does that it may not, with the line where there is one, or None."""
     try:

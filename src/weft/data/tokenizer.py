@@ -23,7 +23,7 @@ from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
 from weft.data.template_check import template_problem
 from weft.data.turns import Template, leading_token
-from weft.errors import ConfigError, DataError, UserError
+from weft.errors import ConfigError, DataError
 from weft.reading import reading
 
 UNDRESSED = Dress()
@@ -67,15 +67,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Token ids of a text, without EOS. `bos`: begin with BOS (None: the tokenizer's habit); never two of them."""
-        ids = list(self._encoded(text)["input_ids"])
+        ids = list(tokenizer_files.encoded(self.hf, text)["input_ids"])
         if (self.add_bos if bos is None else bos) and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
-
-    def _encoded(self, text: str, **more: bool) -> Mapping[str, Any]:
-        with reading("a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)", DataError):
-            found: Mapping[str, Any] = self.hf(text, add_special_tokens=False, verbose=False, **more)
-        return found
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of token ids, exactly as they stand; `skip_special` leaves out special tokens."""
@@ -92,7 +87,7 @@ class Tokenizer:
         """Ids (no BOS is added) and the characters [start, stop) each came from; None where the tokenizer cannot tell."""
         if not self.hf.is_fast:
             return None
-        found = self._encoded(text, return_offsets_mapping=True)
+        found = tokenizer_files.encoded(self.hf, text, return_offsets_mapping=True)
         return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
 
     def encode_with_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
@@ -113,9 +108,9 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
     ) -> str:
         """The text of a conversation. Raises `DataError` where the template refuses these messages."""
-        self.require_chat_template()
-        if self._template_problem is not None:
-            raise UserError(f"the chat template of {self.name} {self._template_problem}; {self._another}")
+        problem = template_problem(self.require_chat_template())
+        if problem is not None:
+            raise tokenizer_files.bad_template(self.name, problem, self.option)
         with reading("the chat template refuses these messages", DataError):
             text = self.hf.apply_chat_template(
                 [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -268,17 +263,8 @@ class Tokenizer:
         """Raise `UserError` where there is no chat template, or one that cannot write conversations of texts."""
         self.require_chat_template()
         if self._template_fault is not None:
-            raise UserError(
-                f"the chat template of {self.name} {self._template_fault}, and weft gives it text; {self._another}"
-            )
-
-    @property
-    def _another(self) -> str:
-        return f"name one for text conversations with {self.option}.chat_template=chatml (or another name, or a jinja file)"
-
-    @cached_property
-    def _template_problem(self) -> str | None:
-        return template_problem(self.chat_template or "")
+            fault = f"{self._template_fault}, and weft gives it text"
+            raise tokenizer_files.bad_template(self.name, fault, self.option)
 
     @cached_property
     def _template_fault(self) -> str | None:

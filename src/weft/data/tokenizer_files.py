@@ -19,7 +19,7 @@ from weft.data import spm
 from weft.data.chat_templates import TEMPLATES, text_of
 from weft.data.spec import TokenizerSpec
 from weft.data.template_check import template_problem
-from weft.errors import ConfigError, UserError, nearest
+from weft.errors import ConfigError, DataError, UserError, nearest
 from weft.reading import check_file, read_object, read_text, reading
 
 Hf = TypeVar("Hf", bound=PreTrainedTokenizerBase)
@@ -172,6 +172,21 @@ def no_template(option: str) -> UserError:
     return UserError(
         "the tokenizer has no chat template, and message lists need one; "
         f"write {option}.chat_template=zephyr (or another of {', '.join(TEMPLATES)}, or a jinja file), or use text columns"
+    )
+
+
+def encoded(hf: PreTrainedTokenizerBase, text: str, **more: bool) -> Mapping[str, Any]:
+    """What a tokenizer makes of a text, without special tokens. Raises `DataError` for a text that is none."""
+    with reading("a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)", DataError):
+        found: Mapping[str, Any] = hf(text, add_special_tokens=False, verbose=False, **more)
+    return found
+
+
+def bad_template(name: str, fault: str, option: str) -> UserError:
+    """The error for the chat template of the tokenizer `name`, of which `fault` says what it does."""
+    return UserError(
+        f"the chat template of {name} {fault}; name a template for text conversations with {option}.chat_template=chatml (or "
+        "another name, or a jinja file)"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 from weft.data.spec import TokenizerSpec
 from weft.engine import rope_scaling
+from weft.engine.limits import MOST_RANK, cache_problem, check_temperature, stop_ids_problem, stop_problem
 from weft.errors import ConfigError
 from weft.options import option
 from weft.parallel.schedule import Kind, placement_of
@@ -20,9 +21,6 @@ STATE_LIBRARY = "bitsandbytes"  # that keeps optimizer states in 8 bits
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
-MOST_RANK = 2**16  # of adapters
-MOST_SAMPLES, MOST_PASSES = 2**16, 10_000  # completions of a prompt, passes over a batch
-LEAST_TEMPERATURE = 1e-4
 MAX_NEW_TOKENS = 1024  # of a completion, where nobody says and the model's context allows
 
 
@@ -339,14 +337,6 @@ class ModelSpec:
         return replace(self, head=head, trained=trained)
 
 
-def _stop_problem(texts: list[str]) -> str | None:
-    return "an empty text ends every completion at once; take it out" if "" in texts else None
-
-
-def _stop_ids_problem(ids: list[int]) -> str | None:
-    return None if all(0 <= id < 2**31 for id in ids) else "must hold ids of tokens, 0 or more"
-
-
 @dataclass
 class GenerationSpec:
     """How completions are sampled: the `gen.*` options."""
@@ -373,9 +363,9 @@ class GenerationSpec:
         0.0, "drop tokens below this share of the likeliest one's probability; 0 is no limit", at_least=0.0, at_most=1.0
     )
     greedy: bool = option(False, "take the likeliest token instead of sampling")
-    stop: list[str] = option([], "texts that end a completion, besides the end-of-sequence token", check=_stop_problem)
+    stop: list[str] = option([], "texts that end a completion, besides the end-of-sequence token", check=stop_problem)
     stop_ids: list[int] = option(
-        [], "token ids that end a completion, besides the end-of-sequence token", check=_stop_ids_problem
+        [], "token ids that end a completion, besides the end-of-sequence token", check=stop_ids_problem
     )
     max_support: int = option(
         1024, "most ids a top-k/top-p/min-p limit may keep at a position when it is recorded for training", at_least=1
@@ -384,7 +374,7 @@ class GenerationSpec:
         None,
         "GiB that keys and values take at most; a GPU keeps what they needed from one call to the next; absent: a quarter of "
         "the device's memory, on a GPU 90% of what is free where that is less",
-        at_most=1e6,
+        check=cache_problem,
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
@@ -395,17 +385,7 @@ class GenerationSpec:
             raise ConfigError(
                 f"gen.min_new_tokens={self.min_new_tokens} exceeds gen.max_new_tokens={self.max_new_tokens}; lower the first"
             )
-        if self.kv_cache_gb is not None and not self.kv_cache_gb > 0.0:
-            raise ConfigError(
-                f"gen.kv_cache_gb={self.kv_cache_gb:g}: keys and values take room; write a number above 0, or leave it out"
-            )
-        if self.temperature == 0.0 and not self.greedy:
-            raise ConfigError("gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token")
-        if 0.0 < self.temperature < LEAST_TEMPERATURE and not self.greedy:
-            raise ConfigError(
-                f"gen.temperature={self.temperature:g}: logits divided by it are not finite; write {LEAST_TEMPERATURE:g} or "
-                "more, or set gen.greedy=true for the likeliest token"
-            )
+        check_temperature(self.temperature, self.greedy)
 
     @property
     def most_new_tokens(self) -> int:

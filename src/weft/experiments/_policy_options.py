@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from weft.algorithms.covariance import METHODS
 from weft.algorithms.sampler import CORRECTIONS
 from weft.data.spec import DatasetSpec
+from weft.engine.limits import MOST_PASSES
 from weft.engine.service_spec import ServedSpec
-from weft.engine.spec import MOST_PASSES, GenerationSpec, ModelSpec, OptimizerSpec
+from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.host.spec import locate, parse_reward

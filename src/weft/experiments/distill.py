@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from weft.algorithms.distill import GKDLoss
 from weft.data.spec import DatasetSpec
-from weft.engine.spec import MOST_SAMPLES, GenerationSpec, ModelSpec, OptimizerSpec
+from weft.engine.limits import MOST_SAMPLES
+from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 from weft.data.spec import DatasetSpec
-from weft.engine.spec import MOST_SAMPLES, GenerationSpec, ModelSpec
+from weft.engine.limits import MOST_SAMPLES
+from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
 from weft.experiments._lengths import Lengths, asked_for

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.algorithms.grpo import GRPOLoss
-from weft.engine.spec import MOST_SAMPLES
+from weft.engine.limits import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._policy import Policy

@@ -16,7 +16,7 @@ from weft.algorithms.dpo import REFERENCE_FREE, default_beta, dpo_loss
 from weft.algorithms.labelled import LABELLED
 from weft.algorithms.preferences import KINDS
 from weft.algorithms.transport import TRANSPORTED
-from weft.engine.spec import MOST_SAMPLES
+from weft.engine.limits import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._policy import Policy

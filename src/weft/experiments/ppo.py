@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weft.engine.spec import MOST_SAMPLES, ModelSpec, OptimizerSpec
+from weft.engine.limits import MOST_SAMPLES
+from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.experiment import Experiment
 from weft.experiments._policy import Policy
 from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions

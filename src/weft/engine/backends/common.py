@@ -10,13 +10,20 @@ from torch import nn
 from weft import kernels
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
-from weft.engine.device import memory_bytes
+from weft.engine.device import choose_flash, memory_bytes, resolve_device
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.transformer import Embedding
 from weft.parallel.schedule import HALVES
 from weft.topology import Layout
+
+
+def device_of(spec: ModelSpec) -> torch.device:
+    """The role's device, with the flash attention that is asked for, before weights are read. Raises `ConfigError`."""
+    device = resolve_device(spec.device)
+    choose_flash(device, spec.flash_attention)
+    return device
 
 
 def check_spec(spec: ModelSpec) -> str:
