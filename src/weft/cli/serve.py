@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.engine.limits import cache_problem
 from weft.engine.spec import GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import SCORERS, is_scorer, locate, open_policy, open_scorer
@@ -116,6 +117,9 @@ def _check(given: argparse.Namespace) -> None:
     for name in ("max_new_tokens", "max_prompt_tokens", "max_tokens_per_pass", "max_load", "max_body_mb", "timeout"):
         if not 0 < getattr(given, name) < 2**53:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(given, name)}: must be a finite number above 0")
+    problem = None if given.kv_cache_gb is None else cache_problem(given.kv_cache_gb)
+    if problem is not None:
+        raise ConfigError(f"--kv-cache-gb={given.kv_cache_gb:g}: {problem}")
 
 
 def _token(given: argparse.Namespace) -> tuple[str | None, str]:
