@@ -80,6 +80,7 @@ def test_what_is_no_json_object_is_refused_with_its_name(raw: bytes, tmp_path: P
     ("text", "said"),
     [
         ("a: [", "c.yaml:1: is not YAML"),
+        ("a: '\x01'", "c.yaml: .*special characters are not allowed"),
         ("a: 1\nb: 2\na: 3\n", "c.yaml:3: .*'a' stands here again, first on line 1"),
         ("a: 2020-99-99", "c.yaml:1: .*month must be"),
         (f"a: {NINES}", "c.yaml:1: .*4,300 digits"),

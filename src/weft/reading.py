@@ -158,7 +158,8 @@ def parse_yaml(text: str, what: str, kind: type[UserError] = UserError) -> tuple
     """(what a YAML text holds, its nodes). Raises `kind`, also for a text that holds itself or unfolds to too much."""
     import yaml
 
-    loader = _loader()(text)
+    with reading(what, kind):
+        loader = _loader()(text)
     try:
         with reading(what, kind):
             try:
