@@ -17,6 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "errors",
         "extras",
+        "reading",
         "registry",
         "options",
         "randomness",
@@ -40,8 +41,9 @@ FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
 # One floor is one row of rooms: a room looks into its neighbour only where this says so. No arrow may close a loop.
 NEIGHBOURS = {
-    ("registry", "errors"), ("options", "errors"), ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),
-    ("observe", "extras"), ("observe", "errors"), ("observe", "registry"), ("observe", "options"),
+    ("registry", "errors"), ("reading", "errors"), ("options", "errors"), ("options", "reading"),
+    ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),
+    ("observe", "extras"), ("observe", "errors"), ("observe", "registry"), ("observe", "options"), ("observe", "reading"),
     ("protocol", "errors"),
     ("algorithms", "errors"), ("algorithms", "registry"), ("algorithms", "options"),
     ("host", "data"), ("apps", "cli"), ("scripts", "cli"),

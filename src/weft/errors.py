@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 MAX_REPORTS = 20
+LONGEST_NAME = 200  # characters of a name that are compared with others
 
 
 class WeftError(Exception):
@@ -63,8 +64,9 @@ class Interrupted(RunError):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The names most like `name`, best first; what an error about an unknown name suggests."""
-    return difflib.get_close_matches(name, sorted(known), n=count, cutoff=0.5)
+    """The names most like `name`, best first, without itself; what an error about an unknown name suggests."""
+    others = sorted(each for each in set(known) if each != name)
+    return difflib.get_close_matches(name[:LONGEST_NAME], others, n=count, cutoff=0.5)
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:

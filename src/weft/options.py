@@ -7,6 +7,7 @@ line, a YAML file), `leaves` lists its options for `--help`, `validate` checks t
 from __future__ import annotations
 
 import copy
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,11 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from typing import Any, TypeVar
 
 from weft.errors import ConfigError, nearest
+from weft.reading import shortened
 
 Config = TypeVar("Config")
+MOST = 2**63 - 1  # of a whole number; larger ones go into no tensor
+LONGEST_VALUE = 400  # characters of a value that a message shows
 
 
 def option(
@@ -25,6 +29,7 @@ def option(
     choices: Sequence[Any] | None = None,
     at_least: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
     check: Callable[[Any], str | None] | None = None,
     hidden: bool = False,
 ) -> Any:
@@ -38,6 +43,7 @@ def option(
         "choices": choices,
         "at_least": at_least,
         "at_most": at_most,
+        "below": below,
         "check": check,
         "hidden": hidden,
     }
@@ -208,6 +214,16 @@ def problem(spec: Field[Any], value: Any) -> str | None:
             return f"must be at least {rules['at_least']}"
         if rules.get("at_most") is not None and not value <= rules["at_most"]:
             return f"must be at most {rules['at_most']}"
+        if rules.get("below") is not None and not value < rules["below"]:
+            return f"must be below {rules['below']}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number"
+        if isinstance(value, int) and abs(value) > MOST:
+            return f"must be at most {MOST}"
+    if isinstance(value, str) and not value.isprintable() and "\0" in value:
+        return "must not hold the character NUL"
+    if value == "" and spec.default is None:
+        return "is empty; leave the option out, or write null"
     check = rules.get("check")
     return check(value) if check else None
 
@@ -235,7 +251,7 @@ def validate(config: Any, path: str = "") -> None:
 
 
 def _wrong(name: str, value: Any, rule: str) -> ConfigError:
-    return ConfigError(f"{name}={value!r}: {rule}")
+    return ConfigError(f"{name}={shortened(repr(value), LONGEST_VALUE)}: {rule}")
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
@@ -293,7 +309,7 @@ def _coerce_number(value: Any, hint: Any, name: str) -> int | float:
         raise _wrong(name, value, rule)
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise _wrong(name, value, rule) from None
     if hint is float:
         return number

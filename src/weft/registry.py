@@ -216,7 +216,7 @@ def import_user_code(names: Iterable[str]) -> None:
                 importlib.import_module(name)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"import of {name!r} failed: {type(error).__name__}: {error}") from error
 
 

@@ -64,9 +64,9 @@ class Layout:
         letters."""
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
-        if not text or not re.fullmatch(r"([a-z]\d+)+", text):
-            raise ConfigError(f"layout {text!r} cannot be read; it holds {rule}")
-        for letter, degree in re.findall(r"([a-z])(\d+)", text):
+        if not text or not re.fullmatch(r"([a-z][0-9]{1,6})+", text):
+            raise ConfigError(f"layout {text[:40]!r} cannot be read; it holds {rule}, at most 999,999")
+        for letter, degree in re.findall(r"([a-z])([0-9]+)", text):
             if letter not in LETTERS or LETTERS[letter] in degrees:
                 raise ConfigError(f"layout {text!r}: {letter!r} is unknown or given twice; it holds {rule}")
             degrees[LETTERS[letter]] = int(degree)
@@ -161,9 +161,11 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
         return Mesh.first(layout)
     ranks: list[int] = []
     for part in str(text).split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        found = re.fullmatch(r"\s*([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?\s*", part)
         if found is None:
-            raise ConfigError(f"device_mesh={text!r} cannot be read; write device numbers such as 4-7 or 0,2")
+            raise ConfigError(
+                f"device_mesh={text!r} cannot be read; write device numbers such as 4-7 or 0,2, below 1,000,000"
+            )
         ranks += range(int(found[1]), int(found[2] or found[1]) + 1)
     if ranks != sorted(ranks):  # process groups number their ranks in this order
         raise ConfigError(f"device_mesh={text!r}: device numbers must rise; write {','.join(map(str, sorted(ranks)))}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def test_directories_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config.json"):
         hf_io.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="no JSON"):
+    with pytest.raises(CheckpointError, match="not JSON"):
         hf_io.read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="no JSON object"):
@@ -294,3 +295,69 @@ def test_what_is_written_says_what_it_is(tmp_path: Path) -> None:
         file.stat().st_mode & 0o777 == (tmp_path / "config.json").stat().st_mode & 0o777 for file in tmp_path.iterdir()
     )
     assert not list(tmp_path.glob(".*"))
+
+
+def edited(directory: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The directory with another header of its weights."""
+    file = directory / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    return directory
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda h: h[NORM].update(dtype="I32"), "norm.weight is int32, and weights are floats"),
+        (lambda h: h[NORM].update(dtype="Q4"), "norm.weight is Q4"),
+        (lambda h: h[NORM].update(shape=[8]), "takes 32 bytes, and the header gives it 128"),
+        (lambda h: h[NORM].update(shape=[-1]), "the header is damaged"),
+        (lambda h: h[NORM].update(data_offsets=[4, 2]), "the header is damaged"),
+        (lambda h: h[NORM].update(data_offsets="x"), "the header is damaged"),
+        (lambda h: h.update({NORM: 3}), "norm.weight is None"),
+        (lambda h: h[NORM].update(data_offsets=[0, 128]), "lie in the same bytes"),
+        (lambda h: h[NORM].update(data_offsets=[10**9, 10**9 + 128]), "is truncated"),
+    ],
+)
+def test_headers_whose_parts_do_not_fit_are_refused(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
+    write(tmp_path, tiny())
+    with pytest.raises(CheckpointError, match=said):
+        hf_io.load(edited(tmp_path, change))
+
+
+@pytest.mark.parametrize("places", [{}, [], {NORM: 3}, {NORM: "../x.safetensors"}, {NORM: "/etc/passwd"}, {NORM: ""}])
+def test_an_index_names_files_beside_it(places: Any, tmp_path: Path) -> None:
+    write(tmp_path, tiny())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointError, match=r"index.json"):
+        hf_io.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: that is more than"),
+        ({"num_hidden_layers": 9000}, "says 9,000 layers, and the files hold"),
+        ({"hidden_size": "x"}, "hidden_size='x': it must be a whole number"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"num_key_value_heads": 3}, "do not divide among 3"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: it must be a finite number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor='x' in its rotary settings"),
+        ({"rope_scaling": "x"}, "rope_scaling='x': it must be an object"),
+        ({"model_type": 3}, "model_type=3: it must be a text"),
+        ({"hidden_size": 2**30, "vocab_size": 2**30}, "are taken for a mistake"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused_before_anything_is_made(changes: Any, said: str, tmp_path: Path) -> None:
+    write(tmp_path, tiny())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=said):
+        hf_io.load(tmp_path)

@@ -67,7 +67,7 @@ def test_a_file_is_read_and_flattened(tmp_path: Path) -> None:
     assert found == {
         "seed": 3,
         "model.path": "x",
-        "model.optimizer.lr": "1e-5",
+        "model.optimizer.lr": 1e-5,
         "dataset.args": {},
         "reward": {"f.py:g": 0.5},
     }

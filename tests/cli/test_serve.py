@@ -67,7 +67,7 @@ def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
         (["m", "--max-load", "0"], "--max-load=0"),
         (["m", "--no-token", "--host", "0.0.0.0"], "--no-token is for"),
         (["m", "--token-env", "NOT_SET_ANYWHERE"], "not set"),
-        (["m", "--token-file", "/nowhere"], "No such file"),
+        (["m", "--token-file", "/nowhere"], "no such file"),
         (["/nowhere/m", "--no-token"], "no such file or directory"),
     ],
 )

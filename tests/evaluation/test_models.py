@@ -30,5 +30,5 @@ def test_the_context_is_what_the_config_says(policy: Path) -> None:
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="is no JSON"):
+    with pytest.raises(CheckpointError, match="is not JSON"):
         open_policy(ModelSpec(path=str(tmp_path)))

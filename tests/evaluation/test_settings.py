@@ -48,7 +48,7 @@ def test_a_file_in_open_assistants_form(tmp_path: Path) -> None:
         ("warm: 3", "must be a mapping"),
         ("configurations: 3", "must be a list"),
         ("a: {num_beams: 4}", "no sampling setting is left"),
-        ("{", "cannot be read"),
+        ("{", "settings.yaml:1: is not YAML"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:

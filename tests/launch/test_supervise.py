@@ -107,3 +107,33 @@ def test_a_child_is_gone_though_what_it_left_holds_its_pipe():
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         os.close(ours)
+
+
+def test_ctrl_z_stops_the_run_and_fg_lets_it_go_on(tmp_path):
+    """A supervisor in a process of its own, whose child sleeps in a group of its own."""
+    script = (
+        "import subprocess, sys\n"
+        "from weft.launch.supervise import Supervisor\n"
+        "made = object.__new__(Supervisor)\n"
+        "made._asked = None\n"
+        "made._child = subprocess.Popen(['sleep', '100'], process_group=0)\n"
+        "with made._signals_passed_on():\n"
+        "    print(made._child.pid, flush=True)\n"
+        "    made._child.wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, process_group=0) as own:
+        assert own.stdout is not None
+        child = int(own.stdout.readline())
+        own.send_signal(signal.SIGTSTP)
+        states_become((own.pid, child), "T")
+        own.send_signal(signal.SIGCONT)
+        states_become((own.pid, child), "S")
+        own.send_signal(signal.SIGTERM)
+        assert own.wait(30) == 0, "the child was ended, and it alone"
+
+
+def states_become(pids, state: str) -> None:
+    end = time.monotonic() + 30
+    while [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids] != [state] * len(pids):
+        assert time.monotonic() < end, f"not all of them are {state}"
+        time.sleep(0.01)

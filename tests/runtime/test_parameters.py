@@ -231,3 +231,12 @@ def test_a_sync_between_different_networks_is_refused_at_the_start(tmp_path) -> 
     there._ways._built[1].slices[other] = {"base": whole((4, 6))}
     with pytest.raises(ConfigError, match=r"actor -> ref: parameters differ between the two roles \(lora_a\)"):
         there.begin()
+
+
+def test_a_version_that_is_not_kept_is_named(tmp_path) -> None:
+    there, _, place = lagging(tmp_path)
+    step(there, 0, keeps=True)
+    step(there, 1, keeps=True)
+    step(there, 2)
+    with pytest.raises(RunError, match=r"wants version 7 of the weights of 'actor', which is not kept; kept are: 0, 1"):
+        there.refresh(place, fails, 7)

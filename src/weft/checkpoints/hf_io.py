@@ -30,6 +30,7 @@ from weft.models.families.keymap import Key, Piece, pieces
 from weft.models.network.config import TransformerConfig
 from weft.models.network.parameters import values as canonical_values
 from weft.models.network.transformer import Head, Pooling, Transformer
+from weft.reading import read_object
 from weft.registry import families
 from weft.topology import Slice, whole
 
@@ -87,15 +88,9 @@ def _not_handed_out(path: str | Path, failed: Exception) -> str:
 def read_raw(path: str | Path) -> dict[str, Any]:
     """The values of a model directory's config.json."""
     file = config_file(path)
-    if not file.is_file():
+    if not file.exists():
         raise CheckpointError(f"{path} has no {CONFIG}; a model directory holds {CONFIG}, weights and tokenizer files")
-    try:
-        raw = json.loads(file.read_text())
-    except ValueError as broken:
-        raise CheckpointError(f"{file} is no JSON: {broken}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
-    return raw
+    return read_object(file, str(file), CheckpointError)
 
 
 def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
@@ -103,6 +98,8 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
     name = type or raw.get("model_type")
     if name is None:
         raise CheckpointError("config.json names no model_type; set type to the model's family")
+    if not isinstance(name, str):
+        raise CheckpointError(f"config.json has model_type={name!r}: it must be a text, the model's family")
     if name not in families.load_all():
         near = nearest(name, families.names())
         hint = f"nearest: {', '.join(near)}" if near else f"weft's own: {', '.join(families.names())}"
@@ -145,6 +142,11 @@ class Reader:
         self.pooling: Pooling = "mean" if raw.get(POOLING) == "mean" else "last"
         self.files = WeightFiles(self.directory)
         self._names = frozenset(self.files.names)
+        if self.config.num_layers > len(self._names):
+            raise CheckpointError(
+                f"{self.directory}: config.json says {self.config.num_layers:,} layers, and the files hold {len(self._names)} "
+                "tensors; is config.json the one that belongs to the weights?"
+            )
         self.shapes = parameter_shapes(self.config, head)
         self.keymap = self.family.keymap(self.config, head)
         prefix = self.family.prefix
@@ -208,6 +210,7 @@ def _check_names(reader: Reader) -> None:
         raise CheckpointError(
             f"{where} lacks {_listed(missing)}, which a {family.name} model with this config.json has"
         )
+    reader.files.need_floats(reader.stored_name(name) for name in wanted if name in reader)
     for name, keys in wanted.items():
         expected = keys[0].hf_shape(reader.shapes[keys[0].name])
         if name in reader and reader.files.shape(reader.stored_name(name)) != expected:

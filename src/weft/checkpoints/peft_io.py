@@ -8,6 +8,7 @@ scale. That is exact, and so is the way back. A stack of experts is one adapter 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.lora import A, B, adapters, attach_ranks
 from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Head, Transformer
+from weft.reading import read_object, reading
 from weft.registry import families
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -145,9 +147,9 @@ def _targets(modules: list[str], keymap: KeyMap) -> list[str]:
 def read_adapter_config(directory: str | Path) -> dict[str, Any]:
     """The settings of an adapter directory. Raises `CheckpointError` for a kind of adapter that weft does not compute."""
     file = Path(directory) / CONFIG
-    if not file.is_file():
+    if not file.exists():
         raise CheckpointError(f"{directory} has no {CONFIG}; an adapter directory holds {CONFIG} and {WEIGHTS}")
-    settings: dict[str, Any] = json.loads(file.read_text())
+    settings = read_object(file, str(file), CheckpointError)
     if settings.get("peft_type") != "LORA":
         raise CheckpointError(f"{file} is of type {settings.get('peft_type')!r}; weft reads LORA adapters")
     for key in (
@@ -164,9 +166,30 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
             )
     if settings.get("bias", "none") != "none":
         raise CheckpointError(f"{file} has bias={settings['bias']!r}: trained biases; merge it with PEFT")
-    if settings.get("task_type") not in TASKS:
+    if str(settings.get("task_type")) not in TASKS:
         raise CheckpointError(f"{file} is for {settings.get('task_type')!r}; weft reads {' and '.join(TASKS)}")
+    _check_numbers(file, settings)
     return settings
+
+
+def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
+    """That what is computed with are numbers, and each pattern one of modules' names."""
+    patterns = settings.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"{file} has alpha_pattern={patterns!r}: it must be an object of names and numbers")
+    for pattern in patterns:
+        with reading(f"{file}: alpha_pattern {pattern!r} is no pattern of names", CheckpointError):
+            re.compile(pattern)
+    numbers = {"lora_alpha": settings.get("lora_alpha"), **{f"alpha_pattern of {k}": v for k, v in patterns.items()}}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise CheckpointError(f"{file} has {name}={value!r}: it must be a finite number")
+    rank = settings.get("r")
+    if rank is not None and (type(rank) is not int or rank < 1):
+        raise CheckpointError(f"{file} has r={rank!r}: it must be a whole number, 1 or more")
+    rate = settings.get("lora_dropout")
+    if rate is not None and (not isinstance(rate, int | float) or not 0 <= rate < 1):
+        raise CheckpointError(f"{file} has lora_dropout={rate!r}: it must be from 0 up to, and without, 1")
 
 
 def load_adapter(directory: str | Path, network: Transformer) -> None:
@@ -186,6 +209,8 @@ def load_adapter(directory: str | Path, network: Transformer) -> None:
         names = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
         if names[0] not in files.names:
             continue
+        if names[1] not in files.names:
+            raise CheckpointError(f"{folder / WEIGHTS} holds {names[0]} without its {names[1]}; copy the files again")
         used |= set(names)
         a, b = files.read(names[0]), files.read(names[1])
         scale = _scale(settings, module, a.shape[0])
@@ -198,7 +223,8 @@ def load_adapter(directory: str | Path, network: Transformer) -> None:
         raise CheckpointError(
             f"{folder / WEIGHTS} holds {unknown[0]} and others like it, for which the model has no layer"
         )
-    attach_ranks(network, {n: _rank(n, parts) for n, parts in found.items()}, settings.get("lora_dropout", 0.0))
+    files.need_floats(files.names)
+    attach_ranks(network, {n: _rank(n, parts) for n, parts in found.items()}, settings.get("lora_dropout") or 0.0)
     attached = adapters(network)
     with torch.no_grad():
         for layer, parts in found.items():
@@ -208,8 +234,9 @@ def load_adapter(directory: str | Path, network: Transformer) -> None:
             if key.experts and len(ordered) != key.experts:
                 raise CheckpointError(f"{folder / WEIGHTS} has adapters on some experts of {layer} only")
             down, up = [part[0] for part in ordered], [part[1] for part in ordered]
-            adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
-            adapter.lora_b.copy_(torch.stack(up) if key.experts else up[0])
+            with reading(f"{folder / WEIGHTS}: the adapter of {layer} does not fit the model", CheckpointError):
+                adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
+                adapter.lora_b.copy_(torch.stack(up) if key.experts else up[0])
         own = canonical(network)
         for hf in sorted(set(saved) & set(files.names)):
             values, stored = files.read(hf), own[saved[hf]]

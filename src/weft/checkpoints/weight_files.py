@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weft.errors import CheckpointError, RunError
+from weft.reading import check_file, read_object, reading, reason
 from weft.topology import Slice, whole
 
 DTYPES = {
@@ -30,6 +31,8 @@ DTYPES = {
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARD_BYTES = 5 * 10**9
+MOST_HEADER = 10**8  # bytes, as safetensors has it
+LONGEST_NAME = 200  # characters of a tensor's name that a message shows
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # byte of the file
+
+    @property
+    def end(self) -> int:
+        """The byte after its last."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 class WeightFiles:
@@ -53,14 +61,12 @@ class WeightFiles:
         self._pickled: dict[str, Tensor] = {}
         self.stored: dict[str, Stored] = {}
         if (directory / INDEX).is_file():
-            files = sorted(set(_read_json(directory / INDEX)["weight_map"].values()))
-        elif (directory / single).is_file():
-            files = [single]
+            for file, names in _indexed(directory / INDEX).items():
+                self.stored |= _wanted(_header(directory / file), names, directory / INDEX)
+        elif (directory / single).exists():
+            self.stored = _header(directory / single)
         else:
             self._pickled = _load_old(directory)
-            return
-        for file in files:
-            self.stored |= _header(directory / file)
 
     @property
     def names(self) -> list[str]:
@@ -78,6 +84,17 @@ class WeightFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._pickled[name].shape) if name in self._pickled else self.stored[name].shape
+
+    def need_floats(self, names: Iterable[str]) -> None:
+        """Raises `CheckpointError` where one of these tensors holds whole numbers: packed or damaged weights, whatever their
+        shape."""
+        for name in names:
+            dtype = self._pickled[name].dtype if name in self._pickled else self.stored[name].dtype
+            if not dtype.is_floating_point:
+                kind = str(dtype).removeprefix("torch.")
+                raise CheckpointError(
+                    f"{self.directory}: {name} is {kind}, and weights are floats; use unquantized weights"
+                )
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
         """`tensor[where]` in the dtype it is stored in. Only those bytes are read."""
@@ -122,40 +139,103 @@ def _runs(stored: Stored, where: Slice) -> Iterator[tuple[int, int]]:
         yield stored.start + offset * size, length * size
 
 
-def _header(file: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file: 8 bytes of header length, a JSON header, then the bytes."""
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
-    size = file.stat().st_size
-    with file.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(f"{file} is no safetensors file, or cut short: {size} bytes, a header of {length}")
-        try:
-            header: dict[str, Any] = json.loads(handle.read(length))
-        except ValueError as broken:
-            raise CheckpointError(f"{file} is no safetensors file: its header cannot be read ({broken})") from None
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if 8 + length + end > size:
-        raise CheckpointError(
-            f"{file} is truncated: its header promises {8 + length + end} bytes, the file has {size}; copy it again"
-        )
-    found = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
+def _indexed(index: Path) -> dict[str, list[str]]:
+    """File -> the tensors that an index says lie in it. Raises `CheckpointError` for one that names files elsewhere."""
+    places = read_object(index, str(index), CheckpointError).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{index} has no weight_map of tensors and their files")
+    files: dict[str, list[str]] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
+            raise CheckpointError(f"{index}: {name} lies in {file!r}, which is no file beside the index")
+        files.setdefault(file, []).append(name)
+    return dict(sorted(files.items()))
+
+
+def _wanted(found: dict[str, Stored], names: list[str], index: Path) -> dict[str, Stored]:
+    """The tensors of a file, which must hold those that the index says. Another file may hold some of the others."""
+    for name in names:
+        if name not in found:
             raise CheckpointError(
-                f"{file}: {name} is {entry['dtype']}, which weft does not read; use unquantized weights"
+                f"{index}: says that {name} lies in a file that does not hold it; copy the files again"
             )
-        start = 8 + length + entry["data_offsets"][0]
-        found[name] = Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+    return {name: found[name] for name in names}
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file: 8 bytes of header length, a JSON header, then the bytes.
+
+    Raises `CheckpointError` where a tensor's shape and dtype do not give the bytes it is said to lie in, or two share any.
+    """
+    if not file.exists():
+        raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
+    check_file(file, str(file), CheckpointError)
+    size = file.stat().st_size
+    with reading(str(file), CheckpointError), file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        if size < 8 or length > size - 8 or length > MOST_HEADER:
+            raise CheckpointError(f"{file} is no safetensors file, or cut short: {size} bytes, a header of {length}")
+        raw = handle.read(length)
+    with reading(f"{file} is no safetensors file: its header cannot be read", CheckpointError):
+        header = json.loads(raw, object_pairs_hook=_once)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} is no safetensors file: its header is no JSON object")
+    header.pop("__metadata__", None)
+    ends = [end for entry in header.values() if (end := _end(entry)) is not None]
+    if ends and 8 + length + max(ends) > size:
+        raise CheckpointError(
+            f"{file} is truncated: its header promises {8 + length + max(ends)} bytes, the file has {size}; copy it again"
+        )
+    found = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
+    by_place = sorted((stored.start, stored.end, name) for name, stored in found.items() if stored.end > stored.start)
+    for (_, end, one), (start, _, other) in itertools.pairwise(by_place):
+        if start < end:
+            raise CheckpointError(f"{file}: {one} and {other} lie in the same bytes; the file is damaged")
     return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object none of whose names stands twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r} stands there twice")
+    return found
+
+
+def _end(entry: Any) -> int | None:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return offsets[1] if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int else None
+
+
+def _stored(file: Path, name: str, entry: Any, first: int) -> Stored:
+    """One entry of a header whose bytes begin at `first`."""
+    name_shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]} ..."
+    values: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    kind: Any = values.get("dtype")
+    shape: Any = values.get("shape")
+    offsets: Any = values.get("data_offsets")
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise CheckpointError(f"{file}: {name_shown} is {kind}, which weft does not read; use unquantized weights")
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise CheckpointError(f"{file}: {name_shown} has shape {shape} and offsets {offsets}; the header is damaged")
+    needed = math.prod(shape) * DTYPES[kind].itemsize
+    if needed != offsets[1] - offsets[0]:
+        raise CheckpointError(
+            f"{file}: {name_shown} of shape {shape} in {kind} takes {needed:,} bytes, and the header gives it "
+            f"{offsets[1] - offsets[0]:,}; the file is damaged"
+        )
+    return Stored(file, DTYPES[kind], tuple(shape), first + offsets[0])
+
+
+def _sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(each) is int and each >= 0 for each in values)
 
 
 def _load_old(directory: Path) -> dict[str, Tensor]:
     """The tensors of a `.bin` checkpoint, loaded without running any of the pickle's code."""
     if (directory / OLD_INDEX).is_file():
-        files = sorted(set(_read_json(directory / OLD_INDEX)["weight_map"].values()))
+        files = list(_indexed(directory / OLD_INDEX))
     elif (directory / OLD_SINGLE).is_file():
         files = [OLD_SINGLE]
     else:
@@ -163,23 +243,22 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            tensors |= torch.load(directory / file, map_location="cpu", weights_only=True, mmap=True)
+            found = torch.load(directory / file, map_location="cpu", weights_only=True, mmap=True)
         except FileNotFoundError:
             raise CheckpointError(f"{directory / file} is missing, though the index names it") from None
         except (RuntimeError, ValueError, EOFError, OSError) as broken:
-            raise CheckpointError(f"{directory / file} cannot be read: {broken}") from None
+            raise CheckpointError(f"{directory / file} cannot be read: {reason(broken)}") from broken
         except Exception as refused:
             raise CheckpointError(
-                f"{directory / file} holds more than tensors and is not loaded: {refused}"
+                f"{directory / file} holds more than tensors and is not loaded: {reason(refused)}"
             ) from refused
+        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+            raise CheckpointError(f"{directory / file} holds a {type(found).__name__}, and no tensors by name")
+        for name, tensor in found.items():
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                raise CheckpointError(f"{directory / file}: {name} is no plain tensor")
+        tensors |= found
     return tensors
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as broken:
-        raise CheckpointError(f"{file} is no JSON: {broken}") from None
 
 
 # -- writing

@@ -18,6 +18,7 @@ from weft.errors import ConfigError
 from weft.experiments._checks import check_dataset
 from weft.experiments.common import RunConfig
 from weft.options import validate as check
+from weft.reading import make_folder, reading
 
 QUICKSTARTS = ("sft", "rw", "ppo", "dpo", "grpo", "online_dpo", "distill", "gen")
 SHOWN = 6  # keys of a section that the list names
@@ -112,8 +113,9 @@ def cp(given: argparse.Namespace) -> Iterator[str]:
     section = Library.find(given.folders).get(given.name)
     if given.file.exists():
         raise ConfigError(f"weft config cp: {given.file} is there already; name another file")
-    given.file.parent.mkdir(parents=True, exist_ok=True)
-    given.file.write_text(_text(section), encoding="utf-8")
+    make_folder(given.file.parent, f"weft config cp: {given.file.parent}", ConfigError)
+    with reading(f"weft config cp: {given.file}", ConfigError, "name another file"):
+        given.file.write_text(_text(section), encoding="utf-8")
     yield f"{section.name}: copied from {section.place()} to {given.file}"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from weft.checkpoints.names import ADAPTER, POLICIES, SCORERS, Wanted, find
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
+from weft.reading import make_folder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -63,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _require_empty(output: Path) -> None:
+    make_folder(output.parent, f"--output {output}", ConfigError)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists and is not empty; nothing is overwritten: name another directory")
 
@@ -159,7 +161,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
     merged = lora.merge(held, lora.scales(network))
     config, source = network.config, _tokenizer_of(adapter, base)
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    make_folder(arguments.output, f"--output {arguments.output}", ConfigError)
     if source is not None:
         spec = ModelSpec(path=str(source), head=head, trained=True)
         tokenizer = saving.padded(Tokenizer.load(TokenizerSpec(), spec.path), spec, network.pooling)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from weft.errors import ConfigError
 from weft.experiments._deepspeed import map_config
 from weft.experiments.common import RunConfig
 from weft.options import plain
+from weft.reading import read_json
 
 BARE = {"zero_optimization": {"stage": 2}}  # what programs that take the flag alone come with
 _CPU = {"device": "cpu"}
@@ -51,12 +51,7 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> tuple[li
 
 
 def _read(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        raise ConfigError(f"--deepspeed {path}: there is no such file")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"--deepspeed {path}: is not JSON: {error}") from error
+    config = read_json(path, f"--deepspeed {path}", ConfigError)
     if not isinstance(config, dict):
         raise ConfigError(f"--deepspeed {path}: must hold a JSON object, but holds {type(config).__name__}")
     return config

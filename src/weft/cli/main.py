@@ -19,6 +19,7 @@ from contextlib import suppress
 from weft import __version__
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
 from weft.observe.memory import growing_segments, keep_freed_memory
+from weft.reading import place_problem
 
 GROUPS = {
     "train and sample": {
@@ -138,6 +139,10 @@ def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
         sys.stderr.close()
         return 1
     except Exception as error:
+        problem = place_problem(error)
+        if problem is not None:
+            _show(f"error: {problem}", words)
+            return 2
         _show(f"error: {type(error).__name__}: {error} (--debug shows where)", words)
         return 1
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.options import Scalar
+from weft.reading import read_yaml, reading, reason, shortened
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ def parse(words: Sequence[str]) -> list[Override]:
             found = parser.parse_override(word)
         except HydraException as error:
             raise _unreadable(word, error) from error
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets in brackets
+            raise ConfigError(f"{shortened(word)!r}: {reason(error)}") from error
         if found.is_sweep_override():
             raise ConfigError(
                 f"{word}: this is a sweep over several values, and one command is one run; "
@@ -46,10 +49,13 @@ def parse(words: Sequence[str]) -> list[Override]:
 
 def _unreadable(word: str, error: Exception) -> ConfigError:
     if "=" not in word:
+        word = shortened(word)
         return ConfigError(f"{word!r}: is not of the form key=value; write for example {word}=VALUE, or see --help")
     name, _ = word.split("=", 1)
     where = str(error).splitlines()[0]
-    return ConfigError(f"{word!r}: cannot be read ({where}); quote texts with special characters: {name}=\"'...'\"")
+    return ConfigError(
+        f"{shortened(word)!r}: cannot be read ({shortened(where)}); quote texts with special characters: {name}=\"'...'\""
+    )
 
 
 def merge(values: dict[str, Any], override: Override) -> None:
@@ -73,15 +79,9 @@ def merge(values: dict[str, Any], override: Override) -> None:
 
 def read_file(path: str) -> dict[str, Any]:
     """The nested values of a YAML file (`--config FILE`), such as the config.yaml of a run."""
-    import yaml
-
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"--config {path}: there is no such file")
-    try:
-        values = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: is not YAML: {error}") from error
+    values = read_yaml(Path(path).expanduser(), f"--config {path}", ConfigError)
+    if values is None:
+        raise ConfigError(f"--config {path}: is empty; write options as key: value")
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: must hold options as key: value, but holds {type(values).__name__}")
     return values
@@ -103,14 +103,11 @@ def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
     if "${" not in repr(values):
         return values
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    own = OmegaConf.create(_texts(values))
-    whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), own)
-    try:
+    with reading("an interpolation ${...} cannot be resolved", ConfigError):
+        own = OmegaConf.create(_texts(values))
+        whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), own)
         resolved = OmegaConf.to_container(whole, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"an interpolation ${{...}} cannot be resolved: {str(error).splitlines()[0]}") from error
     assert isinstance(resolved, dict)
     return _only({str(key): value for key, value in resolved.items()}, values)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft import registry
@@ -14,7 +14,7 @@ from weft.cli.aliases import translate
 from weft.cli.help import described, quickstart_help, show, terminal_width
 from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
-from weft.options import Config, read, to_mapping, validate
+from weft.options import Config, coerce, read, to_mapping, validate
 
 if TYPE_CHECKING:
     from weft.cli.stack import Stack
@@ -172,11 +172,20 @@ def configure(
     assignments, notes = translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
     nested: dict[str, Any] = {}
     for assignment in assignments:
+        _check_group(base, assignment)
         overrides.merge(nested, assignment)
     config = read(base, overrides.resolve(nested, to_mapping(base)))
     if imports and isinstance(config, RunConfig):
         config = replace(config, imports=[*config.imports, *(name for name in imports if name not in config.imports)])
     return config, notes
+
+
+def _check_group(base: Any, assignment: overrides.Override) -> None:
+    """Raises `ConfigError` for a text, number or list in place of a group of options, also where a later assignment sets one of
+    them and would hide it."""
+    group = getattr(base, assignment.name, None) if assignment.name.isidentifier() else None
+    if is_dataclass(group) and not assignment.removed and not isinstance(assignment.value, Mapping | type(None)):
+        read(base, {assignment.name: assignment.value})
 
 
 def sort(argv: Sequence[str]) -> Words:
@@ -262,7 +271,7 @@ def _imports(values: Sequence[overrides.Override]) -> list[str]:
     """The modules that `imports=[...]` names: they may register the quickstart itself, so they are read first."""
     named = [override.value for override in values if override.name == "imports" and not override.removed]
     last = named[-1] if named else []
-    return [str(name) for name in (last if isinstance(last, list) else [last])]
+    return list(coerce(last, list[str], "imports"))
 
 
 def overview() -> str:

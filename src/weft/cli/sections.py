@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from weft.errors import ConfigError, nearest
+from weft.reading import MOST_YAML, files_below, parse_yaml, read_text
 
 OWN_FOLDER = "configs"  # of the working directory
 SHIPPED = "weft"  # how the folder of the shipped sections is called in messages
@@ -50,31 +50,6 @@ class Contents:
     strays: tuple[tuple[str, int], ...] = ()
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, for which 1e-5 without a dot is a number and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
-                continue
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} stands here again, first on line {seen[key.value]}", key.start_mark
-                )
-            seen[key.value] = line
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: list(rules) for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
-)
-
-
 @dataclass(frozen=True)
 class Library:
     """The sections that there are: those of `./configs`, then those of the folders named, then those weft ships."""
@@ -88,7 +63,8 @@ class Library:
         for folder in ([OWN_FOLDER] if Path(OWN_FOLDER).is_dir() else []) + list(folders):
             if not Path(folder).is_dir():
                 raise ConfigError(f"--config-dir {folder}: there is no such folder")
-            inside = sorted(path for path in Path(folder).rglob("*") if path.suffix in SUFFIXES and path.is_file())
+            below = files_below(Path(folder), f"--config-dir {folder}", ConfigError)
+            inside = sorted(path for path in below if path.suffix in SUFFIXES and path.is_file())
             found += [(folder, read_file(path)) for path in inside]
         return cls((*found, *((SHIPPED, contents) for contents in _shipped())))
 
@@ -133,22 +109,8 @@ def read_file(path: Path, shown: str = "") -> Contents:
 
     Raises `ConfigError` with file and line for what is not YAML."""
     shown = shown or str(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return Contents(())
-            values = loader.construct_document(node)
-        finally:
-            loader.dispose()
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{shown}:{line}: {_friendly(error, text)}") from error
-    except (UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
-        raise ConfigError(f"{shown}: is not YAML: {str(error).splitlines()[0]}") from error
-    if values is None:
+    values, node = parse_yaml(read_text(path, shown, ConfigError, MOST_YAML), shown, ConfigError)
+    if values is None or node is None:
         return Contents(())
     if not isinstance(values, dict):
         raise ConfigError(f"{shown}:1: holds {type(values).__name__}; write sections as NAME: with key: value below")
@@ -181,23 +143,6 @@ def _option_groups() -> set[str]:
 
     configs = [registry.quickstarts.get(name)() for name in QUICKSTARTS]
     return {leaf.name.split(".")[0] for config in configs for leaf in leaves(config) if "." in leaf.name}
-
-
-def _friendly(error: yaml.MarkedYAMLError, text: str) -> str:
-    """What is wrong. `- webgpt` with an indented `fraction:` below it is the slip that YAML words worst."""
-    rows = text.splitlines()
-    at = error.problem_mark.line if error.problem_mark else 0
-    for index in range(min(at, len(rows) - 1), max(at - 4, 0), -1):
-        above, below = (
-            re.fullmatch(r"(\s*)-\s+([\w./-]+)\s*(#.*)?", rows[index - 1]),
-            re.match(r"(\s*)(\w+)\s*:", rows[index]),
-        )
-        if above and below and len(below[1]) > len(above[1]):
-            return (
-                f"{below[2]!r} stands below '- {above[2]}' (line {index}), which has no colon; "
-                f"write '- {above[2]}:' so that {below[2]!r} belongs to it"
-            )
-    return f"is not YAML: {error.problem or error}"
 
 
 def _lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath, int]]:

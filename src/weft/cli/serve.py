@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.checkpoints.names import SCORERS, Wanted, find
+from weft.engine.limits import cache_problem
 from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import is_scorer, open_policy, open_scorer
+from weft.reading import reading
 
 if TYPE_CHECKING:
     from weft.serve.served import Served
 
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
+MOST_TOKEN = 1 << 16  # characters of a file that holds a token
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -121,8 +124,11 @@ def _check(given: argparse.Namespace) -> None:
         if value is not None and not 0 <= value <= 65535:
             raise ConfigError(f"--{name.replace('_', '-')}={value}: must be from 0 to 65535")
     for name in ("max_new_tokens", "max_prompt_tokens", "max_tokens_per_pass", "max_load", "max_body_mb", "timeout"):
-        if not getattr(given, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')}={getattr(given, name)}: must be above 0")
+        if not 0 < getattr(given, name) < 2**53:
+            raise ConfigError(f"--{name.replace('_', '-')}={getattr(given, name)}: must be a finite number above 0")
+    problem = None if given.kv_cache_gb is None else cache_problem(given.kv_cache_gb)
+    if problem is not None:
+        raise ConfigError(f"--kv-cache-gb={given.kv_cache_gb:g}: {problem}")
 
 
 def _token(given: argparse.Namespace) -> tuple[str | None, str]:
@@ -135,10 +141,9 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
     if given.token_file and given.token_env:
         raise ConfigError("--token-file and --token-env exclude each other; set one of them")
     if given.token_file:
-        try:
-            token, source = given.token_file.read_text().strip(), f"token: that of {given.token_file}"
-        except OSError as error:
-            raise ConfigError(f"--token-file={given.token_file}: {error.strerror}") from None
+        with reading(f"--token-file={given.token_file}", ConfigError), given.token_file.open(encoding="utf-8") as file:
+            token = file.read(MOST_TOKEN).strip()  # a pipe is welcome, one without end is not read to its end
+        source = f"token: that of {given.token_file}"
     else:
         variable = given.token_env or TOKEN_VARIABLE
         token, source = os.environ.get(variable, "").strip(), f"token: that of {variable}"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.data import rendered
@@ -19,20 +18,10 @@ from weft.data.messages import Message
 from weft.data.prefix import common_prefix
 from weft.data.turns import Span, Template, assistant_spans
 from weft.errors import DataError
+from weft.reading import reading
 
 UNTRAINED = "messages[] after the last reply"
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def template_problem(template: str) -> str | None:
-    """Why a template does not compile, with the line, or None."""
-    try:
-        render_jinja_template([[{"role": "user", "content": "Hi"}]], chat_template=template)
-    except jinja2.TemplateSyntaxError as error:
-        return f"line {error.lineno}: {error.message}"
-    except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError):
-        return None  # it compiles; what it refuses shows with real messages
-    return None
 
 
 def generation_spans(
@@ -41,9 +30,10 @@ def generation_spans(
     """Character spans of the `{% generation %}` blocks of a rendered conversation; None for a template without them."""
     if not MARKER.search(template):
         return None
-    rendered: Any = render_jinja_template(
-        [list(messages)], tools, chat_template=template, return_assistant_tokens_mask=True, **tokens
-    )
+    with reading("the chat template refuses these messages", DataError):
+        rendered: Any = render_jinja_template(
+            [list(messages)], tools, chat_template=template, return_assistant_tokens_mask=True, **tokens
+        )
     return [(int(a), int(b)) for a, b in rendered[1][0]]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.errors import nearest
+from weft.reading import shortened
 
 Row = Mapping[str, Any]
 
@@ -128,8 +130,8 @@ def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
 
 def number(value: Any, key: str) -> float:
     """A finite number. Raises `BadRow` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
-        raise BadRow(f"{key!r} must be a finite number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise BadRow(f"{key!r} must be a finite number, not {shortened(repr(value))}")
     return float(value)
 
 

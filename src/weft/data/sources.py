@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import huggingface_hub
-import pyarrow
 import pyarrow.parquet
 
 from weft.data import hub
 from weft.errors import DataError, nearest
+from weft.reading import check_file, files_below, reading, reason
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".parquet")
 SPLITS = {
@@ -24,7 +24,7 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev", "eval"),
     "test": ("test", "testing"),
 }
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         return [place]
     if not place.exists():
         place = _from_hub(path)
-    files = sorted(f for f in place.rglob("*") if f.name.endswith(SUFFIXES) and not _hidden(f.relative_to(place)))
+    if not place.is_dir():
+        check_file(place, path, DataError)
+    below = [f for f in files_below(place, path, DataError) if f.name.endswith(SUFFIXES)]
+    files = sorted(f for f in below if f.exists() and not _hidden(f.relative_to(place)))
     if not files:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
     kept = (
@@ -79,6 +82,7 @@ def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Plac
 
     Raises `DataError` where the file as a whole is empty or of another kind than its name says.
     """
+    check_file(file, str(file), DataError)
     if file.stat().st_size == 0:
         raise DataError(f"{file}: the file is empty")
     if file.name.endswith(".parquet"):
@@ -109,19 +113,15 @@ def content_hash(files: list[Path]) -> str:
 
 
 def _text_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as stream:
-        try:
-            begins = _first_character(stream)
-            if begins == "[":
-                yield from _list_rows(stream.read())
-            else:
-                yield from _line_rows(stream)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{file}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
-            ) from error
-        except (gzip.BadGzipFile, EOFError) as error:
-            raise DataError(f"{file}: the gzip data are damaged or cut short ({error})") from error
+    with reading(str(file), DataError), _opened(file) as stream:
+        if _first_character(stream) == "[":
+            yield from _list_rows(stream.read())
+        else:
+            yield from _line_rows(stream)
+
+
+def _opened(file: Path) -> IO[str]:
+    return gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
 
 
 def _first_character(stream: IO[str]) -> str:
@@ -138,10 +138,30 @@ def _line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:
         line = line.strip().lstrip("\ufeff")
         if not line:
             continue
-        try:
-            yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            yield number, Unreadable(f"not JSON: {error.msg} at column {error.colno}")
+        yield number, _value(line)
+
+
+def _value(line: str) -> Any:
+    """What a line holds."""
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        return Unreadable(f"not JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:
+        return Unreadable(reason(error))
+    return _whole(value) if "\\ud" in line or "\\uD" in line else value
+
+
+def _whole(value: Any) -> Any:
+    """The value, unless it holds half of a surrogate pair (an emoji cut in two), which is no character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        return Unreadable(f"holds half of a character (\\u{ord(half):04x}): a text was cut inside a surrogate pair")
+    except RecursionError as error:
+        return Unreadable(reason(error))
+    return value
 
 
 def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
@@ -149,33 +169,47 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
     line, counted = 1, 0
-    blank = re.compile(r"[\s,]*")
+    blank, halves = re.compile(r"\s*"), "\\ud" in text or "\\uD" in text
+    first = True
     while True:
-        skipped = blank.match(text, at)
-        at = skipped.end() if skipped else at
+        at = _after(blank, text, at)
+        if not first and text.startswith(",", at):
+            at = _after(blank, text, at + 1)
+        elif not first and at < len(text) and text[at] != "]":
+            yield line + text.count("\n", counted, at), Unreadable("not JSON: a comma is missing before this entry")
+            return
+        first = False
         line, counted = line + text.count("\n", counted, at), at
         if at >= len(text):
             yield line, Unreadable("not JSON: the list is not closed with ]")
             return
         if text[at] == "]":
+            if text[at + 1 :].strip():
+                yield line, Unreadable("not JSON: something stands behind the list; what follows was not read")
             return
         try:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             yield error.lineno, Unreadable(f"not JSON: {error.msg} at column {error.colno}; what follows was not read")
             return
-        yield line, value
+        except (ValueError, RecursionError) as error:
+            yield line, Unreadable(f"{reason(error)}; what follows was not read")
+            return
+        yield line, _whole(value) if halves else value
+
+
+def _after(blank: re.Pattern[str], text: str, at: int) -> int:
+    skipped = blank.match(text, at)
+    return skipped.end() if skipped else at
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
     number = 0
-    try:
+    with reading(f"{file}: not Parquet, or damaged", DataError):
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
                 yield number, row
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file}: not Parquet, or damaged ({str(error).splitlines()[0]})") from error
 
 
 def _from_hub(path: str) -> Path:

@@ -26,6 +26,7 @@ class TokenizerSpec:
         [],
         "special tokens to add to the vocabulary; the word template stands for those that the named chat_template writes. "
         "Embeddings and output matrix grow to a multiple of 16; new rows begin as the mean of the old ones",
+        check=lambda tokens: None if all(map(str.strip, tokens)) else "holds an empty token; take it out",
     )
     per_digit_tokens: bool = option(False, "make every digit a separate token")
     bos_token: str | None = option(None, "token that begins a sequence; must be in the vocabulary")
@@ -95,9 +96,9 @@ class SourceSpec:
             raise ConfigError(
                 f"{where}.fraction={self.fraction}: must lie above 0 and at most at 1; use weight to stress a source"
             )
-        if self.size is not None and (self.size < 1 or self.size != int(self.size)):
+        if self.size is not None and not (1 <= self.size < 2**63 and self.size == int(self.size)):
             raise ConfigError(f"{where}.size={self.size}: must be a whole number of rows, at least 1")
-        if self.weight is not None and not self.weight > 0:
+        if self.weight is not None and not 0 < self.weight < float("inf"):
             raise ConfigError(f"{where}.weight={self.weight}: must lie above 0; leave the source out to give it none")
         if self.valid_split is not None and not 0 <= self.valid_split < 1:
             raise ConfigError(f"{where}.valid_split={self.valid_split}: must be at least 0 and below 1")

@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -22,8 +21,10 @@ from weft.data import chat, rendered, tokenizer_files
 from weft.data.dress import Dress, with_prefix
 from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
+from weft.data.template_check import template_problem
 from weft.data.turns import Template, leading_token
 from weft.errors import ConfigError, DataError
+from weft.reading import reading
 
 UNDRESSED = Dress()
 
@@ -69,7 +70,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Token ids of a text, without EOS. `bos`: begin with BOS (None: the tokenizer's habit); never two of them."""
-        ids = list(self.hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = list(tokenizer_files.encoded(self.hf, text)["input_ids"])
         if (self.add_bos if bos is None else bos) and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
@@ -89,7 +90,7 @@ class Tokenizer:
         """Ids (no BOS is added) and the characters [start, stop) each came from; None where the tokenizer cannot tell."""
         if not self.hf.is_fast:
             return None
-        found = self.hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = tokenizer_files.encoded(self.hf, text, return_offsets_mapping=True)
         return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
 
     def encode_with_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
@@ -110,13 +111,13 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
     ) -> str:
         """The text of a conversation. Raises `DataError` where the template refuses these messages."""
-        self.require_chat_template()
-        try:
+        problem = template_problem(self.require_chat_template())
+        if problem is not None:
+            raise tokenizer_files.bad_template(self.name, problem, self.option)
+        with reading("the chat template refuses these messages", DataError):
             text = self.hf.apply_chat_template(
                 [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
-            raise DataError(f"the chat template refuses these messages: {error}") from error
         assert isinstance(text, str)
         return text
 
@@ -265,7 +266,8 @@ class Tokenizer:
         """Raise `UserError` where there is no chat template, or one that cannot write conversations of texts."""
         self.require_chat_template()
         if self._template_fault is not None:
-            raise tokenizer_files.no_text_template(self.name, self._template_fault, self.option)
+            fault = f"{self._template_fault}, and weft gives it text"
+            raise tokenizer_files.bad_template(self.name, fault, self.option)
 
     @cached_property
     def _template_fault(self) -> str | None:

@@ -8,17 +8,20 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from weft.data import chat, hub, spm
+from weft.data import hub, spm
 from weft.data.chat_templates import TEMPLATES, text_of
 from weft.data.spec import TokenizerSpec
-from weft.errors import ConfigError, UserError, nearest
+from weft.data.template_check import template_problem
+from weft.errors import ConfigError, DataError, UserError, nearest
+from weft.reading import check_file, read_object, read_text, reading
 
+Hf = TypeVar("Hf", bound=PreTrainedTokenizerBase)
 SENTENCEPIECE = "tokenizer.model"
 COMMAND = "--"  # in place of the options of a role: those of a command such as weft chat
 TEMPLATE = "template"  # among tokens to add: those of the named chat template
@@ -46,11 +49,7 @@ def model_values(path: str, name: str) -> Mapping[str, Any]:
         file = (place if place.exists() else hub.folder(path)) / name
     except hub.FAILURES:  # a hub that does not answer; who needs the model says so
         return {}
-    try:
-        values = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from error
-    return values if isinstance(values, dict) else {}
+    return read_object(file, str(file)) if file.exists() else {}
 
 
 def typed(option: str, name: str) -> str:
@@ -63,7 +62,8 @@ def read(path: str, trust_remote_code: bool, option: str = "tokenizer") -> PreTr
     place, asked = Path(path).expanduser(), f"{typed(option, 'path')}={path}"
     if place.is_file():
         if place.suffix == ".json":
-            return PreTrainedTokenizerFast(tokenizer_file=str(place))
+            with reading(f"{asked}: is no tokenizer.json", UserError):
+                return _tried(PreTrainedTokenizerFast(tokenizer_file=str(place)))
         if place.suffix == ".model" and spm.is_sentencepiece(place):
             return _from_sentencepiece(place, {})
         raise UserError(f"{asked}: a file must be a tokenizer.json or a sentencepiece tokenizer.model")
@@ -71,26 +71,42 @@ def read(path: str, trust_remote_code: bool, option: str = "tokenizer") -> PreTr
         model = place / SENTENCEPIECE
         if model.exists() and spm.is_sentencepiece(model):
             config = place / "tokenizer_config.json"
-            return _from_sentencepiece(model, json.loads(config.read_text()) if config.exists() else {})
+            return _from_sentencepiece(model, read_object(config, str(config)) if config.exists() else {})
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
         raise UserError(f"{asked}: no such file or directory")
-    try:
+    if place.is_dir():
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            if (place / name).exists():
+                check_file(place / name, f"{asked}: {place / name}", UserError)
+    fix = "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
+    with reading(f"{asked}: no tokenizer can be read there", UserError, fix):
         if not place.is_dir() and not trust_remote_code:
             place = hub.folder(path)
-        hf = AutoTokenizer.from_pretrained(str(place) if place.is_dir() else path, trust_remote_code=trust_remote_code)
+        source = str(place) if place.is_dir() else path
+        hf = _tried(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
         hf.name_or_path = path
         return hf
-    except (*hub.FAILURES, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{asked}: no tokenizer can be read there ({reason}); "
-            "give an HF directory, a tokenizer.json, a sentencepiece tokenizer.model, or a hub name"
-        ) from error
+
+
+def _tried(hf: Hf) -> Hf:
+    """A tokenizer that has encoded a word, and whose ids are those of a table: what its files leave wrong shows here."""
+    hf("a", verbose=False)
+    vocab = hf.get_vocab()
+    if not vocab or min(vocab.values()) < 0:
+        raise ValueError("its vocabulary is empty" if not vocab else "its vocabulary has ids below 0")
+    template = hf.chat_template
+    if not isinstance(template, str | dict | None):
+        raise ValueError(f"its chat template is a {type(template).__name__}, and no text")
+    return hf
 
 
 def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer of a sentencepiece file, with the special tokens of `config` (a tokenizer_config.json)."""
-    model = spm.read_model(path)
+    with reading(f"tokenizer.path={path}: no tokenizer can be made of it and its tokenizer_config.json"):
+        return _tried(_made(spm.read_model(path), config))
+
+
+def _made(model: spm.Model, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     names = {"unk_token": model.unk_id, "bos_token": model.bos_id, "eos_token": model.eos_id, "pad_token": model.pad_id}
     tokens: dict[str, str | None] = {name: model.piece(id) for name, id in names.items()}
     for name in (*names, "sep_token"):
@@ -133,17 +149,17 @@ def read_template(given: str, option: str = "tokenizer") -> str:
         return text_of(given)
     path = Path(given).expanduser()
     if "{" not in given:
-        if not path.is_file():
+        if not path.exists():
             near = nearest(given, TEMPLATES)
             hint = f"{f'did you mean {near[0]}? ' if near else ''}by name there are {', '.join(TEMPLATES)}"
             raise ConfigError(
                 f"{typed(option, 'chat_template')}={given!r}: neither the name of a template, nor a file, nor a jinja "
                 f"template; {hint}"
             )
-        given = path.read_text()
-    problem = chat.template_problem(given)
+        given = read_text(path, f"{typed(option, 'chat_template')}={given}", ConfigError)
+    problem = template_problem(given)
     if problem:
-        raise ConfigError(f"{typed(option, 'chat_template')} does not compile, {problem}; mend the template")
+        raise ConfigError(f"{typed(option, 'chat_template')} {problem}; mend the template")
     return given
 
 
@@ -170,10 +186,17 @@ def no_template(option: str) -> UserError:
     )
 
 
-def no_text_template(name: str, fault: str, option: str) -> UserError:
-    """The error where the chat template of the tokenizer `name` cannot write conversations of texts, and why."""
+def encoded(hf: PreTrainedTokenizerBase, text: str, **more: bool) -> Mapping[str, Any]:
+    """What a tokenizer makes of a text, without special tokens. Raises `DataError` for a text that is none."""
+    with reading("a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)", DataError):
+        found: Mapping[str, Any] = hf(text, add_special_tokens=False, verbose=False, **more)
+    return found
+
+
+def bad_template(name: str, fault: str, option: str) -> UserError:
+    """The error for the chat template of the tokenizer `name`, of which `fault` says what it does."""
     return UserError(
-        f"the chat template of {name} {fault}, and weft gives it text; name a template for text conversations with "
+        f"the chat template of {name} {fault}; name a template for text conversations with "
         f"{typed(option, 'chat_template')}=chatml (or another name, or a jinja file)"
     )
 

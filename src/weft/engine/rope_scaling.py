@@ -7,18 +7,27 @@ from typing import Any
 
 NUMBERS = {"linear": "factor", "dynamic": "factor", "ntk": "alpha"}  # type -> the number it takes
 
+MOST = 1_000_000
+
 
 def problem(value: Any) -> str | None:
     """What is wrong with a value of the option, or None."""
     if value is None:
         return None
     kinds = ", ".join(f"{{type: {kind}, {number}: 2}}" for kind, number in NUMBERS.items())
-    if not isinstance(value, Mapping) or value.get("type") not in NUMBERS:
+    if not isinstance(value, Mapping) or value.get("type") not in list(NUMBERS):
         return f"rope_scaling={value!r}: must be one of {kinds}"
     name = NUMBERS[value["type"]]
     number = value.get(name)
-    if set(value) != {"type", name} or isinstance(number, bool) or not isinstance(number, int | float) or number < 1:
-        return f"rope_scaling={value!r}: type {value['type']} takes {name}, a number of at least 1, and nothing else"
+    if (
+        set(value) != {"type", name}
+        or isinstance(number, bool)
+        or not isinstance(number, int | float)
+        or not 1 <= number <= MOST
+    ):
+        return (
+            f"rope_scaling={value!r}: type {value['type']} takes {name}, a number from 1 to {MOST:,}, and nothing else"
+        )
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 from weft.data.spec import TokenizerSpec
 from weft.engine import rope_scaling
+from weft.engine.limits import MOST_RANK, cache_problem, check_temperature, stop_ids_problem, stop_problem
 from weft.errors import ConfigError
 from weft.extras import install
 from weft.options import option
@@ -52,8 +53,8 @@ class OptimizerSpec:
     weight_decay: float = option(
         0.0, "decoupled weight decay of matrices; norms and biases are not decayed", at_least=0.0
     )
-    beta1: float = option(0.9, "decay of the gradient's moving average", at_least=0.0, at_most=1.0)
-    beta2: float = option(0.95, "decay of the squared gradient's moving average", at_least=0.0, at_most=1.0)
+    beta1: float = option(0.9, "decay of the gradient's moving average", at_least=0.0, below=1.0)
+    beta2: float = option(0.95, "decay of the squared gradient's moving average", at_least=0.0, below=1.0)
     eps: float = option(1e-8, "added to the denominator of the update", at_least=0.0)
     lr_scheduler_type: str = option("cosine", "shape of the learning rate after warm-up", choices=SCHEDULERS)
     warmup_steps_proportion: float | None = option(
@@ -132,9 +133,9 @@ class OptimizerSpec:
 
 @dataclass
 class LoRASpec:
-    r: int = option(0, "rank of the adapters; 0: no adapters, train all parameters", at_least=0)
+    r: int = option(0, "rank of the adapters; 0: no adapters, train all parameters", at_least=0, at_most=MOST_RANK)
     alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
-    dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, at_most=1.0)
+    dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, below=1.0)
     targets: list[str] = option(
         [], "linear layers that get adapters, by their canonical name (q, k, v, o, gate, up, down); empty: all"
     )
@@ -191,13 +192,13 @@ class ModelSpec:
     offload: bool = option(False, "keep the weights in pinned host memory while the role is idle")
     trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
     dropout: float | None = option(
-        None, "dropout in training; absent: that of the model's config", at_least=0.0, at_most=1.0
+        None, "dropout in training; absent: that of the model's config", at_least=0.0, below=1.0
     )
     residual_dropout: float = option(
         0.0,
         "dropout of what attention and MLP add to the states, while training, in place of the config's own rate there",
         at_least=0.0,
-        at_most=1.0,
+        below=1.0,
     )
     residual_dropout_lima: bool = option(
         False, "raise residual_dropout from 0 in the first layer to its full value in the last, as LIMA does"
@@ -372,8 +373,10 @@ class GenerationSpec:
         0.0, "drop tokens below this share of the likeliest one's probability; 0 is no limit", at_least=0.0, at_most=1.0
     )
     greedy: bool = option(False, "take the likeliest token instead of sampling")
-    stop: list[str] = option([], "texts that end a completion, besides the end-of-sequence token")
-    stop_ids: list[int] = option([], "token ids that end a completion, besides the end-of-sequence token")
+    stop: list[str] = option([], "texts that end a completion, besides the end-of-sequence token", check=stop_problem)
+    stop_ids: list[int] = option(
+        [], "token ids that end a completion, besides the end-of-sequence token", check=stop_ids_problem
+    )
     max_support: int = option(
         1024, "most ids a top-k/top-p/min-p limit may keep at a position when it is recorded for training", at_least=1
     )
@@ -381,6 +384,7 @@ class GenerationSpec:
         None,
         "GiB that keys and values take at most; a GPU keeps what they needed from one call to the next; absent: a quarter of "
         "the device's memory, on a GPU 90% of what is free where that is less",
+        check=cache_problem,
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
@@ -391,12 +395,7 @@ class GenerationSpec:
             raise ConfigError(
                 f"gen.min_new_tokens={self.min_new_tokens} exceeds gen.max_new_tokens={self.max_new_tokens}; lower the first"
             )
-        if self.kv_cache_gb is not None and not self.kv_cache_gb > 0.0:
-            raise ConfigError(
-                f"gen.kv_cache_gb={self.kv_cache_gb:g}: keys and values take room; write a number above 0, or leave it out"
-            )
-        if self.temperature == 0.0 and not self.greedy:
-            raise ConfigError("gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token")
+        check_temperature(self.temperature, self.greedy)
 
     @property
     def most_new_tokens(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from weft.errors import DataError
 from weft.evaluation.answers import Answer
 from weft.evaluation.prompts import Prompt
 from weft.evaluation.settings import Settings
+from weft.reading import make_folder, read_json, reading
 
 HERE = Path(__file__).parent
 Report = dict[str, Any]
@@ -60,10 +60,7 @@ def _params(settings: Settings) -> dict[str, Any]:
 
 def read(path: Path) -> Report:
     """A report that was written before, by weft or by Open-Assistant. Raises `DataError` for another file."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} cannot be read as a sampling report: {error}") from error
+    report = read_json(path, f"{path} cannot be read as a sampling report", DataError)
     wrong = _problem(report)
     if wrong:
         raise DataError(f"{path} is no sampling report: {wrong}; weft sample report writes one")
@@ -124,10 +121,11 @@ def means(report: Report) -> dict[str, tuple[float, float, int]]:
 
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
+    make_folder(path.parent, f"--out {path.parent}")
+    with reading(f"--out {path}", fix="name another file"):
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(temporary, path)
 
 
 # -- the page

@@ -10,6 +10,7 @@ from typing import Any
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, nearest, unknown_name
 from weft.options import leaves, read, validate
+from weft.reading import read_yaml
 
 # By the names that Open-Assistant's sampling reports made known.
 SHIPPED: Mapping[str, Mapping[str, Any]] = {
@@ -69,13 +70,7 @@ def read_file(path: str, base: GenerationSpec) -> tuple[list[Settings], list[str
     A setting that needs beam search, a repetition penalty or another thing that weft does not sample with is left out, with a
     note. Raises `ConfigError` for unknown names and values off their rules.
     """
-    import yaml
-
-    file = Path(path).expanduser()
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    values = read_yaml(Path(path).expanduser(), f"--settings {path}", ConfigError)
     if not isinstance(values, Mapping) or not values:
         raise ConfigError(f"{path}: must hold settings by name, such as {{warm: {{temperature: 0.7}}}}")
     found, notes = list[Settings](), list[str]()
@@ -92,11 +87,14 @@ def _entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mapping[st
     if "configurations" not in values:
         entries = [(str(name), value) for name, value in values.items()]
     else:
-        common = _mapping(path, "default", (values.get("default") or {}).get("generate_args") or {})
+        common = _mapping(path, "default", _mapping(path, "default", values.get("default")).get("generate_args"))
         listed = values["configurations"]
         if not isinstance(listed, Sequence) or not all(isinstance(each, Mapping) and "name" in each for each in listed):
             raise ConfigError(f"{path}: configurations must be a list of {{name, generate_args}}")
-        entries = [(str(each["name"]), {**common, **(each.get("generate_args") or {})}) for each in listed]
+        entries = [
+            (str(each["name"]), {**common, **_mapping(path, str(each["name"]), each.get("generate_args"))})
+            for each in listed
+        ]
     return [(name, _mapping(path, name, value)) for name, value in entries]
 
 

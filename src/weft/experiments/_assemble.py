@@ -109,6 +109,7 @@ def check(config: Run) -> Run:
     validate(config)
     import_user_code(config.imports)  # names that the options use may be registered there
     checks.check_names(experiment_name=config.experiment_name, trial_name=config.trial_name)
+    checks.check_flash(config.flash_attention, config.mode)
     data = getattr(config, "dataset", None)
     if isinstance(data, DatasetSpec) and data.sample_mixing and config.algorithm != "sft":
         raise ConfigError(

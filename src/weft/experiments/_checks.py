@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from weft.topology import Layout
 MODES = ("local", "ray", "slurm")
 NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
 DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)")
+FLASH_3 = "flash_attn_interface"  # the package of flash attention 3
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -38,6 +40,12 @@ def device_problem(device: str) -> str | None:
         if DEVICE.fullmatch(device)
         else "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best there is"
     )
+
+
+def check_flash(asked: str, mode: str) -> None:
+    """That flash attention 3 is installed where it is asked for, on the machine that computes."""
+    if asked == "fa3" and mode == "local" and importlib.util.find_spec(FLASH_3) is None:
+        raise ConfigError(f"flash_attention=fa3: needs the package {FLASH_3}, which is not installed; leave it out")
 
 
 def profile_problem(steps: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from weft.algorithms.covariance import METHODS
 from weft.algorithms.sampler import CORRECTIONS
 from weft.data.spec import DatasetSpec
+from weft.engine.limits import MOST_PASSES
 from weft.engine.service_spec import ServedSpec
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
@@ -36,7 +37,7 @@ class SamplingOptions:
     mini_batch_size: int | None = option(
         None, "completions per optimizer step, in place of ppo_n_minibatches", at_least=1
     )
-    ppo_epochs: int = option(1, "passes over each batch of completions", at_least=1)
+    ppo_epochs: int = option(1, "passes over each batch of completions", at_least=1, at_most=MOST_PASSES)
     max_reward_clip: float | None = option(
         None, "clip rewards to +- this, after scaling and bias; null: no bound", at_least=0.0
     )
@@ -60,7 +61,7 @@ class PolicyOptions(SamplingOptions):
     dual_clip: float | None = option(None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)")
     entropy_coef: float = option(0.0, "weight of the entropy bonus")
     early_stop_imp_ratio: float | None = option(
-        5.0, "skip the update of a minibatch whose mean importance ratio is above this; null: no bound"
+        5.0, "skip the update of a minibatch whose mean importance ratio is above this; null: no bound", at_least=0.0
     )
     early_stop_kl: float | None = option(
         None, "skip the update of a minibatch whose approx_kl is above this; null: no bound"

@@ -148,7 +148,11 @@ class RunConfig(ABC):
 
     experiment_name: str = option("", "first folder of the run: letters, digits, . and -")
     trial_name: str = option("", "second folder of the run: letters, digits, . and -")
-    fileroot: str = option("./runs", "folder of all runs; this one's is fileroot/experiment_name/trial_name")
+    fileroot: str = option(
+        "./runs",
+        "folder of all runs; this one's is fileroot/experiment_name/trial_name",
+        check=lambda path: None if path.strip() else "names no folder; write ./runs, say",
+    )
     mode: str = option(
         "local",
         "where to run: local (this machine, one process per device), ray (a running Ray cluster), slurm (a job on a cluster)",

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from weft.algorithms.distill import GKDLoss
 from weft.data.spec import DatasetSpec
+from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -66,7 +67,9 @@ class DistillOptions:
         0.2, "reverse_kl: the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip"
     )
     eps_clip_high: float | None = option(None, "reverse_kl: above 1 + eps_clip_high instead (clip-higher)")
-    samples_per_prompt: int = option(1, "completions that the student samples of each prompt", at_least=1)
+    samples_per_prompt: int = option(
+        1, "completions that the student samples of each prompt", at_least=1, at_most=MOST_SAMPLES
+    )
     ppo_n_minibatches: int = option(1, "optimizer steps per pass over a batch", at_least=1)
     mini_batch_size: int | None = option(
         None, "completions per optimizer step, in place of ppo_n_minibatches", at_least=1

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 from weft.data.spec import DatasetSpec
+from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, type_of
@@ -20,7 +21,7 @@ from weft.registry import register_quickstart
 class GenOptions(MFCOptions, GenerationSpec):
     """The sampling, and what may be changed in the call."""
 
-    samples_per_prompt: int = option(1, "completions per prompt", at_least=1)
+    samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
 
 
 @register_quickstart("gen")

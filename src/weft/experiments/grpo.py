@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.algorithms.grpo import GRPOLoss
+from weft.engine.limits import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._policy import Policy
@@ -21,10 +22,12 @@ OF_GROUPS = ("group", "leave_one_out", "opo")
 
 @dataclass
 class GRPOOptions(PolicyOptions):
-    group_size: int = option(8, "completions per prompt; a group baseline needs 2 or more", at_least=1)
+    group_size: int = option(
+        8, "completions per prompt; a group baseline needs 2 or more", at_least=1, at_most=MOST_SAMPLES
+    )
     ppo_n_minibatches: int = option(1, "optimizer steps per pass over a batch", at_least=1)
     early_stop_imp_ratio: float | None = option(
-        None, "skip the update of a minibatch whose mean importance ratio is above this; null: no bound"
+        None, "skip the update of a minibatch whose mean importance ratio is above this; null: no bound", at_least=0.0
     )
     eps_clip: float | None = option(
         None,

@@ -16,6 +16,7 @@ from weft.algorithms.dpo import REFERENCE_FREE, default_beta, dpo_loss
 from weft.algorithms.labelled import LABELLED
 from weft.algorithms.preferences import KINDS
 from weft.algorithms.transport import TRANSPORTED
+from weft.engine.limits import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._policy import Policy
@@ -53,7 +54,9 @@ class OnlineDPOOptions(SamplingOptions):
     ppo_n_minibatches: int = option(
         1, "optimizer steps per pass over a batch; the completions of a prompt stay together", at_least=1
     )
-    samples_per_prompt: int = option(2, "completions per prompt, which are compared with each other", at_least=2)
+    samples_per_prompt: int = option(
+        2, "completions per prompt, which are compared with each other", at_least=2, at_most=MOST_SAMPLES
+    )
     pairs: str = option(
         "best_worst",
         "the pairs of a prompt's completions: the best and the worst alone (best_worst), or every two (all); equal rewards "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.experiment import Experiment
 from weft.experiments._policy import Policy
@@ -18,7 +19,7 @@ from weft.registry import register_quickstart
 class PPOOptions(PolicyOptions):
     eps_clip: float = option(0.2, "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip")
     eps_clip_high: float | None = option(None, "above 1 + eps_clip_high instead (clip-higher)")
-    samples_per_prompt: int = option(1, "completions per prompt", at_least=1)
+    samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
     max_reward_clip: float | None = option(
         20.0, "clip rewards to +- this, after scaling and bias; null: no bound", at_least=0.0
     )

@@ -122,13 +122,22 @@ class Supervisor:
 
     @contextmanager
     def _signals_passed_on(self) -> Iterator[None]:
-        """The child is in a process group of its own, so that Ctrl-C comes to it once, by this process."""
+        """The child is in a process group of its own, so that Ctrl-C comes to it once, by this process; Ctrl-Z stops
+        both, and fg lets both go on."""
 
         def hear(number: int, frame: FrameType | None) -> None:
             self._asked = number
             self._pass_on(number)
 
-        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        def pause(number: int, frame: FrameType | None) -> None:
+            self._pass_to_group(signal.SIGTSTP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        def resume(number: int, frame: FrameType | None) -> None:
+            self._pass_to_group(signal.SIGCONT)
+
+        handlers = {signal.SIGINT: hear, signal.SIGTERM: hear, signal.SIGTSTP: pause, signal.SIGCONT: resume}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
@@ -138,6 +147,12 @@ class Supervisor:
     def _pass_on(self, number: int) -> None:
         if self._child is not None:
             self._child.send_signal(number)
+
+    def _pass_to_group(self, number: int) -> None:
+        """To the child and the processes it began, where it is still there."""
+        if self._child is not None and self._child.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, number)
 
     def _told(self) -> str:
         """Who was lost, where, and in which calls."""

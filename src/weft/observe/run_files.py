@@ -12,14 +12,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from weft.errors import ConfigError
+from weft.errors import ConfigError, UserError
 from weft.observe.jsonl import read_rows
 from weft.observe.masking import masked
 from weft.observe.metrics import finite
 from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import Span, read_spans
+from weft.reading import parse_yaml
 
 CONFIG, STATUS, METRICS, RECORD = "config.yaml", "status.json", "metrics.jsonl", "run.json"
 HARDWARE, PROFILE = "hardware.txt", "profile"  # what the device is; the folder of traces
@@ -121,8 +120,8 @@ def _text(path: Path) -> str | None:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(_text(path) or "")
-    except yaml.YAMLError:
+        loaded, _ = parse_yaml(_text(path) or "", str(path))
+    except UserError:
         return {}  # a report of what can be read is better than none
     return masked(loaded) if isinstance(loaded, dict) else {}
 
@@ -139,7 +138,7 @@ def _status(directory: Path) -> str:
     """finished, stopped, failed, running; unfinished where nobody wrote down how it ended."""
     try:
         status = str(json.loads((directory / STATUS).read_text())["status"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "unfinished"
     return "unfinished" if status == "running" and is_quiet(directory) else status
 

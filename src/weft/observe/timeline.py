@@ -132,7 +132,7 @@ def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict
             continue
         try:
             event = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if all(key in event for key in ("name", "ph", "pid", "tid", "ts")):
             events.append(event)

@@ -17,6 +17,7 @@ import yaml
 
 from weft.errors import ConfigError
 from weft.experiment import Control
+from weft.reading import make_folder
 from weft.runtime import disk
 
 Status = Literal["running", "stopped", "failed", "finished"]
@@ -160,7 +161,7 @@ class RunLock:
         """Raises `ConfigError` naming the process that has it. Makes the run's directory where there is none."""
         folders = [self._path.parent, *self._path.parent.parents]
         self._made = [folder for folder in folders if not folder.exists()]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent, f"fileroot: {self._path.parent}", ConfigError)
         while self._file is None:
             file = self._path.open("a+", encoding="utf-8")
             try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
+from weft.errors import RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.runtime.commands import Built, Keep, Move, SyncHere
@@ -135,11 +136,22 @@ class Parameters:
         if place in self._stale and version in (None, newest):
             self._get_newest(place, failed)
         elif version is not None and version != self._copied.get(place, newest):
-            self._get(place, self._kept.pop((place, version)), failed, kept=version)
+            self._get(place, self._kept_of(place, version), failed, kept=version)
         wanted = newest if version is None else version
         if wanted is not None:
             self._copied[place] = wanted
         return self._weights[place]
+
+    def _kept_of(self, place: Place, version: int) -> Way:
+        """The way of the weights of a version. Raises `RunError` where none were kept."""
+        way = self._kept.pop((place, version), None)
+        if way is None:
+            there = ", ".join(str(of) for other, of in sorted(self._kept, key=str) if other == place) or "none"
+            raise RunError(
+                f"a call on {place[1]} wants version {version} of the weights of {place[0]!r}, which is not kept; kept are: "
+                f"{there}"
+            )
+        return way
 
     def follow(self, place: Place, failed: Failures, version: int | None = None) -> int | None:
         """Have a copy get its role's newest weights as soon as there are any, also in the middle of the call that is submitted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeGuard, get_type_hints, runtime_checkable
 
 from weft.data import dialogue
 from weft.data.asked import conversation, prompt_text
@@ -21,6 +21,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import Form, Job, Source, tokenize
 from weft.data.window import Window
 from weft.errors import ConfigError, DataError, nearest
+from weft.options import coerce
 
 BAD = "augmented"  # column of bad replies, one of which an epoch draws
 
@@ -117,8 +118,10 @@ def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]
             close = nearest(name, of_form | of_lengths)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(of_form))}"
             raise ConfigError(f"dataset.args.{name}={options[name]!r}: no such argument; {hint}")
-    chosen = form(**{name: value for name, value in options.items() if name in of_form})
-    return chosen, Lengths(**{name: value for name, value in options.items() if name in of_lengths})
+    hints = {**get_type_hints(Lengths), **get_type_hints(form)}
+    given = {name: coerce(value, hints[name], f"dataset.args.{name}") for name, value in options.items()}
+    chosen = form(**{name: value for name, value in given.items() if name in of_form})
+    return chosen, Lengths(**{name: value for name, value in given.items() if name in of_lengths})
 
 
 class TableDataset:

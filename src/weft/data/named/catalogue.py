@@ -9,10 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from weft.data.named.entry import MODES, Entry
 from weft.errors import ConfigError, unknown_name
+from weft.reading import read_yaml
 from weft.registry import named_datasets
 
 FOLDER = Path(__file__).parent / "entries"
@@ -55,12 +54,7 @@ def names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
 
 def read_entries(file: Path) -> dict[str, Entry]:
     """The entries of a YAML file `NAME: {reader: .., repo: .., ...}`. Raises `ConfigError`."""
-    if not file.is_file():
-        raise ConfigError(f"dataset.named_file={file}: there is no such file")
-    try:
-        values = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: is not YAML: {error}") from error
+    values = read_yaml(file, f"dataset.named_file={file}", ConfigError)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: must hold entries as NAME: {{reader: .., repo: ..}}")
     return {str(name): Entry.parse(str(name), value, str(file)) for name, value in values.items()}

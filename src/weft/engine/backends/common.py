@@ -10,14 +10,23 @@ from torch import nn
 from weft import kernels
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
+from weft.engine.device import choose_flash, memory_bytes, resolve_device
 from weft.engine.quantize import check_quantize
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import DTYPES, dtype_of
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 from weft.extras import install
+from weft.models.network import quantized
 from weft.models.network.transformer import Embedding
 from weft.parallel.schedule import HALVES
 from weft.topology import Layout
+
+
+def device_of(spec: ModelSpec) -> torch.device:
+    """The role's device, with the flash attention that is asked for, before weights are read. Raises `ConfigError`."""
+    device = resolve_device(spec.device)
+    choose_flash(device, spec.flash_attention)
+    return device
 
 
 def check_spec(spec: ModelSpec) -> str:
@@ -164,6 +173,18 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
 def reading_dtype(spec: ModelSpec) -> torch.dtype:
     """float32 where all is trained (it becomes the master), the role's dtype where weights are frozen."""
     return torch.float32 if spec.trained and not spec.has_adapters else DTYPES[dtype_of(spec)]
+
+
+def check_room(network: nn.Module, path: str, device: torch.device) -> None:
+    """Raises `CheckpointError` where the weights alone of a network without memory, on the meta device, exceed the device's."""
+    _, few = quantized.num_bytes(network)
+    wide = sum(p.numel() * p.element_size() for p in network.parameters() if not isinstance(p, quantized.Quantized))
+    needed, there = wide + few, memory_bytes(device)
+    if needed > there:
+        raise CheckpointError(
+            f"{path}: its weights take {needed / 2**30:,.1f} GiB as config.json describes them, and {device} has "
+            f"{there / 2**30:,.1f} GiB; take a smaller model, or spread it over devices (layout=f8, say)"
+        )
 
 
 def products(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:

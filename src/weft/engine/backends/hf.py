@@ -16,7 +16,6 @@ from weft.checkpoints import hf_io
 from weft.data.tokenizer import Tokenizer
 from weft.engine import saving
 from weft.engine.backends import common
-from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
 from weft.engine.hf import load as hf_load
 from weft.engine.hf import lora as hf_lora
@@ -41,7 +40,7 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     """Read the model directory `spec.path` with `transformers`. Raises `UserError` for what cannot be read or run."""
     path = common.check_spec(spec)
     common.check_copies(layout)
-    device = resolve_device(spec.device)
+    device = common.device_of(spec)
     common.check_compile(spec, layout, device)
     spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))

@@ -15,7 +15,6 @@ from weft.checkpoints import hf_io, peft_io
 from weft.data.tokenizer import Tokenizer
 from weft.engine import saving
 from weft.engine.backends import common
-from weft.engine.device import resolve_device
 from weft.engine.flops import Cost
 from weft.engine.spec import ModelSpec
 from weft.engine.torch import role_config
@@ -41,7 +40,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     """Read the model directory `spec.path` onto one device: all of it, or what `mesh` says that this rank holds. Raises
     `UserError` for what cannot be read or run."""
     path = common.check_spec(spec)
-    device = resolve_device(spec.device)
+    device = common.device_of(spec)
     spec = common.with_dtype(spec, path, device)
     family, config = hf_io.read_config(path, spec.type)
     tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
@@ -61,6 +60,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     cost = _cost(network, frozen=spec.has_adapters).shared(layout.context)
     part = None
     if mesh is None:
+        common.check_room(network, path, device)
         quantized.give_memory(network, device)
         source.fill(canonical(network), {})
     else:

@@ -4,7 +4,7 @@ unless the role's spec says so."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,14 @@ from transformers.utils import is_accelerate_available, logging
 from weft import randomness
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
+from weft.engine.backends.common import check_room
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, RunError
+from weft.models.families.base import LAYERS, MOST, MOST_LAYERS
+from weft.reading import reading
 
 DROPOUTS = ("dropout", "pdrop")  # how the keys of configurations that set dropout rates end
+WIDTHS = ("hidden_size", "vocab_size", "n_embd")
 HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")  # what a checkpoint of another head may hold or lack
 
 
@@ -32,29 +36,27 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
     """
     where = path if spec.trust_remote_code else str(hf_io.resolve(path))
     raw = hf_io.read_raw(where)
+    _check_depth(raw, path)
     auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModelForSequenceClassification
     with quiet():
-        try:
+        code = "it brings Python code of its own; read that, then set trust_remote_code=true to run it: "
+        hint = code if "auto_map" in raw and not spec.trust_remote_code else ""
+        with reading(f"{path}: transformers cannot load it{f': {hint}' if hint else ''}", CheckpointError):
             config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
             _configure(config, spec)
             with _seeded(spec.seed):
                 if spec.init_from_scratch:
+                    with torch.device("meta"):
+                        check_room(auto.from_config(config, dtype=dtype), path, device)
                     module = auto.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
                     new = ["score.weight"]
                 else:
-                    _check_files(hf_io.resolve(where))
+                    _check_files(hf_io.resolve(where), raw)
                     module, report = auto.from_pretrained(
                         where, config=config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
                         output_loading_info=True, **straight_to(device),
                     )  # fmt: skip
                     new = _check_report(path, report)
-        except (OSError, ValueError, SafetensorError) as refused:
-            if isinstance(refused, ConfigError | CheckpointError):
-                raise
-            code = "it brings Python code of its own; read that, then set trust_remote_code=true to run it: "
-            hint = code if "auto_map" in raw and not spec.trust_remote_code else ""
-            first = str(refused).splitlines()[0]
-            raise CheckpointError(f"{path}: transformers cannot load it: {hint}{first}") from refused
     if spec.head != "lm" and any(name.startswith(HEADS) for name in new):
         _new_head(module, spec)
     return module.to(device).eval()
@@ -76,16 +78,26 @@ def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
     return module.eval()
 
 
+def _check_depth(raw: Mapping[str, Any], path: str) -> None:
+    """Raises `CheckpointError` for a number of layers or a width that would be built for hours."""
+    for key, most in {**dict.fromkeys(LAYERS, MOST_LAYERS), **dict.fromkeys(WIDTHS, MOST - 1)}.items():
+        value = raw.get(key)
+        if value is not None and (type(value) is not int or not 0 < value <= most):
+            raise CheckpointError(f"{path}: config.json has {key}={value!r}: it must be a whole number, 1 to {most:,}")
+
+
 def straight_to(device: torch.device) -> dict[str, Any]:
     """How `transformers` is told to give each tensor, once it is read, to a device with memory of its own, so that the host
     never holds the whole model. It does so with the package accelerate alone; without, nothing is told."""
     return {} if device.type == "cpu" or not is_accelerate_available() else {"device_map": {"": device}}
 
 
-def _check_files(directory: Path) -> None:
+def _check_files(directory: Path, raw: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` naming a missing or truncated file; `transformers` only says that something is wrong."""
     if any(directory.glob("*.safetensors*")):
-        WeightFiles(directory)
+        files = WeightFiles(directory)
+        if "quantization_config" not in raw:
+            files.need_floats(name for name in files.names if name.endswith(".weight"))
 
 
 def _configure(config: Any, spec: ModelSpec) -> None:

@@ -7,6 +7,7 @@ that the decoder would compute wrongly is refused by name, never approximated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,16 @@ from typing import Any
 from weft.errors import CheckpointError
 from weft.models.families.keymap import Key, KeyMap
 from weft.models.network.config import Activation, TransformerConfig
+from weft.reading import reading
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu",
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
+
+MOST = 2**31  # a size is below this
+LAYERS = ("num_hidden_layers", "n_layer")
+MOST_LAYERS, MOST_EXPERTS, MOST_WEIGHTS = 2**14, 2**14, 1e14
 
 # config.json keys that say how a file was written, not what the network computes; saving writes its own.
 WRITTEN_ANEW = frozenset({
@@ -44,7 +50,10 @@ class Family:
 
     def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
         """Read the values of a config.json. Raises `CheckpointError` for what the decoder does not compute."""
-        return self.read_config(ConfigReader(self.name, raw))
+        with reading(f"config.json of a {self.name} model cannot be used", CheckpointError):
+            config = self.read_config(ConfigReader(self.name, raw))
+        check(config)
+        return config
 
     def to_hf(self, config: TransformerConfig, head: str = "lm") -> dict[str, Any]:
         """The values of a config.json that `transformers` reads back as this network."""
@@ -78,12 +87,19 @@ class ConfigReader:
         """The value of `key`; `default` where it is absent or null."""
         self.asked.add(key)
         value = self.raw.get(key)
-        return default if value is None else value
+        if value is None:
+            return default
+        wrong = problem(value, default)
+        if not wrong and key in LAYERS and value > MOST_LAYERS:
+            wrong = f"that is more than {MOST_LAYERS:,}, and taken for a mistake"
+        if wrong:
+            raise CheckpointError(f"config.json of a {self.family} model has {key}={value!r}: {wrong}")
+        return value
 
     def need(self, key: str) -> Any:
-        """The value of a key that every configuration of the family has."""
-        value = self(key, None)
-        if value is None:
+        """The value of a key that every configuration of the family has: a size."""
+        value = self(key, 1)
+        if self.raw.get(key) is None:
             raise CheckpointError(f"config.json of a {self.family} model lacks {key!r}")
         return value
 
@@ -108,6 +124,52 @@ class ConfigReader:
         """What nobody asked for. Quantized weights are refused here, for every family alike."""
         self.refuse("quantization_config", "weft trains and runs unquantized weights; load the unquantized model")
         return {k: v for k, v in self.raw.items() if k not in self.asked and k not in WRITTEN_ANEW}
+
+
+def problem(value: Any, default: Any) -> str | None:
+    """What is wrong with a value where a configuration usually has one like `default`, or None."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        fits, rule = value in (True, False), "true or false"
+    elif isinstance(default, int):
+        fits, rule = isinstance(value, int) and number and 0 < value < MOST, f"a whole number, 1 to {MOST - 1:,}"
+    elif isinstance(default, float):
+        fits, rule = number and 0 <= value < math.inf, "a finite number, 0 or more"
+    elif isinstance(default, str):
+        fits, rule = isinstance(value, str), "a text"
+    elif isinstance(default, list):
+        fits, rule = isinstance(value, list), "a list"
+    else:
+        fits, rule = default is None or isinstance(value, Mapping), "an object"
+    return None if fits else f"it must be {rule}"
+
+
+def check(config: TransformerConfig) -> None:
+    """Raises `CheckpointError` for sizes that do not go together or that no machine holds, before anything of them is made."""
+    name, experts, rope = f"config.json of a {config.family} model", config.experts, config.rope
+    if config.num_heads % config.num_kv_heads:
+        raise CheckpointError(
+            f"{name}: {config.num_heads} heads do not divide among {config.num_kv_heads} of keys and values"
+        )
+    if config.head_dim < 1 or (rope is not None and (rope.dim < 2 or rope.dim % 2 or rope.dim > config.head_dim)):
+        raise CheckpointError(
+            f"{name}: a head of {config.head_dim} dimensions ({config.hidden_size} over {config.num_heads} heads, or head_dim) "
+            "cannot be rotated in pairs"
+        )
+    if rope is not None and not 0 < rope.theta < math.inf:
+        raise CheckpointError(f"{name} has rope_theta={rope.theta}: it must be a finite number above 0")
+    for rate in (config.embed_dropout, config.hidden_dropout, config.attention_dropout):
+        if not 0 <= rate < 1:
+            raise CheckpointError(f"{name} has a dropout of {rate}: it must be from 0 up to, and without, 1")
+    if experts is not None and not 1 <= experts.top_k <= experts.num <= MOST_EXPERTS:
+        raise CheckpointError(
+            f"{name} sends a token to {experts.top_k} of {experts.num} experts: it must be 1 or more, and no more than there "
+            f"are, which are at most {MOST_EXPERTS:,}"
+        )
+    if config.num_weights > MOST_WEIGHTS:
+        raise CheckpointError(
+            f"{name} describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are taken for a mistake"
+        )
 
 
 def activation_name(config: TransformerConfig, tanh: str = "gelu_pytorch_tanh") -> str:

@@ -74,15 +74,16 @@ def read_rope(
     read: ConfigReader, head_dim: int, positions: int, *, theta: float = 10000.0, partial: float = 1.0
 ) -> Rope:
     """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    given: Mapping[str, Any] = read("rope_scaling", None) or read("rope_parameters", {})
+    given: Mapping[str, Any] = read("rope_scaling", {}) or read("rope_parameters", {})
     read("rope_parameters", {})
-    base = float(given.get("rope_theta") or read("rope_theta", theta))
-    share = given.get("partial_rotary_factor") or read("partial_rotary_factor", partial)
+    base = _number(given, "rope_theta") if given.get("rope_theta") else float(read("rope_theta", theta))
+    rotary = given.get("partial_rotary_factor")
+    share = _number(given, "partial_rotary_factor") if rotary else read("partial_rotary_factor", partial)
     dim = int(head_dim * share)
     kind = given.get("rope_type") or given.get("type") or "default"
-    original = (
-        read("original_max_position_embeddings", None) or given.get("original_max_position_embeddings") or positions
-    )
+    original = read("original_max_position_embeddings", positions)
+    if given.get("original_max_position_embeddings") and "original_max_position_embeddings" not in read.raw:
+        original = int(_number(given, "original_max_position_embeddings"))
     if any(isinstance(value, Mapping) for value in given.values()):
         raise CheckpointError(f"{read.family}: config.json has rotary settings per kind of layer; use backend=hf")
     try:
@@ -92,18 +93,27 @@ def read_rope(
     return Rope(base, dim, scaling, values)
 
 
+def _number(given: Mapping[str, Any], name: str) -> float:
+    value = given[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(
+            f"config.json has {name}={value!r} in its rotary settings: it must be a finite number above 0"
+        )
+    return float(value)
+
+
 def _scaling(kind: str, given: Mapping[str, Any], original: int, positions: int) -> tuple[str, dict[str, Any]]:
     if kind == "default":
         return "none", {}
     if kind == "linear":
-        return "linear", {"factor": float(given["factor"])}
+        return "linear", {"factor": _number(given, "factor")}
     if kind == "dynamic":
-        return "dynamic", {"factor": float(given["factor"]), "original": positions}
+        return "dynamic", {"factor": _number(given, "factor"), "original": positions}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
-        return "llama3", {**{name: float(given[name]) for name in names}, "original": original}
+        return "llama3", {**{name: _number(given, name) for name in names}, "original": original}
     if kind == "yarn":
-        factor = float(given.get("factor") or positions / original)
+        factor = _number(given, "factor") if given.get("factor") else positions / original
         return "yarn", {
             "factor": factor,
             "original": original,
@@ -113,7 +123,7 @@ def _scaling(kind: str, given: Mapping[str, Any], original: int, positions: int)
             "attention_factor": given.get("attention_factor") or _yarn_attention(factor, given),
         }
     if kind == "longrope":
-        factor = given.get("factor") or positions / original
+        factor = _number(given, "factor") if given.get("factor") else positions / original
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         return "longrope", {
             "short_factor": list(given["short_factor"]),

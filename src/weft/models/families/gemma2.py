@@ -20,7 +20,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
         **fields,
         placement="both",
         windows=common.layer_windows(read, layers, read("sliding_window", 4096), alternate),
-        attention_scale=read("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=read("query_pre_attn_scalar", 256.0) ** -0.5,
         attention_softcap=_softcap(read, "attn_logit_softcapping", 50.0),
         final_softcap=_softcap(read, "final_logit_softcapping", 30.0),
         extra=read.extra(),

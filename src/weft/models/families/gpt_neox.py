@@ -14,7 +14,7 @@ from weft.registry import register_hf_family
 def read_config(read: ConfigReader) -> TransformerConfig:
     hidden, heads = read.need("hidden_size"), read.need("num_attention_heads")
     positions, bias = read("max_position_embeddings", 2048), read("attention_bias", True)
-    share, theta = read("rotary_pct", 0.25), read("rotary_emb_base", 10000)
+    share, theta = read("rotary_pct", 0.25), read("rotary_emb_base", 10000.0)
     return TransformerConfig(
         family=read.family,
         vocab_size=read.need("vocab_size"),

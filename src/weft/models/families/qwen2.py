@@ -13,7 +13,8 @@ from weft.registry import register_hf_family
 def upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
     """Windows from layer `max_window_layers` on, where `use_sliding_window` is set."""
     window = read("sliding_window", 4096) if read("use_sliding_window", False) else None
-    first = read("max_window_layers", 28)
+    given = read("max_window_layers", None)  # 0: all layers
+    first = 28 if given is None else given
     return common.layer_windows(read, layers, window, [layer >= first for layer in range(layers)])
 
 

@@ -108,6 +108,19 @@ class TransformerConfig:
         mlp = active * inner * (3 if self.gated else 2)
         return self.vocab_size * (self.embed_dim or self.hidden_size) / (self.hidden_size * (attention + mlp))
 
+    @property
+    def num_weights(self) -> int:
+        """How many numbers the matrices hold, biases and norms aside."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        matrices = (3 if self.gated else 2) * self.hidden_size
+        mlp = matrices * self.intermediate_size * self.num_layers
+        if self.experts is not None:
+            sparse = sum(self.experts.layers) if self.experts.layers else self.num_layers
+            mlp = mlp - matrices * self.intermediate_size * sparse
+            mlp += matrices * self.experts.intermediate_size * self.experts.num * sparse
+        ends = self.vocab_size * (self.embed_dim or self.hidden_size) * (1 if self.tied else 2)
+        return ends + (self.learned_positions or 0) * self.hidden_size + attention * self.num_layers + mlp
+
     def narrowed(self, t: int, rank: int) -> TransformerConfig:
         """The decoder that a rank of `t` tensor ranks holds: a part of the heads, of the MLP's width and of the vocabulary.
 

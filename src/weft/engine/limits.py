@@ -1,0 +1,37 @@
+"""How far options of a model and of sampling go: what lies beyond is taken for a mistake, or computes nothing finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.errors import ConfigError
+
+MOST_RANK = 2**16  # of adapters
+MOST_SAMPLES, MOST_PASSES = 2**16, 10_000  # completions of a prompt, passes over a batch
+MOST_CACHE_GB = 1e6
+LEAST_TEMPERATURE = 1e-4
+
+
+def stop_problem(texts: Sequence[str]) -> str | None:
+    return "an empty text ends every completion at once; take it out" if "" in texts else None
+
+
+def stop_ids_problem(ids: Sequence[int]) -> str | None:
+    return None if all(0 <= id < 2**31 for id in ids) else "must hold ids of tokens, 0 or more"
+
+
+def cache_problem(gb: float) -> str | None:
+    if not gb > 0.0:
+        return "keys and values take room; write a number above 0, or leave it out"
+    return None if gb <= MOST_CACHE_GB else f"must be at most {MOST_CACHE_GB:g}"
+
+
+def check_temperature(temperature: float, greedy: bool) -> None:
+    """Raises `ConfigError` for one by which logits cannot be divided."""
+    if temperature == 0.0 and not greedy:
+        raise ConfigError("gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token")
+    if 0.0 < temperature < LEAST_TEMPERATURE and not greedy:
+        raise ConfigError(
+            f"gen.temperature={temperature:g}: logits divided by it are not finite; write {LEAST_TEMPERATURE:g} or more, or "
+            "set gen.greedy=true for the likeliest token"
+        )

@@ -1,0 +1,54 @@
+"""Chat templates that would not end, or would fill the memory, are refused before they do."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from weft.data import template_check
+from weft.data.chat_templates import TEMPLATES, text_of
+from weft.data.template_check import TookTooLong, template_problem, within
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% if %}", "does not compile, line 1"),
+        ("\n{{ messages | nofilter }}", "does not compile, line 2"),
+        ("{{ 'x' * 10**9 }}", "repeats a text 1,000,000,000 times, line 1"),
+        ("{{ [1, 2, 3] | join('x' * 100000000) }}", "repeats a text"),
+        ("{{ 10 ** (10 ** 8) }}", "takes a power of 1e+08"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nests too deep"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nests too deep"),
+        ("{% for a in range(2000) %}{{ 'x' * 1000 }}{% endfor %}", "makes 2,000,000 characters"),
+    ],
+)
+def test_what_a_template_may_not_do(template: str, said: str) -> None:
+    assert said in str(template_problem(template))
+
+
+def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_check, "SECONDS", 0.05)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    assert "does not end within" in str(template_problem(loop))
+
+
+def test_templates_that_refuse_a_greeting_or_mark_replies_are_none_of_these() -> None:
+    for template in (
+        "{{ raise_exception('no') }}",
+        "{{ messages[9].content }}",
+        "{{ 1 // 0 }}",
+        "{% generation %}a{% endgeneration %}",
+    ):
+        assert template_problem(template) is None
+    assert [name for name in TEMPLATES if template_problem(text_of(name))] == []
+
+
+def test_what_ends_in_time_is_left_alone() -> None:
+    with within(0.02):
+        pass
+    time.sleep(0.04)
+    with pytest.raises(TookTooLong), within(0.02):
+        while True:
+            pass
