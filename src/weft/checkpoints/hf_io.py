@@ -23,6 +23,8 @@ from torch import Tensor
 
 from weft import randomness
 from weft.checkpoints import weight_files
+from weft.checkpoints.prefix_files import read_prefix
+from weft.checkpoints.prefix_io import PrefixReader
 from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles
 from weft.errors import CheckpointError, nearest
 from weft.models.families.base import Family
@@ -63,9 +65,17 @@ def resolve(path: str | Path) -> Path:
     return found
 
 
+def weights_of(path: str | Path) -> Path:
+    """The directory that holds a model's weights: its own, or of a prefix that of the model it belongs to."""
+    directory = resolve(path)
+    found = read_prefix(directory)
+    return directory if found is None else resolve(found.base)
+
+
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """The values of a model directory's config.json."""
-    file = resolve(path) / CONFIG
+    """The values of a model directory's config.json; of a prefix without one those of its model's."""
+    directory = resolve(path)
+    file = (directory if (directory / CONFIG).is_file() else weights_of(directory)) / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{path} has no {CONFIG}; a model directory holds {CONFIG}, weights and tokenizer files")
     try:
@@ -94,8 +104,8 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
 def read_config(path: str | Path, type: str | None = None) -> tuple[Family, TransformerConfig]:
     """(family, configuration) of a model directory or hub name."""
     raw = read_raw(path)
-    family = find_family(raw, type)
-    return family, family.config(raw)
+    family, found = find_family(raw, type), read_prefix(resolve(path))
+    return family, replace(family.config(raw), prefix_tokens=0 if found is None else found.num_tokens)
 
 
 def check_vocabulary(config: TransformerConfig, tokenizer_size: int, model: str, tokenizer: str) -> None:
@@ -119,17 +129,21 @@ class Reader:
     def __init__(self, path: str | Path, head: Head = "lm", type: str | None = None) -> None:
         self.directory = resolve(path)
         raw = read_raw(self.directory)
-        self.family = find_family(raw, type)
-        self.config = self.family.config(raw)
+        self.family, self.config = read_config(self.directory, type)
         self.pooling: Pooling = "mean" if raw.get(POOLING) == "mean" else "last"
-        self.files = WeightFiles(self.directory)
+        self.files = WeightFiles(weights_of(self.directory))
         self._names = frozenset(self.files.names)
         self.shapes = parameter_shapes(self.config, head)
         self.keymap = self.family.keymap(self.config, head)
         prefix = self.family.prefix
         self._bare = bool(prefix) and not any(name.startswith(prefix) for name in self.files.names)
         _check_names(self)
-        self.missing = [n for n, k in self.keymap.keys.items() if any(h not in self for h in k.hf_names())]
+        settings = read_prefix(self.directory)
+        beside = () if settings is None else PrefixReader(self.directory, settings, self.config, self.family.score)
+        self._beside: PrefixReader | tuple[()] = beside
+        self.missing = [
+            n for n, k in self.keymap.keys.items() if n not in beside and any(h not in self for h in k.hf_names())
+        ]
 
     def __contains__(self, hf: object) -> bool:
         return isinstance(hf, str) and self.stored_name(hf) in self._names
@@ -149,6 +163,8 @@ class Reader:
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
         """`parameter[where]` in the dtype of the files. Raises `CheckpointError` for a name that is not there."""
+        if self._beside and name in self._beside:
+            return self._beside.read(name, where)
         if name not in self.keymap.keys or name in self.missing:
             near = nearest(name, self.keymap.keys)
             raise CheckpointError(f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(near)}")
@@ -296,7 +312,18 @@ def save(
     }
     tensors = ((name, tensor.to(stored[name])) for name, tensor in assemble(keymap.hf_names(), parameters))
     weight_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
-    values["dtype"] = str(next(iter(stored.values()))).removeprefix("torch.")
+    _write_config(folder, values, head, next(iter(stored.values())), pooling)
+
+
+def save_config(
+    directory: str | Path, config: TransformerConfig, head: Head, *, dtype: torch.dtype, pooling: Pooling = "last"
+) -> None:
+    """What `save` writes beside the weights."""
+    _write_config(Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling)
+
+
+def _write_config(folder: Path, values: dict[str, Any], head: Head, dtype: torch.dtype, pooling: Pooling) -> None:
+    values["dtype"] = str(dtype).removeprefix("torch.")
     values.pop(POOLING, None)
     if pooling == "mean" and head == "score":
         values |= {POOLING: "mean", "architectures": [MEAN_POOLED]}

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 from weft.data.spec import TokenizerSpec
 from weft.engine import rope_scaling
+from weft.engine.adapters_spec import LoRASpec, PrefixSpec, check_adapters
 from weft.errors import ConfigError
 from weft.options import option
 from weft.parallel.schedule import Kind, placement_of
@@ -125,16 +126,6 @@ class OptimizerSpec:
 
 
 @dataclass
-class LoRASpec:
-    r: int = option(0, "rank of the adapters; 0 trains all parameters instead", at_least=0)
-    alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
-    dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, at_most=1.0)
-    targets: list[str] = option(
-        [], "linear layers that get adapters, by their canonical name (q, k, v, o, gate, up, down); empty: all"
-    )
-
-
-@dataclass
 class ParallelSpec:
     pipeline_parallel_size: int = option(1, "pipeline stages", at_least=1)
     data_parallel_size: int = option(1, "data-parallel ranks", at_least=1)
@@ -245,6 +236,7 @@ class ModelSpec:
     prompt_suffix: str = option("", "text put after the prompt where this model sees the text in its own form")
     parallel: ParallelSpec = option(ParallelSpec(), "degrees of parallelism; the same as layout")
     lora: LoRASpec = option(LoRASpec(), "low-rank adapters")
+    prefix: PrefixSpec = option(PrefixSpec(), "prefix tuning: keys and values of each layer before every sequence")
     optimizer: OptimizerSpec = option(OptimizerSpec(), "optimizer of a trained role")
     tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer; the one in path when its path is absent")
     head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
@@ -269,10 +261,7 @@ class ModelSpec:
             raise ConfigError("residual_dropout_lima=true ramps residual_dropout, which is 0; set that, such as 0.3")
         if self.freeze_layers is not None and self.train_last_layers is not None:
             raise ConfigError("freeze_layers and train_last_layers exclude each other; set one of them")
-        if self.freezes and self.lora.r > 0:
-            raise ConfigError(
-                "freeze_layers and lora.r exclude each other: adapters leave every weight frozen; set one of them"
-            )
+        check_adapters(self)
 
     def resolve_layout(self) -> Layout:
         """The layout that `layout` or `parallel.*` asks for. Raises `ConfigError` where both are set and differ."""
@@ -321,12 +310,12 @@ class ModelSpec:
     @property
     def trains_embeddings(self) -> bool:
         """Whether embedding and output matrix are trained beside adapters: tokens were added."""
-        return self.has_adapters and bool(self.tokenizer.add_tokens)
+        return self.has_adapters and self.lora.r > 0 and bool(self.tokenizer.add_tokens)
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the role has low-rank adapters, trained or a copy of trained ones, beside frozen weights."""
-        return (self.trained or self.mirrors) and self.lora.r > 0
+        """Whether the role has low-rank adapters or a prefix, trained or a copy of trained ones, beside frozen weights."""
+        return (self.trained or self.mirrors) and (self.lora.r > 0 or self.prefix.num_tokens > 0)
 
     def mirror(self) -> ModelSpec:
         """Of a copy of the role on another layout: weights that come from the role's own, and no optimizer."""

@@ -231,10 +231,10 @@ def _network(spec: ModelSpec, dtype: str) -> Network:
 
 
 def _adapters(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Elements of adapters of every matrix of every layer: at most what `lora.*` asks for."""
+    """Elements of adapters of every matrix of every layer, at most what `lora.*` asks for; or of a prefix."""
     query, key, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
     ends = 2 * (hidden + query) + 2 * (hidden + key) + (3 if config.gated else 2) * (hidden + config.intermediate_size)
-    return spec.lora.r * config.num_layers * ends
+    return (spec.lora.r * ends + spec.prefix.num_tokens * 2 * key) * config.num_layers
 
 
 def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> Load:

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoints import hf_io, peft_io
+from weft.checkpoints import hf_io, peft_io, prefix_io
+from weft.checkpoints.prefix_files import read_prefix
 from weft.data.tokenizer import Tokenizer
 from weft.engine import saving
 from weft.engine.backends import common
@@ -31,7 +32,7 @@ from weft.models.network.moe import ExpertStack
 from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
-from weft.registry import register_backend
+from weft.registry import families, register_backend
 from weft.topology import Layout
 
 
@@ -69,7 +70,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     experts = sum(config.has_experts(layer) for layer in range(config.num_layers))
     aux_loss = AuxLoss(aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor, experts)
     rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
-    drops = any(rates) or spec.residual_dropout > 0.0 or (spec.has_adapters and spec.lora.dropout > 0.0)
+    drops = any(rates) or spec.residual_dropout > 0.0 or (spec.has_adapters and spec.lora.r > 0 and spec.lora.dropout > 0.0)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         kept = saving.padded(tokenizer, spec, network.pooling)
@@ -179,9 +180,17 @@ def _save(
     directory: Path, tensors: Mapping[str, Tensor], network: Transformer, spec: ModelSpec, config: TransformerConfig,
     tokenizer: Tokenizer,
 ) -> None:  # fmt: skip
-    """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names the base model."""
+    """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names the base model. Of a prefix
+    it alone, which names the model that it belongs to."""
     config = hf_io.with_ids(config, **saving.token_ids(tokenizer, network.kind))
     dtype, head = DTYPES[dtype_of(spec)], network.kind
+    if config.prefix_tokens:
+        prefix_io.save_prefix(
+            directory, tensors, config, head, base=_base_of(str(spec.path)), score=families.get(config.family).score
+        )
+        hf_io.write_generation(directory, saving.generation_config(spec))
+        hf_io.save_config(directory, config, head, dtype=dtype, pooling=network.pooling)
+        return
     if spec.has_adapters:
         scales = lora.scales(network)
         peft_io.save_adapter(
@@ -191,6 +200,13 @@ def _save(
         tensors = lora.merge(tensors, scales)
     hf_io.write_generation(directory, saving.generation_config(spec))
     hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling)
+
+
+def _base_of(path: str) -> str:
+    """The model that a prefix belongs to, as it is found from any directory: `path`, or what `path` names where it is one."""
+    found = read_prefix(path)
+    base = path if found is None else found.base
+    return str(Path(base).expanduser().resolve()) if Path(base).expanduser().is_dir() else base
 
 
 def _idle(module: nn.Module, config: TransformerConfig) -> int:

@@ -118,8 +118,9 @@ class BatchGenerator:
         its own that cannot be."""
         for request in requests:
             spec = self._settings.specs[settings := self._settings.index(request.sampling)]
-            limit = limit_of(self._network.config, self._network.vocab_size, request, spec.most_new_tokens)
-            live = Live(request.id, request.k, tuple(map(int, request.prompt)), limit)
+            limit = limit_of(self._network, request, spec.most_new_tokens)
+            prompt = (*(0,) * self._network.prefix_tokens, *map(int, request.prompt))
+            live = Live(request.id, request.k, prompt, limit)
             if request.generated is not None:
                 done = request.generated
                 check_partial(done, live)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from weft.algorithms.base import Array, Loss, Output
+from weft.checkpoints.prefix_files import holds_prefix
 from weft.data.sample import SequenceSample
 from weft.engine.base import DEFAULT_MAX_TOKENS, Engine, Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec
@@ -125,6 +126,8 @@ def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
         "device",
     )
     alike = all(getattr(reference, name) == getattr(trained, name) for name in same)
+    if trained.prefix.num_tokens and holds_prefix(trained.path):
+        return False  # the reference is the prefix as it was
     return trained.has_adapters and not trained.trains_embeddings and not reference.trained and alike
 
 
