@@ -42,7 +42,9 @@ class PrefixReader:
 
     def __contains__(self, name: object) -> bool:
         """Whether it holds a parameter."""
-        return isinstance(name, str) and (is_prefix(name) or (name == "score.weight" and self._score in self._files.names))
+        return isinstance(name, str) and (
+            is_prefix(name) or (name == "score.weight" and self._score in self._files.names)
+        )
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
         """`parameter[where]` in the dtype of the file."""
@@ -63,7 +65,9 @@ def save_prefix(
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
-        parameters[f"blocks.{layer}.attention.prefix.{kind}"].detach() for layer in range(config.num_layers) for kind in "kv"
+        parameters[f"blocks.{layer}.attention.prefix.{kind}"].detach()
+        for layer in range(config.num_layers)
+        for kind in "kv"
     ]
     tensors = {EMBEDDINGS: torch.cat(rows, dim=1).contiguous()}
     if head != "lm":

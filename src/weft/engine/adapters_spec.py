@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from weft.data.spec import TokenizerSpec
 from weft.errors import ConfigError
 from weft.options import option
-
-if TYPE_CHECKING:
-    from weft.engine.spec import ModelSpec
 
 
 @dataclass
@@ -31,7 +29,21 @@ class PrefixSpec:
     )
 
 
-def check_adapters(spec: ModelSpec) -> None:
+class Role(Protocol):
+    """What a role's other options say of its weights."""
+
+    lora: LoRASpec
+    prefix: PrefixSpec
+    tokenizer: TokenizerSpec
+    backend: str
+    init_from_scratch: bool
+    rope_scaling: Any
+
+    @property
+    def freezes(self) -> bool: ...
+
+
+def check_adapters(spec: Role) -> None:
     """Raises `ConfigError` for options that leave no sense together with adapters or a prefix."""
     if spec.freezes and spec.lora.r > 0:
         raise ConfigError(
@@ -41,7 +53,7 @@ def check_adapters(spec: ModelSpec) -> None:
         _check_prefix(spec)
 
 
-def _check_prefix(spec: ModelSpec) -> None:
+def _check_prefix(spec: Role) -> None:
     asked = f"prefix.num_tokens={spec.prefix.num_tokens}"
     if spec.lora.r > 0:
         raise ConfigError(f"{asked} and lora.r={spec.lora.r} exclude each other; set one of them")

@@ -44,7 +44,7 @@ class OptimizerSpec:
     )
     lr: float | None = option(
         None,
-        "peak learning rate; absent: 1e-5; for policies and DPO 1e-6, with adapters 1e-5; for critics 5e-6",
+        "peak learning rate; absent: 1e-5; for policies and DPO 1e-6, with adapters 1e-5, of a prefix 1e-2; for critics 5e-6",
         at_least=0.0,
     )
     weight_decay: float = option(

@@ -43,7 +43,7 @@ def _check_own(spec: ModelSpec) -> None:
             )
     if holds_prefix(spec.path):
         raise ConfigError(
-            f"{spec.path} is a prefix, which backend=hf does not compute; use backend=torch, or name the model that it belongs to"
+            f"{spec.path} is a prefix, which backend=hf does not compute; use backend=torch, or name the model it belongs to"
         )
     if spec.tokenizer.add_tokens:
         raise ConfigError(
@@ -107,8 +107,8 @@ def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | N
         return None
     if spec.has_adapters:
         raise ConfigError(
-            f"fp8=true, {'lora.r' if spec.lora.r else 'prefix.num_tokens'} above 0: what adapters correct would be rounded weights, which are not the ones saved; leave "
-            "one of them out"
+            f"fp8=true, {'lora.r' if spec.lora.r else 'prefix.num_tokens'} above 0: what adapters correct would be rounded "
+            "weights, which are not the ones saved; leave one of them out"
         )
     if spec.dtype != "bfloat16":
         raise ConfigError(f"fp8=true, dtype={spec.dtype}: products of 8 bits are made in bfloat16; set dtype=bfloat16")

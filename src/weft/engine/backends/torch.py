@@ -70,7 +70,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     experts = sum(config.has_experts(layer) for layer in range(config.num_layers))
     aux_loss = AuxLoss(aux_loss_weight(config, spec.router_aux_loss_coef), layout.tensor, experts)
     rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
-    drops = any(rates) or spec.residual_dropout > 0.0 or (spec.has_adapters and spec.lora.r > 0 and spec.lora.dropout > 0.0)
+    drops = any(rates) or spec.residual_dropout > 0.0 or (spec.has_adapters and spec.lora.dropout > 0.0)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         kept = saving.padded(tokenizer, spec, network.pooling)

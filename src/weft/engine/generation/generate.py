@@ -31,7 +31,7 @@ from weft.engine.generation.caches import Cache, KeptPages
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.decoder import Decoder, PutsOff
 from weft.engine.generation.prefixes import Prefix
-from weft.engine.generation.requests import check_partial, limit_of
+from weft.engine.generation.requests import check_partial, limit_of, prompt_of
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.generation.settings import Drawn, SettingsTable, Settle, drawn_here, joined
@@ -119,8 +119,7 @@ class BatchGenerator:
         for request in requests:
             spec = self._settings.specs[settings := self._settings.index(request.sampling)]
             limit = limit_of(self._network, request, spec.most_new_tokens)
-            prompt = (*(0,) * self._network.prefix_tokens, *map(int, request.prompt))
-            live = Live(request.id, request.k, prompt, limit)
+            live = Live(request.id, request.k, prompt_of(self._network, request), limit)
             if request.generated is not None:
                 done = request.generated
                 check_partial(done, live)

@@ -27,13 +27,19 @@ def limit_of(network: Decoder, request: Request, most: int) -> int:
         )
     if config.learned_positions is None:
         return wanted
-    room = config.learned_positions - config.position_offset - network.prefix_tokens - len(request.prompt)
+    positions = config.learned_positions - config.position_offset - network.prefix_tokens
+    room = positions - len(request.prompt)
     if room < 1:
         raise DataError(
             f"id {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room in the "
-            f"{config.learned_positions - config.position_offset} positions of this model; lower dataset.max_prompt_len"
+            f"{positions} positions of this model; lower dataset.max_prompt_len"
         )
     return min(wanted, room)
+
+
+def prompt_of(network: Decoder, request: Request) -> tuple[int, ...]:
+    """The tokens of the prompt, after those that stand for the network's prefix, whatever they are."""
+    return (*(0,) * network.prefix_tokens, *map(int, request.prompt))
 
 
 def check_partial(done: Partial, live: Sequence) -> None:

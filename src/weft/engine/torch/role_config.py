@@ -38,8 +38,8 @@ def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfi
         )
     if there and trains and asked != there:
         raise ConfigError(
-            f"{spec.path} is a prefix of {there} tokens, and prefix.num_tokens={asked}; write prefix.num_tokens={there} to train "
-            "it further, or path={the model it belongs to}"
+            f"{spec.path} is a prefix of {there} tokens, and prefix.num_tokens={asked}; write prefix.num_tokens={there} to "
+            "train it further, or give the path of the model it belongs to"
         )
     if asked and trains and config.learned_positions is not None:
         places = config.learned_positions - config.position_offset

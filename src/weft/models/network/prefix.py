@@ -34,7 +34,7 @@ class Prefix(nn.Module):
         self.v = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
 
     def beside(self, heads: Tensor) -> Tensor:
-        """[tokens, heads + 2 kv_heads, head_dim] as `Attention.heads` gives: queries, of which nothing is read, keys, values."""
+        """[tokens, heads + 2 kv_heads, head_dim] as `Attention.heads` gives: queries that nobody reads, keys, values."""
         own = torch.cat([self.k, self.v], dim=1).unflatten(1, (-1, self.head_dim)).to(heads.dtype)
         return nn.functional.pad(own, (0, 0, heads.shape[1] - own.shape[1], 0))
 
@@ -47,6 +47,7 @@ class Ahead:
     rotation: Rotation | None
     order: Tensor  # int64 [all]: which row of (the pack's, then those of every prefix) stands there
     kept: Tensor  # int64 [T]: where the pack's tokens stand
+    owner: Tensor  # int64 [all]: a token of the sequence that each belongs to
     copies: int  # sequences, or what several of them begin with
 
     def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
@@ -61,7 +62,7 @@ class Ahead:
 
     def dropout(self, dropout: TokenDropout) -> TokenDropout:
         """Of every token; a prefix has its sequence's."""
-        return dropout.select(self.order.clamp_max(len(self.kept) - 1))
+        return dropout.select(self.owner)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Cover:
 
 
 def ahead(context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int) -> Ahead:
-    """Before each sequence of a pack of `num_tokens` the prefix's `count`; what goes on from a shared beginning has it there."""
+    """Before each sequence of a pack of `num_tokens` the prefix's `count`, once before a beginning that several share."""
     dense = context.dense
     bounds, device = dense.cu_seqlens.long(), dense.cu_seqlens.device
     begins = torch.ones(dense.num_sequences, dtype=torch.int64, device=device)
@@ -94,20 +95,18 @@ def ahead(context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int,
     before = begins.cumsum(0)  # prefixes up to each segment's first token
     kept = torch.arange(num_tokens, device=device)
     kept = kept + count * before.repeat_interleave(bounds.diff(), output_size=num_tokens)
-    if isinstance(context, Prefixed):
-        own = begins.nonzero().flatten()
-        first, copies = (bounds[:-1] + count * (before - 1))[own], len(own)
-    else:
-        first, copies = bounds[:-1] + count * (before - 1), dense.num_sequences
-    added = (first[:, None] + torch.arange(count, device=device)).flatten()
+    first = bounds[:-1] if isinstance(context, Dense) else bounds[:-1][begins.nonzero().flatten()]
+    copies = len(first)
+    added = first[:, None] + count * torch.arange(copies, device=device)[:, None] + torch.arange(count, device=device)
     order = torch.empty(num_tokens + copies * count, dtype=torch.int64, device=device)
     order[kept] = torch.arange(num_tokens, device=device)
-    order[added] = torch.arange(num_tokens, len(order), device=device)
+    order[added.flatten()] = torch.arange(num_tokens, len(order), device=device)
+    owner = order.index_copy(0, added.flatten(), first.repeat_interleave(count)).clamp_max(num_tokens - 1)
     bounds = torch.cat([bounds[:1], bounds[1:] + count * before]).to(dense.cu_seqlens.dtype)
     wide: AttentionContext = Dense(bounds, dense.max_len + count, len(order))
     if isinstance(context, Prefixed):
         wide = _joined(context, wide.dense, kept, count)
-    return Ahead(wide, _unrotated(rotation, order), order, kept, copies)
+    return Ahead(wide, _unrotated(rotation, order), order, kept, owner, copies)
 
 
 def cover(context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int) -> Cover | None:
@@ -168,4 +167,3 @@ def _unrotated(rotation: Rotation | None, order: Tensor) -> Rotation | None:
     cos, sin = rotation
     rows = order.clamp_max(len(cos))
     return torch.cat([cos, torch.ones_like(cos[:1])])[rows], torch.cat([sin, torch.zeros_like(sin[:1])])[rows]
-
