@@ -51,6 +51,10 @@ def main(argv: Sequence[str]) -> int:
         from weft.cli import trees
 
         return trees.main(argv[1:])
+    if argv[:1] == ["augment"]:
+        from weft.cli import augment
+
+        return augment.main(argv[1:])
     parser = _parser()
     arguments, rest = parser.parse_known_args(list(argv))
     if arguments.command is None:
@@ -70,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="weft data", description=__doc__, epilog=EPILOG, formatter_class=form)
-    commands = parser.add_subparsers(dest="command", metavar="{inspect,counts,lengths,scan,trees}")
+    commands = parser.add_subparsers(dest="command", metavar="{inspect,counts,lengths,scan,trees,augment}")
     parts: tuple[tuple[str, Callable[..., int | None], str], ...] = (
         (
             "inspect",
@@ -112,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         named_options(command)
     commands.add_parser("trees", help="count, filter, split, flatten and build Open-Assistant's message trees")
+    commands.add_parser("augment", help="write rankings in which bad replies of a weak model stand last")
     inspecting, counting, measuring, scanning = (commands.choices[name] for name, *_ in parts)
     counting.add_argument("--output", type=Path, metavar="FILE.csv", help="with --datasets: write the table as CSV too")
     counting.add_argument(

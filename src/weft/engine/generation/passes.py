@@ -100,8 +100,9 @@ class Passes:
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
         """As `Transformer.hidden`."""
         context = x.attention
-        own = isinstance(context, Cached) and not prefix.begins_in_prefix(context, self._network.prefix_tokens)
-        prepared = self._over(context.cache) if own else None
+        prepared = None
+        if isinstance(context, Cached) and not prefix.begins_in_prefix(context, self._network.prefix_tokens):
+            prepared = self._over(context.cache)
         if prepared is None:
             return self._network.hidden(x, rows)
         return prepared.forward.run(self._pass(prepared, x), rows)
