@@ -95,11 +95,15 @@ def _open(spec: ModelSpec, adapter: Path | None) -> Opened:
 
     validate(spec)
     path = str(spec.path)
-    if (prefix := read_prefix(path)) is not None and not _tokenizes(Path(path)) and spec.tokenizer.path is None:
+    prefix = read_prefix(path)
+    if prefix is not None and not _tokenizes(Path(path)) and spec.tokenizer.path is None:
         spec = replace(spec, tokenizer=replace(spec.tokenizer, path=prefix.base))
     tokenizer = Tokenizer.load(spec.tokenizer, path)
     engine = backends.get(spec.backend)(spec, Layout())
-    return Opened(engine, tokenizer, path, context_length(hf_io.read_raw(path)), adapter)
+    context = context_length(hf_io.read_raw(path))
+    if context is not None and prefix is not None:
+        context -= prefix.num_tokens
+    return Opened(engine, tokenizer, path, context, adapter)
 
 
 def context_length(values: Mapping[str, Any]) -> int | None:
