@@ -166,7 +166,7 @@ def _check_prefix(role: str, spec: ModelSpec, found: PrefixSettings) -> None:
 def prefix_tokens(spec: ModelSpec) -> int:
     """Tokens of a context that a role's prefix takes."""
     found = read_prefix(spec.path) if spec.path is not None and is_local(spec.path) else None
-    return found.num_tokens if found is not None else spec.prefix.num_tokens if spec.trained else 0
+    return spec.prefix.num_tokens if found is None else found.num_tokens
 
 
 def read_config(where: str, directory: Path) -> Mapping[str, Any]:
