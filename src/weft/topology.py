@@ -206,6 +206,7 @@ SPLITS: tuple[tuple[str, str, int], ...] = (
     (r"attention\.q\.bias", "heads", -1),
     (r"attention\.[kv]\.(weight|lora_b)", "kv heads", -2),
     (r"attention\.[kv]\.bias", "kv heads", -1),
+    (r"attention\.prefix\.[kv]", "kv heads", -1),
     (r"attention\.q_norm\.(weight|bias)", "heads", -1),
     (r"attention\.k_norm\.(weight|bias)", "kv heads", -1),
     (r"attention\.o\.(weight|lora_a)", "heads", -1),

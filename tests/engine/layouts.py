@@ -24,7 +24,7 @@ from weft.engine.backends import common
 from weft.engine.backends import torch as torch_backend
 from weft.engine.base import Request
 from weft.engine.generation.settings import SettingsTable
-from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec
+from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, PrefixSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
 from weft.models.network.compiled import compile_blocks
@@ -45,6 +45,7 @@ PROMPTS = [[9, 12, 30, 41], [50, 8], [22, 23, 24, 25, 26, 27], [77, 9, 9]]
 class Case:
     family: str = "llama"
     lora: bool = False
+    prefix: int = 0  # tokens
     dropout: float = 0.0  # of the adapters
     changes: Mapping[str, Any] = field(default_factory=dict)  # of the family's tiny config.json
     options: Mapping[str, Any] = field(default_factory=dict)  # of the role
@@ -97,7 +98,8 @@ def float64() -> Iterator[None]:
 def engine(path: Path, layout: str, case: Case) -> tuple[TorchEngine, int]:
     """This rank's engine, and its data-parallel index."""
     lora = LoRASpec(r=3, alpha=6.0, dropout=case.dropout) if case.lora else LoRASpec()
-    spec = replace(spec_of(path, optimizer=ADAMW, lora=lora), **case.options)
+    prefix = PrefixSpec(num_tokens=case.prefix)
+    spec = replace(spec_of(path, optimizer=ADAMW, lora=lora, prefix=prefix), **case.options)
     parsed = replace(spec, layout=layout).resolve_layout()
     if parsed.num_devices == 1:
         return backends.get(spec.backend)(spec, parsed), 0
@@ -165,8 +167,9 @@ def check(found: Sequence[Found | None], alone: Found, folder: Path, expected: P
             if id in alone.logprobs:
                 assert logprobs == pytest.approx(alone.logprobs[id], rel=1e-6, abs=1e-7)
     assert {id for each in used for id in each.tokens} == set(alone.tokens)
-    for name, value in load_file(expected / "model" / "model.safetensors").items():
-        torch.testing.assert_close(load_file(folder / "model" / "model.safetensors")[name], value, rtol=1e-6, atol=1e-7)
+    (file,) = (path.name for path in (expected / "model").glob("*.safetensors"))
+    for name, value in load_file(expected / "model" / file).items():
+        torch.testing.assert_close(load_file(folder / "model" / file)[name], value, rtol=1e-6, atol=1e-7)
 
 
 def resumed(path: Path, layout: str, case: Case, state: Path) -> list[dict[str, float]] | None:

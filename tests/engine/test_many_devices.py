@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.engine import layouts
 from tests.engine.layouts import Case
 from tests.ranks import Ranks
-from weft.engine.spec import ModelSpec
+from weft.checkpoints import hf_io
+from weft.engine.spec import ModelSpec, PrefixSpec
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
 from weft.parallel.schedule import HALVES, Kind
@@ -45,6 +46,31 @@ def compare(case: Case, layout: str, ranks: Ranks, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "lora", "mixtral"])
 def test_two_processes_are_as_one(name: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
     compare(CASES[name], layout, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2", "p2"])
+def test_a_prefix_of_two_processes(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    compare(Case(prefix=3), layout, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["t4", "d2t2", "t2p2"])
+def test_a_prefix_of_four_processes(layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    """Of t4 two ranks each hold one head of the keys."""
+    compare(Case(prefix=3), layout, four_ranks, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_prefix_beside_experts(ranks: Ranks, tmp_path: Path) -> None:
+    compare(Case("mixtral", prefix=3), "d2e2", ranks, tmp_path)
+
+
+def test_ranks_that_share_tokens_have_no_prefix(tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path)
+    spec = ModelSpec(path=str(path), prefix=PrefixSpec(num_tokens=3), trained=True)
+    config = replace(hf_io.read_config(path)[1], prefix_tokens=3)
+    with pytest.raises(ConfigError, match=r"\(c\) have no prefix, and .* is to have one of 3 tokens; write c1"):
+        check_layout(spec, Layout.parse("c2"), config)
 
 
 WHOLE = Case(options={"sequence_parallel": False})

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.network.test_prefix import COUNT, with_prefix
 from tests.tiny import make_llama
+from weft.checkpoints import hf_io, prefix_io
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError
 from weft.evaluation.models import context_length, open_policy, open_scorer
+from weft.models.network.parameters import values
+from weft.registry import families
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,18 @@ def test_the_context_is_what_the_config_says(policy: Path) -> None:
     assert open_policy(ModelSpec(path=str(policy))).context == 512
     assert context_length({"n_positions": 64}) == 64
     assert context_length({}) is None
+
+
+def test_a_prefix_is_opened_with_the_model_and_the_tokenizer_it_belongs_to(policy: Path, tmp_path: Path) -> None:
+    network = with_prefix(hf_io.load(policy))
+    prefix_io.save_prefix(
+        tmp_path, values(network), network.config, "lm", base=str(policy), score=families.get("llama").score
+    )
+    opened = open_policy(ModelSpec(path=str(tmp_path), device="cpu"))
+    assert opened.name == str(tmp_path) and opened.adapter is None and opened.context == 512 - COUNT
+    assert opened.tokenizer.vocab_size == open_policy(ModelSpec(path=str(policy), device="cpu")).tokenizer.vocab_size
+    names = {name for name, *_ in opened.engine.read(opened.engine.slices())}
+    assert "blocks.0.attention.prefix.k" in names
 
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:

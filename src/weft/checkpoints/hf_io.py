@@ -23,6 +23,8 @@ from torch import Tensor
 
 from weft import randomness
 from weft.checkpoints import weight_files
+from weft.checkpoints.prefix_files import read_prefix
+from weft.checkpoints.prefix_io import PrefixReader
 from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles
 from weft.errors import CheckpointError, nearest
 from weft.models.families.base import Family
@@ -64,10 +66,18 @@ def resolve(path: str | Path) -> Path:
     return found
 
 
+def weights_of(path: str | Path) -> Path:
+    """The directory that holds a model's weights: its own, or of a prefix that of the model it belongs to."""
+    directory = resolve(path)
+    found = read_prefix(directory)
+    return directory if found is None else resolve(found.base)
+
+
 def config_file(path: str | Path) -> Path:
-    """The config.json of a model; of a hub name that file alone is fetched. Raises `CheckpointError` as `resolve` does."""
+    """A model's config.json, of a prefix its model's; of a hub name that file alone is fetched. Raises as `resolve` does."""
     if Path(path).expanduser().exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:
-        return resolve(path) / CONFIG
+        directory = resolve(path)
+        return (directory if (directory / CONFIG).is_file() else weights_of(directory)) / CONFIG
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -112,8 +122,8 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
 def read_config(path: str | Path, type: str | None = None) -> tuple[Family, TransformerConfig]:
     """(family, configuration) of a model directory or hub name."""
     raw = read_raw(path)
-    family = find_family(raw, type)
-    return family, family.config(raw)
+    family, found = find_family(raw, type), read_prefix(path)
+    return family, replace(family.config(raw), prefix_tokens=0 if found is None else found.num_tokens)
 
 
 def check_vocabulary(config: TransformerConfig, tokenizer_size: int, model: str, tokenizer: str) -> None:
@@ -137,10 +147,9 @@ class Reader:
     def __init__(self, path: str | Path, head: Head = "lm", type: str | None = None) -> None:
         self.directory = resolve(path)
         raw = read_raw(self.directory)
-        self.family = find_family(raw, type)
-        self.config = self.family.config(raw)
+        self.family, self.config = read_config(self.directory, type)
         self.pooling: Pooling = "mean" if raw.get(POOLING) == "mean" else "last"
-        self.files = WeightFiles(self.directory)
+        self.files = WeightFiles(weights_of(self.directory))
         self._names = frozenset(self.files.names)
         if self.config.num_layers > len(self._names):
             raise CheckpointError(
@@ -152,7 +161,12 @@ class Reader:
         prefix = self.family.prefix
         self._bare = bool(prefix) and not any(name.startswith(prefix) for name in self.files.names)
         _check_names(self)
-        self.missing = [n for n, k in self.keymap.keys.items() if any(h not in self for h in k.hf_names())]
+        settings = read_prefix(self.directory)
+        beside = () if settings is None else PrefixReader(self.directory, settings, self.config, self.family.score)
+        self._beside: PrefixReader | tuple[()] = beside
+        self.missing = [
+            n for n, k in self.keymap.keys.items() if n not in beside and any(h not in self for h in k.hf_names())
+        ]
 
     def __contains__(self, hf: object) -> bool:
         return isinstance(hf, str) and self.stored_name(hf) in self._names
@@ -172,6 +186,8 @@ class Reader:
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
         """`parameter[where]` in the dtype of the files. Raises `CheckpointError` for a name that is not there."""
+        if self._beside and name in self._beside:
+            return self._beside.read(name, where)
         if name not in self.keymap.keys or name in self.missing:
             near = nearest(name, self.keymap.keys)
             raise CheckpointError(f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(near)}")
@@ -320,7 +336,18 @@ def save(
     }
     tensors = ((name, tensor.to(stored[name])) for name, tensor in assemble(keymap.hf_names(), parameters))
     weight_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
-    values["dtype"] = str(next(iter(stored.values()))).removeprefix("torch.")
+    _write_config(folder, values, head, next(iter(stored.values())), pooling)
+
+
+def save_config(
+    directory: str | Path, config: TransformerConfig, head: Head, *, dtype: torch.dtype, pooling: Pooling = "last"
+) -> None:
+    """What `save` writes beside the weights."""
+    _write_config(Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling)
+
+
+def _write_config(folder: Path, values: dict[str, Any], head: Head, dtype: torch.dtype, pooling: Pooling) -> None:
+    values["dtype"] = str(dtype).removeprefix("torch.")
     values.pop(POOLING, None)
     if pooling == "mean" and head == "score":
         values |= {POOLING: "mean", "architectures": [MEAN_POOLED]}

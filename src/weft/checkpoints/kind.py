@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.checkpoints.names import CONFIG, HUB_NAME
+from weft.checkpoints.prefix_files import read_prefix
 from weft.errors import CheckpointError
+from weft.reading import read_object
 from weft.registry import families
 
 OTHERS_RUN = "hf"  # the backend of models of types that weft has no family for
@@ -17,24 +18,21 @@ OWN_RUN = "torch"
 
 def read_values(where: str, directory: Path) -> Mapping[str, Any]:
     """The directory's config.json. Raises `CheckpointError` that begins with `where` where it is no JSON object."""
-    try:
-        values = json.loads((directory / CONFIG).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{where}: {directory / CONFIG} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{where}: {directory / CONFIG} does not hold a JSON object")
-    return values
+    return read_object(directory / CONFIG, f"{where}: {directory / CONFIG}", CheckpointError)
 
 
 def values_of(path: str) -> Mapping[str, Any]:
-    """The config.json of a model on this machine or in the hub's cache; empty where it is in neither."""
+    """The config.json of a model on this machine or in the hub's cache, of a prefix its model's; empty where there is none."""
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(path, CONFIG)
         directory = Path(cached).parent if isinstance(cached, str) else directory
-    return read_values(path, directory) if (directory / CONFIG).is_file() else {}
+    if (directory / CONFIG).is_file():
+        return read_values(path, directory)
+    prefix = read_prefix(directory)
+    return {} if prefix is None else values_of(prefix.base)
 
 
 def backend_of(values: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checkpoints import weight_files
+from weft.checkpoints import prefix_files, weight_files
 from weft.errors import CheckpointError
 from weft.models.families.base import Family
 from weft.models.families.keymap import Key, KeyMap
@@ -150,6 +150,10 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
     if not file.exists():
         raise CheckpointError(f"{directory} has no {CONFIG}; an adapter directory holds {CONFIG} and {WEIGHTS}")
     settings = read_object(file, str(file), CheckpointError)
+    if settings.get("peft_type") == prefix_files.KIND:
+        raise CheckpointError(
+            f"{file} is a prefix: keys and values, which no weights can take in; name {directory} itself as the model"
+        )
     if settings.get("peft_type") != "LORA":
         raise CheckpointError(f"{file} is of type {settings.get('peft_type')!r}; weft reads LORA adapters")
     for key in (

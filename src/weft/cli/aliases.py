@@ -32,6 +32,7 @@ RENAMED = {
     "lora_alpha": "{model}.lora.alpha",
     "lora_dropout": "{model}.lora.dropout",
     "lora_target_modules": "{model}.lora.targets",
+    "num_virtual_tokens": "{model}.prefix.num_tokens",
     "learning_rate": "{model}.optimizer.lr",
     "weight_decay": "{model}.optimizer.weight_decay",
     "adam_beta1": "{model}.optimizer.beta1",
@@ -282,8 +283,8 @@ def _cpu(done: Translation, override: Override, given: dict[str, Any]) -> None:
 
 
 def _peft(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`MODEL.lora.r=16`, unless lora_r says another rank."""
-    if _truth(override, given) and "lora_r" not in given:
+    """`MODEL.lora.r=16`, unless lora_r says another rank, or num_virtual_tokens that it is a prefix."""
+    if _truth(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
         done.put_all([f"{role}.lora.r" for role in done.trained], override, LORA_RANK)
 
 

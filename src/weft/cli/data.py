@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,10 +50,9 @@ class DataConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft data ...`; returns the exit code. Raises `UserError` for input that cannot be used."""
-    if argv[:1] == ["trees"]:
-        from weft.cli import trees
-
-        return trees.main(argv[1:])
+    if argv[:1] in (["trees"], ["augment"]):
+        code: int = importlib.import_module(f"weft.cli.{argv[0]}").main(argv[1:])
+        return code
     parser = _parser()
     arguments, rest = parser.parse_known_args(list(argv))
     if arguments.command is None:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="weft data", description=__doc__, epilog=EPILOG, formatter_class=form)
-    commands = parser.add_subparsers(dest="command", metavar="{inspect,counts,lengths,scan,trees}")
+    commands = parser.add_subparsers(dest="command", metavar="{inspect,counts,lengths,scan,trees,augment}")
     parts: tuple[tuple[str, Callable[..., int | None], str], ...] = (
         (
             "inspect",
@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         named_options(command)
     commands.add_parser("trees", help="count, filter, split, flatten and build Open-Assistant's message trees")
+    commands.add_parser("augment", help="write rankings in which bad replies of a weak model stand last")
     inspecting, counting, measuring, scanning = (commands.choices[name] for name, *_ in parts)
     counting.add_argument("--output", type=Path, metavar="FILE.csv", help="with --datasets: write the table as CSV too")
     counting.add_argument(

@@ -266,8 +266,9 @@ class Tokenizer:
         """Raise `UserError` where there is no chat template, or one that cannot write conversations of texts."""
         self.require_chat_template()
         if self._template_fault is not None:
-            fault = f"{self._template_fault}, and weft gives it text"
-            raise tokenizer_files.bad_template(self.name, fault, self.option)
+            raise tokenizer_files.bad_template(
+                self.name, f"{self._template_fault}, and weft gives it text", self.option
+            )
 
     @cached_property
     def _template_fault(self) -> str | None:

@@ -8,7 +8,8 @@ from typing import Any, Literal, cast, get_args
 
 from weft.data.spec import TokenizerSpec
 from weft.engine import rope_scaling
-from weft.engine.limits import MOST_RANK, cache_problem, check_temperature, stop_ids_problem, stop_problem
+from weft.engine.adapters_spec import LoRASpec, PrefixSpec, check_adapters
+from weft.engine.limits import cache_problem, check_temperature, stop_ids_problem, stop_problem
 from weft.errors import ConfigError
 from weft.extras import install
 from weft.options import option
@@ -47,7 +48,7 @@ class OptimizerSpec:
     )
     lr: float | None = option(
         None,
-        "peak learning rate; absent: 1e-5; for policies and DPO 1e-6, with adapters 1e-5; for critics 5e-6",
+        "peak learning rate; absent: 1e-5; for policies and DPO 1e-6, with adapters 1e-5, of a prefix 1e-2; for critics 5e-6",
         at_least=0.0,
     )
     weight_decay: float = option(
@@ -129,16 +130,6 @@ class OptimizerSpec:
     @property
     def last_lr(self) -> float:
         return self.end_lr if self.end_lr is not None else self.peak_lr * (self.min_lr_ratio or 0.0)
-
-
-@dataclass
-class LoRASpec:
-    r: int = option(0, "rank of the adapters; 0: no adapters, train all parameters", at_least=0, at_most=MOST_RANK)
-    alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
-    dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, below=1.0)
-    targets: list[str] = option(
-        [], "linear layers that get adapters, by their canonical name (q, k, v, o, gate, up, down); empty: all"
-    )
 
 
 @dataclass
@@ -254,6 +245,7 @@ class ModelSpec:
     prompt_suffix: str = option("", "text after the prompt when this model reads the text in its own form")
     parallel: ParallelSpec = option(ParallelSpec(), "degrees of parallelism; the same as layout")
     lora: LoRASpec = option(LoRASpec(), "low-rank adapters")
+    prefix: PrefixSpec = option(PrefixSpec(), "prefix tuning: keys and values of each layer before every sequence")
     optimizer: OptimizerSpec = option(OptimizerSpec(), "optimizer of a trained role")
     tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer; the one in path when its path is absent")
     head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
@@ -280,10 +272,7 @@ class ModelSpec:
             raise ConfigError("residual_dropout_lima=true ramps residual_dropout, which is 0; set that, such as 0.3")
         if self.freeze_layers is not None and self.train_last_layers is not None:
             raise ConfigError("freeze_layers and train_last_layers exclude each other; set one of them")
-        if self.freezes and self.lora.r > 0:
-            raise ConfigError(
-                "freeze_layers and lora.r exclude each other: adapters leave every weight frozen; set one of them"
-            )
+        check_adapters(self)
 
     def resolve_layout(self) -> Layout:
         """The layout that `layout` or `parallel.*` asks for. Raises `ConfigError` where both are set and differ."""
@@ -332,12 +321,12 @@ class ModelSpec:
     @property
     def trains_embeddings(self) -> bool:
         """Whether embedding and output matrix are trained beside adapters: tokens were added."""
-        return self.has_adapters and bool(self.tokenizer.add_tokens)
+        return self.has_adapters and self.lora.r > 0 and bool(self.tokenizer.add_tokens)
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the role has low-rank adapters, trained or a copy of trained ones, beside frozen weights."""
-        return (self.trained or self.mirrors) and self.lora.r > 0
+        """Whether the role has low-rank adapters or a prefix, trained or a copy of trained ones, beside frozen weights."""
+        return (self.trained or self.mirrors) and (self.lora.r > 0 or self.prefix.num_tokens > 0)
 
     def mirror(self) -> ModelSpec:
         """Of a copy of the role on another layout: weights that come from the role's own, and no optimizer."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import ADAPTER
+from weft.checkpoints.prefix_files import holds_prefix, read_prefix
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError
@@ -40,7 +41,7 @@ class Opened:
 def open_policy(spec: ModelSpec) -> Opened:
     """The model at `spec.path`, to sample from. Raises `UserError` for what has no words to give."""
     check_talks(str(spec.path))
-    adapter = Path(str(spec.path)) if (Path(str(spec.path)) / ADAPTER).exists() else None
+    adapter = _adapter_at(str(spec.path))
     if adapter and spec.quantize is not None:
         raise CheckpointError(
             f"{adapter} is an adapter, which rounding to few bits would blur; leave quantize={spec.quantize} out, or "
@@ -57,7 +58,7 @@ def open_policy(spec: ModelSpec) -> Opened:
 def open_scorer(spec: ModelSpec) -> Opened:
     """The reward model at `spec.path`. Raises `UserError` where it has no score head."""
     path = str(spec.path)
-    if (Path(path) / ADAPTER).exists():
+    if _adapter_at(path):
         raise CheckpointError(f"{path} is an adapter; merge it into its reward model first: weft convert merge")
     kinds = _architectures(path)
     if kinds and not is_scorer(path):
@@ -77,9 +78,15 @@ def _open(spec: ModelSpec, adapter: Path | None) -> Opened:
 
     validate(spec)
     path, spec = str(spec.path), chosen(spec)
+    prefix = read_prefix(path)
+    if prefix is not None and not _tokenizes(Path(path)) and spec.tokenizer.path is None:
+        spec = replace(spec, tokenizer=replace(spec.tokenizer, path=prefix.base))
     tokenizer = Tokenizer.load(spec.tokenizer, path, option=COMMAND)
     engine = backends.get(spec.backend)(spec, Layout())
-    return Opened(engine, tokenizer, path, context_length(hf_io.read_raw(path)), adapter, spec.notes)
+    context = context_length(hf_io.read_raw(path))
+    if context is not None and prefix is not None:
+        context -= prefix.num_tokens
+    return Opened(engine, tokenizer, path, context, adapter, spec.notes)
 
 
 def context_length(values: Mapping[str, Any]) -> int | None:
@@ -98,7 +105,7 @@ def is_scorer(path: str) -> bool:
 def _architectures(path: str) -> list[str]:
     from weft.checkpoints import hf_io
 
-    if (Path(path) / ADAPTER).exists():
+    if _adapter_at(path):
         return []
     return [str(kind) for kind in hf_io.read_raw(path).get("architectures") or []]
 
@@ -110,6 +117,16 @@ def check_talks(path: str) -> None:
             raise CheckpointError(
                 f"{path} is a reward or value model ({kind}): it gives scores, not text; name an actor"
             )
+
+
+def _adapter_at(path: str) -> Path | None:
+    """The path where it is a directory of low-rank adapters. A prefix is a model of its own: it is read with its base."""
+    folder = Path(path).expanduser()
+    return folder if (folder / ADAPTER).exists() and not holds_prefix(folder) else None
+
+
+def _tokenizes(folder: Path) -> bool:
+    return (folder / "tokenizer_config.json").exists()
 
 
 def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
@@ -124,7 +141,7 @@ def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
         raise CheckpointError(
             f"{adapter / ADAPTER} does not name its base model; merge it with weft convert merge --base"
         )
-    own = TokenizerSpec(path=str(adapter)) if (adapter / "tokenizer_config.json").exists() else model.tokenizer
+    own = TokenizerSpec(path=str(adapter)) if _tokenizes(adapter) else model.tokenizer
     return replace(model, path=str(base), tokenizer=own)
 
 

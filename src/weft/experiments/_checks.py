@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from weft.checkpoints.kind import read_values, values_of
 from weft.checkpoints.names import HUB_NAME, SERVES
+from weft.checkpoints.prefix_files import PrefixSettings, read_prefix
 from weft.data.named import find
 from weft.data.spec import DatasetSpec, sources_of
+from weft.engine.adapters_spec import PrefixSpec
 from weft.engine.quantize import check_quantize
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
@@ -141,6 +144,9 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
     option = f"{role}.path={spec.path!r}"
     if not directory.is_dir():
         raise CheckpointError(f"{option}: is a file; give the directory that holds config.json and the weights")
+    if prefix := read_prefix(directory):
+        _check_prefix(role, spec, prefix)
+        return
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{option}: has no config.json; name {SERVES}")
     kinds = read_values(f"{role}.path", directory).get("architectures") or []
@@ -150,6 +156,27 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
         raise CheckpointError(
             f"{option}: has no weights (*.safetensors); add them, or write {role}.init_from_scratch=true for random ones"
         )
+
+
+def _check_prefix(role: str, spec: ModelSpec, found: PrefixSettings) -> None:
+    """A trained prefix as a role's model: with the model that it belongs to, and trained on as it is or not at all."""
+    option, asked = f"{role}.path={spec.path!r}", spec.prefix.num_tokens
+    if spec.backend == "hf":
+        raise ConfigError(f"{option}: is a prefix, which {role}.backend=hf does not compute; use backend=torch")
+    if spec.trained and asked != found.num_tokens:
+        raise ConfigError(
+            f"{option}: is a prefix of {found.num_tokens} tokens, and {role}.prefix.num_tokens={asked}; write "
+            f"{role}.prefix.num_tokens={found.num_tokens} to train it further, or {role}.path={found.base} for its model"
+        )
+    base = _check_local(f"{role}.path={spec.path!r}: base_model_name_or_path", found.base)
+    if base is not None:
+        _check_directory(role, replace(spec, path=found.base, prefix=PrefixSpec()), base)
+
+
+def prefix_tokens(spec: ModelSpec) -> int:
+    """Tokens of a context that a role's prefix takes."""
+    found = read_prefix(spec.path) if spec.path is not None and is_local(spec.path) else None
+    return spec.prefix.num_tokens if found is None else found.num_tokens
 
 
 def model_config(spec: ModelSpec) -> Mapping[str, Any]:

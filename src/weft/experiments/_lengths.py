@@ -31,7 +31,7 @@ def _context(spec: ModelSpec) -> int | None:
         if isinstance(holder, dict):
             found = [holder[key] for key in CONTEXT if isinstance(holder.get(key), int) and holder[key] > 0]
             if found:
-                return rope_scaling.context(spec.rope_scaling, int(found[0]))
+                return rope_scaling.context(spec.rope_scaling, int(found[0])) - checks.prefix_tokens(spec)
     return None
 
 

@@ -11,6 +11,8 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 
+ADAPTER_RATE, PREFIX_RATE = 1e-5, 1e-2
+
 
 def reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
     """(the frozen reference, which role's weights it begins with). Without a path of its own it is the actor as it starts.
@@ -38,10 +40,11 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
 
 
 def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
-    """The role with a learning rate: its own, else `full`, or 1e-5 for adapters."""
+    """The role with a learning rate: its own, else `full`, or 1e-5 for adapters, and of a prefix, which begins near 0, 1e-2."""
     if spec.optimizer.lr is not None:
         return spec
-    return replace(spec, optimizer=replace(spec.optimizer, lr=1e-5 if spec.has_adapters else full))
+    own = PREFIX_RATE if spec.prefix.num_tokens else ADAPTER_RATE
+    return replace(spec, optimizer=replace(spec.optimizer, lr=own if spec.has_adapters else full))
 
 
 def critic(spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:

@@ -256,7 +256,7 @@ def _kept(spec: ModelSpec, config: TransformerConfig) -> int:
 
 
 def _adapters(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Elements of the adapters that `lora.*` asks for; each expert has its own."""
+    """Elements of the adapters that `lora.*` asks for, where each expert has its own; or of a prefix."""
     query, key, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
     found = 0
     for layer in range(config.num_layers):
@@ -265,7 +265,7 @@ def _adapters(spec: ModelSpec, config: TransformerConfig) -> int:
         ends = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
         ends |= dict.fromkeys(("gate", "up", "down") if config.gated else ("up", "down"), copies * (hidden + inner))
         found += sum(size for name, size in ends.items() if not spec.lora.targets or name in spec.lora.targets)
-    return spec.lora.r * found
+    return spec.lora.r * found + spec.prefix.num_tokens * 2 * key * config.num_layers
 
 
 def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> Load:

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from weft.data.spec import DatasetSpec
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import LEARNING_RATE, ModelSpec
 from weft.experiment import Experiment
 from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
 from weft.experiments._lengths import with_answers
+from weft.experiments._roles import with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import MFCDef
 from weft.options import option
@@ -54,7 +55,7 @@ class SFTConfig(RunConfig):
         return assemble(
             config,
             Plan(
-                roles={"model": config.model.with_head("lm", trained=True)},
+                roles={"model": with_lr(config.model.with_head("lm", trained=True), LEARNING_RATE)},
                 nodes=[train],
                 dataset=dataset,
                 dataset_type=type_of(dataset, "prompt_answer"),

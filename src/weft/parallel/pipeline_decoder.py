@@ -97,6 +97,10 @@ class StagedDecoder:
         """No: steps over pages are captured as graphs, and nothing is sent in a graph."""
         return False
 
+    @property
+    def prefix_tokens(self) -> int:
+        return self.network.prefix_tokens
+
     def shares_prefixes(self, longest: int) -> bool:
         return self.network.shares_prefixes(longest)
 

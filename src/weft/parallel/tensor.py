@@ -47,7 +47,7 @@ BETWEEN = (
     r"|blocks\.\d+\.(norm[12](_post)?\.(weight|bias)|(attention\.o|mlp\.down)\.bias)"
 )
 # Of heads that several ranks hold, where there are few; with the norm over all keys, where there is one.
-COPIED = r"blocks\.\d+\.attention\.[kv]\.(weight|bias|lora_b)"
+COPIED = r"blocks\.\d+\.attention\.([kv]\.(weight|bias|lora_b)|prefix\.[kv])"
 COPIED_NORM = rf"{COPIED}|blocks\.\d+\.attention\.k_norm\.weight"
 
 

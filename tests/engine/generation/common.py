@@ -90,6 +90,10 @@ class Spy:
         return self.network.shares_prefixes(longest)
 
     @property
+    def prefix_tokens(self) -> int:
+        return self.network.prefix_tokens
+
+    @property
     def reads_pages(self) -> bool:
         return self.network.reads_pages
 

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.engine.common import Nll, batch_of, engine_of, spec_of, tiny
+from weft.checkpoints.prefix_files import PrefixSettings, read_prefix
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Request
-from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, Schedule
+from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, PrefixSpec, Schedule
 from weft.engine.torch import engine as torch_engine
 from weft.engine.torch.adapters_off import shares_base
 from weft.engine.torch.engine import TorchEngine
@@ -53,11 +54,26 @@ def logprobs(engine: Any) -> torch.Tensor:
         {"optimizer": OptimizerSpec(lr=1e-2), "dtype": "float16"},
         {"optimizer": OptimizerSpec(lr=1e-2), "lora": LoRASpec(r=2, dropout=0.2)},
         {"optimizer": OptimizerSpec(lr=1e-2), "lora": LoRASpec(r=2), "dtype": "bfloat16"},
+        {"optimizer": OptimizerSpec(lr=1e-2), "prefix": PrefixSpec(3)},
+        {"optimizer": OptimizerSpec(lr=1e-2), "prefix": PrefixSpec(3), "dtype": "bfloat16"},
         {"optimizer": OptimizerSpec(lr=1e-2), "head": "value", "init_from_scratch": True},
         {"optimizer": OptimizerSpec(lr=1e-2, offload=True)},
         {"optimizer": OptimizerSpec(lr=1e-2, state_dtype="bfloat16"), "dtype": "bfloat16"},
     ],
-    ids=["adamw", "lion", "sgd-dropout", "bfloat16", "float16", "lora", "lora-bfloat16", "value", "host", "states"],
+    ids=[
+        "adamw",
+        "lion",
+        "sgd-dropout",
+        "bfloat16",
+        "float16",
+        "lora",
+        "lora-bfloat16",
+        "prefix",
+        "prefix-bfloat16",
+        "value",
+        "host",
+        "states",
+    ],
 )
 def test_a_restart_goes_on_bit_for_bit(path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = {"schedule": Schedule(8, 2), **changes}
@@ -197,6 +213,40 @@ def test_lora_trains_adapters_and_leaves_the_base_alone(path: Path, tmp_path: Pa
     tokens = torch.arange(10, 20)[None]
     with torch.no_grad():
         torch.testing.assert_close(hf(tokens).logits, adapted(tokens).logits)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_prefix_is_trained_and_saved_as_peft_saves_it(path: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    steps = OptimizerSpec(lr=1e-2, lr_scheduler_type="constant")
+    engine, plain = engine_of(path, prefix=PrefixSpec(4), optimizer=steps), engine_of(path)
+    reference = engine.without_adapters()
+    assert reference is not None and torch.equal(logprobs(reference), logprobs(plain))
+    before = parameters(engine)
+    losses = [engine.train([batch_of(GROUPS)], Nll())[0].metrics["loss"] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    after = parameters(engine)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"blocks.{layer}.attention.prefix.{kind}" for layer in (0, 1) for kind in "kv"}
+    assert torch.equal(logprobs(reference), logprobs(plain)) and not torch.equal(logprobs(engine), logprobs(plain))
+
+    engine.save_model(tmp_path / "saved", Tokenizer.load(TokenizerSpec(), str(path)))
+    assert not list((tmp_path / "saved").glob("model*.safetensors"))
+    again = engine_of(tmp_path / "saved", trained=False)
+    torch.testing.assert_close(logprobs(again), logprobs(engine))
+    module = AutoModelForCausalLM.from_pretrained(path)
+    assert isinstance(PeftModel.from_pretrained(module, tmp_path / "saved"), PeftModel)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):  # and not the model without its prefix
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+    further = engine_of(tmp_path / "saved", prefix=PrefixSpec(4), optimizer=steps)
+    assert further.train([batch_of(GROUPS)], Nll())[0].metrics["loss"] < losses[-1]
+    further.save_model(tmp_path / "further", Tokenizer.load(TokenizerSpec(), str(path)))
+    assert read_prefix(tmp_path / "further") == PrefixSettings(4, str(path.resolve()))
+    own, frozen = spec_of(tmp_path / "saved", prefix=PrefixSpec(4)), spec_of(tmp_path / "saved", trained=False)
+    assert not shares_base(frozen, own)  # a reference has the prefix as it was
+    assert shares_base(spec_of(path, trained=False), spec_of(path, prefix=PrefixSpec(4)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

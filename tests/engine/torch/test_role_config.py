@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine import layouts
-from tests.engine.common import Nll, batch_of, engine_of, plain_logprobs, tiny
+from tests.engine.common import Nll, batch_of, engine_of, plain_logprobs, spec_of, tiny
 from tests.engine.layouts import Case
+from tests.models.common import tiny_config
 from tests.ranks import Ranks
+from tests.tiny import make_llama
 from weft.checkpoints import hf_io, peft_io
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine import rope_scaling
-from weft.engine.spec import LoRASpec, OptimizerSpec
+from weft.engine.spec import LoRASpec, OptimizerSpec, PrefixSpec
+from weft.engine.torch import role_config
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import CheckpointError, ConfigError
 
@@ -191,3 +195,20 @@ def test_values_of_rope_scaling() -> None:
     ):
         assert "rope_scaling=" in str(rope_scaling.problem(wrong))
     assert rope_scaling.context({"type": "linear", "factor": 2}, 512) == 1024 and rope_scaling.context(None, 512) == 512
+
+
+def test_prefixes_that_do_not_go_with_a_model(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base")
+    engine_of(base, prefix=PrefixSpec(5)).save_model(tmp_path / "prefix", Tokenizer.load(TokenizerSpec(), str(base)))
+    with pytest.raises(
+        ConfigError, match=r"is a prefix of 5 tokens, and prefix\.num_tokens=0; write prefix\.num_tokens=5"
+    ):
+        engine_of(tmp_path / "prefix")
+    with pytest.raises(ConfigError, match=r"is a prefix of 5 tokens, and prefix\.num_tokens=2"):
+        engine_of(tmp_path / "prefix", prefix=PrefixSpec(2))
+    spec, tokenizer = spec_of(base, prefix=PrefixSpec(2)), Tokenizer.load(TokenizerSpec(), str(base))
+    bigcode = tiny_config("gpt_bigcode", vocab_size=tokenizer.vocab_size)
+    with pytest.raises(ConfigError, match=r"no form to save a prefix of a gpt_bigcode model in; use lora\.r"):
+        role_config.changed(spec, bigcode, tokenizer)
+    with pytest.raises(ConfigError, match=r"prefix\.num_tokens=2: leaves no room in the 2 positions"):
+        role_config.changed(spec, replace(bigcode, family="gpt2", learned_positions=2), tokenizer)

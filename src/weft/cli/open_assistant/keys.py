@@ -24,6 +24,8 @@ LOSSES = {
 }
 OFF_LOSSES = ("cross_entropy", "ranking")
 METRICS = ("accuracy", "kendalltau", "spearmanr")
+PREFIX, PREFIX_TOKENS = "prefix-tuning", 30
+PROJECTION = "the prefix's keys and values are trained themselves, without a projection"
 LORA = {"r": ("r", 16), "lora_alpha": ("alpha", 32), "lora_dropout": ("dropout", 0.05)}
 TASKS = ("CAUSAL_LM", "SEQ_CLS")
 LINEAR = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "gate_proj": "gate", "up_proj": "up",
@@ -170,8 +172,11 @@ def _peft(done: Mapped, value: Any) -> None:
         done.under("peft_config").refuse(settings, "must be a group of keys")
         return
     kind = settings.get("peft_type", done.get("peft_type", "lora"))
+    if kind == PREFIX:
+        _prefix(done, settings)
+        return
     if kind != "lora":
-        done.under("peft_type").refuse(kind, "weft trains low-rank adapters alone; write lora")
+        done.under("peft_type").refuse(kind, f"weft trains low-rank adapters and prefixes; write lora or {PREFIX}")
         return
     for key, (name, default) in LORA.items():
         at = done.under(f"peft_config.{key}") if key in settings else done
@@ -183,6 +188,21 @@ def _peft(done: Mapped, value: Any) -> None:
             done.refused.append(
                 (f"peft_config.{key}", f"peft_config.{key}={settings[key]!r}: weft's {kind} has no such setting")
             )
+
+
+def _prefix(done: Mapped, settings: Mapping[str, Any]) -> None:
+    """Of as many tokens as Open-Assistant's own default where peft_config does not say."""
+    at = done.under("peft_config.num_virtual_tokens") if "num_virtual_tokens" in settings else done
+    at.put("{model}.prefix.num_tokens", settings.get("num_virtual_tokens", PREFIX_TOKENS))
+    done.under("peft_type").note(PROJECTION)
+    for key in settings.keys() - {
+        "num_virtual_tokens",
+        "prefix_projection",
+        "encoder_hidden_size",
+        "peft_type",
+        "task_type",
+    }:
+        done.under(f"peft_config.{key}").refuse(settings[key], f"weft's {PREFIX} has no such setting")
 
 
 def _targets(done: Mapped, settings: Mapping[str, Any]) -> None:
@@ -285,7 +305,9 @@ KEYS: dict[str, Key] = {
     "system_property_dropout": to("dataset.system_tag_dropout", off=0.5),
     "system_add_length": to("dataset.system_tag_length", off=False),
     "per_digit_tokens": to("{first}.tokenizer.per_digit_tokens", off=False),
-    "peft_model": Key("`MODEL.lora.*`: LoRA of rank 16, alpha 32, dropout 0.05 on every linear layer; no prefix tuning", _peft),
+    "peft_model": Key(
+        "`MODEL.lora.*`: LoRA of rank 16, alpha 32, dropout 0.05 on every linear layer; or `MODEL.prefix.num_tokens`", _peft
+    ),
     "peft_type": _read_with("peft_model"),
     "peft_config": _read_with("peft_model"),
     "superhot": Key("`MODEL.rope_scaling`, of superhot_config", _rope),

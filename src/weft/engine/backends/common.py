@@ -9,6 +9,7 @@ from torch import nn
 
 from weft import kernels
 from weft.checkpoints import hf_io
+from weft.checkpoints.prefix_files import holds_prefix
 from weft.checkpoints.weight_files import WeightFiles
 from weft.engine.device import choose_flash, memory_bytes, resolve_device
 from weft.engine.quantize import check_quantize
@@ -52,6 +53,10 @@ def _check_own(spec: ModelSpec) -> None:
             raise ConfigError(
                 f"{name}={value!r}: backend=hf runs the module as it is; use backend=torch, or leave it out"
             )
+    if holds_prefix(spec.path):
+        raise ConfigError(
+            f"{spec.path} is a prefix, which backend=hf does not compute; use backend=torch, or name the model it belongs to"
+        )
     if spec.tokenizer.add_tokens:
         raise ConfigError(
             f"tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend=hf keeps the module's vocabulary; use backend=torch, "
@@ -149,8 +154,8 @@ def check_fp8(spec: ModelSpec) -> None:
         return
     if spec.has_adapters:
         raise ConfigError(
-            "fp8=true, lora.r above 0: what adapters correct would be rounded weights, which are not the ones saved; leave "
-            "one of them out"
+            f"fp8=true, {'lora.r' if spec.lora.r else 'prefix.num_tokens'} above 0: what adapters correct would be rounded "
+            "weights, which are not the ones saved; leave one of them out"
         )
     if spec.dtype != "bfloat16":
         raise ConfigError(f"fp8=true, dtype={spec.dtype}: products of 8 bits are made in bfloat16; set dtype=bfloat16")
@@ -165,7 +170,7 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
     if device.type == "cuda":
         raw = hf_io.read_raw(path)
         stated = raw.get("dtype") or raw.get("torch_dtype")
-        stored = stated if spec.init_from_scratch or spec.planned else str(WeightFiles(hf_io.resolve(path)).dtype)
+        stored = stated if spec.init_from_scratch or spec.planned else str(WeightFiles(hf_io.weights_of(path)).dtype)
         dtype = next((name for name in DTYPES if stored in (name, f"torch.{name}")), dtype)
     return replace(spec, dtype=dtype)
 

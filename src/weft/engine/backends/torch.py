@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoints import hf_io, peft_io
+from weft.checkpoints import hf_io, peft_io, prefix_io
+from weft.checkpoints.prefix_files import read_prefix
 from weft.data.tokenizer import Tokenizer
 from weft.engine import saving
 from weft.engine.backends import common
@@ -31,7 +32,7 @@ from weft.models.network.moe import ExpertStack
 from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
-from weft.registry import register_backend
+from weft.registry import families, register_backend
 from weft.topology import Layout, Mesh, holdings
 
 
@@ -225,9 +226,17 @@ def _save(
     directory: Path, tensors: Mapping[str, Tensor], network: Transformer, spec: ModelSpec, config: TransformerConfig,
     tokenizer: Tokenizer,
 ) -> None:  # fmt: skip
-    """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names the base model."""
+    """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names the base model. Of a prefix
+    it alone, which names the model that it belongs to."""
     config = hf_io.with_ids(config, **saving.token_ids(tokenizer, network.kind))
     dtype, head = DTYPES[dtype_of(spec)], network.kind
+    if config.prefix_tokens:
+        prefix_io.save_prefix(
+            directory, tensors, config, head, base=_base_of(str(spec.path)), score=families.get(config.family).score
+        )
+        hf_io.write_generation(directory, saving.generation_config(spec))
+        hf_io.save_config(directory, config, head, dtype=dtype, pooling=network.pooling)
+        return
     if spec.has_adapters:
         scales = lora.scales(network)
         peft_io.save_adapter(
@@ -237,6 +246,13 @@ def _save(
         tensors = lora.merge(tensors, scales)
     hf_io.write_generation(directory, saving.generation_config(spec))
     hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling)
+
+
+def _base_of(path: str) -> str:
+    """The model that a prefix belongs to, as it is found from any directory: `path`, or what `path` names where it is one."""
+    found = read_prefix(path)
+    base = path if found is None else found.base
+    return str(Path(base).expanduser().resolve()) if Path(base).expanduser().is_dir() else base
 
 
 def _idle(module: nn.Module, config: TransformerConfig) -> int:

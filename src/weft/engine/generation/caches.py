@@ -33,6 +33,7 @@ from weft.models.kv.slots import KVCache
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Adapter
 from weft.models.network.packed import Packed
+from weft.models.network.prefix import Prefix
 from weft.models.network.rope import CHANGING
 
 DRAWING = 4  # columns of a step that is drawn of, before those of `PagedCache.step`
@@ -307,5 +308,5 @@ def storage_of(network: Decoder) -> Hashable:
     tensors = [kernels.address(x) for x in network.parameters()]
     if isinstance(network, torch.nn.Module):
         tensors += [kernels.address(x) for x in network.buffers()]
-        tensors += [module.active for module in network.modules() if isinstance(module, Adapter)]
+        tensors += [module.active for module in network.modules() if isinstance(module, Adapter | Prefix)]
     return tuple(tensors)

@@ -24,6 +24,11 @@ class Decoder(Protocol):
         ...
 
     @property
+    def prefix_tokens(self) -> int:
+        """So many tokens, whatever they are, stand before each sequence (`weft.models.network.prefix`)."""
+        ...
+
+    @property
     def reads_pages(self) -> bool:
         """Whether keys and values are read by weft's attention, so that they may lie in pages."""
         ...

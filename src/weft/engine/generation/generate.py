@@ -32,7 +32,7 @@ from weft.engine.generation.caches import Cache, KeptPages
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.decoder import Decoder, PutsOff
 from weft.engine.generation.prefixes import Prefix
-from weft.engine.generation.requests import check_partial, limit_of
+from weft.engine.generation.requests import check_partial, limit_of, prompt_of
 from weft.engine.generation.scheduler import Budget, Chunk, Fill, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.generation.settings import Drawn, SettingsTable, Settle, drawn_here, joined
@@ -135,8 +135,8 @@ class BatchGenerator:
         its own that cannot be."""
         for request in requests:
             spec = self._settings.specs[settings := self._settings.index(request.sampling)]
-            limit = limit_of(self._network.config, self._network.vocab_size, request, spec.most_new_tokens)
-            live = Live(request.id, request.k, tuple(map(int, request.prompt)), limit)
+            limit = limit_of(self._network, request, spec.most_new_tokens)
+            live = Live(request.id, request.k, prompt_of(self._network, request), limit)
             if request.generated is not None:
                 done = request.generated
                 check_partial(done, live)

@@ -14,7 +14,7 @@ from weft import kernels
 from weft.engine.generation.decoder import Decoder
 from weft.kernels import BlockWeights, CachedForward, CachedPass, LinearWeights, NetworkWeights, PrefixRows
 from weft.models.kv.slots import Cached, KVCache, PrefixGroup
-from weft.models.network import rope
+from weft.models.network import prefix, rope
 from weft.models.network.block import MLP, Attention, Block, Norm
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear
@@ -49,6 +49,7 @@ SERVED: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
     "final_softcap": None,  # it is the head's, which reads the states
     "windows": None,
     "tied": None,
+    "prefix_tokens": None,  # once it lies in the cache
     "initializer_range": None,
     "embed_dropout": None,  # nothing is dropped while text is generated
     "hidden_dropout": None,
@@ -99,7 +100,9 @@ class Passes:
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
         """As `Transformer.hidden`."""
         context = x.attention
-        prepared = self._over(context.cache) if isinstance(context, Cached) else None
+        prepared = None
+        if isinstance(context, Cached) and not prefix.begins_in_prefix(context, self._network.prefix_tokens):
+            prepared = self._over(context.cache)
         if prepared is None:
             return self._network.hidden(x, rows)
         return prepared.forward.run(self._pass(prepared, x), rows)

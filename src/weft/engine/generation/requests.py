@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from weft.engine.base import Partial, Request
+from weft.engine.generation.decoder import Decoder
 from weft.engine.generation.scheduler import Sequence
 from weft.errors import DataError
-from weft.models.network.config import TransformerConfig
 
 
-def limit_of(config: TransformerConfig, vocab_size: int, request: Request, most: int) -> int:
+def limit_of(network: Decoder, request: Request, most: int) -> int:
     """Most tokens of this completion: `most`, or what it wants. A table of learned positions has an end, and so has the
     completion there. Raises `DataError` for a prompt that is empty, leaves no room or has ids that the model does not know."""
+    config, vocab_size = network.config, network.vocab_size
     if (worst := max(request.prompt, default=0)) >= vocab_size or (worst := min(request.prompt, default=0)) < 0:
         raise DataError(
             f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to {vocab_size - 1}; "
@@ -26,13 +27,19 @@ def limit_of(config: TransformerConfig, vocab_size: int, request: Request, most:
         )
     if config.learned_positions is None:
         return wanted
-    room = config.learned_positions - config.position_offset - len(request.prompt)
+    positions = config.learned_positions - config.position_offset - network.prefix_tokens
+    room = positions - len(request.prompt)
     if room < 1:
         raise DataError(
             f"id {request.id!r}: a prompt of {len(request.prompt)} tokens leaves no room in the "
-            f"{config.learned_positions - config.position_offset} positions of this model; lower dataset.max_prompt_len"
+            f"{positions} positions of this model; lower dataset.max_prompt_len"
         )
     return min(wanted, room)
+
+
+def prompt_of(network: Decoder, request: Request) -> tuple[int, ...]:
+    """The tokens of the prompt, after those that stand for the network's prefix, whatever they are."""
+    return (*(0,) * network.prefix_tokens, *map(int, request.prompt))
 
 
 def check_partial(done: Partial, live: Sequence) -> None:

@@ -99,6 +99,11 @@ class HFNetwork(nn.Module):
         return False
 
     @property
+    def prefix_tokens(self) -> int:
+        """None: a prefix is weft's own network's."""
+        return 0
+
+    @property
     def reads_pages(self) -> bool:
         """Where its attention modules call weft's attention, which reads them."""
         return self._caches

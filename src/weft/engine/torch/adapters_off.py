@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from weft.algorithms.base import Array, Loss, Output
+from weft.checkpoints.prefix_files import holds_prefix
 from weft.data.sample import SequenceSample
 from weft.engine.base import DEFAULT_MAX_TOKENS, Engine, Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec
@@ -129,6 +130,8 @@ def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
         None,
         trained.quantize,
     )  # where nobody says, the reference's weights are the trained role's
+    if trained.prefix.num_tokens and holds_prefix(trained.path):
+        return False  # the reference is the prefix as it was
     return trained.has_adapters and not trained.trains_embeddings and not reference.trained and alike
 
 

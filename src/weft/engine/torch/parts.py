@@ -28,6 +28,7 @@ from weft.engine.torch.master_weights import HALF
 from weft.engine.torch.source import Source
 from weft.models.network import lora, quantized
 from weft.models.network.parameters import StoredParameter, canonical
+from weft.models.network.prefix import prefixes
 from weft.models.network.transformer import Transformer
 from weft.parallel import context, shard
 from weft.parallel.mesh import RankMesh
@@ -44,7 +45,7 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
     if mesh.layout.fsdp > 1:
         dtype = DTYPES[dtype_of(source.spec)]
         if dtype in HALF and source.spec.trained:  # what is frozen stays in it
-            for adapter in lora.adapters(network).values():
+            for adapter in (*lora.adapters(network).values(), *prefixes(network)):
                 adapter.float()
             if source.spec.trains_embeddings:
                 for module in (getattr(network, name, None) for name in ("embed", "head")):
@@ -181,4 +182,6 @@ def _gathered(source: Source, network: Transformer, mesh: RankMesh, device: torc
     shard.gather(network, whole, mesh.experts if mesh.layout.expert > 1 else None)
     for name, adapter in lora.adapters(whole).items():
         adapter.active = lora.adapters(network)[name].active
+    for here, there in zip(prefixes(network), prefixes(whole), strict=True):
+        there.active = here.active
     return whole

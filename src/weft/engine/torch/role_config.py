@@ -11,6 +11,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 
+NO_PREFIX = ("gpt_bigcode",)  # families whose cache PEFT lays out in a way of its own
 MULTIPLE = 16  # of rows that a grown vocabulary has
 
 
@@ -23,7 +24,28 @@ def changed(spec: ModelSpec, config: TransformerConfig, tokenizer: Tokenizer) ->
     hf_io.check_vocabulary(config, before, str(spec.path), spec.tokenizer.path or str(spec.path))
     if tokenizer.vocab_size > config.vocab_size:
         config = replace(config, vocab_size=-(-tokenizer.vocab_size // MULTIPLE) * MULTIPLE)
+    config = _with_prefix(spec, config)
     return config if spec.rope_scaling is None else _scaled(spec, config)
+
+
+def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
+    """With the prefix that is trained, or with the directory's own. Raises `ConfigError` where the two do not go together."""
+    there, asked = config.prefix_tokens, spec.prefix.num_tokens
+    trains = spec.trained or spec.mirrors
+    if asked and config.family in NO_PREFIX:
+        raise ConfigError(
+            f"prefix.num_tokens={asked}: PEFT has no form to save a prefix of a {config.family} model in; use lora.r"
+        )
+    if there and trains and asked != there:
+        raise ConfigError(
+            f"{spec.path} is a prefix of {there} tokens, and prefix.num_tokens={asked}; write prefix.num_tokens={there} to "
+            "train it further, or give the path of the model it belongs to"
+        )
+    if asked and trains and config.learned_positions is not None:
+        places = config.learned_positions - config.position_offset
+        if asked >= places:
+            raise ConfigError(f"prefix.num_tokens={asked}: leaves no room in the {places} positions of {spec.path}")
+    return replace(config, prefix_tokens=asked) if trains and asked else config
 
 
 def _scaled(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:

@@ -16,7 +16,7 @@ from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.engine.torch.master_weights import HALF
 from weft.errors import ConfigError
-from weft.models.network import frozen, lora, quantized
+from weft.models.network import frozen, lora, prefix, quantized
 from weft.models.network.block import Block
 from weft.models.network.config import TransformerConfig
 from weft.models.network.head import Pooling
@@ -84,7 +84,10 @@ class Source:
             frozen.freeze(network, first, dtype if dtype in HALF else None)
         if spec.has_adapters:
             own = spec.lora
-            lora.add(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets)
+            if own.r:
+                lora.add(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets)
+            else:
+                prefix.train(network)
             if spec.trains_embeddings:
                 frozen.train_embeddings(network)
             if spec.mirrors:
@@ -116,7 +119,7 @@ class Source:
         shape = self.shapes[name]
         if lora.is_adapter(name):
             values = lora.initial(name, shape, self.spec.seed)
-        elif self._reader is None or name in self._reader.missing:
+        elif self._reader is None or name in self._reader.missing or name not in self._reader.shapes:
             values = hf_io.initial(name, shape, self.config, self.head, self.spec.seed)
         elif name in GROWN and self._added_from is not None:
             return self._with_new_rows(self._reader, name, whole(shape) if where is None else where, self._added_from)
@@ -140,6 +143,11 @@ class Source:
 
 def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
     """Raises `ConfigError` for a layout that this network, or this version, cannot have."""
+    if layout.context > 1 and config.prefix_tokens:
+        raise ConfigError(
+            f"layout={layout}: ranks that share the tokens of a sequence (c) have no prefix, and {spec.path} is to have one of "
+            f"{config.prefix_tokens} tokens; write c1, or take lora.r in its place"
+        )
     if layout.expert > 1:
         _check_experts(layout, config)
     if layout.pipeline > 1 and spec.trained and spec.freezes:

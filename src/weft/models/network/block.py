@@ -22,6 +22,7 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout, in_layer
 from weft.models.network.linear import DownLinear, Linear
 from weft.models.network.moe import MoE
+from weft.models.network.prefix import Ahead, Cover, Prefix
 from weft.models.network.shared_rows import RowShare, SharedRows, entered
 
 
@@ -38,6 +39,7 @@ class BlockContext:
     aux_loss: MoEAuxLoss | None = None
     rows: Tensor | None = None
     shared: SharedRows | None = None
+    prefix: Ahead | Cover | None = None  # of the layers, where the network has one and this pass has places for it
 
     def wanted(self, x: Tensor) -> Tensor:
         """x [T, ...] at the tokens whose states are wanted."""
@@ -129,6 +131,8 @@ class Attention(nn.Module):
         if config.qk_norm is not None:
             self.q_norm = Norm(config, self.head_dim if config.qk_norm == "head" else inner)
             self.k_norm = Norm(config, self.head_dim if config.qk_norm == "head" else shared)
+        count = config.prefix_tokens
+        self.prefix = Prefix(count, config.num_kv_heads, config.head_dim) if count else None
         scale = config.scale / (layer + 1) if config.layer_scaled_attention else config.scale
         window = config.window(layer)
         self.spec = AttentionSpec(scale, window, config.attention_softcap, config.attention_dropout)
@@ -144,8 +148,12 @@ class Attention(nn.Module):
     def mix(self, heads: Tensor, at: BlockContext) -> Tensor:
         """What `heads` gives -> what `o` reads: [T, heads x head_dim]."""
         dropout = None if at.dropout is None else replace(at.dropout, first_head=self.first_head)
-        kv = self.num_kv_heads
-        return attend_heads(heads, kv, at.rotation, at.attention, self.spec, self.layer, dropout).flatten(1)
+        kv, prefix = self.num_kv_heads, at.prefix
+        if prefix is None or self.prefix is None:
+            return attend_heads(heads, kv, at.rotation, at.attention, self.spec, self.layer, dropout).flatten(1)
+        heads, dropout = prefix.into(heads, self.prefix), None if dropout is None else prefix.dropout(dropout)
+        mixed = attend_heads(heads, kv, prefix.rotation, prefix.attention, self.spec, self.layer, dropout)
+        return prefix.out(mixed).flatten(1)
 
     def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
         """[T, n, head_dim], each head by itself or all as one."""

@@ -80,6 +80,9 @@ class TransformerConfig:
     embed_dim: int | None = None  # width of the embeddings where it differs from hidden_size (projections in and out)
     parallel_residual: bool = False
     tied: bool = False
+    prefix_tokens: int = (
+        0  # of which each layer has keys and values that every token sees (`weft.models.network.prefix`)
+    )
     experts: Experts | None = None
     initializer_range: float = 0.02
     # dropout while training: of the embeddings, of what attention and MLP add, and of the attention weights

@@ -24,6 +24,7 @@ from weft.models.network.dropout import ADAPTERS
 from weft.models.network.linear import Adapter, Linear
 from weft.models.network.moe import ExpertStack
 from weft.models.network.parameters import canonical, numbered
+from weft.models.network.prefix import Prefix
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linear layers of a block, by their canonical names
 A, B = "lora_a", "lora_b"
@@ -115,8 +116,8 @@ def adapters_of(layer: Linear) -> list[Adapter]:
 
 @contextmanager
 def adapters_off(network: nn.Module) -> Iterator[None]:
-    """Within it the network computes what its base computes."""
-    held = [module for module in network.modules() if isinstance(module, Adapter)]
+    """Within it the network computes what its base computes, without adapters and prefixes."""
+    held = [module for module in network.modules() if isinstance(module, Adapter | Prefix)]
     for adapter in held:
         adapter.active = False
     try:

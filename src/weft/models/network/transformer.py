@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,10 @@ from torch.utils.checkpoint import checkpoint
 from weft import kernels
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
-from weft.models.network import dropout, rope
+from weft.models.attention.contexts import Dense, Prefixed
+from weft.models.kv.pages import Paged
+from weft.models.kv.slots import Cached
+from weft.models.network import dropout, prefix, rope
 from weft.models.network.block import Block, BlockContext, Norm
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
@@ -165,12 +168,16 @@ class Transformer(nn.Module):
         """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`, int64 [N], alone. Of a
         network that does not end what its last block makes. Of all these this rank's, where they are `shared`."""
         assert self.begins != (states is not None), "states are given where there is no embedding"
-        keys = None
+        keys, count = None, self.prefix_tokens
         if x.dropout is not None:
             keys = TokenDropout.spread(x.dropout, x.attention.dense.lengths, x.positions)
+        if count and not isinstance(x.attention, Cached | Paged):
+            x = replace(x, positions=x.positions + count)
         if states is None:
             states = self._embedded(x, keys, shared)
         at = BlockContext(x.attention, self._rotation(x, states.dtype), keys, x.aux_loss, shared=shared)
+        if count:
+            at = replace(at, prefix=_prefix_of(x, at, count))
         states = self._through(states, at, rows)
         if not self.ends:
             return states
@@ -200,6 +207,7 @@ class Transformer(nn.Module):
         attention has a limit that the merged form lacks.
         """
         config, device = self.config, on or next(self.parameters()).device
+        longest += self.prefix_tokens
         whole = all(window is None or window >= longest for window in config.windows)
         by_length = config.rope is not None and config.rope.scaling in rope.CHANGING
         mean = self.kind == "score" and self.pooling == "mean"
@@ -208,6 +216,12 @@ class Transformer(nn.Module):
         else:
             attends = kernels.flex.serves(device, config.head_dim)
         return whole and attends and not by_length and not mean and not self.repeats_prefixes
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens before each sequence, of which every layer has keys and values; 0 while the prefix is off."""
+        own = cast(Block, self.blocks[0]).attention.prefix
+        return self.config.prefix_tokens if own is not None and own.active else 0
 
     @property
     def reads_pages(self) -> bool:
@@ -253,4 +267,14 @@ class Transformer(nn.Module):
         # Only schemes that change with the length read it; to work it out the host waits for a GPU.
         changing = settings.scaling in rope.CHANGING
         lengths = x.attention.token_lengths if changing else x.positions
+        if changing and not isinstance(x.attention, Cached | Paged):
+            lengths = lengths + self.prefix_tokens
         return rope.rotation(settings, x.positions, lengths, dtype)
+
+
+def _prefix_of(x: Packed, at: BlockContext, count: int) -> prefix.Ahead | prefix.Cover | None:
+    """Where the `count` tokens of the layers' prefix stand in a pass."""
+    if isinstance(x.attention, Cached | Paged):
+        return prefix.cover(x.attention, at.rotation, x.positions, count)
+    assert isinstance(x.attention, Dense | Prefixed), "ranks that share the tokens of a pack have no prefix"
+    return prefix.ahead(x.attention, at.rotation, len(x.tokens), count)

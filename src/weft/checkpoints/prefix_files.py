@@ -1,0 +1,50 @@
+"""A directory that holds a trained prefix in PEFT's layout: what its settings say. Plain values, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import CheckpointError
+from weft.reading import read_object
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+KIND = "PREFIX_TUNING"
+TASKS = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
+
+
+@dataclass(frozen=True)
+class PrefixSettings:
+    """`num_tokens` of the prefix; `base`: the model that it belongs to, a directory or a hub name."""
+
+    num_tokens: int
+    base: str
+
+
+def holds_prefix(path: str | Path | None) -> bool:
+    """Whether a path is a directory with a prefix in it. Raises `CheckpointError` for settings that cannot be read."""
+    return path is not None and read_prefix(path) is not None
+
+
+def read_prefix(path: str | Path) -> PrefixSettings | None:
+    """The settings of the prefix in a directory; None where there is none. Raises `CheckpointError` for one that weft does not
+    compute."""
+    file = Path(path).expanduser() / CONFIG
+    if not file.is_file():
+        return None
+    settings = read_object(file, str(file), CheckpointError)
+    if settings.get("peft_type") != KIND:
+        return None
+    if settings.get("prefix_projection") and not settings.get("inference_mode"):
+        raise CheckpointError(
+            f"{file} has prefix_projection=true and inference_mode=false: keys and values are still to be projected; save it "
+            "with PEFT's save_pretrained, which projects them"
+        )
+    if settings.get("task_type") not in TASKS:
+        raise CheckpointError(f"{file} is for {settings.get('task_type')!r}; weft reads {' and '.join(TASKS)}")
+    count, base = settings.get("num_virtual_tokens"), settings.get("base_model_name_or_path")
+    if not isinstance(count, int) or count < 1:
+        raise CheckpointError(f"{file} has num_virtual_tokens={count!r}; a prefix has 1 at least")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{file} does not name its model; write the directory in base_model_name_or_path")
+    return PrefixSettings(count, base)

@@ -1,0 +1,90 @@
+"""A trained prefix in PEFT's layout: `adapter_config.json` and `prompt_embeddings` in `adapter_model.safetensors`.
+
+`prompt_embeddings` [tokens, layers, 2, kv_heads x head_dim]: of each token its keys and values, layer by layer, in one row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.checkpoints import weight_files
+from weft.checkpoints.prefix_files import CONFIG, KIND, TASKS, WEIGHTS, PrefixSettings
+from weft.checkpoints.weight_files import WeightFiles
+from weft.errors import CheckpointError
+from weft.models.network.config import TransformerConfig
+from weft.models.network.prefix import is_prefix
+from weft.models.network.transformer import Head
+from weft.topology import Slice
+
+EMBEDDINGS = "prompt_embeddings"
+HEAD = "base_model.{name}"  # of a score head's tensor, by its name in the checkpoint
+
+
+class PrefixReader:
+    """The keys and values in `directory`, by their canonical names, and the score head that may lie with them."""
+
+    def __init__(self, directory: Path, settings: PrefixSettings, config: TransformerConfig, score: str) -> None:
+        self._files, self._where = WeightFiles(directory, single=WEIGHTS), directory / WEIGHTS
+        self._layers, self._score = config.num_layers, HEAD.format(name=score)
+        width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        expected = (settings.num_tokens, width)
+        if EMBEDDINGS not in self._files.names or self._files.shape(EMBEDDINGS) != expected:
+            there = self._files.shape(EMBEDDINGS) if EMBEDDINGS in self._files.names else "no"
+            raise CheckpointError(
+                f"{self._where} holds {there} {EMBEDDINGS}; a prefix of {settings.num_tokens} tokens of {settings.base} has "
+                f"{expected}"
+            )
+
+    def __contains__(self, name: object) -> bool:
+        """Whether it holds a parameter."""
+        return isinstance(name, str) and (
+            is_prefix(name) or (name == "score.weight" and self._score in self._files.names)
+        )
+
+    def read(self, name: str, where: Slice | None = None) -> Tensor:
+        """`parameter[where]` in the dtype of the file."""
+        if name == "score.weight":
+            return self._files.read(self._score, where)
+        layer, kind = int(name.split(".")[1]), "kv".index(name[-1])
+        whole = self._files.read(EMBEDDINGS).unflatten(1, (self._layers, 2, -1))[:, layer, kind]
+        return whole if where is None else whole[where]
+
+
+def save_prefix(
+    directory: str | Path, parameters: Mapping[str, Tensor], config: TransformerConfig, head: Head, *, base: str, score: str
+) -> None:  # fmt: skip
+    """Write the prefix among `parameters` (canonical names), and a value or score head, called `score` in the checkpoint.
+
+    `base` is the model they belong to. Raises `RunError` where the disk refuses.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        parameters[f"blocks.{layer}.attention.prefix.{kind}"].detach()
+        for layer in range(config.num_layers)
+        for kind in "kv"
+    ]
+    tensors = {EMBEDDINGS: torch.cat(rows, dim=1).contiguous()}
+    if head != "lm":
+        tensors[HEAD.format(name=score)] = parameters["score.weight"].detach().contiguous()
+    settings = {
+        "peft_type": KIND,
+        "task_type": next(task for task, kind in TASKS.items() if (kind == "lm") == (head == "lm")),
+        "base_model_name_or_path": base,
+        "num_virtual_tokens": config.prefix_tokens,
+        "num_layers": config.num_layers,
+        "num_attention_heads": config.num_kv_heads,  # those that have keys and values
+        "token_dim": config.num_kv_heads * config.head_dim,
+        "num_transformer_submodules": 1,
+        "prefix_projection": False,
+        "encoder_hidden_size": config.num_kv_heads * config.head_dim,
+        "modules_to_save": None if head == "lm" else [score.rpartition(".")[0]],
+        "inference_mode": True,
+    }
+    weight_files.write_safetensors(folder / WEIGHTS, tensors)
+    weight_files.write_text(folder / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")

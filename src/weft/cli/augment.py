@@ -1,0 +1,156 @@
+"""`weft data augment`: rankings for a reward model in which bad replies stand last, those of a weak model or made worse on
+purpose."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.cli import _models
+from weft.data.bad_replies import KINDS
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import GenerationSpec
+from weft.errors import ConfigError
+from weft.options import validate
+
+if TYPE_CHECKING:
+    from weft.evaluation.augment import Weak
+
+EPILOG = """kinds of bad replies beside a model's:
+  shuffled   the words of the best reply in another order
+  cut        its beginning
+  repeated   its first sentence again and again
+  other      the best reply to another prompt
+
+examples:
+  weft data augment rankings.jsonl --model WEAK_DIR --out augmented.jsonl
+  weft data augment trees.jsonl --model WEAK_DIR --samples 4 --reward RM_DIR --out augmented.jsonl
+  weft data augment --datasets hellaswag --worse shuffled,other --share 0.5 --out augmented.jsonl
+  weft quickstart rw ... dataset.train_path=augmented.jsonl dataset.type=ranking"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `weft data augment ...`. Raises `UserError` for files and options that cannot be used."""
+    given = _parser().parse_args(list(argv))
+    from weft.evaluation import augment
+
+    if given.model is None and not given.worse:
+        raise ConfigError(f"--model is missing: name a weak model, or bad replies by --worse ({', '.join(KINDS)})")
+    if given.model is None and given.reward:
+        raise ConfigError("--reward chooses among the answers of a model: give --model too")
+    if given.out.exists():
+        raise ConfigError(f"--out={given.out}: is there already, and nothing is written over; name another file")
+    rows = augment.read(_paths(given))[: given.n]
+    plan = augment.Plan(given.worse, given.samples, given.share, given.seed, pairs=given.form == "preference")
+    with _models.progress("rows") as bar:
+        made = augment.write(rows, plan, _weak(given), given.out, _said(given, len(rows)), bar)
+    print(f"{given.out}: {made.augmented:,} rows with bad replies, {made.plain:,} without")
+    if made.left_out:
+        print(f"{made.left_out:,} rows are left out: a single reply, and no bad one for it")
+    print(f"train on it with dataset.train_path={given.out} dataset.type={given.form}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="weft data augment", description=__doc__, epilog=EPILOG, formatter_class=form)
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="rankings, pairs, answers, conversations or message trees"
+    )
+    parser.add_argument("--datasets", nargs="+", metavar="NAME", help="datasets by name (docs/named-datasets.md)")
+    parser.add_argument("--mode", choices=("rm", "sft"), default="rm", help="what these are read as (default rm)")
+    parser.add_argument("--yes", action="store_true", help="fetch what is not at hand without asking")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="the file to write")
+    parser.add_argument("--model", metavar="MODEL", help="weak model or run whose answers rank last")
+    parser.add_argument(
+        "--worse",
+        type=_kinds,
+        default=(),
+        metavar="KIND,...",
+        help=f"bad replies made of good ones: {', '.join(KINDS)}",
+    )
+    parser.add_argument("--reward", metavar="MODEL", help="reward model or run; of the samples it keeps the best")
+    parser.add_argument(
+        "--samples",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="answers of the model a row, of which one is kept (default 1)",
+    )
+    parser.add_argument(
+        "--share", type=_share, default=1.0, metavar="X", help="share of the rows that get bad replies (default 1)"
+    )
+    parser.add_argument("-n", type=_count, metavar="N", help="use the first N rows only")
+    parser.add_argument(
+        "--form", choices=("ranking", "preference"), default="ranking",
+        help="rows {replies, augmented}, of which an epoch draws one bad reply, or {chosen, rejected} (default ranking)",
+    )  # fmt: skip
+    parser.add_argument("--max-new-tokens", type=_count, default=256, metavar="N", help="of an answer (default 256)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of the draws (default 1)")
+    parser.add_argument("--top-p", type=float, default=0.9, metavar="X", help="of the draws (default 0.9)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the draws (default 1)")
+    _models.add_options(parser)
+    _models.add_template(parser)
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0.0 < number <= 1.0:
+        raise argparse.ArgumentTypeError("must lie above 0 and not above 1")
+    return number
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    kinds = tuple(dict.fromkeys(word for word in text.split(",") if word))
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no kind {unknown[0]!r}; known: {', '.join(KINDS)}")
+    return kinds
+
+
+def _paths(given: argparse.Namespace) -> list[str]:
+    """The files to read: those named, and those of datasets by name."""
+    if not given.datasets:
+        if not given.paths:
+            raise ConfigError("there are no rows: give a PATH or --datasets NAME")
+        return list(given.paths)
+    from weft.cli import named_data
+
+    spec = DatasetSpec()
+    allowed = named_data.allow(named_data.sources(given.datasets, given.mode, spec), spec, given.yes)
+    if not allowed:
+        raise ConfigError("--datasets: none of them is at hand; --yes fetches them")
+    named = [{str(source.named): named_data.said(source)} for source in allowed]
+    return [*given.paths, *named_data.files_of(replace(spec, named=named), given.mode)]
+
+
+def _weak(given: argparse.Namespace) -> Weak | None:
+    if given.model is None:
+        return None
+    from weft.evaluation.augment import Weak
+    from weft.evaluation.settings import Settings
+
+    spec = GenerationSpec(
+        max_new_tokens=given.max_new_tokens, temperature=given.temperature, top_p=given.top_p, seed=given.seed
+    )
+    validate(spec)
+    reward = _models.scorer(given.reward, given) if given.reward else None
+    return Weak(_models.policy(given.model, given), Settings("weak", spec), reward)
+
+
+def _said(given: argparse.Namespace, count: int) -> dict[str, Any]:
+    """What decides the rows that are written."""
+    left_out = ("out", "yes", "device", "backend")
+    plain = {name: str(value) for name, value in vars(given).items() if name not in left_out}
+    return {**plain, "rows": count}

@@ -1,0 +1,176 @@
+"""Rows with replies, read from every form that has some, and cheap ways to make a reply worse.
+
+A reward model that has seen nothing but people's replies can be fooled by text that no person would write; bad replies that
+rank last teach it better (Open-Assistant's augmented rankings).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft import randomness
+from weft.data import dialogue, trees
+from weft.data.asked import as_messages, conversation, need_prompt, prompt_text, with_system
+from weft.data.messages import Message, normalise
+from weft.data.rows import (
+    ANSWER_KEYS,
+    MESSAGE_KEYS,
+    PROMPT_KEYS,
+    BadRow,
+    Row,
+    first_of,
+    looks_like,
+    need,
+    row_id,
+    text,
+    texts,
+)
+
+Random = np.random.Generator
+CHOSEN, REJECTED = ("chosen", "chosen_messages"), ("rejected", "rejected_messages")
+
+
+@dataclass(frozen=True)
+class Replied:
+    """One prompt, as `text` or else as messages, with its replies, best first. Without either the replies are whole texts."""
+
+    id: str
+    text: str | None
+    messages: tuple[Message, ...]
+    replies: tuple[str, ...]
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The prompt as columns of a row."""
+        return {"messages": list(self.messages)} if self.text is None and self.messages else {"prompt": self.text}
+
+    def alike(self, reply: str) -> str:
+        """A reply with the blanks in front that the row's own have, so that they do not tell it."""
+        best = self.replies[0]
+        return best[: len(best) - len(best.lstrip())] + reply.strip()
+
+    def has(self, reply: str) -> bool:
+        """Whether it is one of the row's own replies, blanks aside."""
+        return " ".join(reply.split()) in {" ".join(own.split()) for own in self.replies}
+
+
+def replied_rows(row: Row, number: int) -> Iterator[Replied]:
+    """What a row of any form with replies holds: rankings, pairs, answers, conversations; Open-Assistant's trees hold several.
+    Raises `BadRow` for a row without a reply."""
+    if trees.is_tree(row):
+        yield from _of_tree(row)
+        return
+    name, form = row_id(row) or str(number), looks_like(row)
+    if form == "preference":
+        yield _pair(name, row)
+    elif form in ("ranking", "paired_comparison"):
+        replies = (
+            texts(row, "replies")
+            if form == "ranking"
+            else [texts(row, key)[0] for key in ("pos_answers", "neg_answers")]
+        )
+        yield _asked(name, row, form, replies)
+    elif form == "chat":
+        key = need(row, MESSAGE_KEYS, "chat")
+        yield _talk(name, with_system(row, normalise(row[key])))
+    elif form == "prompt_answer":
+        yield _asked(name, row, form, [text(row, need(row, ANSWER_KEYS, form))])
+    else:
+        raise BadRow("it has no reply: give a ranking, a pair, an answer, a conversation, or a message tree")
+
+
+def _asked(name: str, row: Row, form: str, replies: Sequence[str]) -> Replied:
+    if form == "ranking" and first_of(row, (*PROMPT_KEYS, *MESSAGE_KEYS)) is None and "prompt" in row:
+        return Replied(name, None, (), tuple(replies))
+    key = need_prompt(row, None, form)
+    if isinstance(row[key], str) and dialogue.HUMAN not in row[key] and not row.get("history"):
+        return Replied(name, prompt_text(row, key), tuple(conversation(row, key)), tuple(replies))
+    return Replied(name, None, tuple(conversation(row, key)), tuple(replies))
+
+
+def _pair(name: str, row: Row) -> Replied:
+    keys = [first_of(row, names) for names in (CHOSEN, REJECTED)]
+    found = [row[key] for key in keys if key is not None]
+    if len(found) < 2:
+        raise BadRow("it has no two replies to compare")
+    if all(isinstance(each, str) for each in found) and not all(dialogue.HUMAN in each for each in found):
+        return _asked(
+            name, row, "preference", [text({"chosen": found[0]}, "chosen"), text({"rejected": found[1]}, "rejected")]
+        )
+    talks = [normalise(dialogue.messages(e)) if isinstance(e, str) else as_messages(e, "assistant") for e in found]
+    if talks[0][0]["role"] == "assistant":
+        return _asked(name, row, "preference", [_said(talk, []) for talk in talks])
+    shared = _talk(name, with_system(row, talks[0]))
+    return Replied(name, None, shared.messages, (shared.replies[0], _said(with_system(row, talks[1]), shared.messages)))
+
+
+def _talk(name: str, messages: Sequence[Message]) -> Replied:
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise BadRow("the conversation does not end with a reply")
+    return Replied(name, None, tuple(messages[:-1]), (_said(messages, messages[:-1]),))
+
+
+def _said(talk: Sequence[Message], before: Sequence[Message]) -> str:
+    """The one reply that a conversation adds to what is before it."""
+    added = talk[len(before) :]
+    if list(talk[: len(before)]) != list(before) or len(added) != 1:
+        raise BadRow("its two conversations differ in more than their last reply")
+    if added[0]["role"] != "assistant" or added[0].get("tool_calls") or not added[0]["content"].strip():
+        raise BadRow("its last message is no reply in words")
+    return str(added[0]["content"])
+
+
+def _of_tree(row: Row) -> Iterator[Replied]:
+    ranked = set()
+    for path, replies in trees.rankings(row):
+        ranked.add(path[-1]["message_id"])
+        said = tuple(reply["text"] for reply in replies)
+        yield Replied(path[-1]["message_id"], None, tuple(normalise(trees.messages(path))), said)
+    for path in trees.threads(row):
+        if len(path) > 1 and path[-2]["message_id"] not in ranked:
+            ranked.add(path[-2]["message_id"])
+            asked = tuple(normalise(trees.messages(path[:-1])))
+            yield Replied(path[-2]["message_id"], None, asked, (path[-1]["text"],))
+
+
+# -- worse replies: each returns None where the reply is too short for it
+
+
+def _shuffled(reply: str, random: Random) -> str:
+    words = reply.split()
+    return " ".join(words[place] for place in random.permutation(len(words)))
+
+
+def _cut(reply: str, random: Random) -> str:
+    """The first fifth to three fifths of the words, with no full stop at the end."""
+    words = reply.split()
+    return " ".join(words[: max(1, int(len(words) * random.uniform(0.2, 0.6)))]).rstrip(".!?")
+
+
+def _repeated(reply: str, random: Random) -> str:
+    """Its first sentence, or its first words, again and again."""
+    first = " ".join(re.split(r"(?<=[.!?])\s", reply.strip(), maxsplit=1)[0].split()[:12])
+    return " ".join([first] * int(random.integers(3, 7)))
+
+
+WORSE: Mapping[str, Callable[[str, Random], str]] = {"shuffled": _shuffled, "cut": _cut, "repeated": _repeated}
+OTHER = "other"  # the best reply to another prompt
+KINDS = (*WORSE, OTHER)
+LEAST_WORDS = 4
+
+
+def worse(kind: str, row: Replied, others: Sequence[Replied], seed: int) -> str | None:
+    """A worse reply than all of the row's, of one of `KINDS`; None where it cannot be made. Seed, kind and row decide it."""
+    low, high = randomness.key(seed, f"worse/{kind}", id=row.id)
+    random = np.random.default_rng([int(low), int(high)])
+    if kind == OTHER:
+        taken = [each for each in others if each.id != row.id]
+        made = taken[int(random.integers(len(taken)))].replies[0] if taken else ""
+    else:
+        made = WORSE[kind](row.replies[0], random) if len(row.replies[0].split()) >= LEAST_WORDS else ""
+    return None if not made.strip() or row.has(made) else row.alike(made)

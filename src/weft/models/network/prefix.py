@@ -1,0 +1,169 @@
+"""Prefix tuning (Li and Liang 2021, "Prefix-Tuning", arXiv:2101.00190, without the reparametrisation): every layer has keys and
+values of its own, of as many tokens as `TransformerConfig.prefix_tokens` says, which every token of every sequence sees. They
+stand before a sequence's first token, whose position counts on from theirs.
+
+    with adapters_off(network): ...    # `weft.models.network.lora`: the network without it
+
+In a pack of whole sequences they are put into the heads of each layer for the time of the attention (`Ahead`). Where keys and
+values are cached a sequence begins with as many tokens that stand for them: whatever those are, their keys and values are the
+prefix's (`Cover`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.attention.contexts import AttentionContext, Dense, Join, Prefixed
+from weft.models.kv.pages import Paged
+from weft.models.kv.slots import Cached
+from weft.models.network.dropout import TokenDropout
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin, [T, 1, half]
+
+
+class Prefix(nn.Module):
+    """The keys `k` and values `v` of one layer, each [tokens, kv_heads x head_dim]; keys as they are after any rotation."""
+
+    def __init__(self, tokens: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim, self.active = head_dim, True
+        self.k = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
+        self.v = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
+
+    def beside(self, heads: Tensor) -> Tensor:
+        """[tokens, heads + 2 kv_heads, head_dim] as `Attention.heads` gives: queries that nobody reads, keys, values."""
+        own = torch.cat([self.k, self.v], dim=1).unflatten(1, (-1, self.head_dim)).to(heads.dtype)
+        return nn.functional.pad(own, (0, 0, heads.shape[1] - own.shape[1], 0))
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A pack with the prefix before each of its sequences: what attention is told of it."""
+
+    attention: AttentionContext
+    rotation: Rotation | None
+    order: Tensor  # int64 [all]: which row of (the pack's, then those of every prefix) stands there
+    kept: Tensor  # int64 [T]: where the pack's tokens stand
+    owner: Tensor  # int64 [all]: a token of the sequence that each belongs to
+    copies: int  # sequences, or what several of them begin with
+
+    def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
+        """[T, heads + 2 kv_heads, dim] -> [all, ...]."""
+        rows = prefix.beside(heads)
+        copies = rows.expand(self.copies, *rows.shape).flatten(0, 1)
+        return torch.cat([heads, copies]).index_select(0, self.order)
+
+    def out(self, mixed: Tensor) -> Tensor:
+        """[all, heads, dim] -> [T, ...]."""
+        return mixed.index_select(0, self.kept)
+
+    def dropout(self, dropout: TokenDropout) -> TokenDropout:
+        """Of every token; a prefix has its sequence's."""
+        return dropout.select(self.owner)
+
+
+@dataclass(frozen=True)
+class Cover:
+    """New tokens of cached sequences of which those at `tokens`, int64 [n], stand for the prefix's at `places`."""
+
+    attention: AttentionContext
+    rotation: Rotation | None
+    tokens: Tensor
+    places: Tensor
+
+    def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
+        """[T, heads + 2 kv_heads, dim], some of them replaced."""
+        return heads.index_copy(0, self.tokens, prefix.beside(heads)[self.places])
+
+    def out(self, mixed: Tensor) -> Tensor:
+        return mixed
+
+    def dropout(self, dropout: TokenDropout) -> TokenDropout:
+        return dropout
+
+
+def ahead(context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int) -> Ahead:
+    """Before each sequence of a pack of `num_tokens` the prefix's `count`, once before a beginning that several share."""
+    dense = context.dense
+    bounds, device = dense.cu_seqlens.long(), dense.cu_seqlens.device
+    begins = torch.ones(dense.num_sequences, dtype=torch.int64, device=device)
+    if isinstance(context, Prefixed):
+        begins -= torch.tensor([_goes_on(context.joins, start) for start in dense.starts[:-1]], device=device).long()
+    before = begins.cumsum(0)  # prefixes up to each segment's first token
+    kept = torch.arange(num_tokens, device=device)
+    kept = kept + count * before.repeat_interleave(bounds.diff(), output_size=num_tokens)
+    first = bounds[:-1] if isinstance(context, Dense) else bounds[:-1][begins.nonzero().flatten()]
+    copies = len(first)
+    added = first[:, None] + count * torch.arange(copies, device=device)[:, None] + torch.arange(count, device=device)
+    order = torch.empty(num_tokens + copies * count, dtype=torch.int64, device=device)
+    order[kept] = torch.arange(num_tokens, device=device)
+    order[added.flatten()] = torch.arange(num_tokens, len(order), device=device)
+    owner = order.index_copy(0, added.flatten(), first.repeat_interleave(count)).clamp_max(num_tokens - 1)
+    bounds = torch.cat([bounds[:1], bounds[1:] + count * before]).to(dense.cu_seqlens.dtype)
+    wide: AttentionContext = Dense(bounds, dense.max_len + count, len(order))
+    if isinstance(context, Prefixed):
+        wide = _joined(context, wide.dense, kept, count)
+    return Ahead(wide, _unrotated(rotation, order), order, kept, owner, copies)
+
+
+def cover(context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int) -> Cover | None:
+    """Which new tokens stand for the prefix's `count`; None where none does."""
+    if isinstance(context, Paged):
+        if context.decodes:
+            return None
+    elif not begins_in_prefix(context, count):
+        return None
+    tokens = (positions < count).nonzero().flatten()
+    if rotation is not None:
+        cos, sin = rotation
+        rotation = cos.index_fill(0, tokens, 1.0), sin.index_fill(0, tokens, 0.0)
+    return Cover(context, rotation, tokens, positions[tokens])
+
+
+def begins_in_prefix(context: Cached, count: int) -> bool:
+    """Whether any new token of slots stands for one of the prefix's `count`."""
+    return bool((context.before + context.used < count).any())
+
+
+def train(network: nn.Module) -> None:
+    """Freeze everything but the prefix and a value or score head."""
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(is_prefix(name) or name == "score.weight")
+
+
+def is_prefix(name: str) -> bool:
+    """Whether a parameter, by its canonical name, belongs to a prefix."""
+    return ".attention.prefix." in name
+
+
+def prefixes(network: nn.Module) -> list[Prefix]:
+    """Of every layer that is here; none where the network has none."""
+    return [module for module in network.modules() if isinstance(module, Prefix)]
+
+
+def _goes_on(joins: tuple[Join, ...], start: int) -> bool:
+    return any(join.rest[0] <= start < join.rest[1] for join in joins)
+
+
+def _joined(context: Prefixed, dense: Dense, kept: Tensor, count: int) -> Prefixed:
+    places = kept.tolist()
+    joins = tuple(
+        Join(
+            (places[join.prefix[0]] - count, places[join.prefix[1] - 1] + 1),
+            (places[join.rest[0]], places[join.rest[1] - 1] + 1),
+        )
+        for join in context.joins
+    )
+    return Prefixed(dense, joins, kept[context.last])
+
+
+def _unrotated(rotation: Rotation | None, order: Tensor) -> Rotation | None:
+    """The rotation in a new order, with none of what is not among its rows."""
+    if rotation is None:
+        return None
+    cos, sin = rotation
+    rows = order.clamp_max(len(cos))
+    return torch.cat([cos, torch.ones_like(cos[:1])])[rows], torch.cat([sin, torch.zeros_like(sin[:1])])[rows]
