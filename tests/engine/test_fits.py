@@ -8,6 +8,7 @@ import pytest
 
 from weft.engine.fits import GIB, GPUS, RANK, TAKEN, Case, Way, lacking, lines, smaller, table, ways
 from weft.engine.memory import NetworkShape, Settings, Work
+from weft.extras import install
 
 BILLION = 10**9
 SHAPE = NetworkShape(
@@ -86,12 +87,9 @@ def test_adapters_are_not_offered_with_products_of_8_bits_which_refuse_them() ->
 
 def test_what_an_option_needs_is_named_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert (
-        lacking("optimizer.state_dtype=8bit", "fp8=true") == "pip install 'weft[8bit,fp8]'"
-        and lacking("lora.r=16") == ""
-    )
+    assert lacking("optimizer.state_dtype=8bit", "fp8=true") == install("8bit,fp8") and lacking("lora.r=16") == ""
     narrow = next(line for line in table(ways({"m": CASE})) if "8bit" in line)
-    assert narrow.endswith("(needs pip install 'weft[8bit]')")
+    assert narrow.endswith(f"(needs {install('8bit')})")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert not any("needs" in line for line in table(ways({"m": CASE})))
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 USED_AS = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the type of a named dataset's rows, by mode
 ROLES = ("model", "actor")  # whose tokenizer makes the token ids of a run
 SHOWN = 5  # places listed for each finding of a scan
-
 EPILOG = """options of a run can be given as they are there:
   dataset.max_seqlen=512 dataset.overlong=drop dataset.args.prompt_key=q
   dataset.sources='[{path: a.jsonl, fraction: 0.5}, {path: b.jsonl}]'

@@ -106,7 +106,7 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     experiment = config.build()
-    if fetch_configs(experiment):
+    if fetch_configs(experiment, data=False):
         experiment = config.build()  # again, with what the models' own files say
     if not experiment.search:
         missing = [note for note in experiment.plan_notes if "config.json" in note]

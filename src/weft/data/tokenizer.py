@@ -265,10 +265,8 @@ class Tokenizer:
     def check_template(self) -> None:
         """Raise `UserError` where there is no chat template, or one that cannot write conversations of texts."""
         self.require_chat_template()
-        if self._template_fault is not None:
-            raise tokenizer_files.bad_template(
-                self.name, f"{self._template_fault}, and weft gives it text", self.option
-            )
+        if fault := self._template_fault:
+            raise tokenizer_files.bad_template(self.name, f"{fault}, and weft gives it text", self.option)
 
     @cached_property
     def _template_fault(self) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.engine.memory import NetworkShape, Settings, Work, estimate, total
+from weft.extras import install
 
 GIB = 2.0**30
 # What is sold as so many GB, and the least GiB that such cards have; of them the driver and torch take some.
@@ -77,7 +78,7 @@ def ways(cases: Cases) -> list[Way]:
 def lacking(*options: str) -> str:
     """The command that installs what these options need, where it is not there; else ""."""
     extras = [EXTRAS[option][1] for option in options if option in EXTRAS and not _is_there(EXTRAS[option][0])]
-    return f"pip install 'weft[{','.join(extras)}]'" if extras else ""
+    return install(",".join(extras)) if extras else ""
 
 
 def _is_there(package: str) -> bool:

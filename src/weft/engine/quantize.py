@@ -6,6 +6,7 @@ import importlib.util
 
 from weft.engine.spec import AUTO, STATE_LIBRARY, ModelSpec
 from weft.errors import ConfigError
+from weft.extras import install
 
 
 def check_quantize(spec: ModelSpec, role: str = "") -> None:
@@ -28,4 +29,4 @@ def check_quantize(spec: ModelSpec, role: str = "") -> None:
         if value:
             raise ConfigError(f"{asked} and {dot}{name}={str(value).lower()} exclude each other; set one of them")
     if spec.quantize == "4bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
-        raise ConfigError(f"{asked}: the package {STATE_LIBRARY!r} is not installed; run: pip install 'weft[8bit]'")
+        raise ConfigError(f"{asked}: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}")

@@ -177,7 +177,7 @@ class ModelSpec:
     quantize: str | None = option(
         None,
         "hold frozen weight matrices in 8 or 4 bits (NF4), with or without adapters on top (QLoRA: lora.r above 0); "
-        "computation stays in dtype; 4bit needs pip install 'weft[8bit]'",
+        "computation stays in dtype; 4bit needs the extra 8bit",
         choices=QUANTIZE,
     )
     offload: bool = option(False, "keep the weights in pinned host memory while the role is idle")

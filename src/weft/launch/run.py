@@ -76,7 +76,7 @@ def dry_run(
     No weights are read, and devices need not be here: `device=cuda` or `search.gpu` plan for a GPU. Without `data` neither rows
     nor tokenizers are read: the sizes of a step are known, the number of steps is not. Raises `UserError` as `run` does.
     """
-    experiment, mode = _checked(without_weights(config), mode)
+    experiment, mode = _checked(without_weights(config), mode, data=data)
     from weft.launch.planned import planned
     from weft.runtime.directory import RunDirectory, admit
 
@@ -93,8 +93,8 @@ def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
     return cast(Buildable, replace(config, **models))
 
 
-def _checked(config: Buildable | Experiment, mode: str | None) -> tuple[Experiment, str]:
-    """(the experiment, its mode) once all is checked that needs no torch."""
+def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = True) -> tuple[Experiment, str]:
+    """(the experiment, its mode) once all is checked that needs no torch; without `data` but for the data."""
     foreign.check(os.environ)
     experiment = config if isinstance(config, Experiment) else config.build()
     mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
@@ -109,7 +109,7 @@ def _checked(config: Buildable | Experiment, mode: str | None) -> tuple[Experime
     check_sinks(experiment.control.loggers)
     from weft.launch.hub import fetch_configs
 
-    if fetch_configs(experiment) and not isinstance(config, Experiment):
+    if fetch_configs(experiment, data=data) and not isinstance(config, Experiment):
         experiment = config.build()  # again, with what the models' own files say
     return experiment, mode
 
