@@ -11,7 +11,7 @@ import torch
 
 from tests.launch.cases import prepare
 from tests.runtime.placed import Command
-from weft.engine.backends.planned import planned_facts
+from weft.engine.planned import planned_facts
 from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig, _search

@@ -66,8 +66,8 @@ def case_of(model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat1
     import torch
 
     from weft.cli import overrides
-    from weft.engine.backends.planned import planned_facts
     from weft.engine.memory import Work
+    from weft.engine.planned import planned_facts
     from weft.engine.spec import ModelSpec
     from weft.launch.memory import case_of as case
     from weft.options import read, to_mapping, validate

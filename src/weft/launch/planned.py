@@ -16,7 +16,8 @@ from weft.data.loader import LoadedData, load_data
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine import fits
-from weft.engine.backends.planned import planned_facts
+from weft.engine.backends.auto import chosen
+from weft.engine.planned import planned_facts
 from weft.engine.torch.adapters_off import shares_base
 from weft.experiment import Experiment
 from weft.experiments._searched import ANSWER, PAIRED, PROMPT
@@ -33,7 +34,7 @@ def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int 
     """The lines, `width` columns wide. Raises `UserError` for all that a run would refuse before its first step, as far as
     neither weights nor devices tell it."""
     roles, control = experiment.roles.items(), experiment.control
-    experiment = replace(experiment, roles={name: replace(spec, planned=True) for name, spec in roles})
+    experiment = replace(experiment, roles={name: chosen(replace(spec, planned=True)) for name, spec in roles})
     target = Target.of(experiment, mode)
     check_calls(experiment)
     tokenizers: Mapping[str, Tokenizer] = load_tokenizers(experiment) if data else {}

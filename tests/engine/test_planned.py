@@ -15,7 +15,7 @@ from tests.engine.layouts import Case, engine, write_model
 from tests.ranks import Ranks
 from tests.tiny import make_llama
 from weft.data.tokenizer import Tokenizer
-from weft.engine.backends.planned import planned_facts
+from weft.engine.planned import planned_facts
 from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
 from weft.registry import backends

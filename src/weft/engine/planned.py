@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weft.data.tokenizer import Tokenizer
+from weft.engine.backends.auto import chosen
 from weft.engine.spec import ModelSpec
 from weft.topology import Mesh
 
@@ -22,6 +23,7 @@ def planned_facts(
 ) -> Mapping[str, Any]:
     """As `Engine.description` of the mesh's first rank, without weights and without the device. A backend of a user's own tells
     its name alone. Raises `UserError` as the backend does."""
+    spec = chosen(spec)
     if spec.backend not in MODULES:
         return {"family": spec.backend, "num_parameters": 0, "num_trainable": 0, "notes": []}
     backend = import_module(MODULES[spec.backend])
