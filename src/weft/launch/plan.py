@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from weft.checkpoints.names import short
 from weft.data.loader import LoadedData
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
@@ -143,7 +144,7 @@ def _merged(rows: Sequence[tuple[list[str], str]], kept: int, facts: Facts) -> l
 
 
 def _short(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
-    path = spec.path or spec.tokenizer.path or ""
+    path = short(spec.path or spec.tokenizer.path or "")
     path = path if len(path) <= PATH else f"…{path[-PATH + 1 :]}"
     total, trainable = facts.get("num_parameters", 0), facts.get("num_trainable", 0)
     if not total:
