@@ -87,6 +87,15 @@ def test_runs_that_share_nothing_and_runs_that_are_alike(tmp_path: Path) -> None
         assert "compared" in build_comparison([one, other], tmp_path / "c.html").read_text()
 
 
+def test_options_of_another_algorithm_count_where_they_are_set(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    own = "experiment_name: e\ntrial_name: t\nmax_steps: 3\n"
+    (one / "config.yaml").write_text(own + "ppo: {eps_clip: 0.1, gae_lambda: 0.95, discount: 0.5}\n")
+    (other / "config.yaml").write_text(own.replace("3", "4") + "grpo: {group_size: 8}\n")
+    found = differing(named([RunFiles.read(path) for path in (one, other)]))
+    assert found == {"max_steps": [3, 4], "ppo.eps_clip": [0.1, None], "ppo.discount": [0.5, None]}
+
+
 def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
     runs = two(tmp_path)
     for run in runs:

@@ -179,13 +179,16 @@ def _card(each: Named, listed: Sequence[Named]) -> str:
 
 
 def differing(listed: Sequence[Named]) -> dict[str, list[Any]]:
-    """Option -> its value in each run, where these are not all the same."""
+    """Option -> its value in each run, where these are not all the same. One that some runs have not at all (they are of other
+    algorithms) counts where somebody has set it."""
     flat = [dict(configuration.flat(each.run.config)) for each in listed]
+    changed = [configuration.changed(each.run) for each in listed]
     names = dict.fromkeys(name for values in flat for name in values)
     found = {}
     for name in names:
         values = [each.get(name) for each in flat]
-        if name not in configuration.NAMES and any(value != values[0] for value in values):
+        is_set = any(own is None or name in own for own in changed) or all(name in each for each in flat)
+        if name not in configuration.NAMES and is_set and any(value != values[0] for value in values):
             found[name] = values
     return found
 
