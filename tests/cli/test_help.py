@@ -138,7 +138,7 @@ def test_weft_alone_groups_its_commands(capsys):
     assert shown.index("\ntrain and sample") < shown.index("\nlook at runs") < shown.index("\nmodels")
 
 
-@pytest.mark.parametrize("name", sorted({*weft.COMMANDS} - {"demo"}))
+@pytest.mark.parametrize("name", sorted({*weft.COMMANDS} - {"demo", "dashboard"}))  # these two begin to work
 def test_every_command_alone_says_how_it_is_used(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     alone = {"ls"}  # what lists needs nothing
