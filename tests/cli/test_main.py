@@ -161,7 +161,7 @@ def test_model_directories_are_looked_into(folder: Path, capsys: pytest.CaptureF
     assert "has no config.json" in capsys.readouterr().err
     (step / "config.json").write_text("{}")
     assert weft.main(sft("model.path=./empty")) == 2
-    assert f"did you mean {Path('empty/step12')}" in capsys.readouterr().err
+    assert f"model.path='{Path('empty/step12')}'" in capsys.readouterr().err
     assert weft.main(sft("model.path=./empty/step12")) == 2
     assert "model.init_from_scratch=true" in capsys.readouterr().err
     (step / "config.json").write_text("{")
@@ -253,7 +253,7 @@ def test_the_run_gets_the_configuration(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr("weft.launch.run", ran.append)
+    monkeypatch.setattr("weft.launch.run", lambda config, **_: ran.append(config))
     assert weft.main(sft("seed=7", "model.optimizer.lr=1e-5")) == 0
     (config,) = ran
     assert isinstance(config, SFTConfig)

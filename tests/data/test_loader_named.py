@@ -55,7 +55,7 @@ def test_the_short_form_is_a_list_of_sources() -> None:
     ):
         with pytest.raises(ConfigError, match=wrong):
             parse_named(value)
-    with pytest.raises(ConfigError, match=r"says what its rows are; leave out type and split"):
+    with pytest.raises(ConfigError, match=r"says what its rows are; leave out type, split and columns"):
         SourceSpec.parse({"named": "webgpt", "type": "chat"}, "x")
     with pytest.raises(ConfigError, match=r"path is missing; .*`named`"):
         SourceSpec.parse({"fraction": 0.5}, "x")

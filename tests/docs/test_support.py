@@ -64,7 +64,7 @@ EXPECTED: Mapping[str, Iterable[str]] = {
     "family": registry.families.load_all(),
     "layout letter": LETTERS,
     "to host memory by": OFFLOADS,
-    "on a GPU, by option": ("compile", "fp8", "flash_attention=fa3"),
+    "on a GPU, by option": ("compile", "quantize", "fp8", "flash_attention=fa3"),
 }  # fmt: skip
 
 

@@ -30,6 +30,9 @@ class Played:
         if self._trouble is not None:
             raise self._trouble
 
+    def interrupted_at_once(self) -> None:
+        return None
+
     def let_go(self, why: str) -> None:
         self.said.append(why)
 

@@ -350,7 +350,7 @@ def test_a_failing_network_fails_requests_and_not_the_server(root: Path, monkeyp
         assert client.post(url, json=body).status_code == 200
         network = server.models[0].worker.engine._network
         monkeypatch.setattr(
-            network, "next_token_logits", lambda states: states.new_full((len(states), 320), float("nan"))
+            network, "next_token_logits", lambda states, wide=None: states.new_full((len(states), 320), float("nan"))
         )
         monkeypatch.setattr(network, "forward", None)
         reply = client.post(url, json={**body, "max_tokens": 2})

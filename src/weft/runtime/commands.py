@@ -109,7 +109,10 @@ class Call:
         early = _Announcements(process, number) if self.announces else None
         mesh, interruptible = process.worker.mesh_of(self.mfc), process.worker.calls[self.mfc].interruptible
         updates = Meanwhile(process, mesh) if interruptible else None
-        return process.worker.call(self.mfc, self.step, self.minibatches, early, self.weights, updates)
+        result = process.worker.call(self.mfc, self.step, self.minibatches, early, self.weights, updates)
+        return (
+            result if result.seen is None else replace(result, seen=result.seen.to("cpu"))
+        )  # it goes to another process
 
 
 class _Announcements:

@@ -72,7 +72,7 @@ class Samples:
         if seen is None or not chosen:
             return None
         keys = ["prompt", "loss_mask", *PAIRS, *self._keys]
-        return self._group.fetch(chosen, ["completion"], keys).update(seen.select(ids=chosen))
+        return self._group.fetch(chosen, ["completion"], keys).update(seen.select(ids=chosen).to("cpu"))
 
     def _detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
         """A row for each completion, with what is known of its tokens."""

@@ -9,6 +9,7 @@ from weft.engine.generation import budgets
 from weft.engine.generation.budgets import default_budget, kv_bytes
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
+from weft.options import validate
 
 from .common import LLAMA
 
@@ -39,5 +40,5 @@ def test_what_the_user_says_holds_and_must_be_there(gpu: None) -> None:
 
 
 def test_no_room_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gen.kv_cache_gb=0: .*above 0"):
-        GenerationSpec(kv_cache_gb=0.0)
+    with pytest.raises(ConfigError, match=r"kv_cache_gb=0.0: .*above 0"):
+        validate(GenerationSpec(kv_cache_gb=0.0))

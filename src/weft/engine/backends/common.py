@@ -13,7 +13,7 @@ from weft.checkpoints.prefix_files import holds_prefix
 from weft.checkpoints.weight_files import WeightFiles
 from weft.engine.device import choose_flash, memory_bytes, resolve_device
 from weft.engine.quantize import check_quantize
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import AUTO, ModelSpec
 from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.errors import CheckpointError, ConfigError
 from weft.extras import install
@@ -100,7 +100,7 @@ def check_compilable(spec: ModelSpec, layout: Layout) -> None:
         )
     if not spec.compile:
         return
-    if spec.backend != "torch":
+    if spec.backend not in (AUTO, "torch"):
         raise ConfigError(
             f"compile=true: backend={spec.backend} runs modules of others, which weft does not compile; use backend=torch, or "
             "leave it out"

@@ -206,8 +206,7 @@ class Step:
         tokens = float(done.tokens)
         speed = {"num_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
         speed["mfu"] = self.rate.share(done.operations / len(ranks), seconds)
-        seen = None if passes.seen is None else passes.seen.to("cpu")
-        return StepStats({**metrics, **speed}, skipped=skipped, seen=seen)
+        return StepStats({**metrics, **speed}, skipped=skipped, seen=passes.seen)
 
     def _denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
         """What the loss divides by, over all ranks; None where there is nothing to train."""

@@ -37,9 +37,9 @@ def read_config(read: ConfigReader) -> TransformerConfig:
         parallel_residual=read("use_parallel_residual", True),
         tied=read("tie_word_embeddings", False),
         initializer_range=read("initializer_range", 0.02),
-        embed_dropout=read("hidden_dropout", read("hidden_dropout_prob", 0.0)),
-        hidden_dropout=read("hidden_dropout", read("hidden_dropout_prob", 0.0)),
-        attention_dropout=read("attention_dropout", read("attention_probs_dropout_prob", 0.0)),
+        embed_dropout=read("hidden_dropout", float(read("hidden_dropout_prob", 0.0))),
+        hidden_dropout=read("hidden_dropout", float(read("hidden_dropout_prob", 0.0))),
+        attention_dropout=read("attention_dropout", float(read("attention_probs_dropout_prob", 0.0))),
         extra=read.extra(),
     )
 
