@@ -244,6 +244,9 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     with pytest.raises(CheckpointError, match="holds unknown"):
         engine_of(path, backend="hf")
+    (path / "config.json").write_text(json.dumps({**config, "layer_norm_eps": float("nan")}))
+    with pytest.raises(CheckpointError, match="layer_norm_eps=nan: it must be a finite number"):
+        engine_of(path, backend="hf")
     (path / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "x.Y"}, "model_type": "nobody"}))
     with pytest.raises(CheckpointError, match="set trust_remote_code=true"):
         engine_of(path, backend="hf")

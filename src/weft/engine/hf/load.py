@@ -79,7 +79,10 @@ def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
 
 
 def _check_depth(raw: Mapping[str, Any], path: str) -> None:
-    """Raises `CheckpointError` for a number of layers or a width that would be built for hours."""
+    """Raises `CheckpointError` for a number of layers or a width that would be built for hours, and for what is no number."""
+    for key, value in raw.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CheckpointError(f"{path}: config.json has {key}={value!r}: it must be a finite number")
     for key, most in {**dict.fromkeys(LAYERS, MOST_LAYERS), **dict.fromkeys(WIDTHS, MOST - 1)}.items():
         value = raw.get(key)
         if value is not None and (type(value) is not int or not 0 < value <= most):
