@@ -59,7 +59,8 @@ def typed(option: str, name: str) -> str:
 
 def read(path: str, trust_remote_code: bool, option: str = "tokenizer") -> PreTrainedTokenizerBase:
     """The tokenizer at `path`. Raises `UserError` naming the option, `option` and what follows it."""
-    place, asked = Path(path).expanduser(), f"{typed(option, 'path')}={path}"
+    place = Path(path).expanduser()
+    asked = path if option == COMMAND else f"{typed(option, 'path')}={path}"  # a command names its model by itself
     if place.is_file():
         if place.suffix == ".json":
             with reading(f"{asked}: is no tokenizer.json", UserError):
