@@ -17,12 +17,12 @@ from weft.cli.ls import UNKNOWN, age, size, steps
 from weft.cli.named_run import find_run
 from weft.cli.parsing import Parser, helped
 from weft.errors import UserError
+from weft.observe.configuration import defaults_of, flat
 from weft.observe.masking import masked
 from weft.observe.metrics import EVAL, TIME, duration, finite, number, rank
 from weft.observe.run_files import CONFIG, HARDWARE
 from weft.observe.run_list import METRICS, RunSummary, last_lines, summarize, tree_bytes
 from weft.observe.run_record import RunRecord
-from weft.options import leaves
 
 METRICS_SHOWN = 12
 CHECKPOINTS_SHOWN = 5  # of a role, the newest
@@ -105,7 +105,7 @@ def _started(run: Path, record: RunRecord) -> Iterator[str]:
 
 def _changed(config: Mapping[str, Any], algorithm: str | None) -> tuple[dict[str, tuple[Any, Any]], str]:
     """(options with another value than the default, as (value, default); the line above them)."""
-    values = dict(_flat(config))
+    values = dict(flat(config))
     defaults = _defaults(config, algorithm)
     if defaults is None:
         return {
@@ -131,20 +131,7 @@ def _defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any
     except UserError as error:
         print(f"note: {error}", file=sys.stderr)
         return None
-    return {leaf.name: _plain(leaf.default) for leaf in leaves(base)}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested options by their dotted names; an empty mapping is a value."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return defaults_of(base)
 
 
 def _checkpoints(run: Path) -> Iterator[str]:

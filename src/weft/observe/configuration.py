@@ -43,6 +43,11 @@ def defaults(run: RunFiles) -> dict[str, Any] | None:
         base = registry.quickstarts.get(name)()
     except UserError:
         return None
+    return defaults_of(base)
+
+
+def defaults_of(base: Any) -> dict[str, Any]:
+    """Option -> its default in a quickstart's configuration, as a file of YAML has it."""
     return {leaf.name: list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default for leaf in leaves(base)}
 
 

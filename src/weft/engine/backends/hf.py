@@ -55,12 +55,7 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     tied = spec.head == "lm" and module.config.tie_word_embeddings
     matrices, head = common.products(module, embedding, tied=tied), trial.head.layer.weight.numel()
     cost = Cost(matrices, _attention(config), backward=1 if spec.has_adapters else 2, late=head)
-    module.requires_grad_(spec.trained)
-    if spec.has_adapters:
-        hf_lora.attach(module, spec.lora, seed=spec.seed)
-        if spec.mirrors:
-            module.requires_grad_(False)
-    _recompute(module, spec)
+    _set_up(module, spec)
     caches = _fits_cache(trial)
     network = HFNetwork(
         module,
@@ -107,12 +102,7 @@ def planned(spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokeni
     module = hf_load.shell(spec, path)
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
-    module.requires_grad_(spec.trained)
-    if spec.has_adapters:
-        hf_lora.attach(module, spec.lora, seed=spec.seed)
-        if spec.mirrors:
-            module.requires_grad_(False)
-    _recompute(module, spec)
+    _set_up(module, spec)
     whole = {id(p): p for p in module.parameters()}.values()
     return {
         "family": module.config.model_type,
@@ -129,6 +119,16 @@ def _copy(network: HFNetwork, mesh: RankMesh, device: torch.device) -> Part:
     from weft.engine.torch import parts  # FSDP2 takes a second to import
 
     return parts.copy(network, mesh, device)
+
+
+def _set_up(module: PreTrainedModel, spec: ModelSpec) -> None:
+    """What the role asks of its module: what is trained, adapters, recomputation."""
+    module.requires_grad_(spec.trained)
+    if spec.has_adapters:
+        hf_lora.attach(module, spec.lora, seed=spec.seed)
+        if spec.mirrors:
+            module.requires_grad_(False)
+    _recompute(module, spec)
 
 
 def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
