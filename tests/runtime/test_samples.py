@@ -152,7 +152,36 @@ def test_rows_that_were_trained_on_tell_their_loss_and_which_tokens_count(tokeni
     (row,) = reader.rows(["a", "b"], 5, seen)
     assert row["trained"] == [0] + [1] * (count - 1) and "".join(row["tokens"]) == "Lily plays."
     assert row["loss"] == pytest.approx(sum(range(1, count)) / (count - 1)) and row["prompt"] == ""
-    assert reader.rows(["a"], 5) == reader.rows(["b"], 5, seen) == reader.rows(["a"], 101, seen) == []
+    assert reader.rows(["a"], 101, seen) == [], "between two steps that are shown"
+
+
+def test_rows_of_which_training_told_nothing_are_shown_without_values(tokenizer: Tokenizer) -> None:
+    text = tokenizer.encode("Lily plays.", bos=False)
+    batch = SequenceSample.from_groups(["a"], {"completion": [[len(text)]]}, {"completion": torch.tensor(text)})
+    other = SequenceSample.from_groups(["b"], {"logprobs": [[1]]}, {"logprobs": torch.zeros(1)})
+    reader = Samples(TRAINS, Shelf(batch), tokenizer)  # type: ignore[arg-type]
+    for seen in (None, other):
+        (row,) = reader.rows(["a"], 5, seen)
+        assert row["completion"] == "Lily plays." and not {"logprobs", "loss"} & row.keys()
+    without = batch.remap_keys({"completion": "prompt"})
+    assert Samples(TRAINS, Shelf(without), tokenizer).rows(["a"], 5) == []  # type: ignore[arg-type]
+
+
+def test_a_completion_that_a_graph_renames_is_shown_in_place_of_the_rows_own(tokenizer: Tokenizer) -> None:
+    names = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}
+    generate = MFCDef("gen", "actor", "generate", "generate", 4, ["prompt", "completion"],
+                      ["completion", "loss_mask", "sampled"], output_key_remap=names)  # fmt: skip
+    graph = DataflowGraph([generate], ["prompt", "completion"], [])
+    own, made = (tokenizer.encode(text, bos=False) for text in ("It is four.", "Lily plays."))
+    batch = SequenceSample.from_groups(
+        ["a"],
+        {"prompt": [[1]], "completion": [[len(own)]], "mixed_completion": [[len(made)]], "sampled": [[1]]},
+        {"prompt": torch.ones(1).long(), "completion": torch.tensor(own), "mixed_completion": torch.tensor(made),
+         "sampled": torch.ones(1)},
+    )  # fmt: skip
+    for step in (5, 101):
+        (row,) = Samples(graph, Shelf(batch), tokenizer).rows(["a"], step)  # type: ignore[arg-type]
+        assert (row["completion"], row["sampled"]) == ("Lily plays.", 1.0)
 
 
 def test_few_steps_are_detailed_in_a_long_run() -> None:

@@ -34,7 +34,8 @@ class Samples:
     def __init__(self, graph: DataflowGraph, group: WorkerGroup, tokenizer: Tokenizer) -> None:
         self._group, self._tokenizer, self._pieces = group, tokenizer, Pieces(tokenizer)
         calls = [node for node in graph.nodes if isinstance(node, MFCDef) and node.method == "generate"]
-        self._generates = bool(calls) and "completion" in {key for node in calls for key in node.outputs}
+        self._generates = any("completion" in node.output_keys for node in calls)
+        self._names = {made: key for node in calls for key, made in node.output_key_remap.items()}
         self._keys = list(dict.fromkeys(key for node in graph.nodes for key in node.outputs))
 
     def rows(self, ids: Sequence[str], step: int, seen: SequenceSample | None = None) -> list[dict[str, Any]]:
@@ -42,14 +43,14 @@ class Samples:
         completion, with values by token. In between they are the first completions of up to `SHOWN` ids that were generated.
         `seen` is what training saw of a few ids: their log-probs or scores."""
         if self._generates and not detailed(step):
-            batch = self._group.fetch(ids[:SHOWN], ["prompt", "completion"], self._keys)
+            batch = self._fetch(ids[:SHOWN], self._keys)
             return [row for _, row in self._read(batch) if row["k"] == 0]
         chosen = self._generated(ids) if self._generates else self._trained(ids, step, seen)
         return [] if chosen is None else list(self._detailed(chosen))
 
     def generations(self, ids: Sequence[str]) -> list[dict[str, Any]]:
         """Every completion of these ids: id, prompt, completion, completion_ids, logprobs, finish_reason."""
-        batch = self._group.fetch(ids, ["prompt", "completion"], ["logprobs", "finished"])
+        batch = self._fetch(ids, ["logprobs", "finished"])
         logprobs: Sequence[Any] = [None] * batch.num_sequences()
         if "logprobs" in batch.data:
             logprobs = batch.sequences("logprobs")
@@ -62,17 +63,27 @@ class Samples:
             rows.append(row | {"finish_reason": None if finished is None else "stop" if finished else "length"})
         return rows
 
+    def _fetch(self, ids: Sequence[str], optional: Sequence[str]) -> SequenceSample:
+        """What was generated for `ids`, under the usual names: `completion` where the graph calls it `mixed_completion`."""
+        own = [name for name, key in self._names.items() if key == "completion"] or ["completion"]
+        replaced = set(self._names.values())  # the data's own key of that name is of no use beside it
+        batch = self._group.fetch(ids, ["prompt", *own], [key for key in optional if key not in replaced])
+        return batch.remap_keys({name: key for name, key in self._names.items() if name in batch.keys})
+
     def _generated(self, ids: Sequence[str]) -> SequenceSample:
-        return self._group.fetch(ids[:GROUPS], ["prompt", "completion"], [*self._keys, "loss_mask"])
+        return self._fetch(ids[:GROUPS], [*self._keys, "loss_mask"])
 
     def _trained(self, ids: Sequence[str], step: int, seen: SequenceSample | None) -> SequenceSample | None:
-        """The rows of the step that training told of; None where it told of none, or this step is not shown."""
-        known = set(ids)
-        chosen = [] if seen is None or not detailed(step) else [id for id in seen.ids if id in known][:GROUPS]
-        if seen is None or not chosen:
+        """The rows of the step that training told of, the first ones where it told of none; None where this step is not
+        shown, or nothing has a completion."""
+        if not detailed(step):
             return None
-        keys = ["prompt", "loss_mask", *PAIRS, *self._keys]
-        return self._group.fetch(chosen, ["completion"], keys).update(seen.select(ids=chosen).to("cpu"))
+        known = set(ids)
+        told = [id for id in seen.ids if id in known][:GROUPS] if seen is not None else []
+        batch = self._group.fetch(told or ids[:GROUPS], [], ["completion", "prompt", "loss_mask", *PAIRS, *self._keys])
+        if "completion" not in batch.keys:
+            return None
+        return batch if seen is None or not told else batch.update(seen.select(ids=told).to("cpu"))
 
     def _detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
         """A row for each completion, with what is known of its tokens."""
