@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RECIPES = Path(__file__).parents[1] / "src" / "weft" / "recipes" / "ready"
+RECIPES = Path(__file__).parents[1] / "recipes"
 README = RECIPES / "README.md"
 TABLE = "| recipe | model | GPU | memory of each |"
 KINDS = {

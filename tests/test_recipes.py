@@ -85,7 +85,8 @@ def test_one_is_planned_on_a_machine_without_a_gpu(models: dict[str, Path]) -> N
 
 
 def test_the_folder_in_the_root_is_the_one_that_is_shipped() -> None:
-    assert (Path(__file__).parents[1] / "recipes").resolve() == recipes.RECIPES.resolve()
+    shipped = Path(__file__).parents[1] / "src" / "weft" / "recipes" / "ready"
+    assert shipped.resolve() == recipes.RECIPES.resolve()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from weft.observe import metric_help
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ELSEWHERE = {
+    "recipes/README.md": "recipes.md",
     "CONTRIBUTING.md": "development/contributing.md",
     "CHANGELOG.md": "development/changelog.md",
     "benchmarks/README.md": "development/benchmarks.md",

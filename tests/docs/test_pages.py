@@ -72,12 +72,12 @@ def run_commands(folder: Path, commands: list[str]) -> None:
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-README = ROOT / "README.md"
+README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
 
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in PAGES if p not in (README,) and p.parent != TUTORIALS and read_page(p).commands],
+    [p for p in PAGES if p not in (README, HOME) and p.parent != TUTORIALS and read_page(p).commands],
     ids=lambda p: p.name,
 )
 def test_the_commands_of_a_page_work(path: Path, tmp_path: Path, model: Path) -> None:
@@ -94,6 +94,12 @@ def test_the_readme_works_in_an_empty_folder(tmp_path: Path) -> None:
     run_commands(tmp_path, page.commands)
     runs = {path.parent.name for path in tmp_path.glob("runs/first/*/report.html")}
     assert runs == {"sft", "rw", "dpo", "ppo", "grpo", "python"}
+
+
+@pytest.mark.slow
+def test_the_home_page_works_in_an_empty_folder(tmp_path: Path) -> None:
+    run_commands(tmp_path, read_page(HOME).commands)
+    assert (tmp_path / "runs" / "first" / "sft" / "report.html").exists()
 
 
 @pytest.mark.parametrize("path", [p for p in PAGES if read_page(p).parsed], ids=lambda p: p.name)

@@ -154,7 +154,7 @@ def test_sizes_of_a_ppo_step() -> None:
     assert (train.args["num_minibatches"], train.args["epochs"], train.batch_size) == (4, 2, 8)
     assert experiment.plan_notes[0].startswith("a step: 8 prompts x 3 = 24 completions")
     assert (
-        "24 completions x 2 epochs / 6 a minibatch = 8 optimizer steps of actor and of critic"
+        "24 completions x 2 epochs, minibatches of 6: 8 optimizer steps of actor and of critic"
         in experiment.plan_notes[1]
     )
 

@@ -136,7 +136,7 @@ def test_what_a_step_does_is_counted_and_said(material: Path) -> None:
     assert experiment.node("actor_train").args["num_minibatches"] == 2
     assert experiment.plan_notes == (
         "a step: 8 prompts x 4 = 32 completions of at most 6 tokens from the student",
-        "a step: 32 completions x 2 epochs / 16 a minibatch = 4 optimizer steps of actor",
+        "a step: 32 completions x 2 epochs, minibatches of 16: 4 optimizer steps of actor",
         "teacher: the 64 likeliest ids of each token, and one event for all others",
     )
     mixed = build(material, *MIXED, "dataset.train_bs_n_seqs=8", "max_new_tokens=6")

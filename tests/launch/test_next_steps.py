@@ -34,7 +34,10 @@ def lines(cls: type[Any], role: str, **more: Any) -> list[str]:
 def test_after_sft(folder: Path) -> None:
     report, chat, reward, ppo = lines(SFTConfig, "model")
     assert (report, chat) == ("report: runs/e/t/report.html", "next:   weft chat runs/e/t")
-    assert "weft quickstart rw experiment_name=e trial_name=rw-2 model.path=runs/e/t dataset.path=PAIRS.jsonl" in reward
+    assert (
+        "weft quickstart rw experiment_name=e trial_name=rw-2 model.path=runs/e/t dataset.type=preference "
+        "dataset.path=PAIRS.jsonl" in reward
+    )
     assert "actor.path=runs/e/t rew.path=runs/e/rw-2 dataset.path=PROMPTS.jsonl" in ppo
 
 

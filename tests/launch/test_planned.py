@@ -10,6 +10,7 @@ import pytest
 
 from tests.tiny import make_llama, pair_rows, prompt_answer_rows, write_jsonl
 from weft.checkpoints.weight_files import WeightFiles
+from weft.cli.main import main
 from weft.errors import CheckpointError, ConfigError
 from weft.experiments import DPOConfig, GRPOConfig, SFTConfig
 from weft.launch import dry_run, run
@@ -114,3 +115,17 @@ def test_mistakes_are_those_of_a_run(folder: Path) -> None:
         dry_run(wide, data=False)
     with pytest.raises(CheckpointError, match="has no weights"):
         run(config(SFTConfig, folder, "large", "rows.jsonl"))
+
+
+def test_a_name_that_is_in_use_or_none_at_all_is_no_hindrance(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sft = config(SFTConfig, folder, "model", "rows.jsonl", fileroot=str(tmp_path))
+    (tmp_path / "e" / "t").mkdir(parents=True)
+    (tmp_path / "e" / "t" / "mine.txt").touch()
+    *_, verdict, note = dry_run(sft, data=False)
+    assert verdict.startswith("fits") and note.startswith("note: the run itself would be refused: ")
+    words = [f"model.path={folder / 'model'}", f"dataset.path={folder / 'rows.jsonl'}", "device=cpu"]
+    assert main(["quickstart", "sft", *words, "--dry-run=config"]) == 0
+    assert "fits: the device needs about " in capsys.readouterr().out
+    assert main(["quickstart", "sft", *words]) == 2 and "experiment_name" in capsys.readouterr().err

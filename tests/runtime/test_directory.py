@@ -70,7 +70,8 @@ def test_files_that_are_no_runs_are_left_alone(control):
 def test_differences_survive_the_way_through_yaml(control):
     directory = begun(control)
     assert differences(directory.read_config(), CONFIG) == []
-    assert differences({"a": {"b": 1}}, {"a": {"c": 1}}) == ["a.b: 1 there, None here", "a.c: None there, 1 here"]
+    assert differences({"a": {"b": 1}}, {"a": {"c": 1}}) == ["a.b: 1 there, null here", "a.c: null there, 1 here"]
+    assert differences({"a": {"b": True}}, {"a": None}) == ["a: set there, null here"]
 
 
 def test_a_second_process_is_kept_out_and_a_dead_one_is_not_waited_for(tmp_path):

@@ -13,6 +13,7 @@ from weft.cli import deepspeed, overrides
 from weft.cli.aliases import translate
 from weft.cli.help import described, quickstart_help, show, terminal_width
 from weft.errors import ConfigError, nearest
+from weft.experiments._common_options import NAMES
 from weft.experiments.common import RunConfig
 from weft.options import Config, coerce, read, to_mapping, validate
 
@@ -161,6 +162,9 @@ def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
         each for file in words.files for each in overrides.flatten(overrides.read_file(sections.recipe_file(file)))
     ]
     values += overrides.parse(words.assignments)
+    if words.dry_run is not None:  # a plan is of no run, so it needs no name
+        given = {each.name for each in values}
+        values += overrides.parse([f"{name}=plan" for name in NAMES if name not in given])
     registry.import_user_code(_imports(values))
     return registry.quickstarts.get(words.name)(), values
 

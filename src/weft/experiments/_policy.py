@@ -312,6 +312,10 @@ SAMPLING = tuple(
 )
 
 
+def epochs(count: int) -> str:
+    return f"{count} epoch" if count == 1 else f"{count} epochs"
+
+
 def _step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
     """What one step does, for the plan that is printed before the run."""
     count, size = policy.completions, policy.completions // policy.minibatches
@@ -320,7 +324,7 @@ def _step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
     return [
         f"a step: {policy.batch} prompts x {policy.samples} = {count} completions of at most {policy.gen.max_new_tokens} "
         f"tokens{prompts}",
-        f"a step: {count} completions x {policy.options.ppo_epochs} epochs / {size} a minibatch = {policy.updates} optimizer "
+        f"a step: {count} completions x {epochs(policy.options.ppo_epochs)}, minibatches of {size}: {policy.updates} optimizer "
         f"steps of {' and of '.join(trained)}",
         *_lag_notes(policy.options),
         *service_notes(policy.config),

@@ -21,7 +21,7 @@ from weft.experiment import Experiment
 from weft.experiments import _checks as checks
 from weft.experiments._assemble import Plan, assemble, batches, check, evaluating, type_of
 from weft.experiments._lengths import Lengths, asked_for, with_answers
-from weft.experiments._policy import SAMPLING, SUPPORT
+from weft.experiments._policy import SAMPLING, SUPPORT, epochs
 from weft.experiments._roles import check_same_vocabulary, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
@@ -288,7 +288,7 @@ class _Distillation:
         if self.size:
             part, updates = self.completions // self.minibatches, self.minibatches * options.ppo_epochs
             lines.append(
-                f"a step: {self.completions} completions x {options.ppo_epochs} epochs / {part} a minibatch = {updates} "
+                f"a step: {self.completions} completions x {epochs(options.ppo_epochs)}, minibatches of {part}: {updates} "
                 "optimizer steps of actor"
             )
         if options.loss_type == "gkd":

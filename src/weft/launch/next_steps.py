@@ -37,7 +37,7 @@ def _after_policy(experiment: Experiment, role: str, run: Path) -> list[str]:
     reward = Path(control.fileroot) / control.experiment_name / name
     return [
         f"weft chat {at}",
-        f"{_quickstart('rw', name, control)} model.path={at} dataset.path=PAIRS.jsonl",
+        f"{_quickstart('rw', name, control)} model.path={at} dataset.type=preference dataset.path=PAIRS.jsonl",
         f"{_quickstart('ppo', _free(control, 'ppo'), control)} actor.path={at} rew.path={shlex.quote(str(reward))} "
         "dataset.path=PROMPTS.jsonl",
     ]

@@ -80,8 +80,12 @@ def dry_run(
     from weft.launch.planned import planned
     from weft.runtime.directory import RunDirectory, admit
 
-    admit(RunDirectory.of(experiment.control), experiment.control, experiment.resolved())
-    return planned(experiment, mode, data=data, width=width)
+    lines = planned(experiment, mode, data=data, width=width)
+    try:
+        admit(RunDirectory.of(experiment.control), experiment.control, experiment.resolved())
+    except ConfigError as error:  # of no weight for a plan
+        lines.append(f"note: the run itself would be refused: {error}")
+    return lines
 
 
 def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:

@@ -23,6 +23,7 @@ from weft.runtime import disk
 Status = Literal["running", "stopped", "failed", "finished"]
 LOGS = "logs"  # of the processes of many devices
 CONFIG, STATUS, LOCK = "config.yaml", "status.json", "run.lock"
+SHOWN = 3  # options that a message about another configuration names
 STEP = re.compile(r"step(\d+)")
 
 # What may lie in a run's directory before the run does: what launchers write.
@@ -115,9 +116,9 @@ def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) 
         return True
     changed = differences(directory.read_config(), as_plain(config))
     if changed:
-        more = "; ..." if len(changed) > 8 else ""
+        more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise ConfigError(
-            f"{path} holds a run of another configuration ({'; '.join(changed[:8])}{more}); {anew}, "
+            f"{path} holds a run of another configuration ({'; '.join(changed[:SHOWN])}{more}); {anew}, "
             f"or go on with these options all the same: resume_from={path}"
         )
     if directory.status() == "finished":
@@ -145,7 +146,12 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = 
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    """A value as it would stand on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "set"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
