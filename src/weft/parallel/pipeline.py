@@ -13,7 +13,7 @@ Nothing is sent but states and their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -28,6 +28,7 @@ from weft.errors import ConfigError, RunError
 from weft.models.network.transformer import Transformer
 from weft.parallel.microbatch import Microbatch
 from weft.parallel.schedule import Action, Compute, Kind, Message, placement_of, plan
+from weft.parallel.shard import sync_gradients, with_whole_parameters
 
 T = TypeVar("T")
 MOST_SENDS = (
@@ -146,8 +147,12 @@ class _Run:
         self._made: dict[Ends, Tensor] = {}  # to be sent, or for another stage of this rank
         self._coming: dict[Ends, tuple[Tensor, dist.Work]] = {}
         self._going: dict[Ends, tuple[Tensor, dist.Work]] = {}
+        self._left = dict.fromkeys(pipeline.networks, len(microbatches))  # whose gradients a stage has not got yet
 
     def run(self, actions: Sequence[Action]) -> None:
+        if torch.is_grad_enabled():
+            for network in self._pipeline.networks.values():
+                sync_gradients(network, False)
         compute = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
         for action in actions:
             if isinstance(action, Compute):
@@ -178,10 +183,15 @@ class _Run:
             self._passes[stage, microbatch] = _Pass(states, made, losses)
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        passed = self._passes.pop((stage, microbatch))
+        network, passed = self._pipeline.networks[stage], self._passes.pop((stage, microbatch))
         roots, gradients = self._roots(stage, microbatch, passed)
+        last = self._is_last(stage)
+        if last:
+            sync_gradients(network, True)
         if roots:
             torch.autograd.backward(roots, gradients)
+        elif last:
+            _accumulate(network, [], sums=True)
         self._pass_back(stage, microbatch, passed)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
@@ -199,10 +209,10 @@ class _Run:
         roots, gradients = self._roots(stage, microbatch, passed)
         # What torch does to the roots in the end it cannot do to views.
         roots = [root.clone() if root.dim() == 0 else root for root in roots]
-        weights = [parameter for parameter in network.parameters() if parameter.requires_grad]
         if roots:
             from torch.distributed.pipelining._backward import stage_backward_input  # slow to import
 
+            weights = [leaf for leaf in _leaves(roots) if leaf is not passed.states]
             starts = cast(list[Tensor], gradients)  # None of a scalar is 1
             _, passed.groups = stage_backward_input(roots, starts, [passed.states], iter(weights))
         passed.made, passed.losses = None, []
@@ -213,8 +223,13 @@ class _Run:
         if stage == 0:
             self._backward(stage, microbatch)
         elif (stage, microbatch) in self._passes:
-            for group in self._passes.pop((stage, microbatch)).groups:
-                _accumulate(group)
+            groups = self._passes.pop((stage, microbatch)).groups
+            _accumulate(self._pipeline.networks[stage], groups, sums=self._is_last(stage))
+
+    def _is_last(self, stage: int) -> bool:
+        """Whether no other pass adds to the stage's gradients after the one that begins."""
+        self._left[stage] -= 1
+        return self._left[stage] == 0
 
     def _roots(self, stage: int, microbatch: int, passed: _Pass) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a backward pass begins, and with which gradients."""
@@ -288,7 +303,39 @@ class _Run:
         )
 
 
-def _accumulate(group: dict[str, Any]) -> None:
+def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
+    """What a graph begins with: states that came in, and weights, of a sharded network the whole ones, which its modules do not
+    have now."""
+    nodes = [root.grad_fn for root in roots]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):
+            yield node.variable
+        for before, _ in node.next_functions:
+            if before not in seen:
+                seen.add(before)
+                nodes.append(before)
+
+
+def _accumulate(network: Transformer, groups: Sequence[dict[str, Any]], *, sums: bool) -> None:
+    """The second half of a backward pass: add the gradients of groups of weights. `sums`: of a sharded network those of all
+    passes are then summed over the ranks."""
+    left = list(groups)
+    for part in with_whole_parameters(network, sums=sums):
+        own, rest = set(part.parameters()), []
+        for group in left:
+            if any(node.variable in own for node in group["params"]):
+                _accumulate_group(group)
+            else:
+                rest.append(group)
+        left = rest
+    assert not left, "each group of weights is of one part"
+
+
+def _accumulate_group(group: dict[str, Any]) -> None:
     """Add the gradients of one group of weights, of those that wait at its nodes (the second half of a backward pass).
 
     As `stage_backward_weight` of torch, which sets gradients itself; here hooks on parameters see them too.

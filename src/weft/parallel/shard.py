@@ -7,7 +7,7 @@ shards.stored["blocks.0.mlp.down.weight"]      # the rows that this rank holds: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,34 @@ def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) ->
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:
-    """Whether the next backward pass sums gradients over the ranks, or adds to those that are not yet summed."""
-    assert isinstance(network, FSDPModule)
-    network.set_requires_gradient_sync(on)
+    """Whether the next backward pass sums gradients over the ranks, or adds to those that are not yet summed. Nothing where the
+    network is not sharded."""
+    if isinstance(network, FSDPModule):
+        network.set_requires_gradient_sync(on)
+
+
+def with_whole_parameters(network: Transformer, *, sums: bool) -> Iterator[nn.Module]:
+    """The parts of a sharded network, one after the other, each with whole parameters while it is at hand: for the second half
+    of a backward pass, which FSDP2's hooks do not see. Then follows what they do: the part's gradients are kept, with `sums`
+    summed over the ranks, and the whole parameters freed. A network that is not sharded is one part, with nothing to be done.
+    """
+    if not isinstance(network, FSDPModule):
+        yield network
+        return
+    for part in (*reversed(network.blocks), network):
+        within = [part] if part is network else part.modules()
+        modules = [module for module in within if isinstance(module, FSDPModule)]
+        for module in modules:  # hooks that a half does run leave the part as it is
+            _after_backward(module, reshards=False, sums=False)
+            module.unshard()
+        yield part
+        for module in reversed(modules):
+            _after_backward(module, reshards=True, sums=sums)
+            for group in fully_shard.state(module)._fsdp_param_groups:  # as `torch.distributed.pipelining.stage` does
+                group.post_backward()
+    fully_shard.state(network)._root_post_backward_final_callback()
+
+
+def _after_backward(module: FSDPModule, *, reshards: bool, sums: bool) -> None:
+    module.set_reshard_after_backward(reshards, recurse=False)
+    module.set_requires_gradient_sync(sums, recurse=False)
