@@ -209,6 +209,7 @@ def test_several_stages_beside_other_degrees(name: str, layout: str, four_ranks:
 HALVED = {
     "gpt2": Case("gpt2", options={"pipeline_schedule": "zero_bubble"}),
     "lora": Case(lora=True, options={"pipeline_schedule": "zero_bubble"}),
+    "tied": staged("zbv", changes=TIED),
     "gemma2": staged("interleaved_zero_bubble", family="gemma2"),
     "recomputed": Case(options={"pipeline_schedule": "zero_bubble", "gradient_checkpointing": True}),
     "some recomputed": staged("zbv", options={"recompute_every": 2}),
@@ -220,17 +221,6 @@ HALVED = {
 @pytest.mark.parametrize("name", list(HALVED))
 def test_halved_passes_of_sharded_stages(name: str, four_ranks: Ranks, tmp_path: Path) -> None:
     compare(HALVED[name], "d2p2", four_ranks, tmp_path)
-
-
-def test_a_matrix_of_both_ends_of_a_rank_is_not_sharded() -> None:
-    family = families.get("llama")
-    tiny = {**family.tiny, "num_hidden_layers": 4}
-    spec = ModelSpec(trained=True, layout="d2p2", pipeline_schedule="zbv")
-    layout = spec.resolve_layout()
-    check_layout(spec, layout, family.config(tiny))
-    check_layout(replace(spec, head="value"), layout, family.config({**tiny, **TIED}))
-    with pytest.raises(ConfigError, match=r"\(tied embeddings\) is not sharded .* write f1, or"):
-        check_layout(spec, layout, family.config({**tiny, **TIED}))
 
 
 @pytest.mark.slow

@@ -70,7 +70,10 @@ def test_parts_of_several_ways_are_kept_once_and_freed_with_the_last() -> None:
     second = Kept.of(giver, ["bb", "ccc"], [first])
     assert giver.read_names == ["a", "bb", "ccc"]
     assert (num_bytes(first), num_bytes(second), num_bytes(first, second)) == (48, 48, 72)
-    assert [(name, float(values[0, 0])) for name, _, values in second.read(["ccc", "bb"])] == [("ccc", 3.0), ("bb", 2.0)]
+    assert [(name, float(values[0, 0])) for name, _, values in second.read(["ccc", "bb"])] == [
+        ("ccc", 3.0),
+        ("bb", 2.0),
+    ]
     assert first.version == second.version == 4
     shared, own = weakref.ref(second.parts["bb"][1]), weakref.ref(first.parts["a"][1])
     del first

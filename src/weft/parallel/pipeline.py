@@ -13,22 +13,22 @@ Nothing is sent but states and their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
 
 from weft.algorithms.base import Output
 from weft.errors import ConfigError, RunError
 from weft.models.network.transformer import Transformer
+from weft.parallel.halves import Group, half_of_input, half_of_weights
 from weft.parallel.microbatch import Microbatch
 from weft.parallel.schedule import Action, Compute, Kind, Message, placement_of, plan
-from weft.parallel.shard import sync_gradients, with_whole_parameters
+from weft.parallel.shard import make_whole, settle, sync_gradients
 
 T = TypeVar("T")
 MOST_SENDS = (
@@ -62,6 +62,7 @@ class Pipeline:
         parameter = next(self.networks[wanted[0]].parameters())
         self.dtype, self.device = dtype or parameter.dtype, parameter.device
         self.width = self.networks[wanted[0]].config.hidden_size
+        self.lends = _lender(self.networks.get(0), self.networks.get(self.placement.num_stages - 1))
         self._count_of = count_of
 
     @property
@@ -133,7 +134,7 @@ class _Pass:
     states: Tensor | None  # that came in, a leaf
     made: Tensor | None  # [T, hidden]: that went out
     losses: list[Tensor]
-    groups: list[dict[str, Any]] = field(default_factory=list)  # of weights, once the inputs' half is done
+    groups: list[Group] = field(default_factory=list)  # of weights, once the inputs' half is done
 
 
 class _Run:
@@ -153,16 +154,27 @@ class _Run:
         if torch.is_grad_enabled():
             for network in self._pipeline.networks.values():
                 sync_gradients(network, False)
-        compute = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
         for action in actions:
             if isinstance(action, Compute):
-                compute[action.half](action.stage, action.microbatch)
+                self._compute(action)
             else:
                 self._message(action)
+        lends = self._pipeline.lends
+        if lends is not None and torch.is_grad_enabled():
+            settle(lends, sums=True)
         for ends in list(self._going):
             self._sent(ends)
 
     # -- computing
+
+    def _compute(self, action: Compute) -> None:
+        lends = self._pipeline.lends if action.stage == self._pipeline.placement.num_stages - 1 else None
+        if lends is not None:
+            make_whole(lends)
+        compute = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
+        compute[action.half](action.stage, action.microbatch)
+        if lends is not None and action.half != "F":
+            settle(lends, sums=False)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         network, given = self._pipeline.networks[stage], self._microbatches[microbatch]
@@ -190,8 +202,8 @@ class _Run:
             sync_gradients(network, True)
         if roots:
             torch.autograd.backward(roots, gradients)
-        elif last:
-            _accumulate(network, [], sums=True)
+        elif last:  # no hook has seen it
+            settle(network, sums=True)
         self._pass_back(stage, microbatch, passed)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
@@ -207,14 +219,8 @@ class _Run:
             self._backward(stage, microbatch)
             return
         roots, gradients = self._roots(stage, microbatch, passed)
-        # What torch does to the roots in the end it cannot do to views.
-        roots = [root.clone() if root.dim() == 0 else root for root in roots]
-        if roots:
-            from torch.distributed.pipelining._backward import stage_backward_input  # slow to import
-
-            weights = [leaf for leaf in _leaves(roots) if leaf is not passed.states]
-            starts = cast(list[Tensor], gradients)  # None of a scalar is 1
-            _, passed.groups = stage_backward_input(roots, starts, [passed.states], iter(weights))
+        assert passed.states is not None, "stages after the first are given states"
+        passed.groups = half_of_input(roots, gradients, passed.states)
         passed.made, passed.losses = None, []
         self._pass_back(stage, microbatch, passed)
         passed.states = None
@@ -224,7 +230,7 @@ class _Run:
             self._backward(stage, microbatch)
         elif (stage, microbatch) in self._passes:
             groups = self._passes.pop((stage, microbatch)).groups
-            _accumulate(self._pipeline.networks[stage], groups, sums=self._is_last(stage))
+            half_of_weights(self._pipeline.networks[stage], groups, sums=self._is_last(stage))
 
     def _is_last(self, stage: int) -> bool:
         """Whether no other pass adds to the stage's gradients after the one that begins."""
@@ -303,60 +309,11 @@ class _Run:
         )
 
 
-def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What a graph begins with: states that came in, and weights, of a sharded network the whole ones, which its modules do not
-    have now."""
-    nodes = [root.grad_fn for root in roots]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node is None:
-            continue
-        if hasattr(node, "variable"):
-            yield node.variable
-        for before, _ in node.next_functions:
-            if before not in seen:
-                seen.add(before)
-                nodes.append(before)
-
-
-def _accumulate(network: Transformer, groups: Sequence[dict[str, Any]], *, sums: bool) -> None:
-    """The second half of a backward pass: add the gradients of groups of weights. `sums`: of a sharded network those of all
-    passes are then summed over the ranks."""
-    left = list(groups)
-    for part in with_whole_parameters(network, sums=sums):
-        own, rest = set(part.parameters()), []
-        for group in left:
-            if any(node.variable in own for node in group["params"]):
-                _accumulate_group(group)
-            else:
-                rest.append(group)
-        left = rest
-    assert not left, "each group of weights is of one part"
-
-
-def _accumulate_group(group: dict[str, Any]) -> None:
-    """Add the gradients of one group of weights, of those that wait at its nodes (the second half of a backward pass).
-
-    As `stage_backward_weight` of torch, which sets gradients itself; here hooks on parameters see them too.
-    """
-    edges, gradients, nodes = [], [], group["intermediates"]
-    for node, waiting in zip(nodes, group["grads"], strict=True):
-        for index, gradient in enumerate(waiting):
-            if gradient is not None:
-                edges.append(GradientEdge(node, index))
-                gradients.append(gradient)
-    # A node may lie before another: it gets what waits there, and not that and what the other sends.
-    clamps = [
-        node.register_prehook(lambda _, own=waiting: own)
-        for node, waiting in zip(nodes, group["grads"], strict=True)
-        if len(nodes) > 1
-    ]
-    try:
-        torch.autograd.backward(edges, gradients, inputs=[node.variable for node in group["params"]])
-    finally:
-        for clamp in clamps:
-            clamp.remove()
+def _lender(first: Transformer | None, last: Transformer | None) -> Transformer | None:
+    """The first stage, where it is here together with the last one, which reads its matrix (tied embeddings)."""
+    if first is None or last is None or first is last or "embed" not in dict(last.named_children()):
+        return None
+    return first if first.embed is last.embed else None
 
 
 def tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:

@@ -21,8 +21,8 @@ class Kept:
 
     @classmethod
     def of(cls, giver: Giver, names: Iterable[str], others: Iterable[Kept] = ()) -> Kept:
-        """Copied one parameter after the other, so the device needs no memory for it. What `others` keep of the same giver at the
-        same moment is theirs too, and freed with the last of them."""
+        """One parameter is copied after the other, so the device needs no memory for it. What `others` keep of the same giver
+        at the same moment is not copied again; it is freed with the last that keeps it."""
         there = {name: part for other in others for name, part in other.parts.items()}
         wanted = list(names)
         parts = {name: there[name] for name in wanted if name in there}

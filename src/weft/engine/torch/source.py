@@ -162,12 +162,6 @@ def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> 
             f"layout={layout}: pipeline_schedule={kind} with {layout.stages_a_rank} stages a rank makes {count} stages of a "
             f"model with {config.num_layers} layers; every stage needs one at least: lower p, or pipeline_stages_per_rank"
         )
-    if layout.fsdp > 1 and layout.placement.turns and config.tied and spec.head == "lm":
-        raise ConfigError(
-            f"layout={layout}: with pipeline_schedule={kind} one rank holds the first and the last stage, and the matrix that "
-            "they share (tied embeddings) is not sharded for both (f above 1); write f1, or "
-            "pipeline_schedule=interleaved_zero_bubble"
-        )
 
 
 def _check_experts(layout: Layout, config: TransformerConfig) -> None:
