@@ -194,7 +194,11 @@ def _gathered(shape: NetworkShape, settings: Settings, *, adds_up: bool) -> int:
     if shape.shards == 1:
         return 0
     elements = min(shape.ends + 2 * shape.block, shape.whole) if settings.reshards else shape.whole
-    gradient = (shape.whole if adds_up else shape.block) * WIDE if settings.trained and shape.trainable == shape.parameters else 0
+    gradient = (
+        (shape.whole if adds_up else shape.block) * WIDE
+        if settings.trained and shape.trainable == shape.parameters
+        else 0
+    )
     return elements * BYTES[settings.dtype] + gradient
 
 

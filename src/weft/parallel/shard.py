@@ -59,6 +59,9 @@ class Shards:
         self._network = network
         self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.stored: dict[str, StoredParameter] = {}
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                _find_rows(module)
         for name, part in canonical(network).items():
             sharded, own = self._own(part.parameter)
             rows = part.rows or slice(0, sharded.shape[0])
@@ -93,6 +96,14 @@ class Shards:
             own = nn.Parameter(_local(sharded.detach()), requires_grad=sharded.requires_grad)
             self._pairs[id(sharded)] = sharded, own
         return self._pairs[id(sharded)]
+
+
+def _find_rows(module: FSDPModule) -> None:
+    """Tell FSDP2 where parameters lie now. A network that was lent one has given it memory after FSDP2 looked, which would then
+    take other memory for uneven rows at the first pass."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
 
 
 def _local(x: Tensor) -> Tensor:
