@@ -16,7 +16,7 @@ from weft.checkpoints import hf_io
 from weft.engine.spec import ModelSpec, PrefixSpec
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
-from weft.parallel.schedule import HALVES, Kind
+from weft.parallel.schedule import Kind
 from weft.registry import families
 from weft.topology import Layout
 
@@ -203,14 +203,32 @@ def test_several_stages_on_each_of_two_processes_more(name: str, ranks: Ranks, t
 @pytest.mark.parametrize("layout", ["d2p2", "d2f1p2", "t2p2", "c2p2"])
 @pytest.mark.parametrize("name", list(SEVERAL))
 def test_several_stages_beside_other_degrees(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    case = SEVERAL[name]
-    if layout == "d2p2" and case.options["pipeline_schedule"] in HALVES:
-        with pytest.raises(ConfigError, match="write f1, or pipeline_schedule=interleaved_1f1b"):
-            config = families.get(case.family).config({**families.get(case.family).tiny, **case.changes})
-            spec = ModelSpec(trained=True, layout=layout, **case.options)
-            check_layout(spec, spec.resolve_layout(), config)
-        return
-    compare(case, layout, four_ranks, tmp_path)
+    compare(SEVERAL[name], layout, four_ranks, tmp_path)
+
+
+HALVED = {
+    "gpt2": Case("gpt2", options={"pipeline_schedule": "zero_bubble"}),
+    "lora": Case(lora=True, options={"pipeline_schedule": "zero_bubble"}),
+    "tied": staged("zbv", changes=TIED),
+    "gemma2": staged("zbv", family="gemma2"),
+    "interleaved": staged("interleaved_zero_bubble", changes=TIED),
+    "recomputed": Case(options={"pipeline_schedule": "zero_bubble", "gradient_checkpointing": True}),
+    "some recomputed": staged("zbv", options={"recompute_every": 2}),
+    "not shared out": staged("zbv", options={"zero_stage": 1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(HALVED))
+def test_halved_passes_of_sharded_stages(name: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    compare(HALVED[name], "d2p2", four_ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
+def test_halved_passes_of_sharded_experts(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
+    case = staged(schedule, family="mixtral", options={"router_aux_loss_coef": 0.1})
+    compare(case, "d2f2p2e2", four_ranks, tmp_path)
 
 
 @pytest.mark.slow

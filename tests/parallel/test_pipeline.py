@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input
 from torch.testing import assert_close
 
 from tests.models.common import sequences, tiny
@@ -25,7 +24,6 @@ from weft.models.network.parameters import canonical
 from weft.models.network.transformer import Transformer
 from weft.parallel.microbatch import Microbatch
 from weft.parallel.pipeline import Outputs, Pipeline, sum_tied_gradients, tied_copies
-from weft.parallel.pipeline import _accumulate as accumulate
 from weft.parallel.schedule import Kind, placement_of
 from weft.topology import stage_of, stages_of
 
@@ -341,21 +339,6 @@ def test_hooks_of_parameters_see_both_halves() -> None:
     for network in networks.values():
         for name, part in canonical(network).items():
             assert_close(part.of(taken[part.parameter]), expected.gradients[name], rtol=1e-12, atol=1e-12)
-
-
-def test_the_halves_of_a_weight_that_is_used_twice_in_a_row() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(4, 4, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
-
-    def value() -> Tensor:
-        y = (x @ w).tanh() @ w
-        return y + y.square()
-
-    expected = torch.autograd.grad(value().sum(), (x, w))
-    _, groups = stage_backward_input([value().sum().clone()], None, [x], iter([w]))
-    for group in groups:
-        accumulate(group)
-    assert_close((x.grad, w.grad), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_stages_of_another_rank_are_refused() -> None:

@@ -62,8 +62,7 @@ class ManyDevices:
         return done
 
     def _staged(self, pipeline: Pipeline, prepared: list[Prepared], work: Work[T], *, trains: bool) -> list[T]:
-        """Through the stages of a pipeline. Sharded gradients are summed at every backward pass: which is a rank's last one is
-        the schedule's."""
+        """Through the stages of a pipeline. Each sums its sharded gradients over the ranks after its last backward pass."""
         if not prepared:
             return []
         given = [each.given for each in prepared]

@@ -164,7 +164,9 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
     width = BYTES[settings.dtype]
     apart = settings.dtype != "float32"
     on_device = 0 if settings.offload_optimizer else 1
+    works = list(works)
     calls = [_call(shape, settings, trainable, work) for work in works]
+    adds_up = any(work.backward and work.parts > 1 for work in works)
     parameters = (shape.parameters - shape.rounded) * width + shape.rounded_bytes
     masters = trainable * WIDE * apart * on_device
     state = _states(shape, settings, trainable) * on_device
@@ -178,20 +180,25 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
         activations=max((activations for activations, _, _ in calls), default=0),
         cache=cache,
         call=max((most for _, _, most in calls), default=0)
-        + (_gathered(shape, settings) if calls else 0)
+        + (_gathered(shape, settings, adds_up=adds_up) if calls else 0)
         + (shape.widest * width if shape.rounded else 0),
         kept=kept,
         away=(parameters + masters + kept) * settings.weights_leave + state * settings.optimizer_leaves,
     )
 
 
-def _gathered(shape: NetworkShape, settings: Settings) -> int:
+def _gathered(shape: NetworkShape, settings: Settings, *, adds_up: bool) -> int:
     """What ranks that share parameters put together: embedding and output matrix, a block and the next one, which is on its
-    way, and that block's gradient before it is shared out; all parameters where they are not shared out in between."""
+    way, and that block's gradient before it is shared out; all parameters where they are not shared out in between, and all
+    gradients where those of several micro-batches add up before (`adds_up`)."""
     if shape.shards == 1:
         return 0
     elements = min(shape.ends + 2 * shape.block, shape.whole) if settings.reshards else shape.whole
-    gradient = shape.block * WIDE if settings.trained and shape.trainable == shape.parameters else 0
+    gradient = (
+        (shape.whole if adds_up else shape.block) * WIDE
+        if settings.trained and shape.trainable == shape.parameters
+        else 0
+    )
     return elements * BYTES[settings.dtype] + gradient
 
 

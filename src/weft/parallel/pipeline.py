@@ -15,19 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
 
 from weft.algorithms.base import Output
 from weft.errors import ConfigError, RunError
 from weft.models.network.transformer import Transformer
+from weft.parallel.halves import Group, half_of_input, half_of_weights
 from weft.parallel.microbatch import Microbatch
 from weft.parallel.schedule import Action, Compute, Kind, Message, placement_of, plan
+from weft.parallel.shard import make_whole, settle, sync_gradients
 
 T = TypeVar("T")
 MOST_SENDS = (
@@ -61,6 +62,7 @@ class Pipeline:
         parameter = next(self.networks[wanted[0]].parameters())
         self.dtype, self.device = dtype or parameter.dtype, parameter.device
         self.width = self.networks[wanted[0]].config.hidden_size
+        self.lends = _lender(self.networks.get(0), self.networks.get(self.placement.num_stages - 1))
         self._count_of = count_of
 
     @property
@@ -132,7 +134,7 @@ class _Pass:
     states: Tensor | None  # that came in, a leaf
     made: Tensor | None  # [T, hidden]: that went out
     losses: list[Tensor]
-    groups: list[dict[str, Any]] = field(default_factory=list)  # of weights, once the inputs' half is done
+    groups: list[Group] = field(default_factory=list)  # of weights, once the inputs' half is done
 
 
 class _Run:
@@ -146,18 +148,33 @@ class _Run:
         self._made: dict[Ends, Tensor] = {}  # to be sent, or for another stage of this rank
         self._coming: dict[Ends, tuple[Tensor, dist.Work]] = {}
         self._going: dict[Ends, tuple[Tensor, dist.Work]] = {}
+        self._left = dict.fromkeys(pipeline.networks, len(microbatches))  # whose gradients a stage has not got yet
 
     def run(self, actions: Sequence[Action]) -> None:
-        compute = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
+        if torch.is_grad_enabled():
+            for network in self._pipeline.networks.values():
+                sync_gradients(network, False)
         for action in actions:
             if isinstance(action, Compute):
-                compute[action.half](action.stage, action.microbatch)
+                self._compute(action)
             else:
                 self._message(action)
+        lends = self._pipeline.lends
+        if lends is not None and torch.is_grad_enabled():
+            settle(lends, sums=True)
         for ends in list(self._going):
             self._sent(ends)
 
     # -- computing
+
+    def _compute(self, action: Compute) -> None:
+        lends = self._pipeline.lends if action.stage == self._pipeline.placement.num_stages - 1 else None
+        if lends is not None:
+            make_whole(lends)
+        compute = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
+        compute[action.half](action.stage, action.microbatch)
+        if lends is not None and action.half != "F":
+            settle(lends, sums=False)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         network, given = self._pipeline.networks[stage], self._microbatches[microbatch]
@@ -178,10 +195,15 @@ class _Run:
             self._passes[stage, microbatch] = _Pass(states, made, losses)
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        passed = self._passes.pop((stage, microbatch))
+        network, passed = self._pipeline.networks[stage], self._passes.pop((stage, microbatch))
         roots, gradients = self._roots(stage, microbatch, passed)
+        last = self._is_last(stage)
+        if last:
+            sync_gradients(network, True)
         if roots:
             torch.autograd.backward(roots, gradients)
+        elif last:  # no hook has seen it
+            settle(network, sums=True)
         self._pass_back(stage, microbatch, passed)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
@@ -197,14 +219,8 @@ class _Run:
             self._backward(stage, microbatch)
             return
         roots, gradients = self._roots(stage, microbatch, passed)
-        # What torch does to the roots in the end it cannot do to views.
-        roots = [root.clone() if root.dim() == 0 else root for root in roots]
-        weights = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        if roots:
-            from torch.distributed.pipelining._backward import stage_backward_input  # slow to import
-
-            starts = cast(list[Tensor], gradients)  # None of a scalar is 1
-            _, passed.groups = stage_backward_input(roots, starts, [passed.states], iter(weights))
+        assert passed.states is not None, "stages after the first are given states"
+        passed.groups = half_of_input(roots, gradients, passed.states)
         passed.made, passed.losses = None, []
         self._pass_back(stage, microbatch, passed)
         passed.states = None
@@ -213,8 +229,13 @@ class _Run:
         if stage == 0:
             self._backward(stage, microbatch)
         elif (stage, microbatch) in self._passes:
-            for group in self._passes.pop((stage, microbatch)).groups:
-                _accumulate(group)
+            groups = self._passes.pop((stage, microbatch)).groups
+            half_of_weights(self._pipeline.networks[stage], groups, sums=self._is_last(stage))
+
+    def _is_last(self, stage: int) -> bool:
+        """Whether no other pass adds to the stage's gradients after the one that begins."""
+        self._left[stage] -= 1
+        return self._left[stage] == 0
 
     def _roots(self, stage: int, microbatch: int, passed: _Pass) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a backward pass begins, and with which gradients."""
@@ -288,28 +309,11 @@ class _Run:
         )
 
 
-def _accumulate(group: dict[str, Any]) -> None:
-    """Add the gradients of one group of weights, of those that wait at its nodes (the second half of a backward pass).
-
-    As `stage_backward_weight` of torch, which sets gradients itself; here hooks on parameters see them too.
-    """
-    edges, gradients, nodes = [], [], group["intermediates"]
-    for node, waiting in zip(nodes, group["grads"], strict=True):
-        for index, gradient in enumerate(waiting):
-            if gradient is not None:
-                edges.append(GradientEdge(node, index))
-                gradients.append(gradient)
-    # A node may lie before another: it gets what waits there, and not that and what the other sends.
-    clamps = [
-        node.register_prehook(lambda _, own=waiting: own)
-        for node, waiting in zip(nodes, group["grads"], strict=True)
-        if len(nodes) > 1
-    ]
-    try:
-        torch.autograd.backward(edges, gradients, inputs=[node.variable for node in group["params"]])
-    finally:
-        for clamp in clamps:
-            clamp.remove()
+def _lender(first: Transformer | None, last: Transformer | None) -> Transformer | None:
+    """The first stage, where it is here together with the last one, which reads its matrix (tied embeddings)."""
+    if first is None or last is None or first is last or "embed" not in dict(last.named_children()):
+        return None
+    return first if first.embed is last.embed else None
 
 
 def tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:

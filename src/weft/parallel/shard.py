@@ -7,7 +7,7 @@ shards.stored["blocks.0.mlp.down.weight"]      # the rows that this rank holds: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,26 +26,29 @@ from weft.parallel.mesh import RankMesh
 def shard(
     networks: Iterable[Transformer], mesh: RankMesh, device: torch.device, dtype: torch.dtype, *, reshard: bool = True
 ) -> None:
-    """Give each rank its rows of every parameter: of each of a network's blocks and of what is left of it. Where ranks hold
-    some experts each, those that hold the same share them. Gradients are sums over the ranks, in float32 at least; `dtype` is
-    what is computed in. Without `reshard` whole parameters stay from the forward to the backward pass: more memory, half the
-    traffic."""
+    """Give each rank its rows of every parameter: of each of a network's blocks and of what is left of it. A parameter of
+    several networks is sharded with the first of them, which lends it to the others. Where ranks hold some experts each, those
+    that hold the same share them. Gradients are sums over the ranks, in float32 at least; `dtype` is what is computed in.
+    Without `reshard` whole parameters stay from the forward to the backward pass: more memory, half the traffic."""
     half = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if half else None, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
     shards = mesh.shards(device)
     apart = mesh.shards(device, experts=True) if mesh.layout.expert > 1 else None
-    parts: list[tuple[list[nn.Module], DeviceMesh]] = []
     for network in networks:
+        parts: list[tuple[list[nn.Module], DeviceMesh]] = []
+        lent: set[nn.Parameter] = {parameter for parameter in network.parameters() if isinstance(parameter, DTensor)}
         if apart is not None:
             stacks = [module.experts for module in network.modules() if isinstance(module, MoE)]
             parts += [(list(experts.values()), apart) for experts in stacks]
         parts += [([part], shards) for part in (*network.blocks, network)]
-    for modules, within in parts:
-        wrapped, *_ = fully_shard(modules, mesh=within, mp_policy=policy, reshard_after_forward=reshard)
-        wrapped.set_gradient_divide_factor(1.0)
-        wrapped.set_force_sum_reduction_for_comms(True)
+        for modules, within in parts:
+            wrapped, *_ = fully_shard(
+                modules, mesh=within, mp_policy=policy, reshard_after_forward=reshard, ignored_params=lent
+            )
+            wrapped.set_gradient_divide_factor(1.0)
+            wrapped.set_force_sum_reduction_for_comms(True)
 
 
 class Shards:
@@ -56,6 +59,9 @@ class Shards:
         self._network = network
         self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.stored: dict[str, StoredParameter] = {}
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                _find_rows(module)
         for name, part in canonical(network).items():
             sharded, own = self._own(part.parameter)
             rows = part.rows or slice(0, sharded.shape[0])
@@ -92,6 +98,14 @@ class Shards:
         return self._pairs[id(sharded)]
 
 
+def _find_rows(module: FSDPModule) -> None:
+    """Tell FSDP2 where parameters lie now. A network that was lent one has given it memory after FSDP2 looked, which would then
+    take other memory for uneven rows at the first pass."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
+
+
 def _local(x: Tensor) -> Tensor:
     assert isinstance(x, DTensor), "a parameter of a sharded network"
     return x.to_local()
@@ -124,6 +138,58 @@ def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) ->
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:
-    """Whether the next backward pass sums gradients over the ranks, or adds to those that are not yet summed."""
-    assert isinstance(network, FSDPModule)
-    network.set_requires_gradient_sync(on)
+    """Whether the next backward pass sums gradients over the ranks, or adds to those that are not yet summed. Nothing where the
+    network is not sharded."""
+    if isinstance(network, FSDPModule):
+        network.set_requires_gradient_sync(on)
+
+
+def with_whole_parameters(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
+    """The parts of a sharded network, one after the other, each with whole parameters while it is at hand: for the second half
+    of a backward pass, which FSDP2's hooks do not see. Then its gradients are kept, with `sums` summed over the ranks, and the
+    whole parameters freed. A network that is not sharded is one part, with nothing to be done."""
+    if not isinstance(network, FSDPModule):
+        yield network
+        return
+    for part, modules in _parts(network):
+        for module in modules:  # hooks that a half does run leave the part as it is
+            _after_backward(module, reshards=False, sums=False)
+            module.unshard()
+        yield part
+        _settle(modules, sums=sums)
+    network._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def settle(network: nn.Module, *, sums: bool) -> None:
+    """After a backward pass of a sharded network that hooks have not seen: keep its gradients or, with `sums`, sum all that are
+    kept over the ranks; free whole parameters."""
+    if isinstance(network, FSDPModule):
+        for _, modules in _parts(network):
+            _settle(modules, sums=sums)
+        network._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def make_whole(network: nn.Module) -> None:
+    """What a sharded network has beside its blocks."""
+    if isinstance(network, FSDPModule):
+        network.unshard()
+
+
+def _parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
+    """The blocks, last first, and the rest, as a backward pass comes by; with the modules whose parameters are each's."""
+    assert isinstance(network, Transformer)
+    for part in (*reversed(network.blocks), network):
+        within = [part] if part is network else part.modules()
+        yield part, [module for module in within if isinstance(module, FSDPModule)]
+
+
+def _settle(modules: Sequence[FSDPModule], *, sums: bool) -> None:
+    for module in reversed(modules):
+        _after_backward(module, reshards=True, sums=sums)
+        for group in module._get_fsdp_state()._fsdp_param_groups:  # as `torch.distributed.pipelining.stage` does
+            group.post_backward()
+
+
+def _after_backward(module: FSDPModule, *, reshards: bool, sums: bool) -> None:
+    module.set_reshard_after_backward(reshards, recurse=False)
+    module.set_requires_gradient_sync(sums, recurse=False)

@@ -223,7 +223,10 @@ class Move:
         roles, way = process.worker.roles, process.reallocations[self.key]
         giver: Giver | None = roles.at(self.source)
         if giver is not None and self.kept is not None:
-            giver = process.kept.pop((self.key, self.kept))
+            alike = process.kept[self.source, self.kept]
+            giver = alike.pop(self.key)
+            if not alike:
+                del process.kept[self.source, self.kept]
         with roles.refreshing(self.target, self.weights) as taker:
             return way.move(giver, taker, eta=self.eta).version
 
@@ -239,7 +242,8 @@ class Keep:
     def run(self, process: DeviceProcess, number: int) -> None:
         engine = process.worker.roles.at(self.source)
         assert engine is not None, "the ranks of the source keep"
-        process.kept[self.key, self.kept] = Kept.of(engine, process.reallocations[self.key].gives)
+        alike = process.kept.setdefault((self.source, self.kept), {})
+        alike[self.key] = Kept.of(engine, process.reallocations[self.key].gives, alike.values())
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, backend_of
 from weft.realloc.execute import Reallocation
 from weft.realloc.kept import Kept
+from weft.runtime.roles import Place
 from weft.runtime.worker import Worker
 
 COLLECTIVE_SECONDS = 1800.0  # a rank that waits longer for the others of a collective gives up
@@ -98,7 +99,8 @@ class DeviceProcess:
         self.groups: ProcessGroups | None = None
         self._worker: Worker | None = None
         self.reallocations: dict[str, Reallocation] = {}
-        self.kept: dict[tuple[str, int], Kept] = {}  # weights that are no longer the newest, by way and version
+        # Weights that are no longer the newest, by whose they are and their version, then by the way that they go.
+        self.kept: dict[tuple[Place, int], dict[str, Kept]] = {}
         self.trace: Trace | None = None
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()

@@ -26,7 +26,6 @@ from weft.models.network.quantized import Kind
 from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context, experts, tensor
 from weft.parallel.mesh import RankMesh
-from weft.parallel.schedule import HALVES
 from weft.topology import Coordinates, Layout, Slice, whole
 
 
@@ -162,12 +161,6 @@ def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> 
         raise ConfigError(
             f"layout={layout}: pipeline_schedule={kind} with {layout.stages_a_rank} stages a rank makes {count} stages of a "
             f"model with {config.num_layers} layers; every stage needs one at least: lower p, or pipeline_stages_per_rank"
-        )
-    if layout.pipeline > 1 and layout.fsdp > 1 and kind in HALVES:
-        whole = "1f1b" if layout.stages_a_rank == 1 else "interleaved_1f1b"
-        raise ConfigError(
-            f"layout={layout}: pipeline_schedule={kind} halves backward passes, which sharded parameters (f above 1) do "
-            f"not; write f1, or pipeline_schedule={whole}"
         )
 
 
