@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from weft.data import chat, rendered, tokenizer_files
+from weft.data import chat, rendered, template_check, tokenizer_files
 from weft.data.dress import Dress, with_prefix
 from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
-from weft.data.template_check import template_problem
+from weft.data.template_check import template_problem, within
 from weft.data.turns import Template, leading_token
 from weft.errors import ConfigError, DataError
 from weft.reading import reading
@@ -114,7 +114,7 @@ class Tokenizer:
         problem = template_problem(self.require_chat_template())
         if problem is not None:
             raise tokenizer_files.bad_template(self.name, problem, self.option)
-        with reading("the chat template refuses these messages", DataError):
+        with reading(chat.REFUSES, DataError), within(template_check.CONVERSATION_SECONDS):
             text = self.hf.apply_chat_template(
                 [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )

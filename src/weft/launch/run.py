@@ -127,11 +127,13 @@ def check_mode(mode: str) -> None:
 
 def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool, show: Show | None) -> RunResult:
     from weft.launch.assemble import assemble
+    from weft.launch.damaged import damaged_weights
     from weft.runtime.supervised import Wire
 
     driven = Driven(
         assemble(experiment, directory, mode, anew=Wire.of(os.environ).restarts > 0, show=show),
         lambda: assemble(experiment, directory, mode, anew=True, show=show),
         comes_back=experiment.control.recover_mode == "auto",
+        damaged=lambda: damaged_weights(experiment),
     )
     return RunResult(driven.run(goes_on=goes_on), directory.path)
