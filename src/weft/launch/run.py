@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, unknown_name
 from weft.experiment import Experiment
+from weft.experiments._models import settled_roles
 from weft.launch import foreign
 from weft.launch.recover import Driven
 from weft.observe.sinks import check_sinks
@@ -96,7 +97,7 @@ def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
 def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = True) -> tuple[Experiment, str]:
     """(the experiment, its mode) once all is checked that needs no torch; without `data` but for the data."""
     foreign.check(os.environ)
-    experiment = config if isinstance(config, Experiment) else config.build()
+    experiment = settled_roles(config) if isinstance(config, Experiment) else config.build()
     mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
     check_mode(mode)
     os.environ.update(experiment.control.env)
