@@ -51,6 +51,10 @@ class RunError(WeftError, RuntimeError):
     """A run that cannot go on: a non-finite loss, a full disk, an expired deadline. Exit code 1."""
 
 
+class NotFinite(RunError):
+    """A loss, a gradient or logits that are no numbers: training has diverged, or weights were damaged from the start."""
+
+
 class DevicesLost(RunError):
     """Devices of a run are gone, or do not answer; others can go on from the run's last recovery point."""
 

@@ -79,3 +79,14 @@ def test_a_file_that_holds_no_options_is_an_error(tmp_path: Path, text: str) -> 
     file.write_text(text)
     with pytest.raises(ConfigError, match="--config"):
         overrides.read_file(str(file))
+
+
+def test_an_option_set_to_several_values_is_told() -> None:
+    def told(*words: str) -> list[str]:
+        return overrides.repeated(overrides.parse(words))
+
+    assert told("a.b=4", "c=1", "a.b=8") == ["a.b=4 and a.b=8 are both set; the last counts"]
+    assert told("a=1", "a=2", "a=1") == ["a=2 and a=1 are both set; the last counts"]
+    assert told("a=1", "a=2", "a=3") == ["a=1, a=2 and a=3 are all set; the last counts"]
+    assert told("a=1", "a=1", "b={x: 1}", "b={y: 2}") == []
+    assert overrides.repeated([overrides.Override("a", 1), overrides.Override("a", 2)]) == [], "a file, and one over it"

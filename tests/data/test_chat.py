@@ -12,6 +12,8 @@ import templates
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from weft.data import template_check
+from weft.data.chat import generation_spans
 from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
@@ -391,3 +393,17 @@ def test_a_tokenizer_with_a_template_for_tools(with_template: Make) -> None:
     assert trained(tokenizer, found.ids, found.mask) == ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]
     other = with_template({"default": templates.CHATML, "tool_use": templates.CALLS})
     assert tokenizer.fingerprint != other.fingerprint
+
+
+def test_a_template_that_ends_for_a_greeting_alone_is_stopped(
+    with_template: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = "{% generation %}{% endgeneration %}"
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = with_template(f"{{% if messages | length > 3 %}}{loop}{{% endif %}}{marks}{templates.CHATML}")
+    monkeypatch.setattr(template_check, "CONVERSATION_SECONDS", 0.05)
+    talk = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+    with pytest.raises(DataError, match=r"refuses these messages: does not end within 0\.05 s"):
+        tokenizer.encode_chat(talk)
+    with pytest.raises(DataError, match=r"refuses these messages: does not end within 0\.05 s"):
+        generation_spans(str(tokenizer.chat_template), talk, None, {})

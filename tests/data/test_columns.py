@@ -165,3 +165,10 @@ def test_a_column_whose_own_name_has_a_dot(tmp_path):
     file = write(tmp_path / "dots.jsonl", [{"a.b": 1, "a": {"b": 2}, "c": 3}])
     ((_, row),) = rows_of(str(file), None, {"x": "a.b"})
     assert row == {"a": {"b": 2}, "c": 3, "x": 1}
+
+
+@pytest.mark.parametrize("key", ["prompt_key", "answer_key", "id_key"])
+def test_a_column_without_a_name_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"dataset\.args\.{key}='': is empty"):
+        check_names({}, "prompt_answer", {key: ""})
+    check_names({}, "prompt_answer", {key: "a", "other": ""})

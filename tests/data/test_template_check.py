@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -50,5 +51,19 @@ def test_what_ends_in_time_is_left_alone() -> None:
         pass
     time.sleep(0.04)
     with pytest.raises(TookTooLong), within(0.02):
+        while True:
+            pass
+
+
+def test_many_short_ones_are_watched_by_one_thread_which_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_check, "IDLE", 0.1)
+    for _ in range(100):
+        with within(5.0):
+            pass
+    watching = [thread for thread in threading.enumerate() if thread.name == "weft-templates"]
+    assert len(watching) == 1
+    watching[0].join(10.0)
+    assert not watching[0].is_alive()
+    with pytest.raises(TookTooLong, match=r"does not end within 0\.02 s"), within(0.02):
         while True:
             pass

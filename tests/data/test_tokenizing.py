@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import templates
 
-from weft.data import tokenizing
+from weft.data import tokenizer_files, tokenizing
 from weft.data.datasets.chat import Chat
 from weft.data.datasets.prompt import Prompt
 from weft.data.datasets.prompt_answer import PromptAnswer
@@ -141,3 +141,27 @@ def test_progress_is_one_line_without_a_terminal(
     tokenize(PromptAnswer(), Lengths(), tokenizer, Source(source.path, cache_dir=source.cache_dir, num_workers=0))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("tokenizing rows.jsonl: 1,100 rows in ")
+
+
+@pytest.mark.parametrize("overlong", ["drop", "error", "truncate"])
+def test_a_text_that_is_too_long_for_certain_is_not_tokenized(
+    overlong: str, source: Source, rows: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_files, "NEVER_REFUSED", 300)
+    given = [*load(rows)[:3], {"prompt": "ab" * 5000, "answer": "c"}]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in given))
+    lengths = Lengths(max_seqlen=12, overlong=overlong)
+    seen: list[int] = []
+    encoded = tokenizer_files.encoded
+    monkeypatch.setattr(
+        tokenizer_files,
+        "encoded",
+        lambda hf, text, most=None, **more: (encoded(hf, text, most, **more), seen.append(len(text)))[0],
+    )
+    if overlong == "error":
+        with pytest.raises(DataError, match=r"rows\.jsonl:4: .*the row has at least [\d,]+ tokens, .*max_seqlen=12"):
+            tokenize(PromptAnswer(), lengths, tokenizer, source)
+    else:
+        table = tokenize(PromptAnswer(), lengths, tokenizer, source)
+        assert (len(table), table.report.dropped) == ((3, 1) if overlong == "drop" else (4, 0))
+    assert (max(seen) > 300) == (overlong == "truncate"), "rows that are cut are read whole, and give the same tokens"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import yaml
 
 from weft.errors import CheckpointError, ConfigError
 from weft.experiments import DPOConfig, PPOConfig, SFTConfig
-from weft.experiments._models import option_of, settled
+from weft.experiments._models import option_of, settled, settled_roles
 from weft.options import to_mapping
 
 
@@ -128,3 +130,33 @@ def test_types_without_a_family_go_to_transformers(runs: Path) -> None:
         config(SFTConfig, model={"path": "runs/e/bloom", "backend": "torch"}).build()
     with pytest.raises(ConfigError, match=r"^model\.tokenizer\.add_tokens=.* keeps their vocabulary"):
         config(SFTConfig, model={"path": "runs/e/bloom", "tokenizer": {"add_tokens": ["<x>"]}}).build()
+
+
+def test_a_reward_model_without_a_score_head_is_told_and_one_from_scratch_is_not(runs: Path) -> None:
+    plain = checkpoint(runs / "e" / "plain", "model/step1", architectures=["LlamaForCausalLM"])
+    notes = "are noise|is a language model without a score head"
+
+    def told(**rew: Any) -> list[str]:
+        roles = {"actor": {"path": str(plain)}, "critic": {"path": str(plain)}, "rew": rew}
+        built = config(PPOConfig, **roles).build()
+        assert settled_roles(built).roles == built.roles, "once more changes nothing"
+        return [note for spec in built.roles.values() for note in spec.notes if re.search(notes, note)]
+
+    (note,) = told(path=str(plain))
+    assert note.startswith(f"rew.path={plain}: is a language model without a score head")
+    assert told(path="runs/e/rm") == [] == told(path="runs/e/sft"), "the second does not say what it is"
+    assert told(path=str(plain), init_from_scratch=True) == []
+
+
+def test_an_experiment_of_a_users_code_names_runs_too(runs: Path) -> None:
+    built = config(SFTConfig, model={"path": "runs/e/sft"}).build()
+    raw = replace(built, roles={"model": replace(built.roles["model"], path="runs/e/sft", notes=())})
+    found = settled_roles(raw).roles["model"]
+    assert found.path == "runs/e/sft/checkpoints/model/step2"
+    assert any("the newest checkpoint of model" in note for note in found.notes)
+    strange = checkpoint(runs / "e" / "strange", "model/step1", model_type="nobodys")
+    other = replace(raw, roles={"model": replace(raw.roles["model"], path=str(strange), backend="auto")})
+    assert (settled_roles(other).roles["model"].backend, "slower" in settled_roles(other).roles["model"].notes[0]) == (
+        "hf",
+        True,
+    )

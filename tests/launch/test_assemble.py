@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.launch.cases import dpo, ppo, prepare
+from tests.launch.cases import distill, dpo, ppo, prepare
 from weft.engine.torch.adapters_off import AdaptersOff
 from weft.errors import ConfigError
 from weft.launch import run
-from weft.launch.assemble import check_layouts, with_dtypes
+from weft.launch.assemble import check_cache, check_layouts, check_stop_ids, load_tokenizers, with_dtypes
 from weft.runtime import roles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -104,3 +104,30 @@ def test_layouts_that_a_network_cannot_have_are_refused_by_name(
         setattr(getattr(config, group), field, value)
     with pytest.raises(ConfigError, match=message):
         check_layouts(config.build())
+
+
+def test_a_cache_without_room_for_one_sequence_is_refused_with_what_would_do(root: Path) -> None:
+    config = ppo(root, "cache")
+    config.ppo.gen.kv_cache_gb = 2e-6
+    with pytest.raises(
+        ConfigError, match=r"gen\.kv_cache_gb=2e-06: holds .* of \d tokens, .* may have 26; write"
+    ) as refused:
+        check_cache(with_dtypes(config.build(), CPU), 20)
+    config.ppo.gen.kv_cache_gb = float(str(refused.value).split("write ")[1].split()[0])
+    check_cache(with_dtypes(config.build(), CPU), 20)
+
+
+def test_where_rows_have_completions_the_longest_row_is_no_prompt(root: Path) -> None:
+    config = distill(root, "cache-mixed")
+    config.distill.gen.kv_cache_gb = 1e-5
+    check_cache(with_dtypes(config.build(), CPU), 10**6)
+
+
+def test_ids_that_the_model_has_not_end_no_completion(root: Path) -> None:
+    config = ppo(root, "stops")
+    tokenizers = load_tokenizers(config.build())
+    config.ppo.gen.stop_ids = [3]
+    check_stop_ids(config.build(), tokenizers)
+    config.ppo.gen.stop_ids = [3, 10**6]
+    with pytest.raises(ConfigError, match=r"gen\.stop_ids=\[3, 1000000\]: actor has a vocabulary of [\d,]+ tokens"):
+        check_stop_ids(config.build(), tokenizers)

@@ -102,3 +102,20 @@ def test_a_file_of_two_names_counts_once_and_links_out_are_not_followed(tmp_path
     (run / "outside").symlink_to(tmp_path / "big")
     os.link(run / "metrics.jsonl", run / "again.jsonl")
     assert list_runs(tmp_path)[0].num_bytes < before + 1000
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "metric"),
+    [
+        ("rw", "train/accuracy"),
+        ("dpo", "actor_train/rewards/accuracies"),
+        ("sft", "actor_train/loss"),
+        ("ppo", "actor_train/loss"),
+    ],
+)
+def test_models_that_judge_show_their_accuracy(algorithm: str, metric: str, tmp_path: Path) -> None:
+    lines = {"eval/accuracy": 0.1, "train/accuracy": 0.7, "actor_train/rewards/accuracies": 0.6}
+    run = write_run(tmp_path / "e" / "t", **lines)
+    (run / "run.json").write_text(json.dumps({"algorithm": algorithm}))
+    (found,) = list_runs(tmp_path)
+    assert found.metric == metric

@@ -28,6 +28,7 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -95,6 +96,16 @@ class WeightFiles:
                 raise CheckpointError(
                     f"{self.directory}: {name} is {kind}, and weights are floats; use unquantized weights"
                 )
+
+    def not_finite(self) -> str | None:
+        """The first tensor that holds a NaN or an infinity, with its file. Reads all of them."""
+        for name in self.names:
+            values = self.read(name)
+            if values.dtype in CHECKED and not bool(values.isfinite().all()):
+                file = self.stored[name].file if name in self.stored else self.directory
+                count = int((~values.isfinite()).count_nonzero())
+                return f"{file}: {name} holds {count:,} of {values.numel():,} numbers that are NaN or infinite"
+        return None
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
         """`tensor[where]` in the dtype it is stored in. Only those bytes are read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from weft.reading import read_yaml, reading, reason, shortened
 
 @dataclass(frozen=True)
 class Override:
-    """One assignment of the command line. `removed` is `~key`: back to the default."""
+    """One assignment. `removed` is `~key`: back to the default. `typed`: a word of the command line, as it stands there."""
 
     name: str
     value: Any
     removed: bool = False
+    typed: str | None = field(default=None, compare=False)
 
 
 def parse(words: Sequence[str]) -> list[Override]:
@@ -43,8 +44,23 @@ def parse(words: Sequence[str]) -> list[Override]:
         value: Any = found.value()
         if isinstance(value, (bool, int, float)) or (value is None and "=" in word):
             value = Scalar(value, word.split("=", 1)[1].strip())
-        overrides.append(Override(found.key_or_group, value, removed=found.is_delete()))
+        overrides.append(Override(found.key_or_group, value, removed=found.is_delete(), typed=word))
     return overrides
+
+
+def repeated(overrides: Sequence[Override]) -> list[str]:
+    """A note for each option that the command line sets to several values, of which the last counts."""
+    words: dict[str, list[str]] = {}
+    for each in overrides:
+        if each.typed is not None and not isinstance(each.value, Mapping):  # mappings add to each other
+            words.setdefault(each.name, []).append(shortened(each.typed))
+    return [
+        f"{', '.join(given[:-1])} and {given[-1]} are all set; the last counts"
+        if len(given) > 2
+        else f"{given[0]} and {given[1]} are both set; the last counts"
+        for given in (list(dict.fromkeys(reversed(words)))[::-1] for words in words.values())
+        if len(given) > 1
+    ]
 
 
 def _unreadable(word: str, error: Exception) -> ConfigError:

@@ -174,6 +174,7 @@ def configure(
 ) -> tuple[Config, list[str]]:
     """(`base` with the assignments made, notes on other spellings). Raises `ConfigError`."""
     assignments, notes = translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
+    notes = [*overrides.repeated(values), *notes]
     nested: dict[str, Any] = {}
     for assignment in assignments:
         _check_group(base, assignment)

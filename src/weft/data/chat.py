@@ -13,14 +13,16 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from weft.data import rendered
+from weft.data import rendered, template_check
 from weft.data.messages import Message
 from weft.data.prefix import common_prefix
+from weft.data.template_check import within
 from weft.data.turns import Span, Template, assistant_spans
 from weft.errors import DataError
 from weft.reading import reading
 
 UNTRAINED = "messages[] after the last reply"
+REFUSES = "the chat template refuses these messages"
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -30,7 +32,7 @@ def generation_spans(
     """Character spans of the `{% generation %}` blocks of a rendered conversation; None for a template without them."""
     if not MARKER.search(template):
         return None
-    with reading("the chat template refuses these messages", DataError):
+    with reading(REFUSES, DataError), within(template_check.CONVERSATION_SECONDS):
         rendered: Any = render_jinja_template(
             [list(messages)], tools, chat_template=template, return_assistant_tokens_mask=True, **tokens
         )

@@ -33,6 +33,9 @@ Read = tuple[Place, Row | Unreadable]
 
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for a name that rows of this type do not have, with the nearest ones."""
+    for name, value in args.items():
+        if name.endswith("_key") and value == "":
+            raise ConfigError(f"dataset.args.{name}='': is empty; name a column, or leave it out")
     own = [str(value) for name, value in args.items() if name.endswith("_key")]
     for name, column in columns.items() if type in NAMES else ():
         known = (*NAMES[type], *ANYWHERE, *own)

@@ -41,14 +41,16 @@ class BadRow(Exception):
 
 
 class TooLong(BadRow):
-    """A row over its limits where `overlong` is error: its prompt or all of it (`what`) has more `tokens` than `limit`."""
+    """A row over its limits where `overlong` is error: its prompt or all of it (`what`) has more `tokens` than `limit`.
+    `uncounted`: as many at least, for it was not tokenized."""
 
-    def __init__(self, what: str, tokens: int, option: str, limit: int) -> None:
-        super().__init__(what, tokens, option, limit)
-        self.what, self.tokens, self.option, self.limit = what, tokens, option, limit
+    def __init__(self, what: str, tokens: int, option: str, limit: int, uncounted: bool = False) -> None:
+        super().__init__(what, tokens, option, limit, uncounted)
+        self.what, self.tokens, self.option, self.limit, self.uncounted = what, tokens, option, limit, uncounted
 
     def __str__(self) -> str:
-        return f"the {self.what} has {self.tokens:,} tokens, more than {self.option}={self.limit}"
+        least = "at least " if self.uncounted else ""
+        return f"the {self.what} has {least}{self.tokens:,} tokens, more than {self.option}={self.limit}"
 
 
 class Watched(Mapping[str, Any]):

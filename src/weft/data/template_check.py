@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +19,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from weft.reading import reason
 
 SECONDS = 5.0  # that a template may take for a greeting
+CONVERSATION_SECONDS = 10.0  # for any other conversation
+TICK, IDLE = 0.05, 1.0  # seconds between two looks of a watch, and for which it waits for more to watch
 MOST_CHARACTERS = 1_000_000  # that it may make of one
 MOST_EXPONENT = 64
 MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transformers adds to jinja
@@ -27,7 +30,7 @@ class TookTooLong(Exception):
     """What `within` raises."""
 
     def __str__(self) -> str:
-        return f"does not end within {SECONDS:g} s"
+        return super().__str__() or "does not end in time"
 
 
 @cache
@@ -80,23 +83,60 @@ def _constant(node: nodes.Expr) -> Any:
         return None
 
 
+class Watch:
+    """One thread that interrupts others where what they do takes longer than it may; it ends itself where there is nothing to
+    watch. To start a timer for each conversation would take longer than most templates do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[object, tuple[int, float]] = {}  # thread, and until when
+        self._thread: threading.Thread | None = None
+
+    def begin(self, seconds: float) -> object:
+        """Watch this thread; what is returned ends it."""
+        entry = object()
+        with self._lock:
+            self._entries[entry] = threading.get_ident(), time.monotonic() + seconds
+            if self._thread is None or not self._thread.is_alive():  # in a process that was forked it is not
+                self._thread = threading.Thread(target=self._run, name="weft-templates", daemon=True)
+                self._thread.start()
+        return entry
+
+    def end(self, entry: object) -> None:
+        with self._lock:
+            self._entries.pop(entry, None)
+
+    def _run(self) -> None:
+        idle_since = time.monotonic()
+        while True:
+            time.sleep(TICK)
+            with self._lock:
+                now = time.monotonic()
+                for entry, (thread, until) in list(self._entries.items()):
+                    if now > until:
+                        del self._entries[entry]
+                        told = ctypes.py_object(TookTooLong)
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), told)
+                idle_since = now if self._entries else idle_since
+                if now - idle_since > IDLE:
+                    self._thread = None
+                    return
+
+
+@cache
+def _watch() -> Watch:
+    return Watch()
+
+
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Raises `TookTooLong` in this thread where what is done takes longer; between two steps of Python, so not inside a
     library's own code."""
-    thread, lock, over = threading.get_ident(), threading.Lock(), False
-
-    def interrupt() -> None:
-        with lock:
-            if not over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TookTooLong))
-
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    timer.start()
+    watch = _watch()
+    entry = watch.begin(seconds)
     try:
         yield
+    except TookTooLong:
+        raise TookTooLong(f"does not end within {seconds:g} s") from None
     finally:
-        with lock:
-            over = True
-        timer.cancel()
+        watch.end(entry)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from weft.data import chat, rendered, tokenizer_files
+from weft.data import chat, rendered, template_check, tokenizer_files
 from weft.data.dress import Dress, with_prefix
 from weft.data.messages import normalise, normalise_tools
 from weft.data.spec import TokenizerSpec
-from weft.data.template_check import template_problem
+from weft.data.template_check import template_problem, within
 from weft.data.turns import Template, leading_token
 from weft.errors import ConfigError, DataError
 from weft.reading import reading
@@ -41,6 +41,7 @@ class Tokenizer:
     option: str = "tokenizer"  # how a user writes the options of this tokenizer
     dress: Dress = UNDRESSED  # what stands around the conversations that are trained on
     draw: np.random.Generator | None = None  # what is drawn of that; None: nothing
+    most_tokens: int | None = None  # a text that has more for certain is not tokenized, but `TooLong`
 
     @classmethod
     def load(
@@ -70,7 +71,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Token ids of a text, without EOS. `bos`: begin with BOS (None: the tokenizer's habit); never two of them."""
-        ids = list(tokenizer_files.encoded(self.hf, text)["input_ids"])
+        ids = list(tokenizer_files.encoded(self.hf, text, self.most_tokens)["input_ids"])
         if (self.add_bos if bos is None else bos) and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
@@ -90,7 +91,7 @@ class Tokenizer:
         """Ids (no BOS is added) and the characters [start, stop) each came from; None where the tokenizer cannot tell."""
         if not self.hf.is_fast:
             return None
-        found = tokenizer_files.encoded(self.hf, text, return_offsets_mapping=True)
+        found = tokenizer_files.encoded(self.hf, text, self.most_tokens, return_offsets_mapping=True)
         return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
 
     def encode_with_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
@@ -114,7 +115,7 @@ class Tokenizer:
         problem = template_problem(self.require_chat_template())
         if problem is not None:
             raise tokenizer_files.bad_template(self.name, problem, self.option)
-        with reading("the chat template refuses these messages", DataError):
+        with reading(chat.REFUSES, DataError), within(template_check.CONVERSATION_SECONDS):
             text = self.hf.apply_chat_template(
                 [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
@@ -166,8 +167,7 @@ class Tokenizer:
             self._added,
             self.name,
         )
-        talk = self.dress.of(normalise(messages), self.draw)
-        found = chat.mask_tokens(template, talk, normalise_tools(tools))
+        found = chat.mask_tokens(template, self.dress.of(normalise(messages), self.draw), normalise_tools(tools))
         ids, mask = found.ids, found.mask
         if self.chat_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids, mask = [self.bos_id, *ids], [False, *mask]

@@ -16,6 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from weft.data import hub, spm
 from weft.data.chat_templates import TEMPLATES, text_of
+from weft.data.rows import TooLong
 from weft.data.spec import TokenizerSpec
 from weft.data.template_check import template_problem
 from weft.errors import ConfigError, DataError, UserError, nearest
@@ -31,6 +32,7 @@ CLASSES_WITH_BOS = (
     "Gemma",
 )  # their sentencepiece tokenizers begin with BOS unless told otherwise
 SAYING_STOPS = ("config.json", "generation_config.json")
+NEVER_REFUSED = 200_000  # characters of a text that is tokenized whatever the limits
 
 
 def stop_ids_of_model(path: str) -> tuple[int, ...]:
@@ -187,8 +189,14 @@ def no_template(option: str) -> UserError:
     )
 
 
-def encoded(hf: PreTrainedTokenizerBase, text: str, **more: bool) -> Mapping[str, Any]:
-    """What a tokenizer makes of a text, without special tokens. Raises `DataError` for a text that is none."""
+def encoded(hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **more: bool) -> Mapping[str, Any]:
+    """What a tokenizer makes of a text, without special tokens. Raises `DataError` for a text that is none, and `TooLong` for
+    one that has more than `most` tokens for certain: where texts are not split into words, the time that one takes grows with
+    the square of its length."""
+    if most is not None and len(text) > NEVER_REFUSED:
+        least = len(text) // max(map(len, hf.get_vocab()), default=1)
+        if least > most:
+            raise TooLong("row", least, "dataset.max_seqlen", most, uncounted=True)
     with reading("a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)", DataError):
         found: Mapping[str, Any] = hf(text, add_special_tokens=False, verbose=False, **more)
     return found

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import Field, asdict, dataclass, field
+from dataclasses import Field, asdict, dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol
@@ -89,7 +89,7 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
     kept = _cache_file(form, lengths, tokenizer, source, files)
     table = _from_cache(kept)
     if table is None:
-        table = _tokenize_files(Job(form, lengths, tokenizer), files, source)
+        table = _tokenize_files(Job(form, lengths, _refusing(tokenizer, lengths)), files, source)
         _to_cache(kept, table)
     if not len(table):
         raise DataError(
@@ -97,6 +97,13 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
             "raise dataset.max_seqlen or dataset.max_prompt_len"
         )
     return table
+
+
+def _refusing(tokenizer: Tokenizer, lengths: Lengths) -> Tokenizer:
+    """The tokenizer that does not read texts of rows that are left out for their length; those that are cut are read whole."""
+    if lengths.max_seqlen is None or lengths.overlong == "truncate":
+        return tokenizer
+    return replace(tokenizer, most_tokens=lengths.max_seqlen)
 
 
 def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outcome:
@@ -121,6 +128,10 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
             held |= unused
             read |= row.read - unused
         except (BadRow, DataError) as error:
+            if isinstance(error, TooLong) and job.lengths.overlong == "drop":
+                counts["dropped"] += 1
+                read |= row.read
+                continue
             problems.append((index, str(error), error if isinstance(error, TooLong) else None))
     cut = counts["prompt"], counts["answer"], counts["both"], counts["dropped"]
     report = Report(len(chunk), *cut, frozenset(read), frozenset(held))

@@ -14,11 +14,15 @@ from weft.checkpoints.names import CRITICS, POLICIES, SCORERS, TOKENIZERS, Wante
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
+from weft.experiment import Control, Experiment
 from weft.experiments.common import RunConfig
 
 SERVING = {"rew": SCORERS, "critic": CRITICS}  # role -> the roles of another run that serve as it; others take a policy
 
+REWARD, PLAIN = "rew", ("ForCausalLM", "LMHeadModel")  # the role that scores, and architectures that only write
+
 Run = TypeVar("Run", bound=RunConfig)
+Naming = RunConfig | Control  # what says where runs are
 
 
 def settled(config: Run) -> Run:
@@ -31,8 +35,33 @@ def settled(config: Run) -> Run:
     for spec in fields(config):
         value = getattr(config, spec.name)
         if isinstance(value, ModelSpec):
-            changed[spec.name] = _with_backend(spec.name, _located(config, spec.name, value))
+            changed[spec.name] = _settled_role(config, spec.name, value)
     return replace(config, **changed)
+
+
+def settled_roles(experiment: Experiment) -> Experiment:
+    """The same of an experiment that a user's code made. Raises `CheckpointError`."""
+    roles = {name: _settled_role(experiment.control, name, spec) for name, spec in experiment.roles.items()}
+    return replace(experiment, roles=roles)
+
+
+def _settled_role(control: Naming, role: str, spec: ModelSpec) -> ModelSpec:
+    found = _with_backend(role, _located(control, role, spec))
+    notes = (*found.notes, *_noise(role, found))
+    return replace(found, notes=tuple(dict.fromkeys(notes)))
+
+
+def _noise(role: str, spec: ModelSpec) -> list[str]:
+    """What to tell where a reward model has no score head: a new one knows nothing of what is good."""
+    kinds = kind.values_of(spec.path).get("architectures") if role == REWARD and spec.path is not None else None
+    if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
+        return []
+    if not all(str(each).endswith(PLAIN) for each in kinds):
+        return []
+    return [
+        f"{role}.path={spec.path}: is a language model without a score head, so its rewards are noise from a new random one; "
+        "train a reward model first: weft quickstart rw"
+    ]
 
 
 def option_of(config: Mapping[str, Any], role: str, path: str) -> str:
@@ -45,7 +74,7 @@ def option_of(config: Mapping[str, Any], role: str, path: str) -> str:
     return role if names(role) else next((name for name in config if names(name)), role)
 
 
-def _located(config: RunConfig, role: str, spec: ModelSpec) -> ModelSpec:
+def _located(config: Naming, role: str, spec: ModelSpec) -> ModelSpec:
     alone = spec.backend in NO_NETWORK  # what `path` names is a tokenizer
     path, note = _path(config, f"{role}.path", spec.path, SERVING.get(role, POLICIES), tokenizer=alone)
     own, more = _path(config, f"{role}.tokenizer.path", spec.tokenizer.path, POLICIES, tokenizer=True)
@@ -56,7 +85,7 @@ def _located(config: RunConfig, role: str, spec: ModelSpec) -> ModelSpec:
 
 
 def _path(
-    config: RunConfig, option: str, given: str | None, roles: tuple[str, ...], *, tokenizer: bool
+    config: Naming, option: str, given: str | None, roles: tuple[str, ...], *, tokenizer: bool
 ) -> tuple[str | None, str]:
     """(the directory or hub name, what to tell the user)."""
     if given is None or (tokenizer and _holds_tokenizer(Path(given).expanduser())):
@@ -71,7 +100,7 @@ def _holds_tokenizer(place: Path) -> bool:
     return place.is_file() or any((place / name).is_file() for name in TOKENIZERS)
 
 
-def _began(config: RunConfig, run: Path, option: str) -> str | None:
+def _began(config: Naming, run: Path, option: str) -> str | None:
     """What the option is in the run that goes on: this one, or the one that `resume_from` names; None in a new run."""
     places = [run]
     if config.resume_from is not None:

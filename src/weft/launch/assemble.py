@@ -9,13 +9,15 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoints.hf_io import read_config
+from weft.checkpoints.hf_io import read_config, read_raw
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.auto import chosen
 from weft.engine.backends.common import check_copies, check_spec, with_dtype
-from weft.engine.device import hardware_line, resolve_device, set_deterministic, set_tf32
+from weft.engine.device import GIGABYTE, hardware_line, resolve_device, set_deterministic, set_tf32
+from weft.engine.generation.budgets import token_bytes
 from weft.engine.service_spec import NO_NETWORK
+from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -26,7 +28,7 @@ from weft.launch.next_steps import next_lines
 from weft.launch.plan import farewell, plan_of
 from weft.observe.progress import Show
 from weft.registry import backends
-from weft.runtime.check import check_calls, check_tokens
+from weft.runtime.check import calls_of, check_calls, check_tokens
 from weft.runtime.commands import Build
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import LOGS, RunDirectory
@@ -69,8 +71,7 @@ def parts_of(
     set_deterministic(control.deterministic)
     set_tf32(control.tf32, device)
     check_calls(experiment)
-    tokenizers = load_tokenizers(experiment)
-    check_tokens(experiment, tokenizers)
+    tokenizers = checked_tokenizers(experiment)
     experiment = with_dtypes(experiment, device)
     check_layouts(experiment)
     data = load_data(
@@ -149,6 +150,7 @@ def check_layouts(experiment: Experiment) -> None:
 
 def check_longest(experiment: Experiment, rows: int) -> None:
     """That every call can hold the longest sequence: `rows` tokens, and what is sampled after them. Raises `ConfigError`."""
+    check_cache(experiment, rows)
     calls = experiment.graph.model_calls()
     sampled = max((int(call.args.get("max_new_tokens") or 0) for call in calls if call.method == "generate"), default=0)
     for call in calls:
@@ -160,6 +162,48 @@ def check_longest(experiment: Experiment, rows: int) -> None:
             raise ConfigError(
                 f"{own}max_tokens_per_microbatch={limit}: cannot hold the longest sequence, {what}; raise it, or lower {fix}"
             )
+
+
+def check_cache(experiment: Experiment, rows: int) -> None:
+    """That the keys and values of one sequence fit in what the user leaves them. `rows` as above. Raises `ConfigError`."""
+    for call in calls_of(experiment).values():
+        asked, spec = call.args.get("kv_cache_gb"), experiment.roles[call.role]
+        if call.method != "generate" or asked is None or spec.backend != "torch":
+            continue
+        layout = experiment.mesh_of(call).layout
+        config = read_config(check_spec(spec), spec.type)[1]
+        each = token_bytes(config, DTYPES[dtype_of(spec)]) / (layout.tensor * layout.pipeline)
+        prompt = (
+            1 if "share" in call.args else max(rows, 1)
+        )  # where rows have completions, only these tell their prompts
+        needed, room = prompt + int(call.args.get("max_new_tokens") or 0), int(asked * GIGABYTE / each)
+        if needed > room:
+            raise ConfigError(
+                f"gen.kv_cache_gb={asked:g}: holds keys and values of {room:,} tokens, and a prompt with its completion may "
+                f"have {needed:,}; write {1.05 * needed * each / GIGABYTE:.3g} or more, or leave it out"
+            )
+
+
+def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
+    """That the model has every id at which a completion is to end. Raises `ConfigError` with the size of its vocabulary."""
+    for call in calls_of(experiment).values():
+        spec, asked = experiment.roles[call.role], call.args.get("stop_ids") or []
+        if not asked or spec.path is None or spec.backend in NO_NETWORK:
+            continue
+        size = read_raw(spec.path).get("vocab_size")
+        if isinstance(size, int) and max(asked) >= (known := max(size, tokenizers[call.role].vocab_size)):
+            raise ConfigError(
+                f"gen.stop_ids={list(asked)}: {call.role} has a vocabulary of {known:,} tokens, 0 to {known - 1:,}, and "
+                f"no token {max(asked):,}; take it out (gen.stop takes texts)"
+            )
+
+
+def checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
+    """Every role's tokenizer, which has what the interfaces need. Raises `UserError`."""
+    tokenizers = load_tokenizers(experiment)
+    check_tokens(experiment, tokenizers)
+    check_stop_ids(experiment, tokenizers)
+    return tokenizers
 
 
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:

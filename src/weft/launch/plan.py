@@ -12,12 +12,11 @@ from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.launch.memory import GIB, Forecast, place_name, size
-from weft.observe.plan import Plan
+from weft.observe.plan import LINES, Plan
 from weft.runtime.schedule import Horizon
 from weft.topology import Layout, Mesh
 
-LINES = 10  # of the table, on a terminal of 80 columns, of which the nodes and the layouts may take two each
-MODELS = 3  # lines for models at most: more share one, frozen ones first
+MODELS = 3  # lines for models at most, and fewer where there is much else: more share one, frozen ones first
 PATH = 24  # signs of a path that are shown
 WORTH_TELLING = 0.1  # of the device's memory: a run that needs less has no memory to think of
 
@@ -40,13 +39,14 @@ def plan_of(
         rows.append(("data", "not read, so the number of steps is not known"))
     else:
         rows += [("data", _data(experiment, horizon)), *_counts(experiment, horizon)]
-    rows += _models(experiment, facts)
+    below = list[tuple[str, str]]()
     if "memory" in numerics and (room := memory_row(expected, _held(experiment), numerics["memory"])) is not None:
-        rows.append(("memory", room))
+        below.append(("memory", room))
     several = experiment.num_devices > 1
     if several:
-        rows.append(("layouts", _layouts(experiment)))
-    rows.append(("devices" if several else "device", _device(experiment, numerics)))
+        below.append(("layouts", _layouts(experiment)))
+    below.append(("devices" if several else "device", _device(experiment, numerics)))
+    rows += [*_models(experiment, facts, min(MODELS, LINES - len(rows) - len(below))), *below]
     told = () if data is None else data.notes
     unused = set() if data is None else {note for count in data.counts for note in count.unused_notes()}
     details = [*_details(experiment, horizon, facts, data, expected), *(note for note in told if note in unused)]
@@ -122,16 +122,16 @@ def _updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
     return [f"{many(count, 'optimizer step')} of {_and(names)}" for count, names in found.items()]
 
 
-def _models(experiment: Experiment, facts: Facts) -> list[tuple[str, str]]:
+def _models(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, str]]:
     """A line a model, which roles with the same one share; of too many the frozen ones share one, and then the last."""
     found: dict[str, list[str]] = {}
     for role, spec in experiment.roles.items():
         found.setdefault(_short(spec, facts[role]), []).append(role)
     rows = [(roles, text) for text, roles in found.items()]
-    if len(rows) > MODELS:
+    if len(rows) > most:
         trained = [row for row in rows if experiment.roles[row[0][0]].trained]
         rows = _merged([*trained, *(row for row in rows if row not in trained)], len(trained), facts)
-    rows = rows if len(rows) <= MODELS else _merged(rows, MODELS - 1, facts)
+    rows = rows if len(rows) <= most else _merged(rows, most - 1, facts)
     return [(", ".join(roles), text) for roles, text in rows]
 
 

@@ -21,11 +21,11 @@ from weft.engine.planned import planned_facts
 from weft.engine.torch.adapters_off import shares_base
 from weft.experiment import Experiment
 from weft.experiments._searched import ANSWER, PAIRED, PROMPT
-from weft.launch.assemble import check_layouts, check_longest, load_tokenizers, with_dtypes
+from weft.launch.assemble import check_layouts, check_longest, checked_tokenizers, with_dtypes
 from weft.launch.memory import Forecast, forecast, place_name
 from weft.launch.plan import plan_of
 from weft.launch.target import Target
-from weft.runtime.check import check_calls, check_tokens
+from weft.runtime.check import check_calls
 from weft.runtime.profiling import check_steps
 from weft.runtime.schedule import Horizon
 
@@ -37,9 +37,7 @@ def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int 
     experiment = replace(experiment, roles={name: chosen(replace(spec, planned=True)) for name, spec in roles})
     target = Target.of(experiment, mode)
     check_calls(experiment)
-    tokenizers: Mapping[str, Tokenizer] = load_tokenizers(experiment) if data else {}
-    if data:
-        check_tokens(experiment, tokenizers)
+    tokenizers: Mapping[str, Tokenizer] = checked_tokenizers(experiment) if data else {}
     experiment = with_dtypes(experiment, target.device)
     check_layouts(experiment)
     read: LoadedData | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import DevicesLost, Interrupted, RunError
+from weft.errors import DevicesLost, Interrupted, NotFinite, RunError, WeftError
 
 if TYPE_CHECKING:
     from weft.runtime.session import Session
@@ -14,10 +14,14 @@ RESTARTS = 3  # without a step beyond the last one that was seen
 
 
 class Driven:
-    """A run in this process: `session`, or what `anew` makes in its place where it loses its devices and `comes_back` is on."""
+    """A run in this process: `session`, or what `anew` makes in its place where it loses its devices and `comes_back` is on.
+    `damaged` may know why numbers are not finite."""
 
-    def __init__(self, session: Session, anew: Callable[[], Session], *, comes_back: bool) -> None:
-        self._session, self._anew, self._comes_back = session, anew, comes_back
+    def __init__(
+        self, session: Session, anew: Callable[[], Session], *, comes_back: bool,
+        damaged: Callable[[], WeftError | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._session, self._anew, self._comes_back, self._damaged = session, anew, comes_back, damaged
         self._left, self._furthest = RESTARTS, -1
 
     def run(self, *, goes_on: bool) -> list[dict[str, Any]]:
@@ -47,6 +51,8 @@ class Driven:
                 if not self._comes_back:
                     raise
                 self._come_back(lost)
+            except NotFinite as error:
+                raise self._damaged() or error from error
 
     def _come_back(self, lost: DevicesLost) -> None:
         """Put another session, at the last recovery point, in the place of the one that lost its devices."""

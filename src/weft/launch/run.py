@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, unknown_name
 from weft.experiment import Experiment
+from weft.experiments._models import settled_roles
 from weft.launch import foreign
 from weft.launch.recover import Driven
 from weft.observe.sinks import check_sinks
@@ -100,7 +101,7 @@ def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
 def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = True) -> tuple[Experiment, str]:
     """(the experiment, its mode) once all is checked that needs no torch; without `data` but for the data."""
     foreign.check(os.environ)
-    experiment = config if isinstance(config, Experiment) else config.build()
+    experiment = settled_roles(config) if isinstance(config, Experiment) else config.build()
     mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
     check_mode(mode)
     os.environ.update(experiment.control.env)
@@ -131,11 +132,13 @@ def check_mode(mode: str) -> None:
 
 def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool, show: Show | None) -> RunResult:
     from weft.launch.assemble import assemble
+    from weft.launch.damaged import damaged_weights
     from weft.runtime.supervised import Wire
 
     driven = Driven(
         assemble(experiment, directory, mode, anew=Wire.of(os.environ).restarts > 0, show=show),
         lambda: assemble(experiment, directory, mode, anew=True, show=show),
         comes_back=experiment.control.recover_mode == "auto",
+        damaged=lambda: damaged_weights(experiment),
     )
     return RunResult(driven.run(goes_on=goes_on), directory.path)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.observe.metrics import finite, headline
+from weft.observe.metrics import EVAL, TIME, finite, headline, last_part
 from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, is_quiet
 
 RECORD = "run.json"  # who started the run, how, and with what
@@ -25,6 +25,7 @@ ALGORITHMS = (
     "sft",
     "gen",
 )  # groups of options, the telling ones first
+JUDGED = {"rw": "accuracy", "dpo": "accuracies"}  # what tells more than the loss does
 TAIL_BYTES = 1 << 16  # of metrics.jsonl, which hold the last line of any run
 TOP_KEY = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)
 
@@ -85,7 +86,8 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     """What the files of one run say, as far as they can be read."""
     status, record, top = read_json(run / STATUS), read_json(run / RECORD), _top_keys(run / CONFIG)
     lines = last_lines(run / METRICS)
-    metric = headline(dict.fromkeys(name for line in lines for name in line))
+    algorithm = str(record.get("algorithm") or "") or next((name for name in ALGORITHMS if name in top), None)
+    metric = _headline(algorithm, dict.fromkeys(name for line in lines for name in line))
     value = next((line[metric] for line in reversed(lines) if metric in line), None) if metric else None
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
     step = max((int(each) for each in steps if finite(each)), default=None)
@@ -96,7 +98,7 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
         path=run,
         experiment=folder.parent.name,
         trial=folder.name,
-        algorithm=str(record.get("algorithm") or "") or next((name for name in ALGORITHMS if name in top), None),
+        algorithm=algorithm,
         status=said,
         step=step,
         total_steps=step if said == "finished" and step is not None else total,
@@ -105,6 +107,15 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
         num_bytes=tree_bytes(run),
         changed=_changed(run),
     )
+
+
+def _headline(algorithm: str | None, names: Iterable[str]) -> str | None:
+    """The metric by which runs of an algorithm are compared: of models that judge their accuracy."""
+    known = list(names)
+    own = [
+        name for name in known if not name.startswith((TIME, EVAL)) and last_part(name) == JUDGED.get(algorithm or "")
+    ]
+    return own[0] if own else headline(known)
 
 
 def _status(run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool] | None) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from weft.data.sample import SequenceSample
 from weft.engine.device import peak_memory_gb, using
 from weft.engine.profile import Trace
-from weft.errors import DevicesLost, RunError, UserError, WeftError
+from weft.errors import DevicesLost, NotFinite, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, backend_of
 from weft.realloc.execute import Reallocation
@@ -241,7 +241,8 @@ def portable(error: BaseException, where: Where) -> WeftError:
     if isinstance(error, UserError):
         return error
     name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
-    told = (DevicesLost if is_of_others(error) else RunError)(f"{where}: {name}{error}")
+    kind = NotFinite if isinstance(error, NotFinite) else RunError
+    told = (DevicesLost if is_of_others(error) else kind)(f"{where}: {name}{error}")
     for note in [*getattr(error, "__notes__", []), "".join(traceback.format_exception(error))]:
         told.add_note(note)
     return told

@@ -11,7 +11,7 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.profile import labelled
 from weft.engine.spec import ModelSpec
-from weft.errors import RunError
+from weft.errors import NotFinite, RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import Hook, MFCDef, Offload
 from weft.interfaces.base import MFCResult, Model, Updates
@@ -81,7 +81,7 @@ class Worker:
             with labelled(name):
                 result = self._call(node, name, model, minibatches)
         except RunError as error:
-            raise RunError(f"{where}: {error}") from error
+            raise (NotFinite if isinstance(error, NotFinite) else RunError)(f"{where}: {error}") from error
         except Exception as error:
             error.add_note(f"in {where}")
             raise

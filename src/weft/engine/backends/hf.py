@@ -9,8 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from weft.checkpoints import hf_io
 from weft.data.tokenizer import Tokenizer
@@ -19,6 +17,7 @@ from weft.engine.backends import common
 from weft.engine.flops import Cost
 from weft.engine.hf import load as hf_load
 from weft.engine.hf import lora as hf_lora
+from weft.engine.hf.imported import GradientCheckpointingLayer, PreTrainedModel
 from weft.engine.hf.network import DIGITS, HFNetwork
 from weft.engine.hf.trial import Trial, try_out
 from weft.engine.spec import ModelSpec

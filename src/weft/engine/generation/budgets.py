@@ -22,13 +22,17 @@ def default_budget(
     config: TransformerConfig, device: torch.device, dtype: torch.dtype, kv_cache_gb: float | None = None, kept: int = 0
 ) -> Budget:
     """Keys and values in what `kv_bytes` leaves them."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     return Budget(
         max_sequences=SEQUENCES.get(device.type, DEFAULT_SEQUENCES),
-        max_tokens=max(1, kv_bytes(device, kv_cache_gb, kept) // per_token),
+        max_tokens=max(1, kv_bytes(device, kv_cache_gb, kept) // token_bytes(config, dtype)),
         max_prefill_tokens=PREFILL.get(device.type, DEFAULT_PREFILL),
         divides=config.rope is None or config.rope.scaling not in CHANGING,
     )
+
+
+def token_bytes(config: TransformerConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def kv_bytes(device: torch.device, kv_cache_gb: float | None, kept: int = 0) -> int:

@@ -38,7 +38,7 @@ from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.generation.settings import Drawn, SettingsTable, Settle, drawn_here, joined
 from weft.engine.generation.stops import StopText
 from weft.engine.spec import GenerationSpec
-from weft.errors import ConfigError, RunError
+from weft.errors import ConfigError, NotFinite
 from weft.kernels import kept_wide, put
 
 
@@ -350,10 +350,10 @@ class BatchGenerator:
 
 
 def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version: int) -> None:
-    """Raises `RunError` for a row that nothing can be drawn of."""
+    """Raises `NotFinite` for a row that nothing can be drawn of."""
     if not math.isfinite(logprobs.sum()):
         row = int(np.isfinite(logprobs).argmin())
-        raise RunError(
+        raise NotFinite(
             f"the network's logits are not finite for completion {rows.ks[row]} of {rows.ids[row]!r} "
             f"at token {rows.count[row]} (weight version {version}); the weights have diverged"
         )

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
+from weft.engine.hf.imported import AttentionInterface, AttentionMaskInterface
 from weft.kernels import AttentionSpec
 from weft.models.attention.contexts import AttentionContext
 from weft.models.attention.dispatch import attend

@@ -12,13 +12,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import is_accelerate_available, logging
 
 from weft import randomness
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
 from weft.engine.backends.common import check_room
+from weft.engine.hf.imported import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, RunError
 from weft.models.families.base import LAYERS, MOST, MOST_LAYERS

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from weft import randomness
 from weft.engine import checkpoint
+from weft.engine.hf.imported import Conv1D, PreTrainedModel
 from weft.engine.spec import LoRASpec
 from weft.errors import ConfigError, nearest
 

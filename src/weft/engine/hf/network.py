@@ -14,10 +14,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from weft.algorithms.base import Output
 from weft.engine.hf.attention import STATE, AttentionPass, Recorder
+from weft.engine.hf.imported import PreTrainedModel
 from weft.errors import ConfigError
 from weft.models.attention.contexts import Dense
 from weft.models.kv.slots import Cached

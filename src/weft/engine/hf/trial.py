@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from weft.engine.hf.attention import NAME, NotPacked, register
+from weft.engine.hf.imported import PreTrainedModel
 from weft.engine.hf.network import HeadLayer, record, run
 from weft.errors import ConfigError
 from weft.models.network.packed import pack

@@ -24,7 +24,7 @@ from weft.engine.spread import Outputs, Prepared, Spread
 from weft.engine.torch import by_row
 from weft.engine.torch.optimizer import Optimizer
 from weft.engine.torch.prepare import Pass, counting_rows, filler, prepare
-from weft.errors import RunError
+from weft.errors import NotFinite
 from weft.kernels import put
 from weft.models.network.aux_loss import MoEAuxLoss
 
@@ -158,7 +158,7 @@ NO_AUX_LOSS = AuxLoss()
 
 @dataclass(frozen=True)
 class Step:
-    """What a minibatch needs besides its samples. `on_nonfinite` is "stop" (a `RunError`) or "skip" (no step, counted)."""
+    """What a minibatch needs besides its samples. `on_nonfinite` is "stop" (`NotFinite`) or "skip" (no step, counted)."""
 
     network: nn.Module
     optimizer: Optimizer
@@ -227,7 +227,7 @@ class Step:
         minibatch: SequenceSample,
         veto: Veto | None,
     ) -> str | None:
-        """Why the optimizer must not step, or None. Takes what is not finite out of the metrics. Raises `RunError`."""
+        """Why the optimizer must not step, or None. Takes what is not finite out of the metrics. Raises `NotFinite`."""
         ids = list(not_finite)
         what = "loss"
         if not ids and not math.isfinite(metrics["grad_norm"]):
@@ -239,7 +239,7 @@ class Step:
             shown = ", ".join(ids[:SHOWN]) + (f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else "")
             reason = f"the {what} is not finite at optimizer step {self.optimizer.steps + 1}; samples: {shown}"
             if self.on_nonfinite == "stop":
-                raise RunError(f"{reason}; lower the learning rate, look at these samples, or set on_nonfinite=skip")
+                raise NotFinite(f"{reason}; lower the learning rate, look at these samples, or set on_nonfinite=skip")
             for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
                 del metrics[name]
             metrics["nonfinite"] = 1.0
