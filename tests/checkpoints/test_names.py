@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.checkpoints.names import CRITICS, POLICIES, SCORERS, Wanted, find, locate, meant, short
+from weft.checkpoints.names import CRITICS, SCORERS, Wanted, find, locate, meant
 from weft.data import hub
 from weft.errors import CheckpointError
+from weft.observe.short_names import POLICIES
 
 
 @pytest.fixture
@@ -116,9 +117,6 @@ def test_a_name_that_is_nowhere_is_asked_for_once(runs: Path, monkeypatch: pytes
     assert len(asked) == 1
 
 
-def test_hints_and_short_names(runs: Path) -> None:
+def test_hints(runs: Path) -> None:
     assert meant("e") == "did you mean the run runs/e/empty?" or meant("e").startswith("did you mean the run runs/e/")
     assert meant("xxxxxxxx/yyyyyyy") == "check the spelling"
-    assert short("runs/e/sft/checkpoints/model/step9") == "runs/e/sft@step9"
-    assert short("runs/e/ppo/checkpoints/critic/step4") == "runs/e/ppo/checkpoints/critic/step4"
-    assert short("owner/name") == "owner/name"

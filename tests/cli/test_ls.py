@@ -60,16 +60,26 @@ def test_json_has_exact_numbers(tmp_path, capsys):
     assert {"num_bytes", "changed", "status", "step", "total_steps"} <= found.keys()
 
 
-@pytest.mark.parametrize("columns", [60, 80, 160])
+@pytest.mark.parametrize("columns", [40, 60, 80, 160])
 def test_the_table_fits(columns, tmp_path):
     write_run(tmp_path, "helpful-usual-name/trial-1")
     out = io.StringIO()
-    Console(file=out, width=columns).print(table(list_runs(tmp_path), wide=columns >= 110))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= columns
+    Console(file=out, width=columns).print(table(list_runs(tmp_path), columns))
+    head, *lines = out.getvalue().splitlines()
+    assert max(map(len, [head, *lines])) <= columns
     assert ("train/loss" in out.getvalue()) == (columns == 160), "a wide terminal shows more"
+    assert "".join(line.split()[0] for line in lines) == "helpful-usual-name/trial-1", "the name is never left out"
+    assert ("size" in head, "algorithm" in head) == (columns >= 80, columns >= 80)
     if columns >= 80:
-        assert len(lines) == 2 and "helpful-usual-name/trial-1" in lines[1]
+        assert len(lines) == 1
+
+
+def test_a_pipe_has_the_width_that_columns_says(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path, "helpful-usual-name/trial-1")
+    for told, wide in (("80", False), ("", True), ("x", True)):
+        monkeypatch.setenv("COLUMNS", told)
+        main([str(tmp_path)])
+        assert ("metric" in capsys.readouterr().out) == wide, told
 
 
 def test_sizes_and_ages_are_short():

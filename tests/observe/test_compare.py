@@ -12,7 +12,8 @@ import yaml
 from tests.observe.test_report import EVIL, Page, line, write_run
 from weft.errors import UserError
 from weft.observe import compare
-from weft.observe.compare import build_comparison, comparison_charts, differing, named, verdict
+from weft.observe.compare import build_comparison, comparison_charts, named, verdict
+from weft.observe.differences import differing
 from weft.observe.run_files import RunFiles
 
 
@@ -78,7 +79,7 @@ def test_a_loss_is_better_where_it_is_lower_but_not_a_policys(tmp_path: Path) ->
 def test_runs_that_share_nothing_and_runs_that_are_alike(tmp_path: Path) -> None:
     one, other = two(tmp_path)
     alike = named([RunFiles.read(path) for path in (one, one)])
-    assert "ended alike" in verdict(alike) and differing(alike) == {}
+    assert "ended alike" in verdict(alike) and differing([each.run for each in alike]) == {}
     assert len({each.label for each in alike}) == 1, "they have the same folder"
     (other / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
     assert "share no metric" in verdict(named([RunFiles.read(path) for path in (one, other)]))
@@ -87,13 +88,42 @@ def test_runs_that_share_nothing_and_runs_that_are_alike(tmp_path: Path) -> None
         assert "compared" in build_comparison([one, other], tmp_path / "c.html").read_text()
 
 
-def test_options_of_another_algorithm_count_where_they_are_set(tmp_path: Path) -> None:
+def rewarded(tmp_path: Path, *sources: dict[str, Any]) -> Page:
+    runs = two(tmp_path)
+    for run, source in zip(runs, sources, strict=True):
+        (run / "config.yaml").write_text(yaml.safe_dump({"trial_name": run.name} | source))
+    return Page(build_comparison(runs, tmp_path / "c.html").read_text())
+
+
+def test_rewards_from_different_sources_are_not_compared(tmp_path: Path) -> None:
+    model = {"reward": None, "rew": {"path": "runs/e/rw/checkpoints/model/step28"}}
+    page = rewarded(tmp_path, model, {"reward": "gsm8k", "rew": {"path": None}})
+    assert "The rewards come from different sources and cannot be compared. They differ in" in page.text
+    assert "ended with" not in page.text and "7.8 ✓" not in page.text
+    assert "runs/e/rw@step28" in page.text and "checkpoints" not in page.text
+    page = rewarded(tmp_path, {"reward": "gsm8k"}, {"reward": "gsm8k"})
+    assert "ended with the higher reward" in page.text and "7.8 ✓" in page.text
+
+
+def test_a_curve_that_repeats_another_of_its_node_is_left_out(tmp_path: Path) -> None:
+    runs = two(tmp_path)
+    for slope, run in zip((0.1, 0.4), runs, strict=True):
+        rows = [line(s) | {"critic/loss": slope / s, "critic/value_loss": slope / s} for s in range(1, 21)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = comparison_charts(named([RunFiles.read(run) for run in runs]))
+    assert [c.title for c in found if c.node == "critic"] == ["loss"]
+    rows[3]["critic/value_loss"] = 5.0
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = comparison_charts(named([RunFiles.read(run) for run in runs]))
+    assert [c.title for c in found if c.node == "critic"] == ["loss", "value loss"], "in one run it is another curve"
+
+
+def test_each_number_of_a_chart_stands_beside_the_name_of_its_run(tmp_path: Path) -> None:
     one, other = two(tmp_path)
-    own = "experiment_name: e\ntrial_name: t\nmax_steps: 3\n"
-    (one / "config.yaml").write_text(own + "ppo: {eps_clip: 0.1, gae_lambda: 0.95, discount: 0.5}\n")
-    (other / "config.yaml").write_text(own.replace("3", "4") + "grpo: {group_size: 8}\n")
-    found = differing(named([RunFiles.read(path) for path in (one, other)]))
-    assert found == {"max_steps": [3, 4], "ppo.eps_clip": [0.1, None], "ppo.discount": [0.5, None]}
+    (other / "metrics.jsonl").write_text('{"step": 1, "extra/thing": 7.5}\n{"step": 2, "extra/thing": 8.5}\n')
+    page = build_comparison([one, other], tmp_path / "c.html").read_text()
+    assert page.count('<output class="readout" aria-live="off" data-step></output>') == page.count("<figure")
+    assert "</i>fast <b>8.5</b>" in page, "also where one run alone has the metric"
 
 
 def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:

@@ -32,11 +32,11 @@ def test_a_group_stands_side_by_side_with_all_that_is_known() -> None:
         "because 2",
         "mean reward of these 3: 1",
         "from 0 to 2",
-        "ended by itself",
+        "ended with EOS or a stop text",
         "cut by length",
     ):
         assert part in page.text, part
-    assert "advantage -1" in page.text and "log-prob a token -1" in page.text
+    assert "advantage -1" in page.text and "log-prob per token -1" in page.text
     assert [one["advantages"] for one in tokens] == [[-1.0] * 2, [0.0] * 2, [1.0] * 2]
     assert [attrs["data-tokens"] for _, attrs in page.tags if "data-tokens" in attrs] == ["0", "1", "2"]
 

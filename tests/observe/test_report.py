@@ -22,7 +22,7 @@ from weft.observe.run_files import RunFiles
 from weft.observe.timeline import Span, Timeline
 
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'&\x00\ud800"
-VOID = {"meta", "input", "img", "br", "link"}
+VOID = {"meta", "input", "img", "br", "link", "source"}
 
 
 class Page(HTMLParser):

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import CheckpointError, nearest
+from weft.observe.short_names import CHECKPOINTS, POLICIES, STEP
 
-POLICIES = ("actor", "model")  # roles whose checkpoint serves as a policy, the likeliest first
 SCORERS = ("rew", "model")  # as a reward model
 CRITICS = ("critic", "rew", "model", "actor")  # as a critic
 RUNS = "./runs"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-CONFIG, ADAPTER, RUN, CHECKPOINTS, LATEST = "config.json", "adapter_config.json", "config.yaml", "checkpoints", "latest"
+CONFIG, ADAPTER, RUN, LATEST = "config.json", "adapter_config.json", "config.yaml", "latest"
 SERVES = "a model directory, a run such as runs/E/T, runs/E/T@step40, or a hub name"
-STEP = re.compile(r"step(\d+)")
 ASKED = re.compile(r"(?P<place>.*?)(?:@(?P<step>[^@/:]*))?(?::(?P<role>[^@/:]+))?")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 LIKENESS = 0.7  # of a name to that of the run that may have been meant; hub names are seldom like it
@@ -101,14 +100,6 @@ def find(given: str, wanted: Wanted) -> Named:
 def is_model(folder: Path) -> bool:
     """Whether a directory is a model's or an adapter's."""
     return (folder / CONFIG).is_file() or (folder / ADAPTER).is_file()
-
-
-def short(path: str) -> str:
-    """The shortest name of a checkpoint: `runs/E/T@step40` for that of a policy in a run; `path` for anything else."""
-    parts = Path(path).parts
-    if len(parts) > 3 and parts[-3] == CHECKPOINTS and parts[-2] in POLICIES and STEP.fullmatch(parts[-1]):
-        return f"{Path(*parts[:-3])}@{parts[-1]}"
-    return path
 
 
 def meant(given: str, fileroot: str = RUNS) -> str:

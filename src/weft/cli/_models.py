@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from weft.checkpoints.names import POLICIES, SCORERS, Wanted, find
+from weft.checkpoints.names import SCORERS, Wanted, find
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import AUTO, QUANTIZE, ModelSpec
 from weft.evaluation.models import open_policy, open_scorer
+from weft.observe.short_names import POLICIES
 
 if TYPE_CHECKING:
     from weft.evaluation.models import Opened

@@ -269,7 +269,7 @@ class Chat:
             "length": "; cut at max_new_tokens, an empty line goes on",
             "stopped": "; stopped, an empty line goes on",
         }
-        self.view.note(f"       {count} tokens, {count / seconds:.0f} a second{ends.get(str(finish), '')}")
+        self.view.note(f"       {count} tokens, {count / seconds:.0f} per second{ends.get(str(finish), '')}")
 
 
 def _limits(spec: GenerationSpec) -> dict[str, float]:

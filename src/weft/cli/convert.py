@@ -8,9 +8,10 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.checkpoints.names import ADAPTER, POLICIES, SCORERS, Wanted, find
+from weft.checkpoints.names import ADAPTER, SCORERS, Wanted, find
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
+from weft.observe.short_names import POLICIES
 from weft.reading import make_folder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

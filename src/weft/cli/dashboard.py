@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(kind, lambda *_: ended.set())
     thread = threading.Thread(target=server.serve_forever, name="weft-dashboard", daemon=True)
     thread.start()
-    print(f"runs in {folder}: {address}\nCtrl-C ends it", flush=True)
+    print(f"folder: {folder}  {address}\nCtrl-C ends it", flush=True)
     if given.open and not webbrowser.open(address):
         print("no browser was found; open the address yourself", flush=True)
     ended.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,11 @@ from weft.observe.run_list import RunSummary, list_runs
 STATUSES = ("running", "finished", "stopped", "failed", "unfinished")
 COLORS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unfinished": "yellow"}
 WIDE = 110  # columns from which there is room for what tells less
-PIPED = 200  # columns where the output is no terminal
+PIPED = 200  # columns where the output is no terminal, and COLUMNS says nothing
+LEAST = 24  # columns of a run's name before other columns are left out
+GAP = 2  # columns between two
+WORDY = ("run", "metric")  # columns that may be cut
+LESSER = ("metric", "written", "size", "age", "algorithm")  # what is left out first where there is no room
 UNKNOWN = "–"
 SORTS: dict[str, Callable[[RunSummary], Any]] = {
     "age": lambda run: -(run.changed or 0.0),
@@ -59,8 +64,10 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([asdict(run) | {"path": str(run.path)} for run in runs], indent=1))
     elif runs:
         terminal = sys.stdout.isatty()
-        console = Console(width=None if terminal else PIPED, highlight=False)
-        console.print(table(runs, wide=console.width >= WIDE))
+        told = os.environ.get("COLUMNS", "")
+        piped = int(told) if told.isdecimal() and int(told) else PIPED
+        console = Console(width=None if terminal else piped, highlight=False)
+        console.print(table(runs, console.width))
     else:
         print(f"no run in {given.root}" + (" is like that" if given.status or given.algorithm else ""))
     return 0
@@ -82,32 +89,42 @@ def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> li
     ]
 
 
-def table(runs: Sequence[RunSummary], *, wide: bool) -> Table:
-    """A line a run. `wide` adds the full name of the metric and when the run last wrote."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    made.add_column("run", overflow="fold", ratio=None)
-    for name in ("algorithm", "status"):
-        made.add_column(name, no_wrap=True)
-    for name in ("steps", "last", "size", "age"):
-        made.add_column(name, no_wrap=True, justify="right" if name != "last" else "left")
-    if wide:
-        made.add_column("metric", no_wrap=True, overflow="ellipsis")
-        made.add_column("written", no_wrap=True)
-    for run in runs:
-        cells: list[str | Text] = [
-            f"{run.experiment}/{run.trial}",
-            run.algorithm or UNKNOWN,
-            Text(run.status, style=COLORS.get(run.status, "")),
-            steps(run),
-            f"{title(run.metric)} {number(run.value)}" if run.metric else UNKNOWN,
-            size(run.num_bytes),
-            age(run.changed),
-        ]
-        if wide:
-            written = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)) if run.changed else UNKNOWN
-            cells += [run.metric or UNKNOWN, written]
-        made.add_row(*cells)
+def table(runs: Sequence[RunSummary], width: int) -> Table:
+    """A line a run, in `width` columns. Wide ones add the full name of the metric and when the run last wrote; in narrow ones
+    what tells less is left out before the names of runs are cut."""
+    rows = [_cells(run) for run in runs]
+    names = [name for name in rows[0] if width >= WIDE or name not in ("metric", "written")] if rows else ["run"]
+    lengths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
+    needed = {name: min(length, LEAST) if name in WORDY else length for name, length in lengths.items()}
+    for lesser in LESSER:
+        if sum(needed[name] + GAP for name in names) - GAP > width and lesser in names:
+            names.remove(lesser)
+    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for name in names:
+        if name == "run":
+            made.add_column(name, overflow="fold", min_width=needed[name])
+        else:
+            right = name in ("steps", "size", "age")
+            made.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left")
+    for run, row in zip(runs, rows, strict=True):
+        texts = (Text(row[name], style=COLORS.get(run.status, "") if name == "status" else "") for name in names)
+        made.add_row(*texts)
     return made
+
+
+def _cells(run: RunSummary) -> dict[str, str]:
+    """Column -> what stands there."""
+    return {
+        "run": f"{run.experiment}/{run.trial}",
+        "algorithm": run.algorithm or UNKNOWN,
+        "status": run.status,
+        "steps": steps(run),
+        "last": f"{title(run.metric)} {number(run.value)}" if run.metric else UNKNOWN,
+        "size": size(run.num_bytes),
+        "age": age(run.changed),
+        "metric": run.metric or UNKNOWN,
+        "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)) if run.changed else UNKNOWN,
+    }
 
 
 def steps(run: RunSummary) -> str:

@@ -124,13 +124,13 @@ def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
         return command()
     except KeyboardInterrupt:
         again = "; rerun the same command to start or resume the run" if words[:1] and words[0] in SUPERVISED else ""
-        _show(f"stopped at once{again}", words)
+        _show(_wrapped(f"stopped at once{again}"), words)
         return INTERRUPTED
     except UserError as error:
         _show(f"error: {error}", words)
         return 2
     except Interrupted as error:
-        _show(str(error), words)
+        _show(_wrapped(str(error)), words)
         return error.exit_code
     except WeftError as error:
         _show(f"error: {error}", words)
@@ -145,6 +145,14 @@ def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
             return 2
         _show(f"error: {type(error).__name__}: {error} (--debug shows where)", words)
         return 1
+
+
+def _wrapped(text: str) -> str:
+    """Between words, where a terminal shows it."""
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  "))
 
 
 def _show(message: str, words: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from weft.cli.ls import UNKNOWN, age, size, steps
 from weft.cli.named_run import find_run
 from weft.cli.parsing import Parser, helped
 from weft.errors import UserError
-from weft.observe.configuration import defaults_of, flat
+from weft.observe.configuration import CHOSEN, defaults_of, flat
 from weft.observe.masking import masked
 from weft.observe.metrics import EVAL, TIME, duration, finite, number, rank
 from weft.observe.run_files import CONFIG, HARDWARE
@@ -67,9 +67,10 @@ def page(run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str,
     yield from _started(run, record)
     changed, said = _changed(config, summary.algorithm)
     yield said
-    yield from _aligned(
-        [(f"{name}={_text(value)}", f"default {_text(default)}") for name, (value, default) in changed.items()]
-    )
+    by_weft = [name for name in changed if name in record.chosen]
+    told = {name: f"default {_text(default)}" for name, (_, default) in changed.items() if name not in by_weft}
+    told |= dict.fromkeys(by_weft, CHOSEN)
+    yield from _aligned([(f"{name}={_text(changed[name][0])}", note) for name, note in told.items()])
     yield ""
     yield from _checkpoints(run)
     yield from _last_metrics(run)

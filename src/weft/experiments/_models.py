@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import yaml
 
 from weft.checkpoints import kind, names
-from weft.checkpoints.names import CRITICS, POLICIES, SCORERS, TOKENIZERS, Wanted
+from weft.checkpoints.names import CRITICS, SCORERS, TOKENIZERS, Wanted
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments.common import RunConfig
+from weft.observe.short_names import POLICIES
 
 SERVING = {"rew": SCORERS, "critic": CRITICS}  # role -> the roles of another run that serve as it; others take a policy
 

@@ -56,7 +56,7 @@ class Searched:
             else f", which does not fit: {first.bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
         )
         lines = [
-            f"allocation_mode=search: {_seconds(best.step)} a step on {self.rates.name} as estimated, {_seconds(first.step)} "
+            f"allocation_mode=search: {_seconds(best.step)} per step on {self.rates.name} as estimated, {_seconds(first.step)} "
             f"with allocation_mode=heuristic{fits}; {how} looked at"
         ]
         for call, mesh in best.meshes.items():

@@ -14,7 +14,7 @@ from html import escape
 from weft.graph.graph import DATASET, DataflowGraph, Edge
 from weft.graph.layers import Pair, Placed, implied, place
 from weft.graph.mfc import HostFunction, MFCDef, Node
-from weft.observe.palette import GREY, Hue, role_hues
+from weft.observe.palette import DARK, GREY, Hue, role_hues
 
 WIDTH, HEIGHT = 156, 54  # of a node
 GAP_X, GAP_Y = 34, 62  # between nodes
@@ -211,7 +211,7 @@ class _Drawing:
             x += width
 
     def _style(self) -> str:
-        return STYLE + _scheme(self._hues, "light") + "@media (prefers-color-scheme:dark){" + _dark(self._hues) + "}"
+        return STYLE + _scheme(self._hues, "light") + DARK + "{" + _dark(self._hues) + "}"
 
 
 def describe(node: Node | None) -> str:

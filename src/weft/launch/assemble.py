@@ -103,7 +103,7 @@ def parts_of(
             group=group,
             master=Master(experiment, group, data.train, tokenizers),
             evaluator=_evaluator(experiment, group, data, tokenizers),
-            samples=Samples(experiment.graph, group, tokenizers[experiment.data_role]),
+            samples=Samples(experiment.graph, group, tokenizers[experiment.data_role], horizon.steps),
             horizon=horizon,
             plan=plan_of(
                 experiment, horizon, facts, {**numerics, "hardware": hardware, "memory": room}, data, expected

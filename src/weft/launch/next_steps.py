@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from weft.checkpoints.names import short
 from weft.experiment import Control, Experiment
 from weft.graph.mfc import MFCDef
+from weft.observe.short_names import short
 
 INDENT = " " * 8
 REPORT = "report.html"

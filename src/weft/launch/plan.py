@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from weft.checkpoints.names import short
 from weft.data.loader import LoadedData
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.launch.memory import GIB, Forecast, place_name, size
 from weft.observe.plan import LINES, Plan
+from weft.observe.short_names import short
 from weft.runtime.schedule import Horizon
 from weft.topology import Layout, Mesh
 

@@ -13,7 +13,9 @@ from weft.experiment import Experiment
 from weft.experiments._models import settled_roles
 from weft.launch import foreign
 from weft.launch.recover import Driven
+from weft.observe.configuration import flat, left_open
 from weft.observe.sinks import check_sinks
+from weft.options import to_mapping
 from weft.registry import import_user_code
 
 if TYPE_CHECKING:
@@ -101,7 +103,7 @@ def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
 def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = True) -> tuple[Experiment, str]:
     """(the experiment, its mode) once all is checked that needs no torch; without `data` but for the data."""
     foreign.check(os.environ)
-    experiment = settled_roles(config) if isinstance(config, Experiment) else config.build()
+    experiment = _built(config)
     mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
     check_mode(mode)
     os.environ.update(experiment.control.env)
@@ -115,8 +117,21 @@ def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = T
     from weft.launch.hub import fetch_configs
 
     if fetch_configs(experiment, data=data) and not isinstance(config, Experiment):
-        experiment = config.build()  # again, with what the models' own files say
+        experiment = _built(config)  # again, with what the models' own files say
     return experiment, mode
+
+
+def _built(config: Buildable | Experiment) -> Experiment:
+    """The experiment, with the names of the options that `config` leaves open and weft has settled."""
+    if isinstance(config, Experiment):
+        return settled_roles(config)
+    experiment = config.build()
+    if not is_dataclass(config) or isinstance(config, type):
+        return experiment
+    given = dict(flat(to_mapping(config)))
+    settled = flat(experiment.config)
+    chosen = [name for name, value in settled if left_open(given.get(name, "")) and value != given.get(name, value)]
+    return replace(experiment, chosen=chosen)
 
 
 def check_mode(mode: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.observe.chart_groups import PAIRED, RUN, SECONDS, Grouped, grouped, node_of, parts, without_repeats
 from weft.observe.metric_help import MetricHelp, find
-from weft.observe.metrics import EVAL, TIME, direction, last_part, number, rank, title
+from weft.observe.metrics import EVAL, TIME, TITLES, direction, last_part, number, rank, title
 from weft.observe.palette import GREY, HUES, KNOWN, ORANGE, Hue
 from weft.observe.run_files import RunFiles
 
@@ -40,12 +40,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one pair of axes. `node` is what they belong to, `missing` counts values that were not finite."""
+    """Lines over one pair of axes. `node` is what they belong to, `missing` counts values that were not finite. `of_runs`:
+    every line is one of several runs, and the legend tells which."""
 
     title: str
     node: str
     lines: Sequence[Line]
     missing: int = 0
+    of_runs: bool = False
 
     @property
     def help(self) -> MetricHelp | None:
@@ -140,15 +142,17 @@ def _data(chart: Chart) -> dict[str, Any]:
 
 def html(chart: Chart, index: int, *, large: bool = False) -> str:
     """The chart as a figure; `index` is its place in the script's data."""
-    last = chart.lines[0].y[-1]
-    legend = "".join(_legend(place, line) for place, line in enumerate(chart.lines)) if len(chart.lines) > 1 else ""
+    last = "" if chart.of_runs else number(chart.lines[0].y[-1])
+    many = chart.of_runs or len(chart.lines) > 1
+    legend = "".join(_legend(place, line) for place, line in enumerate(chart.lines)) if many else ""
     missing = f'<span class="warn">{chart.missing} not finite</span>' if chart.missing else ""
     unit = f" · {chart.help.unit}" if chart.help and chart.help.unit else ""
     named = (
         f'<span class="chart-title">{escape(chart.title)}</span> '
         f'<span class="chart-node">{escape(chart.node)}{escape(unit)}</span>'
     )
-    readout = f'<output class="readout" aria-live="off">{escape(number(last))}</output>'
+    kind = " data-step" if chart.of_runs else ""  # it tells the step alone; the legend has the values
+    readout = f'<output class="readout" aria-live="off"{kind}>{escape(last)}</output>'
     return (
         f'<figure class="chart{" large" if large else ""}" data-chart="{index}">'
         f"<figcaption><div>{named}</div>{missing}{readout}{_help(chart)}</figcaption>"
@@ -258,7 +262,9 @@ def heading(measure: str) -> str:
         return (
             measure.removesuffix("|".join(PAIRED)).strip("/").replace("_", " ").replace("/", " ") or "chosen, rejected"
         )
-    return title(measure) if "/" not in measure else measure.replace("_", " ").replace("/", " ")
+    if "/" not in measure or last_part(measure) in TITLES:
+        return title(measure)
+    return measure.replace("_", " ").replace("/", " ")
 
 
 def _label(name: str, nodes: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.observe import charts, configuration
 from weft.observe.answers import answers
-from weft.observe.chart_groups import parts
+from weft.observe.chart_groups import moves, node_of, parts, same
 from weft.observe.charts import Chart, Line
+from weft.observe.differences import differing, rewards_compare, versions
 from weft.observe.metric_help import find
 from weft.observe.metrics import COUNTERS, EVAL, TIME, direction, duration, headline, last_part, number, rank, title
 from weft.observe.page import Page, Section, folded, shown, write
@@ -25,6 +26,7 @@ from weft.observe.sections import best, count
 NAME = "compare.html"
 MOST = len(HUES)
 TENTH = 10  # final values are means over the last 1 / TENTH of the steps: one step alone is noise
+REWARD = "reward"
 CLOSE = 0.01  # relative: below this two values are called equal
 
 
@@ -122,6 +124,8 @@ def verdict(listed: Sequence[Named]) -> str:
     name = _headline([each.run for each in listed])
     if name is None:
         return "These runs share no metric that says which of them is better."
+    if last_part(name) == REWARD and not rewards_compare([each.run for each in listed]):
+        return f"The rewards come from different sources and cannot be compared. {_why(listed)}"
     values = [(final(each.run, _same_measure(each.run, name) or name), each.label) for each in listed]
     known = [(value, label) for value, label in values if value is not None]
     way = direction(name) or 1
@@ -139,13 +143,13 @@ def verdict(listed: Sequence[Named]) -> str:
 
 def _why(listed: Sequence[Named]) -> str:
     """What they differ in, where that is little enough for a sentence."""
-    different = differing(listed)
+    different = differing([each.run for each in listed])
     if not different:
         return "Their options are the same."
     if len(different) > 3:
         return f"They differ in {len(different)} options."
     told = (
-        f"{escape(name)} ({', '.join(escape(configuration.written(v)) for v in values)})"
+        f"{escape(name)} ({', '.join(escape(configuration.brief(v)) for v in values)})"
         for name, values in different.items()
     )
     return f"They differ in {', '.join(told)}."
@@ -178,24 +182,10 @@ def _card(each: Named, listed: Sequence[Named]) -> str:
 # -- what differs
 
 
-def differing(listed: Sequence[Named]) -> dict[str, list[Any]]:
-    """Option -> its value in each run, where these are not all the same. One that some runs have not at all (they are of other
-    algorithms) counts where somebody has set it."""
-    flat = [dict(configuration.flat(each.run.config)) for each in listed]
-    changed = [configuration.changed(each.run) for each in listed]
-    names = dict.fromkeys(name for values in flat for name in values)
-    found = {}
-    for name in names:
-        values = [each.get(name) for each in flat]
-        is_set = any(own is None or name in own for own in changed) or all(name in each for each in flat)
-        if name not in configuration.NAMES and is_set and any(value != values[0] for value in values):
-            found[name] = values
-    return found
-
-
 def _settings(listed: Sequence[Named]) -> str:
-    rows = [(name, [configuration.written(value) for value in values]) for name, values in differing(listed).items()]
-    rows += _versions(listed)
+    runs = [each.run for each in listed]
+    rows = [(name, [configuration.brief(value) for value in values]) for name, values in differing(runs).items()]
+    rows += versions(runs)
     if not rows:
         return '<div class="card"><p>Their configurations are the same.</p></div>'
     if any(name.startswith(f"{mark}.") for name, _ in rows for mark in configuration.MARKS) and len(rows) > 40:
@@ -203,29 +193,18 @@ def _settings(listed: Sequence[Named]) -> str:
     return _table(listed, rows)
 
 
-def _versions(listed: Sequence[Named]) -> list[tuple[str, list[str]]]:
-    """What they were computed with, where that differs."""
-    starts = [each.run.record.get("starts") for each in listed]
-    last = [
-        dict(found[-1]) if isinstance(found, list) and found and isinstance(found[-1], Mapping) else {}
-        for found in starts
-    ]
-    told = [
-        {**(one.get("versions") or {}), **{key: one.get(key) for key in ("commit", "host", "hardware")}} for one in last
-    ]
-    names = dict.fromkeys(name for one in told for name in one)
-    rows = [(name, [str(one.get(name) or "") for one in told]) for name in names]
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
-
-
 def _table(listed: Sequence[Named], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{shown(value)}</td>" for value in values)}</tr>'
-        for name, values in rows
-    )
+    body = "".join(f'<tr><th scope="row">{escape(name)}</th>{_cells(listed, values)}</tr>' for name, values in rows)
     return (
-        f'<div class="card scroll"><table class="settings"><thead><tr><th scope="col">option</th>{_heads(listed)}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        '<div class="card scroll"><table class="settings side"><thead><tr><th scope="col">option</th>'
+        f"{_heads(listed)}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cells(listed: Sequence[Named], values: Sequence[str]) -> str:
+    """The name of the run goes with each value, for screens on which they stand one under the other."""
+    return "".join(
+        f'<td data-run="{escape(each.label)}">{shown(value)}</td>' for each, value in zip(listed, values, strict=True)
     )
 
 
@@ -252,12 +231,17 @@ def _metrics(listed: Sequence[Named]) -> str:
 
 def _metric_rows(listed: Sequence[Named]) -> Iterator[tuple[bool, str]]:
     """(whether it is a telling one, the row) of every measure, the telling ones first."""
-    judged = last_part(_headline([each.run for each in listed]) or "") == "reward"
+    runs = [each.run for each in listed]
+    judged, compare = last_part(_headline(runs) or "") == REWARD, rewards_compare(runs)
     for names in _measures(listed):
         values = [final(each.run, name) if name else None for each, name in zip(listed, names, strict=True)]
         first = next(name for name in names if name)
         known = [value for value in values if value is not None]
-        way = 0 if judged and last_part(first).endswith("loss") else direction(first)  # a policy's loss means nothing
+        last = last_part(first)
+        senseless = (judged and last.endswith("loss")) or (
+            not compare and last.endswith(REWARD)
+        )  # a policy's loss is none
+        way = 0 if senseless else direction(first)
         top = max(known, key=lambda value: way * value) if way and len(known) > 1 else None
         cells = "".join(_cell(value, top) for value in values)
         about = find(first)
@@ -284,7 +268,25 @@ def _measures(listed: Sequence[Named]) -> list[list[str | None]]:
             key = _key(name)
             names = found.setdefault(key, [None] * len(listed))
             names[place] = names[place] or name
-    return sorted(found.values(), key=lambda names: rank(next(name for name in names if name)))
+    ordered = sorted(found.values(), key=lambda names: rank(next(name for name in names if name)))
+    kept: list[list[str | None]] = []
+    for names in ordered:
+        if not any(_repeats(listed, names, other) for other in kept):
+            kept.append(names)
+    return kept
+
+
+def _repeats(listed: Sequence[Named], names: Sequence[str | None], other: Sequence[str | None]) -> bool:
+    """Whether every run that has a measure has another of the same node that moves as it does (`value_loss` beside `loss`)."""
+    return all(
+        name is None or (before is not None and _same_curve(each.run, name, before))
+        for each, name, before in zip(listed, names, other, strict=True)
+    )
+
+
+def _same_curve(run: RunFiles, name: str, other: str) -> bool:
+    one = run.series(name)
+    return node_of(name) == node_of(other) and moves(one[1]) and same(one, run.series(other))
 
 
 def _key(name: str) -> tuple[Any, ...]:
@@ -333,5 +335,7 @@ def comparison_charts(listed: Sequence[Named]) -> list[Chart]:
             if name
         ]
         missing = sum(each.run.not_finite(name) for each, name in zip(listed, names, strict=True) if name)
-        found.append(Chart(_title(first), first.partition("/")[0] if "/" in first else "run", lines, missing))
+        found.append(
+            Chart(_title(first), first.partition("/")[0] if "/" in first else "run", lines, missing, of_runs=True)
+        )
     return found

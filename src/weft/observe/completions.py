@@ -18,6 +18,7 @@ SHOWN = (
     "step", "id", "k", "prompt", "completion", "reward", "score", "answer", "tokens", "logprobs", "advantages", "trained",
     "rank", "comparison", "margin", "finished", "finish_reason", "advantage", "log_ratio", "loss",
 )  # fmt: skip
+ENDED = "ended with EOS or a stop text"
 COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
 
 
@@ -109,7 +110,8 @@ def _about(group: Group) -> str:
         facts.append(f"margin {number(gap)}, {'right' if gap > 0 else 'wrong'} order")
     elif len(worth) > 1:
         facts.append(f"mean reward of these {len(worth)}: {number(sum(worth) / len(worth))}")
-        facts.append(f"from {number(min(worth))} to {number(max(worth))}")
+        low, high = number(min(worth)), number(max(worth))
+        facts.append(f"all {low}" if low == high else f"from {low} to {high}")
     return "".join(f"<span>{escape(fact)}</span>" for fact in facts)
 
 
@@ -170,10 +172,10 @@ def facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
         if finite(row.get(key)):
             told += f"<span>{word} <b>{number(float(row[key]))}</b></span>"
     if finite(row.get("log_ratio")):
-        told += f"<span>log-prob over reference <b>{number(float(row['log_ratio']))}</b></span>"
+        told += f"<span>log-prob minus reference <b>{number(float(row['log_ratio']))}</b></span>"
     values = row.get("logprobs")
     if isinstance(values, list) and values and all(finite(each) for each in values) and "loss" not in row:
-        told += f"<span>log-prob a token {number(sum(values) / len(values))}</span>"
+        told += f"<span>log-prob per token {number(sum(values) / len(values))}</span>"
     return told + _finish(row) + "".join(_fact(key, value) for key, value in row.items() if key not in SHOWN)
 
 
@@ -183,7 +185,7 @@ def _finish(row: Mapping[str, Any]) -> str:
         reason = "stop" if row["finished"] else "length"
     if reason not in ("stop", "length"):
         return ""
-    return "<span>ended by itself</span>" if reason == "stop" else '<span class="warn">cut by length</span>'
+    return f"<span>{ENDED}</span>" if reason == "stop" else '<span class="warn">cut by length</span>'
 
 
 def _fact(name: str, value: Any) -> str:

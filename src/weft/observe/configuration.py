@@ -12,11 +12,13 @@ from weft import registry
 from weft.errors import UserError
 from weft.observe.page import folded, shown
 from weft.observe.run_files import RunFiles
+from weft.observe.short_names import short
 from weft.options import leaves
 
 NAMES = ("experiment_name", "trial_name", "fileroot")  # of the run itself, never a difference
 MARKS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")  # groups of options that name an algorithm
 ABSENT = object()
+CHOSEN = "chosen by weft"  # beside a value that nobody set and that is not the default
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -63,15 +65,21 @@ def changed(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
     }
 
 
+def chosen(run: RunFiles) -> frozenset[str]:
+    """Options that nobody has set, and that weft has given a value which suits the rest."""
+    names = run.record.get("chosen")
+    return frozenset(map(str, names)) if isinstance(names, list) else frozenset()
+
+
 def configuration(run: RunFiles) -> str:
     """What started the run, what differs from the defaults, then every option behind a click."""
     parts = [started(run)]
-    different = changed(run)
+    different, by_weft = changed(run), chosen(run)
     if different:
         rows = "".join(
-            f'<tr><th scope="row">{escape(name)}</th><td>{shown(written(value))}</td>'
-            f'<td class="quiet">{shown(written(default))}</td></tr>'
-            for name, (value, default) in different.items()
+            f'<tr><th scope="row">{escape(name)}</th><td>{shown(brief(value))}</td>'
+            f'<td class="quiet">{CHOSEN if name in by_weft else shown(written(default))}</td></tr>'
+            for name, (value, default) in sorted(different.items(), key=lambda each: each[0] in by_weft)
         )
         parts.append(
             f'<div class="card"><h3>Not the defaults of {escape(algorithm(run) or "")}</h3><div class="scroll">'
@@ -139,6 +147,16 @@ def _option(name: str, value: Any) -> str:
 
 def unset(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, list | Mapping) and not value)
+
+
+def left_open(value: Any) -> bool:
+    """Whether an option leaves it to weft what holds."""
+    return unset(value) or value == "auto"
+
+
+def brief(value: Any) -> str:
+    """A value for people, a checkpoint by its short name."""
+    return short(written(value))
 
 
 def written(value: Any) -> str:

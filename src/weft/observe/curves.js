@@ -239,7 +239,7 @@ const startCurves = ({ axes, charts = [] }) => {
         if (entries[index]) entries[index].textContent = number(line.ys[i]);
       });
       const where = element("span", "", `step ${number(one.chart.lines[0].x[at])}  `);
-      readout.replaceChildren(where, number(first.ys[at]));
+      readout.replaceChildren(where, "step" in readout.dataset ? "" : number(first.ys[at]));
     }
   };
 

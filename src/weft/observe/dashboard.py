@@ -94,7 +94,7 @@ def index(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
     going = sum(run.status == "running" for _, run in runs)
     told = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (f", {going} of them running" if going else "")
     top = (
-        '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">runs in '
+        '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">folder: '
         f'{escape(str(root))}</p><h1>Runs</h1><p class="lede">{told}.</p></div></section>'
     )
     content = (
@@ -126,7 +126,7 @@ def _list(runs: Sequence[tuple[str, RunSummary]]) -> str:
 
 def _row(name: str, run: RunSummary) -> str:
     steps = "–" if run.step is None else f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
-    share = ""
+    share = '<i class="meter empty" aria-hidden="true"></i>'  # keeps the words in line
     if run.step and run.total_steps:
         share = f'<i class="meter" aria-hidden="true"><i style="width:{min(100, 100 * run.step // run.total_steps)}%"></i></i>'
     last = f"{title(run.metric)} <b>{number(run.value)}</b>" if run.metric and run.value is not None else "–"
@@ -135,7 +135,7 @@ def _row(name: str, run: RunSummary) -> str:
         _cell(name, f'<a href="run?name={quote(name, safe="")}">{escape(name)}</a>'),
         _cell(run.algorithm or "", escape(run.algorithm or "–")),
         _cell(run.status, f'<span class="status {escape(run.status)}">{escape(run.status)}</span>'),
-        _cell("" if run.step is None else str(run.step), f"{steps}{share}"),
+        _cell("" if run.step is None else str(run.step), f"{share}{steps}"),
         _cell("" if run.value is None else str(run.value), last),
         _cell(str(run.num_bytes), size(run.num_bytes)),
         _cell("" if run.changed is None else str(-run.changed), f"{since} ago" if since else "–"),

@@ -41,12 +41,12 @@ HELP = (
     ),
     # -- learning
     MetricHelp(
-        "loss", LEARNING, "", "What the optimizer makes small. For SFT: nats a token. For a policy its sign means nothing.",
+        "loss", LEARNING, "", "What the optimizer makes small. For SFT: nats per token. For a policy its sign means nothing.",
         "SFT, reward models and DPO: falls, fast at first. DPO and reward models begin near 0.693. PPO and GRPO: near 0 "
         "without a trend; watch the reward.",
     ),
     MetricHelp(
-        "nll", LEARNING, "nats a token", "Mean of -log p of the trained tokens: cross-entropy.",
+        "nll", LEARNING, "nats per token", "Mean of -log p of the trained tokens: cross-entropy.",
         "Falls. If it rises in evaluation while it falls in training, the model memorizes: stop earlier or use more data.",
     ),
     MetricHelp(
@@ -109,27 +109,27 @@ HELP = (
     MetricHelp("score", REWARD, "", "Mean score of the reward model. Only differences mean something.", "Stays bounded."),
     # -- policy
     MetricHelp(
-        "kl", POLICY, "nats a token", "How far the policy is from its reference.",
-        "Grows slowly; usual ends are 0.01 to 0.5 a token. Fast growth: raise the KL weight or lower the learning rate.",
+        "kl", POLICY, "nats per token", "How far the policy is from its reference.",
+        "Grows slowly; usual ends are 0.01 to 0.5 per token. Fast growth: raise the KL weight or lower the learning rate.",
     ),
-    MetricHelp("kl_exact", POLICY, "nats a token", "KL to the reference over the whole vocabulary.", "As kl."),
+    MetricHelp("kl_exact", POLICY, "nats per token", "KL to the reference over the whole vocabulary.", "As kl."),
     MetricHelp(
         "kl_k?_per_completion", POLICY, "nats", "KL to the reference, summed over a completion.", "Grows slowly."
     ),
-    MetricHelp("kl_k?", POLICY, "nats a token", "KL to the reference as it is taken off the reward.", "As kl."),
+    MetricHelp("kl_k?", POLICY, "nats per token", "KL to the reference as it is taken off the reward.", "As kl."),
     MetricHelp(
         "kl_coef", POLICY, "", "Weight of the KL.", "Constant, or moved by the adaptive controller towards its target."
     ),
     MetricHelp(
-        "entropy", POLICY, "nats a token", "How undecided the policy is.",
+        "entropy", POLICY, "nats per token", "How undecided the policy is.",
         "Falls slowly. Near 0: the policy always says the same and no longer learns.",
     ),
     MetricHelp(
         "clip_ratio", POLICY, "share", "Tokens whose importance ratio was clipped.",
-        "0 to 0.2. 0 with one update a batch. Above 0.3: the updates are too large.",
+        "0 to 0.2. 0 with one update per batch. Above 0.3: the updates are too large.",
     ),
     MetricHelp(
-        "approx_kl", POLICY, "nats a token", "How far an update moved the policy from the one that sampled.",
+        "approx_kl", POLICY, "nats per token", "How far an update moved the policy from the one that sampled.",
         "Below about 0.02.",
     ),
     MetricHelp("importance_ratio", POLICY, "", "Mean of p(new) / p(sampled) over tokens.", "Close to 1."),
@@ -164,7 +164,7 @@ HELP = (
     MetricHelp("rewards/margins", PREFERENCES, "", "Implicit reward of the chosen answer less the rejected one's.", "Rises."),
     MetricHelp(
         "rewards/*", PREFERENCES, "",
-        "Implicit reward: beta times the log-prob over the reference's.",
+        "Implicit reward: beta times (log-prob minus the reference's).",
         "The gap between chosen and rejected grows. Both falling fast: lower the learning rate or raise beta.",
     ),
     MetricHelp(
@@ -176,11 +176,11 @@ HELP = (
     MetricHelp("tied_fraction", PREFERENCES, "share", "Pairs of completions with the same reward. They teach nothing.", "Low."),
     MetricHelp("reward_margin", PREFERENCES, "", "Reward of the better completion less that of the worse.", "Above 0."),
     # -- distillation
-    MetricHelp("forward_kl", DISTILLATION, "nats a token", "KL from the teacher to the student.", "Falls."),
+    MetricHelp("forward_kl", DISTILLATION, "nats per token", "KL from the teacher to the student.", "Falls."),
     MetricHelp("teacher_agreement", DISTILLATION, "share", "Tokens that are the teacher's first choice too.", "Rises."),
     MetricHelp("teacher_mass", DISTILLATION, "share", "The teacher's probability on the ids that are compared.", "Near 1."),
-    MetricHelp("entropy_bound", DISTILLATION, "nats a token", "Entropy of the student over these ids.", "Near the teacher's."),
-    MetricHelp("teacher_entropy_bound", DISTILLATION, "nats a token", "Entropy of the teacher over these ids.", "Level."),
+    MetricHelp("entropy_bound", DISTILLATION, "nats per token", "The student's entropy over these ids.", "Near the teacher's."),
+    MetricHelp("teacher_entropy_bound", DISTILLATION, "nats per token", "Entropy of the teacher over these ids.", "Level."),
     # -- generation
     MetricHelp(
         "response_length", GENERATION, "tokens", "Mean length of completions.",
@@ -195,7 +195,7 @@ HELP = (
                "Near the share that was asked for."),
     MetricHelp("rounds/*", GENERATION, "rounds", "How often was sampled for this step to fill the batch.", "1 to 3."),
     # -- speed
-    MetricHelp("tokens_per_second", SPEED, "tokens/s", "Tokens through this call in a second, prompts included.", "Level."),
+    MetricHelp("tokens_per_second", SPEED, "tokens/s", "Tokens through this call per second, prompts included.", "Level."),
     MetricHelp(
         "mfu", SPEED, "share", "Arithmetic done as a share of what the device measured at the start.",
         "0.3 to 0.6 on a GPU with long batches; lower for small models.",

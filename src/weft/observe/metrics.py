@@ -31,7 +31,20 @@ RISING = (
     "explained_variance",
 )
 FALLING = ("loss", "perplexity")
-ACRONYMS = {"kl": "KL", "kl_exact": "KL (exact)", "mfu": "MFU", "approx_kl": "approx. KL", "kl_coef": "KL coefficient"}
+# What a metric is called, where that is not its name in words.
+TITLES = {
+    "kl": "KL",
+    "kl_exact": "KL (exact)",
+    "approx_kl": "approx. KL",
+    "kl_coef": "KL coefficient",
+    "mfu": "MFU",
+    "accuracies": "accuracy",
+    "margins": "margin",
+    "kendalltau": "Kendall's tau",
+    "grad_norm": "gradient norm",
+    "reward_std": "reward, standard deviation",
+    "frac_reward_zero_std": "groups without reward spread",
+}
 
 Line = Mapping[str, float | None]
 
@@ -75,7 +88,7 @@ def rank(name: str) -> tuple[int, int]:
 def title(name: str) -> str:
     """A name as a headline says it: `rew_inf/reward` -> `reward`, `actor_train/clip_ratio` -> `clip ratio`."""
     last = last_part(name)
-    return ACRONYMS.get(last) or last.replace("_", " ")
+    return TITLES.get(last) or last.replace("_", " ")
 
 
 def tokens_per_second(line: Line) -> float | None:

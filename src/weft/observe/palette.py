@@ -21,6 +21,7 @@ INDIGO, ORANGE, TEAL = Hue("#4a5bd4", "#93a0ff"), Hue("#c05d0c", "#f2a65e"), Hue
 MAGENTA, SKY, OLIVE = Hue("#b0357f", "#ec8fc8"), Hue("#1f77b0", "#72b9ea"), Hue("#6f7212", "#c8c65c")
 GREY = Hue("#646b78", "#a0a7b4")
 HUES = (INDIGO, ORANGE, TEAL, MAGENTA, SKY, OLIVE)
+DARK = "@media (prefers-color-scheme:dark)"  # what an SVG of ours has its colours on dark ground under
 KNOWN = {"actor": INDIGO, "model": INDIGO, "critic": ORANGE, "ref": TEAL, "reward": MAGENTA, "rew": MAGENTA}
 
 

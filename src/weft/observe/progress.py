@@ -252,7 +252,7 @@ class LiveView:
         facts += [("tokens/s", number(round(rate)))] if rate else []
         facts += [("s per step", number(seconds))] if seconds else []
         memory = pace.latest.get("peak_memory_gb")
-        facts += [("GB peak", f"{memory:.2f}")] if memory else []
+        facts += [("peak", f"{memory:.2f} GB")] if memory else []
         shown = [Text.assemble((f"{elided(name, width // 3)} ", QUIET), value) for name, value in facts]
         return Group(*lines, *packed(shown, width, "   "))
 

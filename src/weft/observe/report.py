@@ -13,6 +13,7 @@ from weft.observe import charts, completions, configuration, sections, timing
 from weft.observe.charts import Chart
 from weft.observe.metrics import headline
 from weft.observe.page import Page, Section, folded, write
+from weft.observe.palette import DARK
 from weft.observe.run_files import RunFiles
 
 NAME = "report.html"
@@ -118,13 +119,20 @@ def _machine(run: RunFiles) -> str:
 
 
 def _graph(svg: str) -> str:
-    """As an image: nothing inside it can run, and its style stays its own."""
-    encoded = base64.b64encode(svg.encode("utf-8", errors="replace")).decode()
+    """As an image: nothing inside it can run, and its style stays its own. One for light and one for dark ground, since not
+    every browser tells an image which of them the page has; without a ground of its own."""
+    bare = svg.replace("</svg>", "<style>.ground{fill:none}</style></svg>")
+    light, dark = (_image(bare.replace(DARK, f"@media {kind}")) for kind in ("not all", "all"))
     return (
         '<p class="note sideways">The graph is wider than this screen: scroll it sideways.</p>'
         '<div class="card graph" tabindex="0" role="region" aria-label="Dataflow graph, scrolls sideways">'
-        f'<img src="data:image/svg+xml;base64,{encoded}" alt="{GRAPH_ALT}"></div>'
+        f'<picture><source srcset="{dark}" media="(prefers-color-scheme: dark)"><img src="{light}" alt="{GRAPH_ALT}">'
+        "</picture></div>"
     )
+
+
+def _image(svg: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode('utf-8', errors='replace')).decode()}"
 
 
 def _log(run: RunFiles) -> str:

@@ -26,11 +26,13 @@ class Start:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything that `run.json` holds, oldest start first."""
+    """Everything that `run.json` holds, oldest start first. `chosen`: options that nobody has set, and that weft has given a
+    value."""
 
     algorithm: str | None = None
     total_steps: int | None = None
     starts: list[Start] = field(default_factory=list)
+    chosen: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, run: Path) -> RunRecord:
@@ -40,7 +42,13 @@ class RunRecord:
         starts = [start for each in (listed if isinstance(listed, list) else []) if (start := _start(each)) is not None]
         total = found.get("total_steps")
         algorithm = found.get("algorithm")
-        return cls(str(algorithm) if algorithm else None, total if isinstance(total, int) else None, starts)
+        chosen = found.get("chosen")
+        return cls(
+            str(algorithm) if algorithm else None,
+            total if isinstance(total, int) else None,
+            starts,
+            [str(name) for name in chosen] if isinstance(chosen, list) else [],
+        )
 
     def plain(self) -> dict[str, Any]:
         """As it is written."""

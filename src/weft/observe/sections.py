@@ -67,12 +67,12 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     epochs = run.series("epoch")[1]
     yield "steps", number(run.lines[-1]["step"]), count(round(epochs[-1], 3), "epoch") if epochs else ""
     if seconds := run.series("step_seconds")[1]:
-        yield "training time", duration(sum(seconds)), f"{number(sum(seconds) / len(seconds))} s a step"
+        yield "training time", duration(sum(seconds)), f"{number(sum(seconds) / len(seconds))} s per step"
     names = [name for name in run.names if last_part(name) in ("step_seconds", "num_tokens", "tokens_per_second")]
     told = ({name: line[name] for name in names if finite(line.get(name))} for line in run.lines)
     rates = [rate for line in told if (rate := tokens_per_second(line))]
     if rates:
-        yield "tokens a second", number(round(sum(rates) / len(rates))), f"highest {number(round(max(rates)))}"
+        yield "tokens per second", number(round(sum(rates) / len(rates))), f"highest {number(round(max(rates)))}"
     if memory := run.series("peak_memory_gb")[1]:
         yield "peak memory", f"{max(memory):.2f} GB", ""
 

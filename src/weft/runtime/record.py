@@ -23,8 +23,8 @@ LIBRARIES = ("torch", "transformers")
 GIT_SECONDS = 5.0
 
 
-def record_start(run: Path, *, step: int, total_steps: int | None, hardware: str) -> None:
-    """Add this process to the run's `run.json`. Secrets in its command are masked."""
+def record_start(run: Path, *, step: int, total_steps: int | None, hardware: str, chosen: Sequence[str] = ()) -> None:
+    """Add this process to the run's `run.json`. Secrets in its command are masked. `chosen`: options that weft has chosen."""
     before = RunRecord.read(run)
     command = command_of(sys.argv, sys.orig_argv)
     start = Start(
@@ -41,6 +41,7 @@ def record_start(run: Path, *, step: int, total_steps: int | None, hardware: str
         before,
         algorithm=quickstart_of(command) or before.algorithm,
         total_steps=total_steps,
+        chosen=list(chosen),
         starts=[*before.starts, start],
     )
     disk.write_text(run / RECORD, json.dumps(record.plain(), indent=1, ensure_ascii=False) + "\n")

@@ -31,7 +31,9 @@ class Samples:
     """Reads a few samples of a step, while their tensors are still there: completions of a graph that generates, else rows
     that were trained on."""
 
-    def __init__(self, graph: DataflowGraph, group: WorkerGroup, tokenizer: Tokenizer) -> None:
+    def __init__(self, graph: DataflowGraph, group: WorkerGroup, tokenizer: Tokenizer, last: int | None = None) -> None:
+        """`last` is the run's last step, which is always shown in detail; None where nobody knows it before it is over."""
+        self._last = last
         self._group, self._tokenizer, self._pieces = group, tokenizer, Pieces(tokenizer)
         calls = [node for node in graph.nodes if isinstance(node, MFCDef) and node.method == "generate"]
         self._generates = any("completion" in node.output_keys for node in calls)
@@ -42,7 +44,7 @@ class Samples:
         """Samples of the step numbered `step`, which was made on `ids`. In a detailed step these are whole groups: a row a
         completion, with values by token. In between they are the first completions of up to `SHOWN` ids that were generated.
         `seen` is what training saw of a few ids: their log-probs or scores."""
-        if self._generates and not detailed(step):
+        if self._generates and not self._in_detail(step):
             batch = self._fetch(ids[:SHOWN], self._keys)
             return [row for _, row in self._read(batch) if row["k"] == 0]
         chosen = self._generated(ids) if self._generates else self._trained(ids, step, seen)
@@ -63,6 +65,9 @@ class Samples:
             rows.append(row | {"finish_reason": None if finished is None else "stop" if finished else "length"})
         return rows
 
+    def _in_detail(self, step: int) -> bool:
+        return step == self._last or detailed(step)
+
     def _fetch(self, ids: Sequence[str], optional: Sequence[str]) -> SequenceSample:
         """What was generated for `ids`, under the usual names: `completion` where the graph calls it `mixed_completion`."""
         own = [name for name, key in self._names.items() if key == "completion"] or ["completion"]
@@ -76,7 +81,7 @@ class Samples:
     def _trained(self, ids: Sequence[str], step: int, seen: SequenceSample | None) -> SequenceSample | None:
         """The rows of the step that training told of, the first ones where it told of none; None where this step is not
         shown, or nothing has a completion."""
-        if not detailed(step):
+        if not self._in_detail(step):
             return None
         known = set(ids)
         told = [id for id in seen.ids if id in known][:GROUPS] if seen is not None else []

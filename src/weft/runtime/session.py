@@ -321,7 +321,8 @@ def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:
     disk.write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
     disk.write_text(directory.path / HARDWARE, parts.hardware + "\n")
     if anew:
-        record_start(directory.path, step=step, total_steps=parts.horizon.steps, hardware=parts.hardware)
+        steps, chosen = parts.horizon.steps, parts.experiment.chosen
+        record_start(directory.path, step=step, total_steps=steps, hardware=parts.hardware, chosen=chosen)
     return config
 
 

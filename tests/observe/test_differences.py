@@ -1,0 +1,62 @@
+"""What counts as a difference between runs, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.observe.differences import differing, rewards_compare
+from weft.observe.run_files import RunFiles
+
+RUN = {"experiment_name": "e", "trial_name": "t"}
+
+
+def files(config: dict[str, Any], *chosen: str) -> RunFiles:
+    return RunFiles(Path("run"), config=RUN | config, record={"chosen": list(chosen)})
+
+
+def test_options_of_another_algorithm_count_where_they_are_set() -> None:
+    one = files({"max_steps": 3, "ppo": {"eps_clip": 0.1, "gae_lambda": 0.95, "discount": 0.5}})
+    other = files({"max_steps": 4, "grpo": {"group_size": 8}})
+    assert differing([one, other]) == {
+        "algorithm": ["ppo", "grpo"],
+        "max_steps": [3, 4],
+        "ppo.eps_clip": [0.1, None],
+        "ppo.discount": [0.5, None],
+    }
+
+
+def test_the_same_option_of_two_algorithms_is_one() -> None:
+    one, other = files({"ppo": {"gen": {"max_new_tokens": 4}}}), files({"grpo": {"gen": {"max_new_tokens": 4}}})
+    assert differing([one, other]) == {"algorithm": ["ppo", "grpo"]}
+    longer = files({"grpo": {"gen": {"max_new_tokens": 8}}})
+    assert differing([one, longer])["grpo|ppo.gen.max_new_tokens"] == [4, 8]
+    assert differing([longer, other]) == {"grpo.gen.max_new_tokens": [8, 4]}
+
+
+def test_what_weft_chose_is_no_difference_until_somebody_sets_it() -> None:
+    chosen = files({"sft": {}, "dataset": {"max_seqlen": 64}}, "dataset.max_seqlen")
+    for other in (
+        files({"dataset": {"max_seqlen": None}}),
+        files({"dataset": {"max_seqlen": 9}}, "dataset.max_seqlen"),
+    ):
+        assert differing([chosen, other]) == {}
+    assert differing([chosen, files({"dataset": {"max_seqlen": 9}})]) == {"dataset.max_seqlen": [64, 9]}
+    assert differing([files({"rew": {"backend": "torch"}}, "rew.backend"), files({"rew": {"backend": "auto"}})]) == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"reward": "gsm8k"}, {"reward": "gsm8k", "rew": {"path": None}}, True),
+        ({"reward": "gsm8k"}, {"reward": "math"}, False),
+        ({"reward": "gsm8k"}, {"rew": {"path": "m"}}, False),
+        ({"reward": "gsm8k", "rew": {"path": "m"}}, {"reward": "gsm8k"}, False),
+        ({"rew": {"path": "m"}}, {"rew": {"path": "n"}}, False),
+        ({"reward": "gsm8k"}, {"model": {"path": "a"}}, True),
+    ],
+)
+def test_where_rewards_come_from(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+    assert rewards_compare([files(one), files(other)]) is same

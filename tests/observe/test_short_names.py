@@ -1,0 +1,21 @@
+"""Names of checkpoints as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.observe.short_names import short
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("runs/e/sft/checkpoints/model/step9", "runs/e/sft@step9"),
+        ("runs/e/ppo/checkpoints/actor/step4", "runs/e/ppo@step4"),
+        ("runs/e/ppo/checkpoints/critic/step4", "runs/e/ppo@step4:critic"),
+        ("runs/e/ppo/checkpoints/actor/last", "runs/e/ppo/checkpoints/actor/last"),
+        ("owner/name", "owner/name"),
+    ],
+)
+def test_a_checkpoint_of_a_run_is_called_by_run_and_step(path: str, said: str) -> None:
+    assert short(path) == said
