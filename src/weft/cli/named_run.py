@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
-from weft.errors import ConfigError, nearest
+from weft.errors import ConfigError
 from weft.observe.run_list import find_runs, is_run, list_runs
 
-LATEST = "latest"
+RUNS, LATEST = "./runs", "latest"
 SHOWN = 6
+LIKENESS = 0.7  # of a word to the name of the run that may have been meant
 
 
 def find_run(word: str, root: Path) -> Path:
@@ -22,12 +24,24 @@ def find_run(word: str, root: Path) -> Path:
         if runs:
             return runs[0].path
         raise ConfigError(f"latest: there is no run in {root}")
-    there = [str(path) for path in find_runs(root)]
-    close = [*nearest(word, there), *nearest(word, [str(Path(path).relative_to(root)) for path in there])][:SHOWN]
     inside = [str(path) for path in find_runs(given)][:SHOWN] if given.is_dir() else []
     if inside:
         raise ConfigError(f"{word} is no run but holds some: {', '.join(inside)}; name one of them")
     if given.exists():
         raise ConfigError(f"{word} is not the directory of a run; weft ls lists the runs in a folder")
-    hint = f"did you mean {' or '.join(close)}?" if close else f"runs here: {', '.join(there[:SHOWN]) or 'none'}"
+    close = _like(given, root)
+    listing = f"weft ls {root}" if root != Path(RUNS) else "weft ls"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"{listing} lists those that are there"
     raise ConfigError(f"{word}: there is no such run; {hint}")
+
+
+def _like(given: Path, root: Path) -> list[str]:
+    """The runs in `root` with a name like that of `given`: like EXPERIMENT/TRIAL, or one part where `given` has no more."""
+    asked = given.relative_to(root) if given.is_relative_to(root) else given
+    names = dict[str, list[str]]()
+    for run in find_runs(root):
+        name = run.relative_to(root)
+        for known in [str(name)] if len(asked.parts) > 1 else dict.fromkeys((str(name), name.name)):
+            names.setdefault(known, []).append(str(run))
+    close = get_close_matches(str(asked), names, SHOWN // 2, LIKENESS)
+    return list(dict.fromkeys(run for name in close for run in names[name]))[: SHOWN // 2]

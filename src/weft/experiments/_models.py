@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import yaml
 
 from weft.checkpoints import kind, names
+from weft.checkpoints.config_file import set_by
 from weft.checkpoints.names import CRITICS, POLICIES, SCORERS, TOKENIZERS, Wanted
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import AUTO, ModelSpec
@@ -31,7 +32,12 @@ def settled(config: Run) -> Run:
     for spec in fields(config):
         value = getattr(config, spec.name)
         if isinstance(value, ModelSpec):
-            changed[spec.name] = _with_backend(spec.name, _located(config, spec.name, value))
+            found = _located(config, spec.name, value)
+            with set_by(f"{spec.name}.path"):
+                values = (
+                    kind.values_of(found.path) if found.path is not None and found.backend not in NO_NETWORK else {}
+                )
+            changed[spec.name] = _with_backend(spec.name, found, values)
     return replace(config, **changed)
 
 
@@ -91,12 +97,11 @@ def _began(config: RunConfig, run: Path, option: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _with_backend(role: str, spec: ModelSpec) -> ModelSpec:
-    """The role with a backend, where it has none and config.json says which one can run it. Raises `ConfigError` for one that
-    cannot."""
+def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> ModelSpec:
+    """The role with a backend, where it has none and `values`, those of its config.json, say which one can run it. Raises
+    `ConfigError` for one that cannot."""
     if spec.backend not in (AUTO, kind.OWN_RUN) or spec.path is None:
         return spec
-    values = kind.values_of(spec.path)
     if not values or spec.type is not None:
         return replace(spec, backend=kind.OWN_RUN) if values else spec
     backend = kind.backend_of(values)
