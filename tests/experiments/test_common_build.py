@@ -188,6 +188,9 @@ def test_sizes_of_a_ppo_step() -> None:
         ("grpo", {"reward": [{"name": "json:dumps", "wieght": 1}]}, "cannot be read"),
         ("grpo", {"reward": [{"name": "json:dumps", "weight": "1"}]}, "must be a number"),
         ("grpo", {"reward": "json:not a name"}, "must be a function's name"),
+        ("sft", {"dataset__path": "/", "dataset__train_path": None}, "dataset.path='/': holds the whole file system"),
+        ("sft", {"dataset__path": "none", "dataset__train_path": None}, "dataset.path='none': there is no such file"),
+        ("sft", {"dataset__valid_path": "data.jsonl"}, "dataset.valid_path='data.jsonl': there is no such file"),
         ("sft", {"model__tokenizer__path": "./none"}, "model.tokenizer.path='./none': there is no such file"),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import CheckpointError, nearest
-from weft.models.families.limits import LAYERS, MOST, MOST_LAYERS
+from weft.models.limits import LAYERS, MOST, MOST_LAYERS
 from weft.reading import read_object, shortened
 from weft.registry import families
 

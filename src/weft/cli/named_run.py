@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from weft.errors import ConfigError
@@ -10,7 +10,8 @@ from weft.observe.run_list import find_runs, is_run, list_runs
 
 RUNS, LATEST = "./runs", "latest"
 SHOWN = 6
-LIKENESS = 0.7  # of a word to the name of the run that may have been meant
+SUGGESTED = 3
+LIKENESS = 0.6  # of each part of a name to that of the run that may have been meant
 
 
 def find_run(word: str, root: Path) -> Path:
@@ -36,12 +37,13 @@ def find_run(word: str, root: Path) -> Path:
 
 
 def _like(given: Path, root: Path) -> list[str]:
-    """The runs in `root` with a name like that of `given`: like EXPERIMENT/TRIAL, or one part where `given` has no more."""
-    asked = given.relative_to(root) if given.is_relative_to(root) else given
-    names = dict[str, list[str]]()
-    for run in find_runs(root):
-        name = run.relative_to(root)
-        for known in [str(name)] if len(asked.parts) > 1 else dict.fromkeys((str(name), name.name)):
-            names.setdefault(known, []).append(str(run))
-    close = get_close_matches(str(asked), names, SHOWN // 2, LIKENESS)
-    return list(dict.fromkeys(run for name in close for run in names[name]))[: SHOWN // 2]
+    """The runs in `root` named like `given`, the likest first: EXPERIMENT/TRIAL part by part, or TRIAL where it is all."""
+    asked = (given.relative_to(root) if given.is_relative_to(root) else given).parts
+
+    def likeness(run: Path) -> float:
+        name = run.relative_to(root).parts[-len(asked) :] if asked else ()
+        pairs = zip(asked, name, strict=True) if len(asked) == len(name) else ()
+        return min((SequenceMatcher(None, one, other).ratio() for one, other in pairs), default=0.0)
+
+    alike = {str(run): likeness(run) for run in find_runs(root)}
+    return sorted((run for run in alike if alike[run] >= LIKENESS), key=lambda run: -alike[run])[:SUGGESTED]

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.errors import CheckpointError
 from weft.models.families.keymap import Key, KeyMap
-from weft.models.families.limits import LAYERS, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WEIGHTS
+from weft.models.limits import LAYERS, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WEIGHTS
 from weft.models.network.config import Activation, TransformerConfig
 from weft.reading import reading
 
