@@ -35,11 +35,9 @@ def test_what_no_library_could_use(key: str, bad: list[Any], good: list[Any]) ->
 def test_the_message_begins_with_the_option_and_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", "eos_token_id": "a"}))
-    with pytest.raises(
-        CheckpointError, match=r"^critic\.path=m/config\.json: eos_token_id='a': it must be a whole number"
-    ):
-        with set_by("critic.path"):
-            read_config_file(file, "m/config.json")
+    said = r"^critic\.path=m/config\.json: eos_token_id='a': it must be a whole number"
+    with pytest.raises(CheckpointError, match=said), set_by("critic.path"):
+        read_config_file(file, "m/config.json")
     with pytest.raises(CheckpointError, match=r"^m/config\.json: lacks 'x'$"), within("m/config.json"):
         raise CheckpointError("lacks 'x'")
     file.write_text('{"model_type": "llama"}')

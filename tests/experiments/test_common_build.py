@@ -218,6 +218,12 @@ def test_kto_measures_its_baseline_in_the_graph() -> None:
     assert {"label", "kl_baseline", "ref_logprobs"} <= set(experiment.node("actor_train").inputs)
 
 
+def test_names_of_the_hub_are_asked_for_later() -> None:
+    for path in ("openai/gsm8k", "openai/gsm8k:main", "openai/gsm8k:main/train"):
+        made = build("sft", dataset__path=path, dataset__train_path=None, dataset__valid_path=path)
+        assert made.dataset.train_path == made.dataset.valid_path == path
+
+
 @pytest.mark.parametrize("size", ["train", "valid"])
 def test_kto_refuses_batches_of_one_prompt(size: str) -> None:
     with pytest.raises(ConfigError, match=rf"dataset.{size}_bs_n_seqs=1: .*kto.*set it to 2 or more"):

@@ -63,15 +63,10 @@ def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
     """The module of a model's config.json without memory for its weights, which are not read. Raises as `load` does."""
     auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModelForSequenceClassification
     where = path if spec.trust_remote_code else str(hf_io.config_file(path).parent)
-    with quiet(), torch.device("meta"):
-        try:
-            config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
-            _configure(config, spec)
-            module: PreTrainedModel = auto.from_config(config, trust_remote_code=spec.trust_remote_code)
-        except (OSError, ValueError) as refused:
-            if isinstance(refused, ConfigError | CheckpointError):
-                raise
-            raise CheckpointError(f"{path}: transformers cannot make it: {str(refused).splitlines()[0]}") from refused
+    with quiet(), torch.device("meta"), reading(f"{path}: transformers cannot make it", CheckpointError):
+        config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
+        _configure(config, spec)
+        module: PreTrainedModel = auto.from_config(config, trust_remote_code=spec.trust_remote_code)
     return module.eval()
 
 
