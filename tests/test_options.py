@@ -111,7 +111,7 @@ def test_defaults_are_not_shared() -> None:
         ({"count": 0}, "count=0: must be at least 1"),
         ({"count": "3"}, "count='3': must be int; write 3"),
         ({"inner": Inner(lr=-1.0)}, "inner.lr=-1.0: must be at least 0"),
-        ({"inner": Inner(lr=float("nan"))}, "must be at least 0"),
+        ({"inner": Inner(lr=float("nan"))}, "must be a number"),
         ({"inner": Inner(kind="lion")}, "inner.kind='lion': must be one of adam, sgd"),
         ({"texts": "x"}, "texts='x': must be list of str"),
     ],

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests import recipes
-from weft.checkpoints.hf_io import find_family, read_config
+from weft.checkpoints.config_file import find_family
+from weft.checkpoints.hf_io import read_config
 from weft.cli import main as weft
 from weft.cli.quickstart import configured
 from weft.data.named.catalogue import find

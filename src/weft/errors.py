@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 MAX_REPORTS = 20
@@ -71,6 +72,12 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The names most like `name`, best first, without itself; what an error about an unknown name suggests."""
     others = sorted(each for each in set(known) if each != name)
     return difflib.get_close_matches(name[:LONGEST_NAME], others, n=count, cutoff=0.5)
+
+
+def set_for(name: str, error: ConfigError) -> ConfigError:
+    """The error of a role or a call: what it says of an option, such as `layout=d0: ...`, under the option's whole name."""
+    begins = re.match(r"[a-z_]+=", str(error))
+    return ConfigError(f"{name}{'.' if begins else ': '}{error}")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:

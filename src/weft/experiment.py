@@ -10,7 +10,7 @@ from typing import Any
 from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
-from weft.errors import ConfigError, GraphError, unknown_name
+from weft.errors import ConfigError, GraphError, set_for, unknown_name
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload
 from weft.registry import interfaces
@@ -149,7 +149,7 @@ class Experiment:
             try:
                 named = spec.resolve_mesh()
             except ConfigError as error:
-                raise ConfigError(f"{role}: {error}") from None
+                raise set_for(role, error) from None
             calls = [call for call in self.graph.model_calls() if call.role == role]
             own = {call.name: self._own_mesh(call, named) for call in calls}
             trained = {call.name: own[call.name] or named for call in calls if call.trains}
@@ -196,7 +196,7 @@ class Experiment:
                 )
             return Mesh.first(layout)
         except ConfigError as error:
-            raise ConfigError(f"{call.name}: {error}") from None
+            raise set_for(call.name, error) from None
 
     def _trains(self, call: MFCDef) -> bool:
         """Whether it is a training call, or what the evaluation makes of one."""

@@ -210,6 +210,8 @@ def problem(spec: Field[Any], value: Any) -> str | None:
     if rules.get("choices") is not None and value not in rules["choices"]:
         return f"must be one of {', '.join(map(str, rules['choices']))}"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value != value:
+            return "must be a number"
         if rules.get("at_least") is not None and not value >= rules["at_least"]:
             return f"must be at least {rules['at_least']}"
         if rules.get("at_most") is not None and not value <= rules["at_most"]:

@@ -32,6 +32,7 @@ MOST_YAML = 1 << 22
 MOST_VALUES = 100_000  # of a YAML file, what an alias stands for counted each time
 MOST_DEPTH = 100
 MOST_ENTRIES = 200_000  # of a folder that is searched, those of the folders in it counted
+ROOT = "holds the whole file system; name the folder that is meant"
 SHOWN = 300  # characters of a library's message
 DIGITS = re.compile(r"Exceeds the limit .* for integer string conversion")
 # Errors of the system that speak of the place a user named, whatever weft wanted to do there.
@@ -110,6 +111,8 @@ def check_file(path: str | Path, what: str, kind: type[UserError] = UserError, m
 def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
     """Every file in a folder and those below it, links to folders not followed. Raises `kind` for one of very many entries: who
     writes / means another."""
+    if is_root(folder):
+        raise kind(f"{what}: {ROOT}")
     count = 0
     for place, folders, names in os.walk(folder):
         count += len(folders) + len(names)
@@ -118,6 +121,11 @@ def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> I
                 f"{what}: more than {MOST_ENTRIES:,} files and folders lie below it; name the folder that is meant"
             )
         yield from (Path(place, name) for name in names)
+
+
+def is_root(folder: Path) -> bool:
+    """Whether a folder is that of the whole file system."""
+    return folder.resolve() == Path(folder.resolve().anchor)
 
 
 def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> None:

@@ -65,14 +65,17 @@ class Layout:
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
         if not text or not re.fullmatch(r"([a-z][0-9]{1,6})+", text):
-            raise ConfigError(f"layout {text[:40]!r} cannot be read; it holds {rule}, at most 999,999")
+            raise ConfigError(f"layout={text[:40]}: cannot be read; it holds {rule}, at most 999,999")
         for letter, degree in re.findall(r"([a-z])([0-9]+)", text):
             if letter not in LETTERS or LETTERS[letter] in degrees:
-                raise ConfigError(f"layout {text!r}: {letter!r} is unknown or given twice; it holds {rule}")
+                raise ConfigError(f"layout={text}: {letter!r} is unknown or given twice; it holds {rule}")
             degrees[LETTERS[letter]] = int(degree)
         shards = trained and degrees.get("expert", 1) == 1
         degrees.setdefault("fsdp", degrees.get("data", 1) if shards else 1)
-        return cls(**cast(dict[str, Any], degrees))
+        try:
+            return cls(**cast(dict[str, Any], degrees))
+        except ConfigError as error:
+            raise ConfigError(f"layout={text}: {str(error).removeprefix('layout: ')}") from None
 
     @property
     def expert_shards(self) -> int:

@@ -343,7 +343,7 @@ def test_an_index_names_files_beside_it(places: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: that is more than"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: it must be a whole number, 1 to 16,384"),
         ({"num_hidden_layers": 9000}, "says 9,000 layers, and the files hold"),
         ({"hidden_size": "x"}, "hidden_size='x': it must be a whole number"),
         ({"vocab_size": 0}, "vocab_size=0"),

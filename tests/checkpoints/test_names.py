@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,8 @@ def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
         ("runs/e", r"no config\.json, and no checkpoints of a run; name .* runs/E/T, .* did you mean the run runs/e/"),
         ("./runs/e/sfft", r"no such file or directory; .* did you mean the run runs/e/sft"),
         ("./modell", r"did you mean model\?"),
+        (".", r"has no config\.json, .* did you mean model\?"),
+        ("runs/e/latest", r"there is no such file or directory; .* did you mean the run runs/e/"),
         ("a/b/c/d", r"no such file or directory; .* check the spelling"),
     ],
 )
@@ -105,6 +108,26 @@ def test_a_run_under_way_keeps_what_it_began_with(runs: Path) -> None:
     gone = Wanted("model.path", began="runs/e/sft/checkpoints/model/step1")
     with pytest.raises(CheckpointError, match=r"began with runs/e/sft/checkpoints/model/step1, which is there no more"):
         locate("runs/e/sft", gone)
+
+
+def test_latest_is_the_newest_run_that_has_what_serves(runs: Path) -> None:
+    for age, trial in enumerate(("empty", "rm", "ppo", "sft")):
+        os.utime(runs / "e" / trial / "config.yaml", (1000.0 - age,) * 2)
+    places = {
+        ("latest", POLICIES): "rm/checkpoints/model/step5",
+        ("latest:critic", POLICIES): "ppo/checkpoints/critic/step4",
+        ("latest@step4:actor", POLICIES): "ppo/checkpoints/actor/step4",
+        ("latest", ("actor",)): "ppo/checkpoints/actor/step4",
+    }
+    for (given, roles), place in places.items():
+        assert locate(given, Wanted(roles=roles)).path == f"runs/e/{place}", (given, roles)
+    assert locate("latest", Wanted(own=runs / "e" / "rm")).path.endswith("actor/step4"), "not the run that asks"
+    began = "runs/e/sft/checkpoints/model/step2"
+    assert locate("latest", Wanted(began=began)).path == began, "a run under way keeps what it began with"
+    with pytest.raises(CheckpointError, match=r"^model\.path='latest@step7': .*rm has no such checkpoint of model"):
+        locate("latest@step7", Wanted("model.path"))
+    with pytest.raises(CheckpointError, match=r"^rew\.path='latest:rew': no run in \./runs has a checkpoint of rew; "):
+        locate("latest:rew", Wanted("rew.path"))
 
 
 def test_a_name_that_is_nowhere_is_asked_for_once(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

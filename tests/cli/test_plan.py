@@ -88,7 +88,7 @@ def test_stages_lie_where_the_schedule_puts_them(capsys: pytest.CaptureFixture[s
             ["p2", "t2", "--source-stages", "2"],
             "source of the reallocation: pipeline_schedule=1f1b with 2 stages a rank",
         ),
-        (["d2x2", "t2"], "source of the reallocation: layout 'd2x2': 'x' is unknown"),
+        (["d2x2", "t2"], "source of the reallocation: layout=d2x2: 'x' is unknown"),
         (["d2", "t3"], "t=3 does not divide the model's 32 attention heads"),
         (["d2", "p17"], "p=17 stages of a model with 16 layers"),
         (["d2", "t2", "--target-mesh", "4"], "target of the reallocation: device mesh [4]"),

@@ -48,6 +48,11 @@ def test_names_of_runs(tmp_path, capsys, monkeypatch):
         assert "runs/first/ppo: sft" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"did you mean .*first/ppo"):
         main(["first/pop"])
+    with pytest.raises(ConfigError, match=r"^first/poo: there is no such run; did you mean runs/first/ppo\?$"):
+        main(["first/poo"])
+    for word in ("nope", "runs/nope", "runs/x/y"):
+        with pytest.raises(ConfigError, match=rf"^{word}: there is no such run; weft ls lists those that are there$"):
+            main([word])
     with pytest.raises(ConfigError, match="holds some"):
         main(["runs/first"])
 

@@ -111,7 +111,7 @@ def test_a_column_that_is_nowhere_is_named_with_those_there_are(tmp_path, tokeni
         )
     message = str(caught.value)
     assert "prompt: no row of" in message and "'questoin'; did you mean question?" in message
-    assert "question, solution.text, solution.steps, n" in message
+    assert "? The columns are question, solution.text, solution.steps, n" in message
     with pytest.raises(ConfigError, match=r"no row of .* has the column 'solution.txt'; did you mean solution.text"):
         load(
             tmp_path,

@@ -67,6 +67,9 @@ def test_one_question_and_one_message(answer: Exception, words: str, monkeypatch
     assert api.asked == ["a/b"]
     with pytest.raises(DataError, match=r"^a/b: there is no such file or directory"):
         hub.check_dataset("", "a/b")
+    with pytest.raises(DataError, match=r"^dataset\.path='a/b:main': there is no such file or directory, and "):
+        hub.check_dataset("dataset.path", "a/b:main")
+    assert api.asked == ["a/b"] * 3
 
 
 def test_a_hub_that_does_not_answer_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

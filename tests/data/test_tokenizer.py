@@ -201,6 +201,12 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
         Tokenizer.load(TokenizerSpec(path=str(tmp_path / "tokenizer.model")))
     with pytest.raises(ConfigError, match=r"tokenizer\.path is not set"):
         Tokenizer.load(TokenizerSpec())
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=rf"^actor\.path={empty}: no tokenizer can be read there"):
+        Tokenizer.load(TokenizerSpec(), str(empty), option="actor.tokenizer")
+    (empty / "config.json").write_text('{"model_type": "llama", "pretraining_tp": "a"}')
+    with pytest.raises(UserError, match=rf"^actor\.path={empty}/config\.json: .*pretraining_tp"):
+        Tokenizer.load(TokenizerSpec(), str(empty), option="actor.tokenizer")
 
 
 def test_it_travels_to_other_processes(llama2: Tokenizer) -> None:

@@ -188,6 +188,9 @@ def test_sizes_of_a_ppo_step() -> None:
         ("grpo", {"reward": [{"name": "json:dumps", "wieght": 1}]}, "cannot be read"),
         ("grpo", {"reward": [{"name": "json:dumps", "weight": "1"}]}, "must be a number"),
         ("grpo", {"reward": "json:not a name"}, "must be a function's name"),
+        ("sft", {"dataset__path": "/", "dataset__train_path": None}, "dataset.path='/': holds the whole file system"),
+        ("sft", {"dataset__path": "none", "dataset__train_path": None}, "dataset.path='none': there is no such file"),
+        ("sft", {"dataset__valid_path": "data.jsonl"}, "dataset.valid_path='data.jsonl': there is no such file"),
         ("sft", {"model__tokenizer__path": "./none"}, "model.tokenizer.path='./none': there is no such file"),
     ],
 )  # fmt: skip
@@ -213,6 +216,12 @@ def test_kto_measures_its_baseline_in_the_graph() -> None:
         "kto_mismatch", "kl_actor_inf", "kl_ref_inf", "kto_baseline", "ref_inf", "actor_train",
     }  # fmt: skip
     assert {"label", "kl_baseline", "ref_logprobs"} <= set(experiment.node("actor_train").inputs)
+
+
+def test_names_of_the_hub_are_asked_for_later() -> None:
+    for path in ("openai/gsm8k", "openai/gsm8k:main", "openai/gsm8k:main/train"):
+        made = build("sft", dataset__path=path, dataset__train_path=None, dataset__valid_path=path)
+        assert made.dataset.train_path == made.dataset.valid_path == path
 
 
 @pytest.mark.parametrize("size", ["train", "valid"])

@@ -109,6 +109,16 @@ def test_errors_name_the_option_that_was_set(runs: Path) -> None:
         CheckpointError, match=r"^rew\.path=.* has no weights"
     ):  # and not the critic's, which is made from it
         config(PPOConfig, actor={"path": "runs/e/sft"}, rew={"path": "runs/e/rm"}).build()
+    folder = runs / "e" / "ppo" / "checkpoints" / "critic" / "step4"
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"eos_token_id": "a"}))
+    said = (
+        r"^critic\.path=runs/e/ppo/checkpoints/critic/step4/config\.json: eos_token_id='a': it must be a whole number"
+    )
+    for backend in ("auto", "hf"):
+        critic = {"path": "runs/e/ppo", "backend": backend}
+        with pytest.raises(CheckpointError, match=said):
+            config(PPOConfig, actor={"path": "runs/e/sft"}, rew={"path": "runs/e/sft"}, critic=critic).build()
     assert option_of({"actor": {"path": "x"}, "ref": {"path": None}}, "ref", "x") == "actor"
     assert option_of({"actor": {"path": "x"}, "ref": {"path": "x"}}, "ref", "x") == "ref"
     assert option_of({}, "ref", "x") == "ref"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.launch.cases import distill, dpo, ppo, prepare
 from weft.engine.torch.adapters_off import AdaptersOff
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 from weft.launch import run
 from weft.launch.assemble import check_cache, check_layouts, check_stop_ids, load_tokenizers, with_dtypes
 from weft.runtime import roles
@@ -53,6 +54,21 @@ def test_on_a_gpu_the_dtype_is_the_checkpoints_own(root: Path) -> None:
         assert dtypes(root, CPU) == ("float32", "float32")
     finally:
         kept.replace(path)
+
+
+def test_a_config_json_is_blamed_by_its_option_and_name(root: Path) -> None:
+    file = root / "model" / "config.json"
+    kept = file.read_text()
+    try:
+        for changes, said in (
+            ({"hidden_act": "x"}, "hidden_act='x': the decoder knows"),
+            ({"rope_parameters": {"rope_type": "linear", "factor": "a"}}, "factor='a' in its rotary settings"),
+        ):
+            file.write_text(json.dumps(json.loads(kept) | changes))
+            with pytest.raises(CheckpointError, match=rf"^actor\.path={file}: {said}"):
+                load_tokenizers(dpo(root, "configs").build())
+    finally:
+        file.write_text(kept)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

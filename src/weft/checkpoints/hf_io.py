@@ -23,6 +23,7 @@ from torch import Tensor
 
 from weft import randomness
 from weft.checkpoints import weight_files
+from weft.checkpoints.config_file import find_family, read_config_file, within
 from weft.checkpoints.prefix_files import read_prefix
 from weft.checkpoints.prefix_io import PrefixReader
 from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles
@@ -32,7 +33,6 @@ from weft.models.families.keymap import Key, Piece, pieces
 from weft.models.network.config import TransformerConfig
 from weft.models.network.parameters import values as canonical_values
 from weft.models.network.transformer import Head, Pooling, Transformer
-from weft.reading import read_object
 from weft.registry import families
 from weft.topology import Slice, whole
 
@@ -100,30 +100,22 @@ def read_raw(path: str | Path) -> dict[str, Any]:
     file = config_file(path)
     if not file.exists():
         raise CheckpointError(f"{path} has no {CONFIG}; a model directory holds {CONFIG}, weights and tokenizer files")
-    return read_object(file, str(file), CheckpointError)
+    return read_config_file(file, _named(path))
 
 
-def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
-    """The family of a config.json, or the one called `type`. Raises `CheckpointError` with the nearest names."""
-    name = type or raw.get("model_type")
-    if name is None:
-        raise CheckpointError("config.json names no model_type; set type to the model's family")
-    if not isinstance(name, str):
-        raise CheckpointError(f"config.json has model_type={name!r}: it must be a text, the model's family")
-    if name not in families.load_all():
-        near = nearest(name, families.names())
-        hint = f"nearest: {', '.join(near)}" if near else f"weft's own: {', '.join(families.names())}"
-        raise CheckpointError(
-            f"no family for models of type {name!r} ({hint}); backend=hf runs any decoder that transformers knows"
-        )
-    return families.get(name)
+def _named(path: str | Path) -> str:
+    """A model's config.json as messages name it: as its path is typed, and of a prefix its model's."""
+    found = read_prefix(path)
+    return str(Path(path if found is None else found.base) / CONFIG)
 
 
 def read_config(path: str | Path, type: str | None = None) -> tuple[Family, TransformerConfig]:
     """(family, configuration) of a model directory or hub name."""
-    raw = read_raw(path)
-    family, found = find_family(raw, type), read_prefix(path)
-    return family, replace(family.config(raw), prefix_tokens=0 if found is None else found.num_tokens)
+    raw, found = read_raw(path), read_prefix(path)
+    with within(_named(path)):
+        family = find_family(raw, type)
+        config = family.config(raw)
+    return family, replace(config, prefix_tokens=0 if found is None else found.num_tokens)
 
 
 def check_vocabulary(config: TransformerConfig, tokenizer_size: int, model: str, tokenizer: str) -> None:

@@ -6,23 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoints.config_file import read_config_file
 from weft.checkpoints.names import CONFIG, HUB_NAME
 from weft.checkpoints.prefix_files import read_prefix
-from weft.errors import CheckpointError
-from weft.reading import read_object
 from weft.registry import families
 
 OTHERS_RUN = "hf"  # the backend of models of types that weft has no family for
 OWN_RUN = "torch"
 
 
-def read_values(where: str, directory: Path) -> Mapping[str, Any]:
-    """The directory's config.json. Raises `CheckpointError` that begins with `where` where it is no JSON object."""
-    return read_object(directory / CONFIG, f"{where}: {directory / CONFIG}", CheckpointError)
-
-
 def values_of(path: str) -> Mapping[str, Any]:
-    """The config.json of a model on this machine or in the hub's cache, of a prefix its model's; empty where there is none."""
+    """The config.json of a model on this machine or in the hub's cache, of a prefix its model's; empty where there is none.
+    Raises `CheckpointError` that begins with the file for one that cannot be used."""
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):
         from huggingface_hub import try_to_load_from_cache
@@ -30,7 +25,7 @@ def values_of(path: str) -> Mapping[str, Any]:
         cached = try_to_load_from_cache(path, CONFIG)
         directory = Path(cached).parent if isinstance(cached, str) else directory
     if (directory / CONFIG).is_file():
-        return read_values(path, directory)
+        return read_config_file(directory / CONFIG, str(Path(path) / CONFIG))
     prefix = read_prefix(directory)
     return {} if prefix is None else values_of(prefix.base)
 

@@ -5,6 +5,8 @@ runs/E/T@step40               its checkpoint of step 40; @latest is the newest
 runs/E/T@latest:critic        of another role; runs/E/T:critic is the same
 runs/E/T/checkpoints/actor    the newest one of a role; so is .../actor/latest
 E/T                           the run runs/E/T, where the hub's cache has no model of this name
+latest                        the newest run in runs/ that has a checkpoint of a role that serves
+latest@step40, latest:critic  its checkpoint of step 40; the newest run that has one of another role, and that
 MODEL_DIR, OWNER/NAME         a Hugging Face directory, a hub name
 """
 
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import CheckpointError, nearest
+from weft.observe.run_list import newest_first
 from weft.observe.short_names import CHECKPOINTS, POLICIES, STEP
 
 SCORERS = ("rew", "model")  # as a reward model
@@ -70,6 +73,8 @@ def locate(given: str, wanted: Wanted | None = None) -> Named:
     asked = ASKED.fullmatch(given)
     assert asked is not None, "every text has this form"
     place, step, role = Path(asked["place"]).expanduser(), asked["step"], asked["role"]
+    if asked["place"] == LATEST:
+        return _of_newest_run(given, step, role, wanted)
     if place.name == LATEST and step is None:
         place, step = place.parent, LATEST
     if asked["place"] and place.is_dir() and not is_model(place):
@@ -111,12 +116,31 @@ def meant(given: str, fileroot: str = RUNS) -> str:
     inside = [run for run in runs.values() if given.rstrip("/") in (str(run.parent), run.parent.name)]
     if inside or close:
         return f"did you mean the run {(inside or [runs[close[0]]])[0]}?"
+    models = sorted(p for p in place.iterdir() if is_model(p)) if place.is_dir() else []
+    if models:
+        return f"did you mean {models[0]}?"
     siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
     like = nearest(place.name, [name for name in siblings if name != place.name], 1)
     return f"did you mean {place.parent / like[0]}?" if like else "check the spelling"
 
 
 # -- runs
+
+
+def _of_newest_run(given: str, step: str | None, role: str | None, wanted: Wanted) -> Named:
+    """The checkpoint of the newest run that has one of a fitting role; for a run under way the one that it began with."""
+    if wanted.began is not None and step in (None, LATEST) and STEP.fullmatch(Path(wanted.began).name):
+        return _began(given, Path(wanted.began).expanduser(), "", wanted)
+    root = Path(wanted.fileroot).expanduser()
+    own = None if wanted.own is None else wanted.own.absolute()
+    for run in newest_first(root):
+        found = _checkpoints(run / CHECKPOINTS) if run.absolute() != own else {}
+        if any(name in found for name in ([role] if role is not None else wanted.roles)):
+            return _of_run(given, run, LATEST if step is None else step, role, wanted)
+    roles = role or " or ".join(wanted.roles)
+    raise CheckpointError(
+        f"{wanted.said(given)}: no run in {wanted.fileroot} has a checkpoint of {roles}; weft ls lists the runs; name {SERVES}"
+    )
 
 
 def _of_run(given: str, place: Path, step: str | None, role: str | None, wanted: Wanted) -> Named:
@@ -144,14 +168,17 @@ def _newest(given: str, steps: Steps, role: str, wanted: Wanted) -> Named:
     began = None if wanted.began is None else Path(wanted.began).expanduser()
     if began is None or began.absolute().parent != newest.absolute().parent or STEP.fullmatch(began.name) is None:
         return Named(str(newest), f"{wanted.said(given)}: the newest checkpoint of {role}, {newest}")
+    return _began(given, began, "" if began.name == newest.name else f"; {newest.name} is newer", wanted)
+
+
+def _began(given: str, began: Path, more: str, wanted: Wanted) -> Named:
+    """The checkpoint that a run under way began with; `more` is said behind it. Raises `CheckpointError` where it is gone."""
     if not began.is_dir():
         raise CheckpointError(
-            f"{wanted.said(given)}: this run began with {began}, which is there no more (the newest is {newest}); restore it, "
-            "or begin a run with another trial_name"
+            f"{wanted.said(given)}: this run began with {began}, which is there no more{more}; restore it, or begin a run with "
+            "another trial_name"
         )
-    assert wanted.began is not None
-    more = "" if began.name == newest.name else f"; {newest.name} is newer"
-    return Named(wanted.began, f"{wanted.said(given)}: the checkpoint that this run began with, {began}{more}")
+    return Named(str(wanted.began), f"{wanted.said(given)}: the checkpoint that this run began with, {began}{more}")
 
 
 def _role(given: str, place: str, found: Mapping[str, Steps], asked: str | None, wanted: Wanted) -> str:
@@ -197,6 +224,10 @@ def _none(given: str, place: Path, wanted: Wanted) -> CheckpointError:
         return CheckpointError(
             f"{wanted.said(given)}: the run {run} has saved no checkpoint yet; wait for its end, or have it save earlier with "
             "save_freq_steps=N"
+        )
+    if not Path(given).expanduser().exists():
+        return CheckpointError(
+            f"{wanted.said(given)}: there is no such file or directory; name {SERVES}; {meant(str(place), wanted.fileroot)}"
         )
     return CheckpointError(
         f"{wanted.said(given)}: has no {CONFIG}, and no checkpoints of a run; name {SERVES}; {meant(given, wanted.fileroot)}"

@@ -26,7 +26,7 @@ GROUPS = {
         "quickstart": "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a configuration of your own",
         "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
         "start": "run an experiment registered by name in user code (--list shows them)",
-        "stop": "stop a run; the same start command goes on with it",
+        "stop": "stop a run; the same command resumes it",
     },
     "look at runs": {
         "ls": "the runs in a folder: status, steps, last reward or loss, size",

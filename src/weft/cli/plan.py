@@ -170,7 +170,8 @@ def _mesh(arguments: argparse.Namespace, side: str) -> Mesh:
 
 
 def _config(model: str | None) -> TransformerConfig:
-    from weft.checkpoints.hf_io import find_family, read_config
+    from weft.checkpoints.config_file import find_family
+    from weft.checkpoints.hf_io import read_config
 
     return (
         read_config(find(model, Wanted("--model")).path)[1] if model else find_family(SMALL_LLAMA).config(SMALL_LLAMA)

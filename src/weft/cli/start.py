@@ -73,7 +73,7 @@ def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
 
 def stop(argv: Sequence[str]) -> int:
     """Ask a run to end after its step, wait until it has, and say so."""
-    given = named_parser("weft stop", "End a run after its step; the same command goes on with it.").parse_args(argv)
+    given = named_parser("weft stop", "End a run after its step; the same command resumes it.").parse_args(argv)
     _check(given, "stop")
     from weft.launch import stop as stop_run
 

@@ -75,11 +75,11 @@ def _missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> 
     """The message for columns that are nowhere."""
     name, column = next(iter(missing.items()))
     close = nearest(column, there)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    hint = f"did you mean {' or '.join(close)}? The" if close else "the"
     more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
     return (
-        f"dataset.columns: {name}: no row of {path} has the column {column!r}; {hint}"
-        f"The columns are {', '.join(there[:SHOWN])}{more}"
+        f"dataset.columns: {name}: no row of {path} has the column {column!r}; {hint} columns are "
+        f"{', '.join(there[:SHOWN])}{more}"
     )
 
 

@@ -44,13 +44,14 @@ def check_model(option: str, name: str, hint: str = "") -> None:
     Raises `CheckpointError` with `hint`, what the user may have meant.
     """
     if not cached(name):
-        _ask(option, name, "model", hint)
+        _ask(option, name, name, "model", hint)
 
 
-def check_dataset(option: str, name: str, hint: str = "") -> None:
-    """The same for a dataset. Raises `DataError`."""
+def check_dataset(option: str, path: str, hint: str = "") -> None:
+    """The same for a dataset, OWNER/NAME or OWNER/NAME:FOLDER. Raises `DataError`."""
+    name = path.partition(":")[0]
     if not _dataset_folder(name):
-        _ask(option, name, "dataset", hint)
+        _ask(option, path, name, "dataset", hint)
 
 
 @functools.cache
@@ -89,14 +90,14 @@ def within(seconds: float, ask: Callable[[], Found]) -> Found:
     return answers[0]
 
 
-def _ask(option: str, name: str, kind: Kind, hint: str) -> None:
-    """One question, with one deadline over all of it: name service, connection, answer."""
+def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
+    """One question about `name`, with one deadline over all of it: name service, connection, answer. The user wrote `typed`."""
     api = huggingface_hub.HfApi()
     info: Callable[..., Any] = api.model_info if kind == "model" else api.dataset_info
     try:
         within(SECONDS, lambda: info(name, timeout=SECONDS))
     except Exception as failed:  # whatever its HTTP library raises: the hub has not said that it has it
-        what = f"{option}={name!r}" if option else name
+        what = f"{option}={typed!r}" if option else typed
         lacks = "directory" if kind == "model" else "file or directory"
         raise (CheckpointError if kind == "model" else DataError)(
             f"{what}: there is no such {lacks}, and {_reason(failed, kind)}{'; ' if hint else ''}{hint}"

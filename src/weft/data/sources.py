@@ -238,7 +238,7 @@ def check_at_hand(path: str, option: str = "") -> None:
     """That a path is on this machine, or a dataset that the cache or the hub has. Raises `DataError`; other paths are not
     looked at."""
     if not Path(path).expanduser().exists() and HUB_NAME.fullmatch(path):
-        hub.check_dataset(option, path.partition(":")[0], "check the spelling")
+        hub.check_dataset(option, path, "check the spelling")
 
 
 def _hidden(file: Path) -> bool:

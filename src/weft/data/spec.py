@@ -243,9 +243,9 @@ class DatasetSpec:
     remove_truncated_samples: bool = option(False, "the same as overlong=drop")
     truncate_side: str = option("left", "which end of a prompt is cut", choices=("left", "right"))
     train_bs_n_seqs: int | None = option(
-        None, "ids (prompts or rows) in a training batch; absent: 32, unless train_tokens_per_batch is set", at_least=1
+        None, "prompts or rows per training batch; absent: 32, unless train_tokens_per_batch is set", at_least=1
     )
-    valid_bs_n_seqs: int | None = option(None, "ids (prompts or rows) in an evaluation batch", at_least=1)
+    valid_bs_n_seqs: int | None = option(None, "prompts or rows per evaluation batch", at_least=1)
     train_tokens_per_batch: int | None = option(
         None, "maximum tokens of a training batch; excludes train_bs_n_seqs", at_least=1
     )

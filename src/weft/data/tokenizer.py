@@ -57,7 +57,7 @@ class Tokenizer:
         if (path := spec.path or model_path) is None:
             raise ConfigError(f"{option}.path is not set and there is no model path; set one")
         with tokenizer_files.quiet():
-            hf = tokenizer_files.read(path, trust_remote_code, option)
+            hf = tokenizer_files.read(path, trust_remote_code, option, own=spec.path is None)
         added_from = tokenizer_files.prepare(hf, spec, path, option)
         add_bos = tokenizer_files.begins_with_bos(hf) if spec.add_bos_token is None else spec.add_bos_token
         if spec.add_bos_token:

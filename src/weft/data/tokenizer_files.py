@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ from weft.data.rows import TooLong
 from weft.data.spec import TokenizerSpec
 from weft.data.template_check import template_problem
 from weft.errors import ConfigError, DataError, UserError, nearest
-from weft.reading import check_file, read_object, read_text, reading
+from weft.reading import check_file, read_object, read_text, reading, reason
 
 Hf = TypeVar("Hf", bound=PreTrainedTokenizerBase)
 SENTENCEPIECE = "tokenizer.model"
@@ -59,10 +60,13 @@ def typed(option: str, name: str) -> str:
     return f"--{name.replace('_', '-')}" if option == COMMAND else f"{option}.{name}"
 
 
-def read(path: str, trust_remote_code: bool, option: str = "tokenizer") -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`. Raises `UserError` naming the option, `option` and what follows it."""
+def read(
+    path: str, trust_remote_code: bool, option: str = "tokenizer", *, own: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`, which is the model's `own` where no option names another. Raises `UserError` naming the option:
+    `option` and what follows it, or the model's."""
     place = Path(path).expanduser()
-    asked = path if option == COMMAND else f"{typed(option, 'path')}={path}"  # a command names its model by itself
+    asked = _named(path, option, own=own)
     if place.is_file():
         if place.suffix == ".json":
             with reading(f"{asked}: is no tokenizer.json", UserError):
@@ -86,9 +90,22 @@ def read(path: str, trust_remote_code: bool, option: str = "tokenizer") -> PreTr
         if not place.is_dir() and not trust_remote_code:
             place = hub.folder(path)
         source = str(place) if place.is_dir() else path
-        hf = _tried(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
+        try:
+            hf = _tried(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
+        except (
+            StrictDataclassError
+        ) as wrong:  # a value in config.json, which the library reads for the tokenizer's class
+            raise UserError(f"{asked}/config.json: {reason(wrong)}") from wrong
         hf.name_or_path = path
         return hf
+
+
+def _named(path: str, option: str, *, own: bool) -> str:
+    """The option that names the tokenizer at `path`, and its value; a command names its model by itself."""
+    if option == COMMAND:
+        return path
+    model = option.removesuffix(".tokenizer")
+    return f"{model}.path={path}" if own and model != option else f"{typed(option, 'path')}={path}"
 
 
 def _tried(hf: Hf) -> Hf:

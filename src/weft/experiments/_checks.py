@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoints.kind import read_values, values_of
+from weft.checkpoints.config_file import set_by
+from weft.checkpoints.kind import values_of
 from weft.checkpoints.names import HUB_NAME, SERVES
 from weft.checkpoints.prefix_files import PrefixSettings, read_prefix
 from weft.data.named import find
@@ -21,11 +23,15 @@ from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, nearest
 from weft.experiment import step_range
 from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
+from weft.reading import ROOT, is_root
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
 NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
+LONGEST_NAME = 255  # bytes of a folder's name
 DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)")
+HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w./-]+)?", re.ASCII)
+DATA_FILE = re.compile(r"\.(jsonl?|parquet)(\.gz)?$")
 FLASH_3 = "flash_attn_interface"  # the package of flash attention 3
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -74,7 +80,7 @@ def layout_problem(layout: str) -> str | None:
     try:
         Layout.parse(layout)
     except ConfigError as error:
-        return str(error)
+        return str(error).removeprefix(f"layout={layout[:40]}: ")
     return None
 
 
@@ -83,6 +89,9 @@ def check_names(**names: str) -> None:
     for option, name in names.items():
         if not name:
             raise ConfigError(f"{option} is missing; write {option}=NAME (letters, digits, . and -)")
+        if (count := len(os.fsencode(name))) > LONGEST_NAME:
+            unit = "letters" if name.isascii() else "bytes"
+            raise ConfigError(f"{option}: {count} {unit}; at most {LONGEST_NAME}, since a folder bears the name")
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"{option}={name!r}: must hold letters, digits, . and - only, and not begin with a dot; "
@@ -149,7 +158,8 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
         return
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{option}: has no config.json; name {SERVES}")
-    kinds = read_values(f"{role}.path", directory).get("architectures") or []
+    with set_by(f"{role}.path"):
+        kinds = values_of(str(spec.path)).get("architectures") or []
     if spec.head == "lm" and any("ForSequenceClassification" in str(kind) for kind in kinds):
         raise CheckpointError(f"{option}: is a reward or value model ({kinds[0]}), which has no words; name a policy")
     if not (spec.init_from_scratch or spec.planned) and not any(next(directory.glob(p), None) for p in WEIGHTS):
@@ -209,13 +219,17 @@ def check_dataset(dataset: DatasetSpec) -> None:
     for source in sources_of(dataset):
         if source.named is not None:
             find(source.named, dataset.named_file)
-    for option, path in (("dataset.train_path", named), ("dataset.valid_path", dataset.valid_path)):
+    train = "dataset.train_path" if dataset.path is None else "dataset.path"
+    for option, path in ((train, named), ("dataset.valid_path", dataset.valid_path)):
         if path is not None and _looks_like_file(path):
             _check_data_file(option, path)
 
 
 def _looks_like_file(path: str) -> bool:
-    return is_local(path) or bool(re.search(r"\.(jsonl?|parquet)(\.gz)?$", path))
+    """Whether a path is meant for this machine: all but `OWNER/NAME` and `OWNER/NAME:FOLDER` of the hub are."""
+    if Path(path).expanduser().exists() or DATA_FILE.search(path):
+        return True
+    return HUB_DATA.fullmatch(path) is None
 
 
 def _check_data_file(option: str, path: str) -> None:
@@ -225,6 +239,8 @@ def _check_data_file(option: str, path: str) -> None:
         close = nearest(found.name, siblings, 1)
         hint = f"did you mean {found.parent / close[0]}?" if close else "check the spelling"
         raise ConfigError(f"{option}={path!r}: there is no such file or directory; {hint}")
+    if is_root(found):
+        raise ConfigError(f"{option}={path!r}: {ROOT}")
     if found.is_file() and found.stat().st_size == 0:
         raise ConfigError(f"{option}={path!r}: the file is empty; it needs at least one row")
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import yaml
 
 from weft.checkpoints import kind, names
+from weft.checkpoints.config_file import set_by
 from weft.checkpoints.names import CRITICS, SCORERS, TOKENIZERS, Wanted
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import AUTO, ModelSpec
@@ -47,14 +48,18 @@ def settled_roles(experiment: Experiment) -> Experiment:
 
 
 def _settled_role(control: Naming, role: str, spec: ModelSpec) -> ModelSpec:
-    found = _with_backend(role, _located(control, role, spec))
-    notes = (*found.notes, *_noise(role, found))
+    located = _located(control, role, spec)
+    path = None if located.backend in NO_NETWORK else located.path
+    with set_by(f"{role}.path"):
+        values = {} if path is None else kind.values_of(path)
+    found = _with_backend(role, located, values)
+    notes = (*found.notes, *_noise(role, found, values))
     return replace(found, notes=tuple(dict.fromkeys(notes)))
 
 
-def _noise(role: str, spec: ModelSpec) -> list[str]:
-    """What to tell where a reward model has no score head: a new one knows nothing of what is good."""
-    kinds = kind.values_of(spec.path).get("architectures") if role == REWARD and spec.path is not None else None
+def _noise(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
+    """What to tell where a reward model has no score head: a new one knows nothing of what is good. `values`: config.json's."""
+    kinds = values.get("architectures") if role == REWARD else None
     if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
         return []
     if not all(str(each).endswith(PLAIN) for each in kinds):
@@ -121,12 +126,11 @@ def _began(config: Naming, run: Path, option: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _with_backend(role: str, spec: ModelSpec) -> ModelSpec:
-    """The role with a backend, where it has none and config.json says which one can run it. Raises `ConfigError` for one that
-    cannot."""
+def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> ModelSpec:
+    """The role with a backend, where it has none and `values`, those of its config.json, say which one can run it. Raises
+    `ConfigError` for one that cannot."""
     if spec.backend not in (AUTO, kind.OWN_RUN) or spec.path is None:
         return spec
-    values = kind.values_of(spec.path)
     if not values or spec.type is not None:
         return replace(spec, backend=kind.OWN_RUN) if values else spec
     backend = kind.backend_of(values)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoints.config_file import set_by
 from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
 from weft.experiments._allocation import is_placed
 from weft.experiments._cost import Load, Network
+from weft.experiments._models import option_of
 from weft.experiments._rates import GIB, Rates, cpu_rates, gpu_rates
 from weft.experiments._search import Estimate, Found, Problem, Unit, candidates, search
 from weft.experiments.common import RunConfig
@@ -80,9 +82,11 @@ def searched(experiment: Experiment, config: RunConfig, given: Mapping[str, Mode
     if count == 1 or not free or unread({role: given[role] for role in roles}):
         return None
     on_gpu, dtypes = _devices(experiment, config)
-    networks = {
-        role: _network(experiment.roles[role], dtypes, on_gpu=on_gpu) for role in roles if experiment.roles[role].path
-    }
+    networks = {}
+    for role, spec in experiment.roles.items():
+        if role in roles and spec.path:
+            with set_by(f"{option_of(experiment.config, role, spec.path)}.path"):
+                networks[role] = _network(spec, dtypes, on_gpu=on_gpu)
     rates = _rates(config, on_gpu, networks, per_node)
     units, start = _units(experiment, free, count, per_node)
     loads = {call.name: _load(experiment, config, call) for call in experiment.graph.model_calls()}

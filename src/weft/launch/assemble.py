@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from weft.checkpoints.config_file import set_by
 from weft.checkpoints.hf_io import read_config, read_raw
+from weft.checkpoints.kind import OTHERS_RUN, OWN_RUN
 from weft.data.loader import LoadedData, load_data
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.auto import chosen
@@ -206,8 +208,22 @@ def checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
     return tokenizers
 
 
+def check_configs(experiment: Experiment) -> None:
+    """That the config.json of every role describes a network. Raises `CheckpointError` naming the option and the file, before a
+    tokenizer is read: its library reads config.json too, and blames the tokenizer."""
+    for role, spec in experiment.roles.items():
+        if spec.path is None or spec.backend not in (OWN_RUN, OTHERS_RUN):
+            continue
+        with set_by(f"{option_of(experiment.config, role, spec.path)}.path"):
+            if spec.backend == OWN_RUN:
+                read_config(spec.path, spec.type)
+            else:
+                read_raw(spec.path)
+
+
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
-    """Every role's tokenizer; roles that name the same one share it."""
+    """Every role's tokenizer; roles that name the same one share it. Raises `UserError`, as `check_configs` does."""
+    check_configs(experiment)
     shared: dict[str, Tokenizer] = {}
     tokenizers = {}
     for role, spec in experiment.roles.items():

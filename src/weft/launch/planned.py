@@ -21,7 +21,7 @@ from weft.engine.planned import planned_facts
 from weft.engine.torch.adapters_off import shares_base
 from weft.experiment import Experiment
 from weft.experiments._searched import ANSWER, PAIRED, PROMPT
-from weft.launch.assemble import check_layouts, check_longest, checked_tokenizers, with_dtypes
+from weft.launch.assemble import check_configs, check_layouts, check_longest, checked_tokenizers, with_dtypes
 from weft.launch.memory import Forecast, forecast, place_name
 from weft.launch.plan import plan_of
 from weft.launch.target import Target
@@ -37,7 +37,11 @@ def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int 
     experiment = replace(experiment, roles={name: chosen(replace(spec, planned=True)) for name, spec in roles})
     target = Target.of(experiment, mode)
     check_calls(experiment)
-    tokenizers: Mapping[str, Tokenizer] = checked_tokenizers(experiment) if data else {}
+    tokenizers: Mapping[str, Tokenizer] = {}
+    if data:
+        tokenizers = checked_tokenizers(experiment)
+    else:
+        check_configs(experiment)
     experiment = with_dtypes(experiment, target.device)
     check_layouts(experiment)
     read: LoadedData | None = None

@@ -257,7 +257,7 @@ def cancel(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
                 f"scancel {number} and lose that step"
             )
         time.sleep(POLL_SECONDS)
-    return f"stopped {run} (job {number}); the command that started it goes on with it"
+    return f"stopped {run} (job {number}); the command that started it resumes it"
 
 
 def _state(number: str) -> str | None:

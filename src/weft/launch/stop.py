@@ -37,7 +37,7 @@ def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", dea
                 f"kill -9 {pid} and lose that step"
             )
         time.sleep(POLL_SECONDS)
-    return f"stopped {run} (process {pid}); the command that started it goes on with it"
+    return f"stopped {run} (process {pid}); the command that started it resumes it"
 
 
 def run_directory(experiment_name: str, trial_name: str, fileroot: str) -> Path:

@@ -38,7 +38,7 @@ class Horizon:
             steps = min(steps, control.max_steps)
         if steps < 1:
             raise ConfigError(
-                f"the run has no steps: {num_ids} ids per epoch, {epochs} epochs, max_steps={control.max_steps}; "
+                f"the run has no steps: {num_ids} prompts per epoch, {epochs} epochs, max_steps={control.max_steps}; "
                 "give more rows or a smaller batch"
             )
         return cls(num_ids, firings, per_epoch, steps)

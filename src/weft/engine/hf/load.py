@@ -26,11 +26,9 @@ from weft.engine.hf.imported import (
 )
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, RunError
-from weft.models.families.base import LAYERS, MOST, MOST_LAYERS
 from weft.reading import reading
 
 DROPOUTS = ("dropout", "pdrop")  # how the keys of configurations that set dropout rates end
-WIDTHS = ("hidden_size", "vocab_size", "n_embd")
 HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")  # what a checkpoint of another head may hold or lack
 
 
@@ -41,7 +39,6 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
     """
     where = path if spec.trust_remote_code else str(hf_io.resolve(path))
     raw = hf_io.read_raw(where)
-    _check_depth(raw, path)
     auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModelForSequenceClassification
     with quiet():
         code = "it brings Python code of its own; read that, then set trust_remote_code=true to run it: "
@@ -71,27 +68,11 @@ def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
     """The module of a model's config.json without memory for its weights, which are not read. Raises as `load` does."""
     auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModelForSequenceClassification
     where = path if spec.trust_remote_code else str(hf_io.config_file(path).parent)
-    with quiet(), torch.device("meta"):
-        try:
-            config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
-            _configure(config, spec)
-            module: PreTrainedModel = auto.from_config(config, trust_remote_code=spec.trust_remote_code)
-        except (OSError, ValueError) as refused:
-            if isinstance(refused, ConfigError | CheckpointError):
-                raise
-            raise CheckpointError(f"{path}: transformers cannot make it: {str(refused).splitlines()[0]}") from refused
+    with quiet(), torch.device("meta"), reading(f"{path}: transformers cannot make it", CheckpointError):
+        config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
+        _configure(config, spec)
+        module: PreTrainedModel = auto.from_config(config, trust_remote_code=spec.trust_remote_code)
     return module.eval()
-
-
-def _check_depth(raw: Mapping[str, Any], path: str) -> None:
-    """Raises `CheckpointError` for a number of layers or a width that would be built for hours, and for what is no number."""
-    for key, value in raw.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise CheckpointError(f"{path}: config.json has {key}={value!r}: it must be a finite number")
-    for key, most in {**dict.fromkeys(LAYERS, MOST_LAYERS), **dict.fromkeys(WIDTHS, MOST - 1)}.items():
-        value = raw.get(key)
-        if value is not None and (type(value) is not int or not 0 < value <= most):
-            raise CheckpointError(f"{path}: config.json has {key}={value!r}: it must be a whole number, 1 to {most:,}")
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from weft.errors import CheckpointError
 from weft.models.families.keymap import Key, KeyMap
+from weft.models.limits import LAYERS, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WEIGHTS
 from weft.models.network.config import Activation, TransformerConfig
 from weft.reading import reading
 
@@ -21,10 +22,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu",
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
-
-MOST = 2**31  # a size is below this
-LAYERS = ("num_hidden_layers", "n_layer")
-MOST_LAYERS, MOST_EXPERTS, MOST_WEIGHTS = 2**14, 2**14, 1e14
 
 # config.json keys that say how a file was written, not what the network computes; saving writes its own.
 WRITTEN_ANEW = frozenset({
@@ -50,7 +47,7 @@ class Family:
 
     def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
         """Read the values of a config.json. Raises `CheckpointError` for what the decoder does not compute."""
-        with reading(f"config.json of a {self.name} model cannot be used", CheckpointError):
+        with reading(f"cannot be used as that of a {self.name} model", CheckpointError):
             config = self.read_config(ConfigReader(self.name, raw))
         check(config)
         return config
@@ -93,30 +90,27 @@ class ConfigReader:
         if not wrong and key in LAYERS and value > MOST_LAYERS:
             wrong = f"that is more than {MOST_LAYERS:,}, and taken for a mistake"
         if wrong:
-            raise CheckpointError(f"config.json of a {self.family} model has {key}={value!r}: {wrong}")
+            raise CheckpointError(f"{key}={value!r}: {wrong}")
         return value
 
     def need(self, key: str) -> Any:
         """The value of a key that every configuration of the family has: a size."""
         value = self(key, 1)
         if self.raw.get(key) is None:
-            raise CheckpointError(f"config.json of a {self.family} model lacks {key!r}")
+            raise CheckpointError(f"lacks {key!r}, which a {self.family} model has")
         return value
 
     def refuse(self, key: str, reason: str, *, unless: Any = None) -> None:
         """Refuse a configuration whose `key` is set (to something but `unless`), because it changes what is computed."""
         value = self(key, None)
         if value is not None and value is not False and value != unless:
-            raise CheckpointError(
-                f"{self.family}: config.json has {key}={value!r}: {reason}; use backend=hf for this model"
-            )
+            raise CheckpointError(f"{key}={value!r}: {reason}; use backend=hf for this model")
 
     def activation(self, key: str, default: str) -> Activation:
         name = self(key, default)
         if name not in ACTIVATIONS:
             raise CheckpointError(
-                f"{self.family}: config.json has {key}={name!r}; the decoder knows {', '.join(sorted(ACTIVATIONS))}; "
-                "use backend=hf for this model"
+                f"{key}={name!r}: the decoder knows {', '.join(sorted(ACTIVATIONS))}; use backend=hf for this model"
             )
         return ACTIVATIONS[name]
 
@@ -146,29 +140,27 @@ def problem(value: Any, default: Any) -> str | None:
 
 def check(config: TransformerConfig) -> None:
     """Raises `CheckpointError` for sizes that do not go together or that no machine holds, before anything of them is made."""
-    name, experts, rope = f"config.json of a {config.family} model", config.experts, config.rope
+    experts, rope = config.experts, config.rope
     if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(
-            f"{name}: {config.num_heads} heads do not divide among {config.num_kv_heads} of keys and values"
-        )
+        raise CheckpointError(f"{config.num_heads} heads do not divide among {config.num_kv_heads} of keys and values")
     if config.head_dim < 1 or (rope is not None and (rope.dim < 2 or rope.dim % 2 or rope.dim > config.head_dim)):
         raise CheckpointError(
-            f"{name}: a head of {config.head_dim} dimensions ({config.hidden_size} over {config.num_heads} heads, or head_dim) "
+            f"a head of {config.head_dim} dimensions ({config.hidden_size} over {config.num_heads} heads, or head_dim) "
             "cannot be rotated in pairs"
         )
     if rope is not None and not 0 < rope.theta < math.inf:
-        raise CheckpointError(f"{name} has rope_theta={rope.theta}: it must be a finite number above 0")
+        raise CheckpointError(f"rope_theta={rope.theta}: it must be a finite number above 0")
     for rate in (config.embed_dropout, config.hidden_dropout, config.attention_dropout):
         if not 0 <= rate < 1:
-            raise CheckpointError(f"{name} has a dropout of {rate}: it must be from 0 up to, and without, 1")
+            raise CheckpointError(f"a dropout of {rate}: it must be from 0 up to, and without, 1")
     if experts is not None and not 1 <= experts.top_k <= experts.num <= MOST_EXPERTS:
         raise CheckpointError(
-            f"{name} sends a token to {experts.top_k} of {experts.num} experts: it must be 1 or more, and no more than there "
+            f"sends a token to {experts.top_k} of {experts.num} experts: it must be 1 or more, and no more than there "
             f"are, which are at most {MOST_EXPERTS:,}"
         )
     if config.num_weights > MOST_WEIGHTS:
         raise CheckpointError(
-            f"{name} describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are taken for a mistake"
+            f"describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are taken for a mistake"
         )
 
 

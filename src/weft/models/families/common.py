@@ -85,20 +85,18 @@ def read_rope(
     if given.get("original_max_position_embeddings") and "original_max_position_embeddings" not in read.raw:
         original = int(_number(given, "original_max_position_embeddings"))
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise CheckpointError(f"{read.family}: config.json has rotary settings per kind of layer; use backend=hf")
+        raise CheckpointError("has rotary settings per kind of layer; use backend=hf")
     try:
         scaling, values = _scaling(kind, given, original, positions)
     except KeyError as missing:
-        raise CheckpointError(f"{read.family}: rope_scaling of type {kind!r} lacks {missing}") from None
+        raise CheckpointError(f"rope_scaling of type {kind!r} lacks {missing}") from None
     return Rope(base, dim, scaling, values)
 
 
 def _number(given: Mapping[str, Any], name: str) -> float:
     value = given[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(
-            f"config.json has {name}={value!r} in its rotary settings: it must be a finite number above 0"
-        )
+        raise CheckpointError(f"{name}={value!r} in its rotary settings: it must be a finite number above 0")
     return float(value)
 
 
@@ -132,7 +130,7 @@ def _scaling(kind: str, given: Mapping[str, Any], original: int, positions: int)
             "attention_factor": given.get("attention_factor") or default,
         }
     known = "default, linear, dynamic, llama3, yarn, longrope"
-    raise CheckpointError(f"config.json has rope_scaling of type {kind!r}; the decoder knows {known}; use backend=hf")
+    raise CheckpointError(f"rope_scaling of type {kind!r}: the decoder knows {known}; use backend=hf")
 
 
 def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
@@ -164,9 +162,7 @@ def layer_windows(read: ConfigReader, layers: int, window: int | None, sliding: 
     if kinds is not None:
         unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
         if unknown or len(kinds) != layers:
-            raise CheckpointError(
-                f"{read.family}: layer_types holds {unknown or len(kinds)}; use backend=hf for this model"
-            )
+            raise CheckpointError(f"layer_types holds {unknown or len(kinds)}; use backend=hf for this model")
         sliding = [kind == "sliding_attention" for kind in kinds]
     windows = tuple(window if slides else None for slides in sliding)
     return windows if any(w is not None for w in windows) else ()

@@ -19,9 +19,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
         read = ConfigReader(read.family, {**read.raw, "rope_scaling": renamed})
     fields = common.llama_fields(read)
     if fields["rope"].scaling not in ("none", "longrope"):
-        raise CheckpointError(
-            f"phi3: rope_scaling of type {fields['rope'].scaling!r}; a phi3 model has longrope or none"
-        )
+        raise CheckpointError(f"rope_scaling of type {fields['rope'].scaling!r}: a phi3 model has longrope or none")
     layers = fields["num_layers"]
     fields["windows"] = common.layer_windows(read, layers, read("sliding_window", None), [True] * layers)
     # embd_pdrop stands in the configuration, but neither the original code nor transformers applies it

@@ -20,7 +20,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     step, plain = read("decoder_sparse_step", 1), set(read("mlp_only_layers", []))
     sparse = tuple(layer not in plain and (layer + 1) % step == 0 for layer in range(layers))
     if not any(sparse):
-        raise CheckpointError("qwen3_moe: config.json leaves no layer with experts; such a model is of type qwen3")
+        raise CheckpointError("leaves no layer with experts; such a model is of type qwen3")
     experts = Experts(
         num=read("num_experts", read("num_local_experts", 128)),
         top_k=read("num_experts_per_tok", 8),
