@@ -120,6 +120,8 @@ def test_a_column_that_is_nowhere_is_named_with_those_there_are(tmp_path, tokeni
             path=str(file),
             columns={"prompt": "question", "answer": "solution.txt"},
         )
+    with pytest.raises(ConfigError, match=r"has the column 'zzzz'; the columns are question, "):
+        load(tmp_path, tokenizer, "prompt_answer", path=str(file), columns={"prompt": "question", "answer": "zzzz"})
 
 
 def test_a_row_without_its_column_is_reported_by_its_line(tmp_path, tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.tiny import make_llama
 from weft.data.tokenizer import Tokenizer
 from weft.engine.planned import planned_facts
 from weft.engine.spec import LoRASpec, ModelSpec
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 from weft.registry import backends
 from weft.topology import Layout, Mesh
 
@@ -69,6 +70,13 @@ def test_what_the_engine_refuses_is_refused(path: Path) -> None:
         spec = spec_of(path, dtype="bfloat16", planned=True, **changes)
         with pytest.raises(ConfigError, match=rule):
             planned_facts(spec, Mesh.first(spec.resolve_layout()), CPU)
+
+
+def test_a_network_that_transformers_cannot_make(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_act": "zz"}))
+    spec = ModelSpec(path=str(tmp_path), backend="hf", dtype="float32")
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}: transformers cannot make it: .*'zz'"):
+        planned_facts(spec, Mesh.first(Layout()), torch.device("cpu"))
 
 
 def test_a_backend_of_a_users_own_tells_its_name() -> None:
