@@ -114,8 +114,11 @@ def test_retry_draws_anew_and_replaces_the_answer(chat_model: Path) -> None:
     assert first.prompt == second.prompt and first.step != second.step
 
 
-def test_reset_forgets_the_messages_and_keeps_the_system_prompt(chat_model: Path) -> None:
-    chat, engine = talk(chat_model, Seen("/system Be kind.", "Hello", "/reset", "Again"), "Hi!", "Yes?")
+@pytest.mark.parametrize("reset", ["/reset", "!reset"])
+def test_reset_forgets_the_messages_and_keeps_the_system_prompt(reset: str, chat_model: Path) -> None:
+    chat, engine = talk(
+        chat_model, Seen("/system Be kind.", "Hello", reset, "Again", "quit", "never read"), "Hi!", "Yes?"
+    )
     assert [m["content"] for m in chat.messages] == ["Again", "Yes?"]
     assert chat.tokenizer.decode(engine.requests[1].prompt).startswith("<|system|>Be kind.</s><|user|>Again")
     chat, _ = talk(chat_model, Seen("/system off"), system="Be kind.")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiny import make_llama
 from weft.cli.main import main
-from weft.cli.serve import _name_of, _token, parser
+from weft.cli.serve import _token, parser
 from weft.errors import ConfigError
 
 SECRET = "a-secret-token"
@@ -91,7 +91,3 @@ def test_where_the_token_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="ASCII") as refused:
         _token(parser().parse_args(["m", "--token-env", "OTHER"]))
     assert "two words" not in str(refused.value)
-
-
-def test_a_checkpoint_is_named_after_its_run() -> None:
-    assert _name_of("runs/e/t/checkpoints/model/step10") == "model" and _name_of("org/Name 1") == "Name-1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from tests.models.network.test_prefix import COUNT, with_prefix
 from tests.tiny import make_llama
 from weft.checkpoints import hf_io, prefix_io
+from weft.checkpoints.triton import write
 from weft.engine.spec import ModelSpec
-from weft.errors import CheckpointError
-from weft.evaluation.models import context_length, open_policy, open_scorer
+from weft.errors import CheckpointError, ConfigError
+from weft.evaluation.models import context_length, is_scorer, open_policy, open_scorer
 from weft.models.network.parameters import values
+from weft.models.network.transformer import Pooling
 from weft.registry import families
 
 
@@ -48,3 +51,17 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):
         open_policy(ModelSpec(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_reward_model_scores_and_does_not_talk(pooling: Pooling, policy: Path, tmp_path: Path) -> None:
+    network = hf_io.load(policy, "score", pooling=pooling)
+    hf_io.save(tmp_path, values(network), network.config, "score", pooling=pooling)
+    for file in policy.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    assert is_scorer(str(tmp_path)) and open_scorer(ModelSpec(path=str(tmp_path), device="cpu")).context == 512
+    with pytest.raises(CheckpointError, match="it gives scores, not text"):
+        open_policy(ModelSpec(path=str(tmp_path)))
+    write(str(tmp_path), tmp_path / "store", "rm", "reward")
+    with pytest.raises(ConfigError, match="is a reward model; write --triton_mode rm"):
+        write(str(tmp_path), tmp_path / "store", "sft")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.observe.short_names import short
+from weft.observe.short_names import served_name, short
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,16 @@ from weft.observe.short_names import short
 )
 def test_a_checkpoint_of_a_run_is_called_by_run_and_step(path: str, said: str) -> None:
     assert short(path) == said
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("runs/e/t/checkpoints/model/step10", "t"),
+        ("runs/e/two words/checkpoints/model/step10", "two-words"),
+        ("org/Name 1", "Name-1"),
+        ("models/mine/step3", "mine"),
+    ],
+)
+def test_a_server_calls_a_checkpoint_by_its_trial(path: str, name: str) -> None:
+    assert served_name(path) == name

@@ -24,6 +24,7 @@ from torch import Tensor
 from weft import randomness
 from weft.checkpoints import weight_files
 from weft.checkpoints.config_file import find_family, read_config_file, within
+from weft.checkpoints.kind import MEAN_POOLED
 from weft.checkpoints.prefix_files import read_prefix
 from weft.checkpoints.prefix_io import PrefixReader
 from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles
@@ -38,7 +39,6 @@ from weft.topology import Slice, whole
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 POOLING = "weft_pooling"  # config.json key of score heads that read the mean over tokens, which transformers cannot say
-MEAN_POOLED = "WeftMeanPooledRewardModel"  # their architecture: a program that goes by its name refuses it
 GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NAMED = 8  # keys that an error lists
 

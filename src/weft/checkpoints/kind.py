@@ -13,6 +13,10 @@ from weft.registry import families
 
 OTHERS_RUN = "hf"  # the backend of models of types that weft has no family for
 OWN_RUN = "torch"
+MEAN_POOLED = (
+    "WeftMeanPooledRewardModel"  # weft's own architecture: a program that goes by a name of transformers' refuses it
+)
+SCORED = ("ForSequenceClassification", MEAN_POOLED)  # architectures of reward models
 
 
 def values_of(path: str) -> Mapping[str, Any]:
@@ -28,6 +32,12 @@ def values_of(path: str) -> Mapping[str, Any]:
         return read_config_file(directory / CONFIG, str(Path(path) / CONFIG))
     prefix = read_prefix(directory)
     return {} if prefix is None else values_of(prefix.base)
+
+
+def gives_scores(values: Mapping[str, Any]) -> bool:
+    """Whether a model is a reward model by its config.json."""
+    kinds = values.get("architectures") or []
+    return any(scored in str(kind) for kind in kinds for scored in SCORED)
 
 
 def backend_of(values: Mapping[str, Any]) -> str:

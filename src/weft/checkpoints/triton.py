@@ -6,7 +6,6 @@ Inputs are `input_ids` and `attention_mask` [B, T] in int32, padded behind. A re
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
-from weft.checkpoints import hf_io
+from weft.checkpoints import hf_io, kind
 from weft.errors import CheckpointError, ConfigError
+from weft.observe.short_names import served_name
 
 Mode = Literal["rm", "sft"]
 MAX_BATCH = 25
@@ -47,10 +47,10 @@ def write(model: str, output: Path, mode: Mode, name: str | None = None, padding
     """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
-    scores = any("ForSequenceClassification" in str(kind) for kind in raw.get("architectures") or [])
+    scores = kind.gives_scores(raw)
     if scores != (mode == "rm"):
-        kind, other = ("a reward model", "rm") if scores else ("a language model", "sft")
-        raise ConfigError(f"--triton_mode={mode}: {model} is {kind}; write --triton_mode {other}")
+        what, other = ("a reward model", "rm") if scores else ("a language model", "sft")
+        raise ConfigError(f"--triton_mode={mode}: {model} is {what}; write --triton_mode {other}")
     windows = [window for window in hf_io.read_config(source)[1].windows if window is not None]
     if windows:
         raise ConfigError(
@@ -63,7 +63,7 @@ def write(model: str, output: Path, mode: Mode, name: str | None = None, padding
     )
     module.eval()
     traced = _traced(module, int(raw["vocab_size"]), model)
-    name = name or re.sub(r"[^A-Za-z0-9._-]", "-", source.name)
+    name = name or served_name(str(source))
     folder = output / name
     (folder / "1").mkdir(parents=True)
     traced.save(str(folder / "1" / "model.pt"))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
     from weft.engine.base import Engine
 
+WORDS = ("quit", "exit", "!quit", "!exit", "!reset")  # as other chats have them
 LABELS = ("A", "B")  # of two models that answer side by side
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "greedy")
 HELP = """/help            this list
@@ -27,7 +28,7 @@ HELP = """/help            this list
 /system [TEXT]   set the system prompt; "/system off" removes it, without TEXT it is shown
 /set NAME VALUE  change temperature, top_p, top_k, min_p, max_new_tokens or greedy
 /save FILE       append the conversation to a JSONL file, a row of the `chat` dataset form
-/quit            leave, as does Ctrl-D
+/quit            leave, as do quit and Ctrl-D
 an empty line    go on with an answer that was cut or stopped
 Ctrl-C           stop the answer"""
 
@@ -93,6 +94,8 @@ class Chat:
         if not line.strip():
             if self.view.interactive:
                 self.go_on()
+        elif line.strip() in WORDS:
+            return self._command(line.strip().removeprefix("!"), "")
         elif line.startswith("/") and not line.startswith("//"):
             name, _, rest = line[1:].strip().partition(" ")
             return self._command(name, rest.strip())

@@ -19,6 +19,7 @@ from weft.engine.limits import cache_problem
 from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import is_scorer, open_policy, open_scorer
+from weft.observe.short_names import served_name
 from weft.reading import reading
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
     if given.no_token:
         if given.host not in LOOPBACK or given.token_file or given.token_env:
             raise ConfigError("--no-token is for --host=127.0.0.1 alone, and without --token-file and --token-env")
-        return None, "no token: every process of this machine may ask"
+        return None, "no token: any process on this machine may send requests"
     if given.token_file and given.token_env:
         raise ConfigError("--token-file and --token-env exclude each other; set one of them")
     if given.token_file:
@@ -159,23 +160,25 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
 
 def models(given: argparse.Namespace) -> list[Served]:
     """The policy and the reward model that are asked for. Raises `UserError`."""
-    found = []
+    asked: list[tuple[str, str, Head]] = []  # path, what clients call it, its head
     if given.model is not None:
         path = _found(given.model, Wanted("MODEL"))
         scores = is_scorer(path)
         if scores and given.reward is not None:
             raise CheckpointError(f"{path} is a reward model, too; name a policy, or leave out --reward")
-        found.append(
-            _load(given, path, given.name or given.reward_name if scores else given.name, "score" if scores else "lm")
-        )
+        name = (given.name or given.reward_name) if scores else given.name
+        asked.append((path, name or served_name(path), "score" if scores else "lm"))
     if given.reward is not None:
         path = _found(given.reward, Wanted("--reward", SCORERS))
         if not is_scorer(path):
             raise CheckpointError(f"--reward={given.reward} has no score head; train one with weft quickstart rw")
-        found.append(_load(given, path, given.reward_name, "score"))
-    if len({model.name for model in found}) < len(found):
-        raise ConfigError(f"both models are called {found[0].name}; set --name or --reward-name")
-    return found
+        name = given.reward_name or served_name(path)
+        if [name] == [policy for _, policy, _ in asked]:
+            if given.reward_name is not None:
+                raise ConfigError(f"both models are called {name}; set --name or --reward-name")
+            name = f"{name}-reward"
+        asked.append((path, name, "score"))
+    return [_load(given, *each) for each in asked]
 
 
 def _found(name: str, wanted: Wanted) -> str:
@@ -185,7 +188,7 @@ def _found(name: str, wanted: Wanted) -> str:
     return found.path
 
 
-def _load(given: argparse.Namespace, path: str, name: str | None, head: Head) -> Served:
+def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> Served:
     """One model with its tokenizer and its thread, which is not started."""
     from weft.serve.served import LOGPROBS, REWARDS, Served
     from weft.serve.worker import Worker
@@ -199,7 +202,7 @@ def _load(given: argparse.Namespace, path: str, name: str | None, head: Head) ->
             stop_ids=tokenizer.stop_ids(), kv_cache_gb=given.kv_cache_gb,
         )  # fmt: skip
     return Served(
-        name=name or _name_of(path),
+        name=name,
         worker=Worker(engine, spec, given.max_tokens_per_pass),
         tokenizer=tokenizer,
         known=int(engine.description["vocab_size"]),
@@ -207,9 +210,3 @@ def _load(given: argparse.Namespace, path: str, name: str | None, head: Head) ->
         context=opened.context,
         spec=spec,
     )
-
-
-def _name_of(path: str) -> str:
-    """What clients call a model: the last part of its path that is no step's name, in characters that URLs may hold."""
-    parts = [part for part in Path(path).parts if not re.fullmatch(r"step\d+", part)]
-    return re.sub(r"[^A-Za-z0-9._-]", "-", parts[-1] if parts else path)

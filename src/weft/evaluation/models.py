@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoints import kind
 from weft.checkpoints.names import ADAPTER
 from weft.checkpoints.prefix_files import holds_prefix, read_prefix
 from weft.data.spec import TokenizerSpec
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
     from weft.engine.base import Engine
 
-SCORED = ("ForSequenceClassification", "ForTokenClassification")  # architectures that give scores, not text
+SCORED = (*kind.SCORED, "ForTokenClassification")  # architectures that give scores, not text
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def context_length(values: Mapping[str, Any]) -> int | None:
 
 def is_scorer(path: str) -> bool:
     """Whether the model at `path`, a directory or a hub name, has a score head."""
-    return any("ForSequenceClassification" in kind for kind in _architectures(path))
+    return kind.gives_scores({"architectures": _architectures(path)})
 
 
 def _architectures(path: str) -> list[str]:
@@ -107,15 +108,15 @@ def _architectures(path: str) -> list[str]:
 
     if _adapter_at(path):
         return []
-    return [str(kind) for kind in hf_io.read_raw(path).get("architectures") or []]
+    return [str(each) for each in hf_io.read_raw(path).get("architectures") or []]
 
 
 def check_talks(path: str) -> None:
     """Raises `CheckpointError` for a model with a score head: it has no words."""
-    for kind in _architectures(path):
-        if any(name in kind for name in SCORED):
+    for each in _architectures(path):
+        if any(name in each for name in SCORED):
             raise CheckpointError(
-                f"{path} is a reward or value model ({kind}): it gives scores, not text; name an actor"
+                f"{path} is a reward or value model ({each}): it gives scores, not text; name an actor"
             )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoints.config_file import set_by
-from weft.checkpoints.kind import values_of
+from weft.checkpoints.kind import gives_scores, values_of
 from weft.checkpoints.names import HUB_NAME, SERVES
 from weft.checkpoints.prefix_files import PrefixSettings, read_prefix
 from weft.data.named import find
@@ -159,9 +159,11 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{option}: has no config.json; name {SERVES}")
     with set_by(f"{role}.path"):
-        kinds = values_of(str(spec.path)).get("architectures") or []
-    if spec.head == "lm" and any("ForSequenceClassification" in str(kind) for kind in kinds):
-        raise CheckpointError(f"{option}: is a reward or value model ({kinds[0]}), which has no words; name a policy")
+        values = values_of(str(spec.path))
+    if spec.head == "lm" and gives_scores(values):
+        raise CheckpointError(
+            f"{option}: is a reward or value model ({values['architectures'][0]}), which has no words; name a policy"
+        )
     if not (spec.init_from_scratch or spec.planned) and not any(next(directory.glob(p), None) for p in WEIGHTS):
         raise CheckpointError(
             f"{option}: has no weights (*.safetensors); add them, or write {role}.init_from_scratch=true for random ones"

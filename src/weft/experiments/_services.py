@@ -43,7 +43,8 @@ def _check_reference(options: SamplingOptions, name: str) -> None:
         raise ConfigError(f"{name}.ref_ema_eta moves a reference, and that of ref.url is elsewhere; set one of the two")
     if options.gen.truncates:
         raise ConfigError(
-            f"ref.url: a server does not know what {name}.gen.top_k, top_p and min_p leave out; leave these out"
+            f"ref.url: a server does not know what {name}.gen.top_k, top_p and min_p leave out; write "
+            f"{name}.gen.top_p=1, and no top_k or min_p"
         )
 
 

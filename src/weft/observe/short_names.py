@@ -18,3 +18,14 @@ def short(path: str) -> str:
         return path
     named = f"{Path(*parts[:-3])}@{parts[-1]}"
     return named if parts[-2] in POLICIES else f"{named}:{parts[-2]}"
+
+
+def served_name(path: str) -> str:
+    """What clients of a server call a model, in characters that URLs may hold: the trial whose checkpoint it is, else the last
+    part of its path. It stays the same when the run goes on."""
+    parts = Path(path).parts
+    if len(parts) > 3 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):
+        named = parts[-4]
+    else:
+        named = next((part for part in reversed(parts) if STEP.fullmatch(part) is None), path)
+    return re.sub(r"[^A-Za-z0-9._-]", "-", named)

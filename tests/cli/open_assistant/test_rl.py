@@ -8,7 +8,7 @@ import pytest
 
 from weft.cli.open_assistant.keys import map_keys
 from weft.cli.open_assistant.mapped import IMPLIED, Mapped
-from weft.experiments import PPOConfig
+from weft.experiments import GenConfig, PPOConfig
 
 TRAINER = {
     "trlx.train.seq_length": 2032, "trlx.train.total_steps": 10000, "trlx.train.batch_size": 18,
@@ -94,7 +94,10 @@ def test_trlx_has_no_value_normalisation_and_a_critic_of_the_policy() -> None:
         ({"debug": True}, "debug=true: write num_rollouts=1"),
         ({"trlx.method.scale_reward": "running"}, "rewards are not rescaled while training"),
         ({"trlx.method.vf_coef": 0.5}, "the critic is a network with an optimizer of its own"),
-        ({"trlx.train.total_steps": 10, "trlx.scheduler.kwargs.T_max": 99}, "ends with the run, after total_steps=10"),
+        (
+            {"trlx.train.total_steps": 10, "trlx.scheduler.kwargs.T_max": 99},
+            "must equal total_steps=10, for a schedule ends",
+        ),
         ({"trlx.train.seq_length": 100, "trlx.method.gen_kwargs.max_new_tokens": 100}, "leaves no room for a prompt"),
         ({"trlx.model.model_arch_type": "seq2seq"}, "policies are decoders"),
     ],
@@ -102,3 +105,20 @@ def test_trlx_has_no_value_normalisation_and_a_critic_of_the_policy() -> None:
 def test_what_weft_cannot_follow_is_refused(values: dict[str, Any], wrong: str) -> None:
     done = mapped(**values)
     assert len(done.refused) == 1 and wrong in done.refused[0][1]
+
+
+def test_a_schedule_follows_a_number_of_steps_that_is_set_over_it() -> None:
+    values = {"trlx.scheduler.kwargs.T_max": 10000, "total_steps": 2}
+    done = map_keys(Mapped(PPOConfig(), values, {"trlx.scheduler.kwargs.T_max": 0, "total_steps": 1}, {}))
+    assert not done.refused and any("after total_steps=2" in note for note in done.notes)
+
+
+def test_beside_a_reference_behind_a_server_nothing_is_left_out() -> None:
+    done = mapped(**{"trlx.method.gen_kwargs.top_p": 0.7, "triton_host_sft": "h:1/m"})
+    assert not done.refused and "ppo.gen.top_p" not in done.options
+    assert any("top_p=0.7 is left out" in note for note in done.notes)
+
+
+def test_what_trlx_does_anyway_is_no_option_of_a_run_that_only_samples() -> None:
+    done = map_keys(Mapped(GenConfig(), {}, {}, {}))
+    assert not [name for name in done.options if name.startswith("gen.") or "optimizer" in name]

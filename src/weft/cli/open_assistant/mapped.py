@@ -72,10 +72,10 @@ class Mapped:
             if off is not NOTHING and value == off and name not in self.known:
                 continue
             before = self.options.get(name)
-            if before is None or self._rank(self.key) >= self._rank(before.key):
+            if before is None or self.rank(self.key) >= self.rank(before.key):
                 self.options[name] = Option(value, self.key)
 
-    def _rank(self, key: str) -> int:
+    def rank(self, key: str) -> int:
         """How late a key was set; one within a group, such as `rank_config.dtype`, by itself or with the group."""
         return self.ranks.get(key, self.ranks.get(key.split(".")[0], -1))
 

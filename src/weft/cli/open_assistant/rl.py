@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from weft.cli.open_assistant.mapped import RL, Key, Mapped, anyway, never, to
+from weft.cli.open_assistant.mapped import RL, Key, Mapped, anyway, never, shown, to
 
 # Keys of rank_config (the reward model) and sft_config (the policy), as options of their roles.
 RANK = {"model_name": "rew.path", "pooling": "rew.pooling", "dtype": "rew.dtype"}
@@ -19,6 +21,7 @@ OFF = {"freeze_layers": None, "train_last_layers": None, "residual_dropout": 0.0
 HALF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 ANYWAY = ("cache_dir", "use_flash_attention", "batch_size", "is_reward_model", "seq2seqmodel", "peft_type", "peft_model",
           "per_digit_tokens", "superhot")  # fmt: skip
+TRUNCATES = ("top_k", "top_p")
 GENERATION = ("max_new_tokens", "min_new_tokens", "top_k", "top_p", "temperature")
 DEBUG_ROWS = 10
 
@@ -160,8 +163,12 @@ def _scheduler(done: Mapped, value: Any) -> None:
 
 def _period(done: Mapped, value: Any) -> None:
     total = _first(done, "total_steps", "trlx.train.total_steps", default=int(value))
-    if value != total:
-        done.refuse(value, f"a schedule ends with the run, after total_steps={total}; write that")
+    if value == total:
+        return
+    if done.rank("total_steps") > done.rank(done.key):
+        done.note(f"the learning rate's schedule ends with the run, after total_steps={total}")
+    else:
+        done.refuse(value, f"must equal total_steps={total}, for a schedule ends with the run")
 
 
 def _betas(done: Mapped, value: Any) -> None:
@@ -173,7 +180,16 @@ def _betas(done: Mapped, value: Any) -> None:
 
 
 def _generation(name: str) -> Key:
-    return to("{gen}." + name, RL)
+    key = to("{gen}." + name, RL)
+    return key if name not in TRUNCATES else replace(key, rule=partial(_truncation, name))
+
+
+def _truncation(name: str, done: Mapped, value: Any) -> None:
+    """Where the reference is a server, it cannot know which ids sampling left out, so nothing is."""
+    if done.get("triton_host_sft") is not None and value not in (0, 1):
+        done.note(f"{name}={shown(value)} is left out, for the server of triton_host_sft gives log-probs of all ids")
+    else:
+        done.put("{gen}." + name, value)
 
 
 def _sample(done: Mapped, value: Any) -> None:
@@ -212,8 +228,8 @@ def _deviation(done: Mapped, value: Any) -> None:
 def _implied(done: Mapped, value: Any) -> None:
     """What trlX does whatever the keys say: values of the policy's own head, unscaled, no early stop, no warm-up."""
     for name, each in (("value_norm", False), ("early_stop_imp_ratio", None), ("critic_init", "actor")):
-        done.put("{algorithm}." + name, each)
-    done.put("{model}.optimizer.warmup_steps", 0)
+        done.put("{algorithm}." + name, each, off=each)
+    done.put("{model}.optimizer.warmup_steps", 0, off=0)
 
 
 TRLX: dict[str, Key] = {f"trlx.{name}": key for name, key in {
@@ -244,7 +260,8 @@ TRLX: dict[str, Key] = {f"trlx.{name}": key for name, key in {
     "optimizer.kwargs.eps": to("{model}.optimizer.eps", RL),
     "optimizer.kwargs.weight_decay": to("{model}.optimizer.weight_decay", RL),
     "scheduler.name": Key("`MODEL.optimizer.lr_scheduler_type`", _scheduler, (RL,)),
-    "scheduler.kwargs.T_max": Key("refused unless it is total_steps: a schedule ends with the run", _period, (RL,)),
+    "scheduler.kwargs.T_max": Key("nothing where `total_steps` is set over it, else refused unless they are equal: a "
+                                 "schedule ends with the run", _period, (RL,)),
     "scheduler.kwargs.eta_min": to("{model}.optimizer.end_lr", RL),
     "method.name": never("weft quickstart ppo is PPO", "ppoconfig", "PPOConfig", modes=(RL,)),
     "method.num_rollouts": Key("`dataset.train_bs_n_seqs`, times data-parallel ranks", _sizes, (RL,)),
