@@ -37,7 +37,9 @@ def names(*words: str) -> list[str]:
 
 
 def sft(*words: str) -> list[str]:
-    return ["quickstart", "sft", *names("model.path=model", "dataset.train_path=rows.jsonl", *words)]
+    own = {word.split("=")[0] for word in words}
+    usual = names("model.path=model", "dataset.train_path=rows.jsonl")
+    return ["quickstart", "sft", *(word for word in usual if word.split("=")[0] not in own), *words]
 
 
 def test_help_and_version_are_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
