@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.checkpoints.names import CRITICS, SCORERS, Wanted, find, locate, meant
+from weft.checkpoints.names import CRITICS, SCORERS, Wanted, find, locate, meant, newest_run
 from weft.data import hub
 from weft.errors import CheckpointError
 from weft.observe.short_names import POLICIES
@@ -28,6 +28,14 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return tmp_path / "runs"
+
+
+def test_the_newest_run_of_a_folder_of_runs(runs: Path) -> None:
+    for age, trial in enumerate(("ppo", "sft", "rm")):
+        os.utime(runs / "e" / trial / "checkpoints", (1000 - age, 1000 - age))
+    assert newest_run("runs") == "runs/e/ppo"
+    assert newest_run("runs/e/sft") == "runs/e/sft", "a run is itself"
+    assert newest_run("model") == "model" and newest_run("owner/name") == "owner/name"
 
 
 @pytest.mark.parametrize(

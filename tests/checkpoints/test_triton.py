@@ -38,6 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_reward_model_scores_alike(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "triton", str(root / "reward"), str(root / "rm"), "--triton_mode", "rm"]) == 0
+    assert not capsys.readouterr().err, "libraries are not heard"
     store = root / "rm" / "reward"
     module = torch.jit.load(str(store / "1" / "model.pt"))
     engine = backends.get("torch")(ModelSpec(path=str(root / "reward"), head="score", device="cpu"), Layout())

@@ -317,6 +317,17 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert message in seen.err and "Traceback" not in seen.err
 
 
+def test_a_folder_of_runs_stands_for_its_newest_one(
+    chat_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "saved_model" / "sft" / "a" / "checkpoints" / "model" / "step3"
+    step.parent.mkdir(parents=True)
+    step.symlink_to(chat_model, target_is_directory=True)
+    words = [str(tmp_path / "saved_model"), "--max_new_tokens", "3", "--top_k=5", "--no_history"]
+    assert run(words, "Hello\n", monkeypatch) == 0
+    assert "sft/a/checkpoints/model/step3" in capfd.readouterr().err
+
+
 def test_a_reward_model_does_not_talk(chat_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
     with pytest.raises(CheckpointError, match="reward or value model"):

@@ -19,8 +19,15 @@ def test_a_stack_of_sections_names_the_model(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert main(["convert", "triton", "store", "--configs", "defaults_rlhf,mine", "--triton_mode", "rm"]) == 0
     assert (tmp_path / "store" / "rm" / "config.pbtxt").is_file()
+    assert main(["convert", "triton", "--configs", "defaults_rlhf", "mine", "--triton_mode", "rm"]) == 0
+    assert (tmp_path / ".triton_models" / "model_store_rm" / "rm" / "config.pbtxt").is_file()
 
 
-def test_one_of_model_and_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "triton", str(tmp_path / "store"), "--triton_mode", "rm"]) == 2
-    assert "name a MODEL, or --configs" in capsys.readouterr().err
+def test_one_of_model_and_sections(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", "triton", "--triton_mode", "rm"]) == 2
+    assert main(["convert", "triton", "model", "store", "--configs", "mine", "--triton-mode", "rm"]) == 2
+    assert capsys.readouterr().err.count("name a MODEL, or --configs") == 2
+    assert not list(tmp_path.iterdir())

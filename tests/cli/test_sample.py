@@ -36,14 +36,22 @@ def test_report_then_score_then_the_page_with_scores(
     words = ["--prompts", prompts, "--max-new-tokens", "5", "--samples", "2", "--out", str(out)]
     assert main(["sample", "report", policy, other, *words]) == 0
     reports = [out / "first.json", out / "second.json"]
-    assert capsys.readouterr().out.split() == [*map(str, reports), str(out / "report.html")]
+    shown = capsys.readouterr()
+    assert shown.out.split() == [*map(str, reports), str(out / "report.html")]
+    assert "" not in shown.err.splitlines(), "no blank lines where there is no terminal for a bar"
+    assert "mean reward" not in (out / "report.html").read_text(), "nothing is scored yet"
     assert main(["sample", "score", *map(str, reports), "--reward", scorer]) == 0
     assert "mean reward" in capsys.readouterr().out
     report = json.loads(reports[0].read_text())
     assert [len(result["scores"]) for result in report["prompts"][0]["results"]] == [1, 2]
     assert main(["sample", "report", *map(str, reports), "--out", str(out)]) == 0
     page = (out / "report.html").read_text()
-    assert page.count("<article>") == 2 and "first / greedy" in page and "second / k50" in page and "reward " in page
+    assert (
+        page.count("<article>") == 2
+        and "first / greedy" in page
+        and "second / k50" in page
+        and "<th>mean reward</th>" in page
+    )
 
 
 def test_best_of_n_is_data_to_train_on(policy: str, scorer: str, prompts: str, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

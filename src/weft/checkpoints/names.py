@@ -102,6 +102,15 @@ def find(given: str, wanted: Wanted) -> Named:
     return found
 
 
+def newest_run(path: str) -> str:
+    """The newest run in a folder of runs, such as `saved_model`; anything else is itself."""
+    folder = Path(path).expanduser()
+    if is_model(folder) or (folder / CHECKPOINTS).is_dir():
+        return path
+    runs = [found for found in folder.glob(f"*/*/{CHECKPOINTS}") if found.is_dir()]
+    return str(max(runs, key=lambda found: found.stat().st_mtime).parent) if runs else path
+
+
 def is_model(folder: Path) -> bool:
     """Whether a directory is a model's or an adapter's."""
     return (folder / CONFIG).is_file() or (folder / ADAPTER).is_file()

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.utils import logging
 
 from weft.checkpoints import hf_io, kind
+from weft.checkpoints.unheard import unheard
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.short_names import served_name
 
@@ -57,12 +56,13 @@ def write(model: str, output: Path, mode: Mode, name: str | None = None, padding
             f"{model}: attention sees {min(windows)} tokens in some layers, which the TorchScript module would not heed; use "
             "weft serve"
         )
-    network = _load(source, mode)
-    module: nn.Module = (
-        Rewards(network, raw.get(hf_io.POOLING) == "mean", padding) if mode == "rm" else LogProbs(network)
-    )
-    module.eval()
-    traced = _traced(module, int(raw["vocab_size"]), model)
+    with unheard():
+        network = _load(source, mode)
+        module: nn.Module = (
+            Rewards(network, raw.get(hf_io.POOLING) == "mean", padding) if mode == "rm" else LogProbs(network)
+        )
+        module.eval()
+        traced = _traced(module, int(raw["vocab_size"]), model)
     name = name or served_name(str(source))
     folder = output / name
     (folder / "1").mkdir(parents=True)
@@ -127,15 +127,13 @@ def _states(network: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def _load(source: Path, mode: Mode) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
     auto: Any = AutoModelForSequenceClassification if mode == "rm" else AutoModelForCausalLM
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
         return auto.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{source}: transformers cannot load it: {str(error).splitlines()[0]}") from error
-    finally:
-        logging.set_verbosity(before)
 
 
 def _inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from weft.checkpoints.names import Wanted, find
+from weft.checkpoints.names import Wanted, find, newest_run
 from weft.cli.conversation import LABELS, Chat
+from weft.cli.parsing import Parser
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, ModelSpec
 from weft.errors import ConfigError
@@ -24,16 +25,14 @@ FORMATS: Mapping[str, str | None] = {"v2": "oasst", "v2.5": "oasst_v25", "templa
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="weft chat", description=__doc__)
+    made = Parser(prog="weft chat", description=__doc__)
     made.add_argument(
         "models",
         nargs="*",
         metavar="MODEL_DIR",
         help="a model: directory, adapter, run (runs/E/T, runs/E/T@step40) or hub name; two of them answer side by side",
     )
-    made.add_argument(
-        "--model-path", "--model_path", dest="model_path", metavar="MODEL_DIR", help="the same as MODEL_DIR"
-    )
+    made.add_argument("--model-path", metavar="MODEL_DIR", help="the same as MODEL_DIR")
     made.add_argument("--system", metavar="TEXT", help="system prompt")
     made.add_argument(
         "--temperature", type=float, default=1.0, help="logits are divided by it (default 1); 0 is greedy"
@@ -52,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         help="Open-Assistant's forms v2 and v2.5, or the model's own template (the default)",
     )
     made.add_argument("--plain", action="store_true", help="continue text as it stands, without the chat template")
-    made.add_argument("--no-history", "--no_history", action="store_true", help="answer every message by itself")
+    made.add_argument("--no-history", action="store_true", help="answer every message by itself")
     made.add_argument(
         "--backend", default=AUTO, help="torch or hf (default: hf where weft has no family for the model)"
     )
@@ -76,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             "name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same); or two: weft chat A B"
         )
     spec = _generation_spec(given)
-    found = [find(name, Wanted("MODEL_DIR")) for name in named]
+    found = [find(newest_run(name), Wanted("MODEL_DIR")) for name in named]
     models = [_model(each.path, given) for each in found]
 
     from weft.cli.chat_view import View

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft.checkpoints.names import ADAPTER, SCORERS, Wanted, find
+from weft.cli.parsing import Parser
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.short_names import POLICIES
 from weft.reading import make_folder
 
+STORES = ".triton_models/model_store_"  # and the mode: Open-Assistant's place for model stores
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -22,7 +24,7 @@ NORMAL, NAMED = 1, {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # kinds of 
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft convert ...`; returns the exit code. Raises `UserError` for input that cannot be converted."""
-    parser = argparse.ArgumentParser(prog="weft convert", description=__doc__)
+    parser = Parser(prog="weft convert", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     llama = kinds.add_parser("llama2c", help="a llama2.c checkpoint and its vocabulary become a Llama directory")
     llama.add_argument("checkpoint", type=Path, help="model file, legacy or export version 1")
@@ -51,12 +53,15 @@ def main(argv: Sequence[str]) -> int:
     )
     triton.add_argument("model", nargs="?", metavar="MODEL", help="model directory, run or hub name")
     triton.add_argument("--configs", nargs="+", metavar="NAME", help="sections that name it instead")
-    triton.add_argument("output", metavar="OUT", type=Path, help="directory to write; must not exist or be empty")
+    triton.add_argument("output", metavar="OUT", type=Path, nargs="?", help="directory to write; must not exist or be "
+                        f"empty (default: {STORES}rm, or sft)")  # fmt: skip
     triton.add_argument("--triton_mode", required=True, choices=("rm", "sft"),
                         help="rm: rewards of a reward model; sft: log-probs and logits of a policy")  # fmt: skip
     triton.add_argument("--name", help="the model's name in the store; that of its directory when absent")
     triton.set_defaults(run=_triton)
     arguments = parser.parse_args(argv)
+    if arguments.kind == "triton":
+        _place(arguments)
     run: Callable[[argparse.Namespace], None] = arguments.run
     _require_empty(arguments.output)
     run(arguments)
@@ -178,6 +183,16 @@ def _adapter(given: Path) -> Path:
     return place / "adapter" if (place / "adapter" / ADAPTER).is_file() else place
 
 
+def _place(arguments: argparse.Namespace) -> None:
+    """One word beside --configs is OUT; without one the store is where Open-Assistant has it. Raises `ConfigError`."""
+    if arguments.configs is not None and arguments.output is None and arguments.model is not None:
+        arguments.model, arguments.output = None, Path(arguments.model)
+    if (arguments.model is None) == (arguments.configs is None):
+        raise ConfigError("weft convert triton: name a MODEL, or --configs with sections that name it")
+    if arguments.output is None:
+        arguments.output = Path(f"{STORES}{arguments.triton_mode}")
+
+
 def _triton(arguments: argparse.Namespace) -> None:
     from weft.checkpoints import triton
     from weft.cli.open_assistant.commands import triton_model
@@ -187,8 +202,6 @@ def _triton(arguments: argparse.Namespace) -> None:
     from weft.engine.spec import ModelSpec
 
     mode, padding = arguments.triton_mode, None
-    if (arguments.model is None) == (arguments.configs is None):
-        raise ConfigError("weft convert triton: name a MODEL, or --configs with sections that name it")
     model = arguments.model or triton_model(
         [name for word in arguments.configs for name in word.split(",") if name], mode
     )

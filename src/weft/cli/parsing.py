@@ -1,4 +1,4 @@
-"""The argument parser that every command has: plain complaints, help that fits the terminal."""
+"""The argument parser that commands have: plain complaints, help that fits the terminal, `--a_b` for `--a-b` and back."""
 
 from __future__ import annotations
 
@@ -19,6 +19,22 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options)
         self.description = OWN_NAME.sub("", self.description or "")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        return super().parse_known_args(None if args is None else self._spelled(args), namespace)
+
+    def _spelled(self, words: Sequence[str]) -> list[str]:
+        """The words with the flags of this parser as it spells them."""
+        end = list(words).index("--") if "--" in words else len(words)
+        return [*map(self._flag, words[:end]), *words[end:]]
+
+    def _flag(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return word
+        plain = name[2:]
+        found = (f"--{each}" for each in (plain.replace("_", "-"), plain.replace("-", "_")))
+        return next((f"{flag}{equals}{value}" for flag in found if flag in self._option_string_actions), word)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")

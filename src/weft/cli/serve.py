@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.checkpoints.names import SCORERS, Wanted, find
+from weft.cli.parsing import Parser
 from weft.engine.limits import cache_problem
 from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
@@ -31,7 +32,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="weft serve", description=__doc__)
+    made = Parser(prog="weft serve", description=__doc__)
     made.add_argument("model", metavar="MODEL", nargs="?", help="policy: model, adapter or run directory, or hub name")
     made.add_argument("--reward", metavar="MODEL", help="reward model: directory, run or hub name")
     made.add_argument("--name", help="the policy's name for clients (default: that of its directory)")
@@ -58,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"environment variable that holds it (default {TOKEN_VARIABLE}, where it is set)",
     )
-    made.add_argument("--no-token", action="store_true", help="let every process of this machine ask (loopback alone)")
+    made.add_argument(
+        "--no-token", action="store_true", help="let any process on this machine send requests (loopback alone)"
+    )
     made.add_argument("--max-new-tokens", type=int, default=1024, help="most tokens of a completion (default 1024)")
     made.add_argument("--max-prompt-tokens", type=int, default=16384, help="most tokens of a prompt (default 16384)")
     made.add_argument(

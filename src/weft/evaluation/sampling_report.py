@@ -137,6 +137,7 @@ def page(reports: Sequence[Report]) -> str:
     script = (HERE / "sampling_report.js").read_text(encoding="utf-8")
     return Template((HERE / "sampling_report.html").read_text(encoding="utf-8")).substitute(
         title=escape(", ".join(dict.fromkeys(short(report["model_name"]) for report in reports))),
+        reward="<th>mean reward</th>" if any(map(means, reports)) else "",
         models=_models(reports),
         columns="".join(
             f'<label><input type="checkbox" checked data-column="{index}"> {escape(name)}</label>'
@@ -179,14 +180,16 @@ def _texts(reports: Sequence[Report]) -> list[str]:
 
 
 def _models(reports: Sequence[Report]) -> str:
-    rows = []
+    """The rows of models and settings, with a cell for the mean reward where any report has one."""
+    rows, has_rewards = list[str](), any(map(means, reports))
     for index, report in enumerate(reports):
         scored = means(report)
         settings = dict.fromkeys(result["sampling_config"] for row in report["prompts"] for result in row["results"])
         for setting in settings:
             mean, error, _ = scored.get(setting, (None, None, 0))
             shown = "" if mean is None else f"{mean:.3f} &plusmn; {error:.3f}"
-            rows.append(f"<tr><td>{escape(_column(reports, index, setting))}</td><td>{shown}</td></tr>")
+            cell = f"<td>{shown}</td>" if has_rewards else ""
+            rows.append(f"<tr><td>{escape(_column(reports, index, setting))}</td>{cell}</tr>")
     return "".join(rows)
 
 

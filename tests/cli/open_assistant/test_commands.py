@@ -47,14 +47,16 @@ def made(script: str, arguments: str, **environment: str) -> str:
          "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0 --top-k 5 --format v2.5"),
         ("model_chat", "--model_path m --bot_name Joi --format v2.5",
          "chat m --max-new-tokens 200 --top-k 40 --temperature 1.0 --format v2.5"),
+        ("model_cli", "--model_path m --no-history",
+         "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0.8 --no-history"),
         ("check_dataset_counts", "--datasets all --mode sft",
          "data counts --datasets all --mode sft --output dataset_counts.csv"),
         ("check_dataset_counts", "--datasets webgpt squad_v2 --mode rm --output_path c.csv --detect_language",
          "data counts --datasets webgpt squad_v2 --mode rm --output c.csv --detect-language"),
         ("to_triton", "--configs pythia_rlhf --triton_mode rm",
-         "convert triton andreaskoepf/oasst-rm-2-pythia-1.4b-10000 .triton_models/model_store_rm --triton_mode rm"),
+         "convert triton andreaskoepf/oasst-rm-2-pythia-1.4b-10000 --triton_mode rm"),
         ("to_triton", "--configs pythia_rlhf --triton_mode sft",
-         "convert triton andreaskoepf/oasst-sft-4-pythia-12b-epoch-3.5 .triton_models/model_store_sft --triton_mode sft"),
+         "convert triton andreaskoepf/oasst-sft-4-pythia-12b-epoch-3.5 --triton_mode sft"),
     ],
 )  # fmt: skip
 def test_the_weft_command(script: str, arguments: str, words: str) -> None:
@@ -78,6 +80,12 @@ def test_a_value_with_blanks_is_quoted() -> None:
 def test_a_section_stands_for_its_data_sets() -> None:
     assert named_datasets(["reference-data", "math", "joke"]) == ["oasst_export", "alpaca", "minimath", "joke"]
     assert named_datasets(["oasst_only,joke"]) == ["oasst_export", "joke"]
+
+
+def test_flags_that_change_nothing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    made("model_chat", "--model_path m --bot_name Joi --cache_dir c --per-digit-tokens")
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" is left out: ")[0] for line in said] == ["--cache_dir", "--bot_name", "--per-digit-tokens"]
 
 
 def test_the_newest_run_of_an_output_dir_is_talked_to(here: Path) -> None:

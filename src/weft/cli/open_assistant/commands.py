@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from weft.checkpoints.names import newest_run
 from weft.errors import ConfigError, nearest
 
 OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")  # weft's, handed on as they are
 OWN_VALUES = ("--cfg", "--import", "--config-dir", "--config")
 SIMPLE = re.compile(r"[\w./+:@%-]*|[\[{].*[\]}]")
-STORES = ".triton_models/model_store_"
+HISTORY = ("--no-history", "--no_history")
+UNUSED = {  # flags of the chats that change nothing here, and why
+    "--cache_dir": "models are read from the hub's cache; set HF_HOME to have it elsewhere",
+    "--bot_name": "answers stand without a name in front",
+    "--per-digit-tokens": "the tokenizer is the checkpoint's own",
+    "--per_digit_tokens": "the tokenizer is the checkpoint's own",
+}
 
 
 @dataclass
@@ -165,7 +172,7 @@ def _triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
     mode = done.one("--triton_mode")
     names = [name for word in done.named.get("--configs", []) for name in word.split(",") if name]
     model = triton_model(names, mode or "", assigned)
-    return ["convert", "triton", model, f"{STORES}{mode}", "--triton_mode", str(mode), *done.rest]
+    return ["convert", "triton", model, "--triton_mode", str(mode), *done.rest]
 
 
 def triton_model(names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()) -> str:
@@ -193,7 +200,7 @@ def _talk(defaults: Mapping[str, str], words: list[str], environment: Mapping[st
     """`--model_path M` and the options of sampling as `weft chat M`."""
     values = ("--model_path", "--max_new_tokens", "--top_k", "--top_p", "--temperature", "--do-sample", "--format",
               "--bot_name", "--system_prefix", "--cache_dir", "--load_checkpoint")  # fmt: skip
-    done, _ = _take(words, (), values, ("--8bit", "--per-digit-tokens"))
+    done, _ = _take(words, (), values, ("--8bit", "--per-digit-tokens", "--per_digit_tokens", *HISTORY))
     if "--load_checkpoint" in done.named:
         raise ConfigError(
             "--load_checkpoint: reads a pickled file; save the model as a directory and give it as --model_path"
@@ -206,6 +213,9 @@ def _talk(defaults: Mapping[str, str], words: list[str], environment: Mapping[st
     if model is None:
         raise ConfigError("--model_path is missing; name a model directory, such as saved_model")
     made = ["chat", newest_run(model)]
+    for flag, why in UNUSED.items():
+        if flag in done.named:
+            print(f"{flag} is left out: {why}", file=sys.stderr)
     for flag, default in defaults.items():
         value = done.one(flag, default)
         if flag == "--temperature" and str(done.one("--do-sample", "true")).lower() in ("false", "0", "no"):
@@ -214,19 +224,11 @@ def _talk(defaults: Mapping[str, str], words: list[str], environment: Mapping[st
     for flag in ("--top_k", "--top_p"):
         if flag not in defaults and flag in done.named:
             made += [flag.replace("_", "-"), str(done.one(flag))]
+    made += ["--no-history"] if set(HISTORY) & set(done.named) else []
     made += ["--8bit"] if "--8bit" in done.named else []
     made += ["--system", str(done.one("--system_prefix"))] if "--system_prefix" in done.named else []
     made += ["--format", str(done.one("--format"))] if "--format" in done.named else []
     return [*made, *done.rest]
-
-
-def newest_run(path: str) -> str:
-    """The newest run in a folder of runs (Open-Assistant's output_dir); a model directory or a run is itself."""
-    folder = Path(path).expanduser()
-    runs = [found.parent for found in folder.glob("*/*/checkpoints") if found.is_dir()]
-    if (folder / "config.json").exists() or (folder / "checkpoints").is_dir() or not runs:
-        return path
-    return str(max(runs, key=lambda run: (run / "checkpoints").stat().st_mtime))
 
 
 def _with(function: Callable[..., list[str]], *first: Any) -> Callable[[list[str], Mapping[str, str]], list[str]]:
