@@ -34,11 +34,12 @@ def test_report_then_score_then_the_page_with_scores(
 ) -> None:  # type: ignore[no-untyped-def]
     other, out = str(make_llama(tmp_path / "second", seed=3)), tmp_path / "answers"
     words = ["--prompts", prompts, "--max-new-tokens", "5", "--samples", "2", "--out", str(out)]
+    capsys.readouterr()
     assert main(["sample", "report", policy, other, *words]) == 0
     reports = [out / "first.json", out / "second.json"]
     shown = capsys.readouterr()
-    assert shown.out.split() == [*map(str, reports), str(out / "report.html")]
-    assert "" not in shown.err.splitlines(), "no blank lines where there is no terminal for a bar"
+    assert shown.out.splitlines() == [*map(str, reports), str(out / "report.html")], "and no blank lines for a bar"
+    assert not shown.err
     assert "mean reward" not in (out / "report.html").read_text(), "nothing is scored yet"
     assert main(["sample", "score", *map(str, reports), "--reward", scorer]) == 0
     assert "mean reward" in capsys.readouterr().out

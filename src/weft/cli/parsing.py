@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self.description = OWN_NAME.sub("", self.description or "")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         return super().parse_known_args(None if args is None else self._spelled(args), namespace)
 
     def _spelled(self, words: Sequence[str]) -> list[str]:
