@@ -354,7 +354,7 @@ def test_a_failing_network_fails_requests_and_not_the_server(root: Path, monkeyp
         )
         monkeypatch.setattr(network, "forward", None)
         reply = client.post(url, json={**body, "max_tokens": 2})
-        assert reply.status_code == 500 and "RunError" in reply.json()["error"]["message"]
+        assert reply.status_code == 500 and "NotFinite" in reply.json()["error"]["message"]
         monkeypatch.undo()
         assert client.post(url, json=body).status_code == 200
 
