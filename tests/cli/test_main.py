@@ -273,8 +273,8 @@ def test_a_line_about_a_stop_is_broken_between_words(
         raise Interrupted("stopped by Ctrl-C after step 12; rerun the same command to resume from there", 2)
 
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(main_module.sys.stderr, "isatty", lambda: True)
-    main_module.guarded(stopped, [])
+    monkeypatch.setattr(weft.sys.stderr, "isatty", lambda: True)
+    weft.guarded(stopped, [])
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and max(map(len, lines)) <= 60
     assert " ".join(line.strip() for line in lines).endswith("resume from there")
