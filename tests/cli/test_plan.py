@@ -125,7 +125,7 @@ def test_search_shows_each_call_and_what_the_heuristic_takes(model: Path, capsys
     assert found["heuristic"]["calls"]["actor_train"]["layout"] == "d2f2t1p1c1e1"
     assert weft.main(words) == 0
     page = capsys.readouterr().out
-    assert "allocation_mode=search:" in page and "a step on cpu as estimated" in page
+    assert "allocation_mode=search:" in page and "per step on cpu as estimated" in page
     for call in calls:
         assert f"  {call}: d" in page
     assert "(8 x (16 + 8) tokens)" in page

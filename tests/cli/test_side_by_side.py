@@ -59,7 +59,7 @@ def test_answers_stand_side_by_side_where_there_is_room(model: Path, width: int)
         assert any(line.startswith("A      Once") for line in lines) and any(
             line.startswith("B      What") for line in lines
         )
-    assert "a second" in view.text and view.text.count("forget the conversation") == 1 and "/a LINE" in view.text
+    assert "per second" in view.text and view.text.count("forget the conversation") == 1 and "/a LINE" in view.text
 
 
 @pytest.mark.parametrize("width", [60, 100])
