@@ -272,3 +272,17 @@ def test_openmp_settings_that_are_empty_are_taken_out() -> None:
     environment = {"OMP_NUM_THREADS": " ", "OMP_SCHEDULE": "", "OMP_DYNAMIC": "true", "HOME": ""}
     weft.drop_empty(environment)
     assert environment == {"OMP_DYNAMIC": "true", "HOME": ""}
+
+
+def test_a_line_about_a_stop_is_broken_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped() -> int:
+        raise Interrupted("stopped by Ctrl-C after step 12; rerun the same command to resume from there", 2)
+
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(weft.sys.stderr, "isatty", lambda: True)
+    weft.guarded(stopped, [])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) <= 60
+    assert " ".join(line.strip() for line in lines).endswith("resume from there")

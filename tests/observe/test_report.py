@@ -141,6 +141,17 @@ def test_nothing_is_asked_of_the_network_and_only_our_script_may_run(tmp_path: P
     assert "default-src 'none'" in policy
 
 
+def test_the_graph_has_the_colours_of_the_page(tmp_path: Path) -> None:
+    svg = '<svg xmlns="http://www.w3.org/2000/svg"><style>@media (prefers-color-scheme:dark){a{}}</style></svg>'
+    page = read(write_run(tmp_path / "run", graph__svg=svg))
+    dark = next(attrs for tag, attrs in page.tags if tag == "source")
+    light = next(attrs for tag, attrs in page.tags if tag == "img")
+    assert dark["media"] == "(prefers-color-scheme: dark)"
+    for url, kind in ((dark["srcset"], "@media all{"), (light["src"], "@media not all{")):
+        text = base64.b64decode((url or "").partition("base64,")[2]).decode()
+        assert kind in text and ".ground{fill:none}" in text
+
+
 def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
     row = {"step": 1, "id": EVIL, "prompt": EVIL, "completion": EVIL, "note": EVIL[:30], EVIL: 1.0}
     folder = write_run(

@@ -153,6 +153,8 @@ def test_rows_that_were_trained_on_tell_their_loss_and_which_tokens_count(tokeni
     assert row["trained"] == [0] + [1] * (count - 1) and "".join(row["tokens"]) == "Lily plays."
     assert row["loss"] == pytest.approx(sum(range(1, count)) / (count - 1)) and row["prompt"] == ""
     assert reader.rows(["a"], 101, seen) == [], "between two steps that are shown"
+    ends = Samples(TRAINS, Shelf(batch), tokenizer, last=101)  # type: ignore[arg-type]
+    assert len(ends.rows(["a"], 101, seen)) == 1, "the run's last step is always shown"
 
 
 def test_rows_of_which_training_told_nothing_are_shown_without_values(tokenizer: Tokenizer) -> None:

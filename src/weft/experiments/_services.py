@@ -26,7 +26,7 @@ def checked(config: SamplingConfig, options: SamplingOptions, name: str) -> Samp
         rew = replace(rew, tokenizer=replace(rew.tokenizer, path=own))
     if is_served(rew) and config.rew_step is not None:
         raise ConfigError(
-            f"rew_step={config.rew_step!r} needs a value a token, which a server does not give; set rew.path alone"
+            f"rew_step={config.rew_step!r} needs a value per token, which a server does not give; set rew.path alone"
         )
     if is_served(ref):
         _check_reference(options, name)

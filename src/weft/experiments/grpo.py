@@ -269,5 +269,5 @@ def _notes(grpo: GRPOOptions) -> list[str]:
     rounds = grpo.dynamic_sampling_rounds
     return [
         f"filter: prompts whose completions all have one reward are replaced by whole batches of others, {rounds} rounds of "
-        "sampling a step at most; what is over then is not trained on"
+        "sampling per step at most; what is over then is not trained on"
     ]

@@ -63,7 +63,7 @@ def share_html(run: RunFiles) -> str:
     )
     return (
         f'<div class="stack" aria-hidden="true">{bar}</div><table class="shares"><thead><tr><th scope="col">call</th>'
-        f'<th scope="col">a step</th><th scope="col">share</th></tr></thead><tbody>{body}</tbody></table>'
+        f'<th scope="col">per step</th><th scope="col">share</th></tr></thead><tbody>{body}</tbody></table>'
     )
 
 
