@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.tiny import make_llama
 from weft.cli import serve
@@ -29,8 +30,10 @@ def make_reward(directory: Path, seed: int = 1, **changes: Any) -> Path:
 
 @contextmanager
 def serving(*words: str, grpc: bool = True, token: str | None = TOKEN, **limits: Any) -> Iterator[Server]:
-    """A server of what `weft serve` would serve with these arguments, on free ports."""
+    """A server of what `weft serve` would serve with these arguments, on free ports; its draws are the same each time."""
     given = serve.parser().parse_args([*words, "--device", "cpu"])
+    with patch("weft.cli.serve.os.urandom", bytes):
+        models = serve.models(given)
     ports = Ports(http=0, grpc=0 if grpc else None, metrics=0)
-    with Server(serve.models(given), ports, Limits(most_new=given.max_new_tokens, **limits), token) as server:
+    with Server(models, ports, Limits(most_new=given.max_new_tokens, **limits), token) as server:
         yield server
