@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from weft.engine.hf.imported import TALKERS, unheard
+from weft.checkpoints.unheard import LOGGERS, unheard
 
 
 def test_remarks_are_unheard_and_errors_are_heard(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger(f"{TALKERS[0]}.part")
+    logger = logging.getLogger(f"{LOGGERS[1]}.part")
     with unheard():
         logger.warning("no library")
         logger.error("broken")

@@ -3,26 +3,7 @@ libraries that it has not and of names that torch is to drop: nothing that a use
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-TALKERS = ("torchao", "torch.utils._pytree")  # loggers
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Without what these loggers say below an error."""
-    loggers = [logging.getLogger(name) for name in TALKERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
+from weft.checkpoints.unheard import unheard
 
 with unheard():
     from transformers import (
