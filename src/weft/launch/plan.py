@@ -187,7 +187,11 @@ def _layouts(experiment: Experiment) -> str:
     for name, mesh in _named(experiment).items():
         where = f"{_degrees(mesh.layout)} on {_ranks(mesh.ranks)}"
         found.setdefault(where, []).append(name)
-    return "; ".join(f"{', '.join(names)} {where}" for where, names in found.items())
+    text = "; ".join(f"{', '.join(names)} {where}" for where, names in found.items())
+    if not experiment.search:
+        return text
+    ours, usual = (experiment.search[name]["step_seconds"] for name in ("search", "heuristic"))
+    return f"{text} (allocation_mode=search: {ours:.2g} s per step as estimated, {usual:.2g} s with heuristic)"
 
 
 def _degrees(layout: Layout) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
@@ -287,7 +288,9 @@ class Cluster:
         return cls()
 
     def nodes(self) -> list[Node]:
-        """The machines that are up."""
+        """The machines that are up: this one first, then by address, so that device 0 is where the run was started."""
+        here = ray.get_runtime_context().get_node_id()
+        up = [node for node in ray.nodes() if node["Alive"]]
         return [
             Node(
                 id=node["NodeID"],
@@ -296,8 +299,7 @@ class Cluster:
                 cpus=int(node["Resources"].get("CPU", 0)),
                 gpus=int(node["Resources"].get("GPU", 0)),
             )
-            for node in ray.nodes()
-            if node["Alive"]
+            for node in sorted(up, key=lambda node: (node["NodeID"] != here, _by_number(node["NodeManagerAddress"])))
         ]
 
     def launch(self, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]) -> RayDevices:
@@ -372,6 +374,11 @@ def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -
         except RayActorError as error:
             raise DevicesLost(f"device {rank} died: {_first_line(error)}") from error
     return found
+
+
+def _by_number(address: str) -> list[tuple[bool, int, str]]:
+    """Orders 10.0.0.9 before 10.0.0.10."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[.:-]", address)]
 
 
 def _first_line(error: BaseException) -> str:
