@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,20 +84,21 @@ def main(words: Sequence[str] | None = None) -> None:
             runs[str(case)] = times
     settings = {"repeats": arguments.repeats, "shape": shape, "bucket_mib": arguments.bucket}
     notes = [
-        "copied: on their own rank, which takes time too, and which plain messages are spared",
-        "each time is that of the slowest rank; plain messages: one for each pair of ranks, all at once, in turn with it",
+        "copied: on their own rank, which takes time too",
+        "plain: messages of as many bytes, and copies of as many within a rank, one for each parameter, before the messages",
+        "each time is that of the slowest rank; messages: one for each pair of ranks, all at once, in turn with reallocation",
     ]
     results.report(results.Results("realloc", rows, settings, runs, notes), arguments)
 
 
 def row(case: Case, times: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    share = 100 * median(each["messages"] / each["move"] for each in times)
-    moved, plain = (1e3 * median(each[name] for each in times) for name in ("move", "messages"))
+    bare, share = (100 * median(each[name] / each["move"] for each in times) for name in ("messages", "plain"))
+    moved, sending, plain = (1e3 * median(each[name] for each in times) for name in ("move", "messages", "plain"))
     sent, copied = (times[0][name] / MIB for name in ("sent", "copied"))
     what = f"{case.source} -> {case.target}" + (f" from rank {case.start} on" if case.start else "")
     return {
-        "what": what, "ranks": case.ranks, "MiB sent": sent, "copied": copied, "ms": moved, "ms, plain": plain,
-        "% of the rate": share, "to reach": f"{GOAL}%",
+        "what": what, "ranks": case.ranks, "MiB sent": sent, "copied": copied, "ms": moved, "ms, messages": sending,
+        "ms, plain": plain, "% of messages": bare, "% of plain": share, "to reach": f"{GOAL}%",
     }  # fmt: skip
 
 
@@ -146,14 +147,15 @@ def measure_case(
     source, target = (holdings_of(parameter_shapes(config), config, mesh, tied=config.tied) for mesh in meshes)
     transfers = plan(source, target, node_of=lambda _: 0)
     ends = [Parameters(held[rank]) if rank in held else None for held in (source, target)]
-    flat = buffers(transfers, rank)
+    flat, pairs = buffers(transfers, rank), doubles(transfers, rank)
     reallocation = Reallocation(transfers, rank=rank, group=dist.group.WORLD, bucket_bytes=settings["bucket"])
     sent, stays = (BYTES * sum(each.num_elements for each in transfers if each.stays is way) for way in (False, True))
     times = []
     for _ in range(settings["repeats"] + 1):
         messages = slowest(lambda: exchange(flat, rank))
+        plain = slowest(lambda: (copy(pairs), exchange(flat, rank)))
         moved = slowest(lambda: reallocation.move(*ends))
-        times.append({"messages": messages, "move": moved, "sent": float(sent), "copied": float(stays)})
+        times.append({"messages": messages, "plain": plain, "move": moved, "sent": float(sent), "copied": float(stays)})
     return times[1:]  # connections are made in the first
 
 
@@ -166,6 +168,17 @@ def buffers(transfers: Sequence[Transfer], rank: int) -> dict[tuple[int, int], T
     return {pair: torch.ones(size, dtype=torch.uint8) for pair, size in sizes.items()}
 
 
+def doubles(transfers: Sequence[Transfer], rank: int) -> list[tuple[Tensor, Tensor]]:
+    """(from, to) of each piece that stays on this rank."""
+    sizes = [each.num_elements for each in transfers if each.stays and rank == each.source]
+    return [(torch.ones(size), torch.ones(size)) for size in sizes]
+
+
+def copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for source, target in pairs:
+        target.copy_(source)
+
+
 def exchange(flat: Mapping[tuple[int, int], Tensor], rank: int) -> None:
     works = [
         dist.isend(buffer, target) if rank == source else dist.irecv(buffer, source)
@@ -176,7 +189,7 @@ def exchange(flat: Mapping[tuple[int, int], Tensor], rank: int) -> None:
         work.wait()
 
 
-def slowest(call: Any) -> float:
+def slowest(call: Callable[[], object]) -> float:
     """Seconds until the last rank is through; all begin at the same time."""
     dist.barrier()
     began = perf_counter()
