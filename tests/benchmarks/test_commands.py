@@ -94,7 +94,7 @@ def test_ppo_says_what_it_needs(data_dir: Path, repo: Path, monkeypatch: pytest.
         ("generate", "mixed lengths"),
         ("limit", "of the fastest product"),
         ("scale", "time against sequence length"),
-        ("realloc", "% of the rate"),
+        ("realloc", "% of plain"),
         ("runtime", "ms a call"),
         ("layouts", "% of it"),
     ],

@@ -125,7 +125,7 @@ def test_ranks_that_share_packs_sample_the_same(ranks: Ranks, four_ranks: Ranks,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["d2f2p2c2e2", "d4f4p2e2", "d4f4c2e2"])
+@pytest.mark.parametrize("layout", ["d2f2p2c2e2", "d4f4p2e2", "d4f4c2e2", "d2f2t2p2"])
 def test_eight_processes_are_as_one(layout: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     with Ranks(8, tmp_path_factory.mktemp("ranks")) as eight:
         compare(CASES["balanced"], layout, eight, tmp_path)
@@ -222,6 +222,15 @@ HALVED = {
 @pytest.mark.parametrize("name", list(HALVED))
 def test_halved_passes_of_sharded_stages(name: str, four_ranks: Ranks, tmp_path: Path) -> None:
     compare(HALVED[name], "d2p2", four_ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["d4f2p2", "d2f2t2p2"])
+def test_halved_passes_of_eight_processes(
+    layout: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    with Ranks(8, tmp_path_factory.mktemp("ranks")) as eight:
+        compare(HALVED["tied"], layout, eight, tmp_path)
 
 
 @pytest.mark.slow
