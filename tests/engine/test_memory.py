@@ -160,9 +160,10 @@ def test_what_lies_in_host_memory_between_calls_is_held_for_one_role_alone() -> 
     assert state.away == state.held and total({"actor": state}) == total({"actor": stays})
 
 
-def test_gradients_of_several_micro_batches_add_up_whole_before_ranks_share_them() -> None:
+@pytest.mark.parametrize("sums_once", [False, True])
+def test_gradients_of_several_micro_batches_add_up_whole_where_ranks_share_them_once(sums_once: bool) -> None:
     """A block of the 4 that 4,000 elements have beside an embedding of 400, or all of them."""
-    shared = replace(SHAPE, shards=4)
-    one, several = (estimate(shared, TRAINED, [replace(TRAIN, tokens=1000, parts=parts)]) for parts in (1, 2))
+    shared, settings = replace(SHAPE, shards=4), replace(TRAINED, sums_once=sums_once)
+    one, several = (estimate(shared, settings, [replace(TRAIN, tokens=1000, parts=parts)]) for parts in (1, 2))
     alone = [estimate(SHAPE, TRAINED, [replace(TRAIN, tokens=1000, parts=parts)]) for parts in (1, 2)]
-    assert (several.call - one.call) - (alone[1].call - alone[0].call) == 4 * (4000 - 900)
+    assert (several.call - one.call) - (alone[1].call - alone[0].call) == 4 * (4000 - 900) * sums_once

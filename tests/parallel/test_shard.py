@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -29,13 +30,15 @@ LAYERS, COUNT, WIDTH = 4, 3, torch.float64
 @dataclass(frozen=True)
 class Seen:
     """`sums` of each parameter's gradient over the ranks; `most`: blocks of a stage that were whole while gradients of weights
-    were made; `whole`: parameters that were so after the last pass; `second`: second halves, counted by groups of weights."""
+    were made; `whole`: parameters that were so after the last pass; `second`: second halves, counted by groups of weights;
+    `kept`: the most whole gradients that were there between two passes."""
 
     gradients: dict[str, torch.Tensor]
     sums: list[int]
     most: int
     whole: int
     second: int
+    kept: int
 
 
 def build(case: Case) -> Transformer:
@@ -45,17 +48,29 @@ def build(case: Case) -> Transformer:
 
 
 def loss(case: Case, step: int, number: int, found: Outputs) -> torch.Tensor:
-    """The last micro-batch trains nothing where the case says so."""
+    """The last micro-batch trains nothing where the case says so, of both ranks or of the second alone."""
     value = loss_of(Case(), number + step, found)
-    return value.detach() if case.form == "unmoved" and number == COUNT - 1 else value
+    unmoved = case.form == "unmoved" or (case.form == "unmoved by one" and step == 1)
+    return value.detach() if unmoved and number == COUNT - 1 else value
 
 
-def trained(case: Case) -> Seen:
+def whole_gradients(network: Transformer) -> int:
+    groups = [
+        group
+        for module in network.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    every = [parameter for group in groups for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+    return sum(p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None for p in every)
+
+
+def trained(case: Case, sums_once: bool) -> Seen:
     """One rank of two that share all parameters; it holds both stages, and has micro-batches of its own."""
     whole_network, mesh = build(case), RankMesh(Mesh.first(Layout(data=2, fsdp=2)), dist.get_rank(), ProcessGroups())
     networks = dict(enumerate(whole_network.split([range(2), range(2, LAYERS)])))
     shard(networks.values(), mesh, torch.device("cpu"), WIDTH)
-    sums, second, most = Counter[torch.Tensor](), 0, 0
+    sums, second, most, kept = Counter[torch.Tensor](), 0, 0, 0
     for parameter in whole_network.parameters():
         parameter.register_post_accumulate_grad_hook(lambda summed: sums.update([summed]))
 
@@ -73,14 +88,20 @@ def trained(case: Case) -> Seen:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(halves, "_accumulate", seen)
         step = dist.get_rank()
-        Pipeline(networks, case.kind).train(microbatches(case, step), lambda n, found: loss(case, step, n, found))
+
+        def loss_here(number: int, found: Outputs) -> torch.Tensor:
+            nonlocal kept
+            kept = max(kept, *map(whole_gradients, networks.values()))
+            return loss(case, step, number, found)
+
+        Pipeline(networks, case.kind, sums_once=sums_once).train(microbatches(case, step), loss_here)
     parameters = list(whole_network.parameters())
     assert sums.keys() == set(parameters)
     shards = Shards(whole_network)
     shards.take_gradients()
     gradients = {name: part.grad.clone() for name, part in shards.stored.items() if part.grad is not None}
     left = whole(whole_network)
-    return Seen(gradients, list(sums.values()), most, left, second)
+    return Seen(gradients, list(sums.values()), most, left, second, kept)
 
 
 def alone(case: Case) -> dict[str, torch.Tensor]:
@@ -95,19 +116,22 @@ def alone(case: Case) -> dict[str, torch.Tensor]:
     return gradients_of(network)
 
 
+@pytest.mark.parametrize("sums_once", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("form", ["", "unmoved"])
+@pytest.mark.parametrize("form", ["", "unmoved", "unmoved by one"])
 @pytest.mark.parametrize(("kind", "tied"), [("zbv", False), ("zbv", True), ("interleaved_1f1b", False)])
-def test_gradients_of_all_passes_are_summed_once(
-    kind: Kind, tied: bool, form: str, recompute: bool, ranks: Ranks
+def test_gradients_are_summed_once_or_after_each_pass(
+    kind: Kind, tied: bool, form: str, recompute: bool, sums_once: bool, ranks: Ranks
 ) -> None:
     """Of a matrix that both stages read those of the second may come later than the first one's last."""
     case = Case(kind=kind, count=COUNT, form=form, recompute=recompute, tied=tied)
-    expected, found = alone(case), ranks.run(trained, case)
+    expected, found = alone(case), ranks.run(trained, case, sums_once)
     for name, whole in expected.items():
         parts = [each.gradients[name] for each in found if name in each.gradients]
         assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
     for each in found:
-        assert sorted(each.sums)[:-1] == [1] * (len(each.sums) - 1) and max(each.sums) <= 1 + tied
+        times = 1 if sums_once else COUNT
+        assert sorted(each.sums)[:-1] == [times] * (len(each.sums) - 1) and max(each.sums) <= times * (1 + tied)
+        assert (each.kept > 0) == sums_once
         assert (each.most <= 1, each.whole) == (True, 0)
         assert (each.second > 0) == (kind == "zbv" and not recompute)

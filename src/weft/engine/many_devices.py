@@ -40,6 +40,9 @@ class ManyDevices:
     pipeline: Pipeline | None = None
     tied: bool = False  # the embedding is the output matrix too
     shares_rows: bool = False  # tensor ranks share the rows between attention and MLP
+    sums_once: bool = (
+        False  # sharded gradients, after the last micro-batch; otherwise after each, and ranks keep their rows
+    )
 
     # -- a training step
 
@@ -57,12 +60,12 @@ class ManyDevices:
         done = []
         for number, each in enumerate(prepared):
             if self.shards is not None and trains:
-                shard.sync_gradients(network, number == count - 1)
-            done.append(passed(network, each, work, trains=trains))
+                shard.sync_gradients(network, not self.sums_once or number == count - 1)
+            done.append(passed(network, each, work, trains=trains, always=self.shards is not None))
         return done
 
     def _staged(self, pipeline: Pipeline, prepared: list[Prepared], work: Work[T], *, trains: bool) -> list[T]:
-        """Through the stages of a pipeline. Each sums its sharded gradients over the ranks after its last backward pass."""
+        """Through the stages of a pipeline."""
         if not prepared:
             return []
         given = [each.given for each in prepared]

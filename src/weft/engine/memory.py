@@ -120,6 +120,7 @@ class Settings:
     fp8: bool = False  # products of blocks are made of copies in 8 bits
     widens: bool = False  # the output matrix has a float32 copy while text is generated
     reshards: bool = True  # parameters that were put together are shared out again after each block
+    sums_once: bool = False  # gradients are shared out after the last micro-batch, not after each
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
     on_device = 0 if settings.offload_optimizer else 1
     works = list(works)
     calls = [_call(shape, settings, trainable, work) for work in works]
-    adds_up = any(work.backward and work.parts > 1 for work in works)
+    adds_up = settings.sums_once and any(work.backward and work.parts > 1 for work in works)
     parameters = (shape.parameters - shape.rounded) * width + shape.rounded_bytes
     masters = trainable * WIDE * apart * on_device
     state = _states(shape, settings, trainable) * on_device
@@ -190,7 +191,7 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
 def _gathered(shape: NetworkShape, settings: Settings, *, adds_up: bool) -> int:
     """What ranks that share parameters put together: embedding and output matrix, a block and the next one, which is on its
     way, and that block's gradient before it is shared out; all parameters where they are not shared out in between, and all
-    gradients where those of several micro-batches add up before (`adds_up`)."""
+    gradients where those of several micro-batches add up whole (`adds_up`)."""
     if shape.shards == 1:
         return 0
     elements = min(shape.ends + 2 * shape.block, shape.whole) if settings.reshards else shape.whole

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.algorithms.base import Output
 from weft.data.sample import SequenceSample
 from weft.engine.rows import PackLayout, SampleRows
-from weft.parallel.microbatch import Microbatch
+from weft.parallel.microbatch import Microbatch, connected
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -91,13 +91,16 @@ class Spread(Protocol):
         ...
 
 
-def passed(network: nn.Module, prepared: Prepared, work: Work[T], *, trains: bool) -> T:
-    """One micro-batch through a network that is all here."""
+def passed(network: nn.Module, prepared: Prepared, work: Work[T], *, trains: bool, always: bool = False) -> T:
+    """One micro-batch through a network that is all here. With `always` a backward pass follows whatever the loss is made of:
+    other ranks may wait for its gradients."""
     given = prepared.given
     out: Outputs = network(given.x, given.want, given.temperature, given.support)
     value = work.finish(prepared, prepared.spread(out))
-    if trains and isinstance(value, Tensor) and value.requires_grad:
-        value.backward()
+    if trains and isinstance(value, Tensor):
+        loss = value if value.requires_grad or not always else connected(value, out.values())
+        if loss.requires_grad:
+            loss.backward()
     return value
 
 

@@ -48,6 +48,7 @@ class Network:
     state_dtype: str = "float32"
     fp8: bool = False
     reshards: bool = True
+    sums_once: bool = False
     fused: bool = True
     capped: bool = False
     adapters: int = 0  # elements that a layer's adapters keep of a token
@@ -162,6 +163,9 @@ def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
             network.parameters * network.width / (layout.tensor * layout.pipeline) * (layout.fsdp - 1) / layout.fsdp
         )
         busy += parts * (2 if trains else 1) * (gathered / band + layers * rates.latency)
+        if trains and not network.sums_once:  # gradients after each micro-batch; `_update` counts the last of each
+            scattered = network.num_trained * WIDE / (layout.tensor * layout.pipeline) * (layout.fsdp - 1) / layout.fsdp
+            busy += max(0, parts - load.updates) * (scattered / band + layers * rates.latency)
     if layout.pipeline > 1:
         busy *= 1 + (layout.pipeline - 1) / parts
         busy += (2 if trains else 1) * (states / band + (parts + layout.pipeline) * rates.latency)
@@ -226,6 +230,7 @@ def role_memory(
         dtype=network.dtype, trained=trained, optimizer=network.optimizer, recompute=network.recompute,
         offload_optimizer=network.offload_optimizer, chunk_rows=CHUNK_ROWS, weights_leave=network.offload_weights,
         keeps_cache=network.on_gpu, state_dtype=network.state_dtype, fp8=network.fp8, reshards=network.reshards,
+        sums_once=network.sums_once,
     )  # fmt: skip
     return memory.estimate(shape, settings, [_work(load, layout, rates) for load in loads])
 

@@ -244,7 +244,7 @@ def _network(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) -> Network:
         tied=config.tied and spec.head == "lm", dtype=spec.dtype or dtype, trained=spec.trained, trainable=adapters,
         optimizer=spec.optimizer.type, recompute=spec.recomputed_layers, offload_weights=spec.offload and on_gpu,
         offload_optimizer=spec.optimizer.offload and on_gpu, state_dtype=spec.optimizer.state_dtype, fp8=spec.fp8,
-        reshards=spec.zero_stage not in (1, 2), fused=experts is None,
+        reshards=spec.zero_stage not in (1, 2), sums_once=spec.zero_stage == 1, fused=experts is None,
         capped=spec.head == "lm" and config.final_softcap is not None,
         adapters=_kept(spec, config) if spec.has_adapters else 0, on_gpu=on_gpu,
     )  # fmt: skip

@@ -237,6 +237,7 @@ def _settings(spec: ModelSpec, device: torch.device, vocab_size: int, leaves: fr
         fp8=spec.fp8,
         widens=device.type == "cpu" and dtype != "float32",
         reshards=spec.zero_stage not in (1, 2),
+        sums_once=spec.zero_stage == 1,
     )
 
 

@@ -26,9 +26,9 @@ from weft.algorithms.base import Output
 from weft.errors import ConfigError, RunError
 from weft.models.network.transformer import Transformer
 from weft.parallel.halves import Group, half_of_input, half_of_weights
-from weft.parallel.microbatch import Microbatch
+from weft.parallel.microbatch import Microbatch, connected
 from weft.parallel.schedule import Action, Compute, Kind, Message, placement_of, plan
-from weft.parallel.shard import make_whole, settle, sync_gradients
+from weft.parallel.shard import is_sharded, make_whole, settle, sync_gradients
 
 T = TypeVar("T")
 MOST_SENDS = (
@@ -45,11 +45,13 @@ class Pipeline:
 
     def __init__(
         self, networks: Mapping[int, Transformer], kind: Kind, group: ProcessGroup | None = None,
-        dtype: torch.dtype | None = None, count_of: Callable[[int], int] | None = None,
+        dtype: torch.dtype | None = None, count_of: Callable[[int], int] | None = None, *, sums_once: bool = False,
     ) -> None:  # fmt: skip
         """`group`: the ranks of the pipeline, in order; None where this is the only one. `dtype` is that of the states, by
-        default the parameters'. `count_of` a pack's tokens says how many are here, where pipelines share packs. Raises
-        `ConfigError` for stages that the kind puts elsewhere."""
+        default the parameters'. `count_of` a pack's tokens says how many are here, where pipelines share packs. Sharded
+        gradients are summed over the ranks after each backward pass, so that a rank keeps those of its rows; with `sums_once`
+        after a stage's last one, which sends less and keeps them whole. Raises `ConfigError` for stages that the kind puts
+        elsewhere."""
         self.networks, self.kind, self.group = dict(networks), kind, group
         self.rank = 0 if group is None else group.rank()
         self.placement = placement_of(kind, 1 if group is None else group.size(), len(networks))
@@ -63,7 +65,7 @@ class Pipeline:
         self.dtype, self.device = dtype or parameter.dtype, parameter.device
         self.width = self.networks[wanted[0]].config.hidden_size
         self.lends = _lender(self.networks.get(0), self.networks.get(self.placement.num_stages - 1))
-        self._count_of = count_of
+        self._count_of, self.sums_once = count_of, sums_once
 
     @property
     def ends(self) -> bool:
@@ -153,7 +155,7 @@ class _Run:
     def run(self, actions: Sequence[Action]) -> None:
         if torch.is_grad_enabled():
             for network in self._pipeline.networks.values():
-                sync_gradients(network, False)
+                sync_gradients(network, not self._pipeline.sums_once)
         for action in actions:
             if isinstance(action, Compute):
                 self._compute(action)
@@ -174,7 +176,7 @@ class _Run:
         compute = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
         compute[action.half](action.stage, action.microbatch)
         if lends is not None and action.half != "F":
-            settle(lends, sums=False)
+            settle(lends, sums=not self._pipeline.sums_once)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         network, given = self._pipeline.networks[stage], self._microbatches[microbatch]
@@ -188,7 +190,10 @@ class _Run:
             made = found
             self._made[stage, stage + 1, microbatch] = made.detach().contiguous()
         else:
-            losses.append(self._loss(microbatch, found))
+            loss = self._loss(microbatch, found)
+            if training and is_sharded(network) and not loss.requires_grad:
+                loss = connected(loss, found.values())  # other ranks wait for this one's gradients
+            losses.append(loss)
         if self._stage_loss is not None and (own := self._stage_loss(stage, microbatch)) is not None:
             losses.append(own)
         if training:
@@ -197,12 +202,12 @@ class _Run:
     def _backward(self, stage: int, microbatch: int) -> None:
         network, passed = self._pipeline.networks[stage], self._passes.pop((stage, microbatch))
         roots, gradients = self._roots(stage, microbatch, passed)
-        last = self._is_last(stage)
-        if last:
+        sums = self._sums(stage)
+        if sums:
             sync_gradients(network, True)
         if roots:
             torch.autograd.backward(roots, gradients)
-        elif last:  # no hook has seen it
+        elif sums:  # no hook has seen it
             settle(network, sums=True)
         self._pass_back(stage, microbatch, passed)
 
@@ -230,12 +235,12 @@ class _Run:
             self._backward(stage, microbatch)
         elif (stage, microbatch) in self._passes:
             groups = self._passes.pop((stage, microbatch)).groups
-            half_of_weights(self._pipeline.networks[stage], groups, sums=self._is_last(stage))
+            half_of_weights(self._pipeline.networks[stage], groups, sums=self._sums(stage))
 
-    def _is_last(self, stage: int) -> bool:
-        """Whether no other pass adds to the stage's gradients after the one that begins."""
+    def _sums(self, stage: int) -> bool:
+        """Whether the pass that begins sums the stage's gradients over the ranks: its last one does in any case."""
         self._left[stage] -= 1
-        return self._left[stage] == 0
+        return self._left[stage] == 0 or not self._pipeline.sums_once
 
     def _roots(self, stage: int, microbatch: int, passed: _Pass) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where a backward pass begins, and with which gradients."""

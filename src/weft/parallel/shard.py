@@ -137,6 +137,10 @@ def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) ->
             whole.copy_(torch.cat(every))
 
 
+def is_sharded(network: nn.Module) -> bool:
+    return isinstance(network, FSDPModule)
+
+
 def sync_gradients(network: nn.Module, on: bool) -> None:
     """Whether the next backward pass sums gradients over the ranks, or adds to those that are not yet summed. Nothing where the
     network is not sharded."""

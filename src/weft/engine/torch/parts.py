@@ -65,16 +65,20 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
     )
     source.fill(stored, held[mesh.rank])
 
+    sums_once = source.spec.zero_stage == 1
+
     def ranks(now: Callable[[], Mapping[str, StoredParameter]]) -> Spread:
         staged = None
         if mesh.layout.pipeline > 1:
             half = shards is not None and (own := DTYPES[dtype_of(source.spec)]) in HALF
             kind = cast(Kind, source.spec.pipeline_schedule)
             count_of = partial(context.count_of, group=mesh.group("context")) if mesh.size("context") > 1 else None
-            staged = Pipeline(stages, kind, mesh.group("pipeline"), own if half else None, count_of)
+            staged = Pipeline(
+                stages, kind, mesh.group("pipeline"), own if half else None, count_of, sums_once=sums_once
+            )
         return ManyDevices(
             mesh, network, held, source.shapes, now, source.config, shards, staged, source.tied,
-            shares_rows=source.spec.sequence_parallel,
+            shares_rows=source.spec.sequence_parallel, sums_once=sums_once,
         )  # fmt: skip
 
     return Part(
