@@ -107,8 +107,8 @@ def reason(layout: str, timed: Mapping[str, Any], shape: model.Shape, cores: int
     if at.data > 1:
         mib = num_parameters(shape) * BYTES / at.tensor / 2**20
         found.append(
-            f"the parameters, {mib:.0f} MiB, are gathered for each forward and each backward pass and the gradients summed after "
-            "each micro-batch, block by block; the rank with fewer tokens waits"
+            f"the parameters, {mib:.0f} MiB, are gathered for each forward and each backward pass and the gradients summed "
+            "after each micro-batch, block by block; the rank with fewer tokens waits"
         )
     if at.tensor > 1:
         found.append(

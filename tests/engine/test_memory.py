@@ -167,3 +167,8 @@ def test_gradients_of_several_micro_batches_add_up_whole_where_ranks_share_them_
     one, several = (estimate(shared, settings, [replace(TRAIN, tokens=1000, parts=parts)]) for parts in (1, 2))
     alone = [estimate(SHAPE, TRAINED, [replace(TRAIN, tokens=1000, parts=parts)]) for parts in (1, 2)]
     assert (several.call - one.call) - (alone[1].call - alone[0].call) == 4 * (4000 - 900) * sums_once
+
+
+def test_float64_takes_twice_what_float32_does() -> None:
+    single, double = (estimate(SHAPE, replace(TRAINED, dtype=dtype), [TRAIN]) for dtype in ("float32", "float64"))
+    assert (double.held, double.gradients, double.call) == (2 * single.held, 2 * single.gradients, 2 * single.call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -174,3 +175,38 @@ def test_adapters_go_to_copies_alone(root):
     assert_equal(runs[1], runs[0])
     (told,) = [line for line in (runs[1] / "log.txt").read_text().splitlines() if "parameters of actor to" in line]
     assert int(told.split(": ")[-1].split(" bytes")[0].replace(",", "")) < 40_000, "the whole network has more"
+
+
+@pytest.fixture(scope="module")
+def exact(root) -> Path:
+    return run(in_float64(config(root, "exact"))).directory
+
+
+def in_float64(made: PPOConfig) -> PPOConfig:
+    made.actor.dtype = made.critic.dtype = made.ref.dtype = made.rew.dtype = "float64"
+    return made
+
+
+def tokens(directory: Path) -> list[tuple[object, ...]]:
+    lines = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    return [(line["step"], line["prompt"], line["completion"]) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"actor.layout": "d2", "critic.layout": "d2"},
+        {"actor.layout": "t2", "critic.layout": "t2"},
+        {"actor.layout": "p2", "critic.layout": "p2"},
+        {"actor_gen.layout": "d4", "actor_train.layout": "d1t2p2"},
+        {"actor.layout": "d2", "critic.layout": "d2", "critic.device_mesh": "2-3"},
+    ],
+)
+def test_the_same_tokens_and_numbers_in_float64(root, exact, options):
+    made = in_float64(config(root, "exact-" + "-".join(options.values())))
+    set_options(made, options)
+    found = run(made).directory
+    assert tokens(found) == tokens(exact) and len(tokens(exact)) > STEPS
+    for ours, theirs in zip(lines(found), lines(exact), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
     from weft.realloc.traffic import Traffic
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LARGEST = 5  # parameters listed
 # The model where none is named: the shape of a Llama of 1.2 billion parameters.
 SMALL_LLAMA = {

@@ -8,11 +8,11 @@ counted once, for the call that needs most, because calls run one after another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # values an optimizer keeps for each trained parameter
 STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}  # of each; in 8 bits with a scale a block
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = 4  # bytes of masters, gradients, logits
 TRAINING_CHUNKS, SCORING_CHUNKS = 3, 2  # the head's chunks of logits and what is made of them, alive at once
 SAMPLING_CHUNKS = 3  # the logits of a decode step, their softmax and log-softmax
@@ -161,6 +161,9 @@ class RoleMemory:
 
 def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> RoleMemory:
     """What one role takes for these calls."""
+    if settings.dtype == "float64":
+        single = estimate(shape, replace(settings, dtype="float32"), works)
+        return RoleMemory(**{name: 2 * size for name, size in asdict(single).items()})
     trainable = shape.trainable if settings.trained else 0
     width = BYTES[settings.dtype]
     apart = settings.dtype != "float32"

@@ -18,7 +18,7 @@ from weft.topology import Layout, Mesh, parse_mesh
 
 SCHEDULERS = ("constant", "linear", "cosine")
 FLASH = ("auto", "fa2", "fa3")  # versions of flash attention
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 STATE_LIBRARY = "bitsandbytes"  # that keeps optimizer states in 8 bits
 QUANTIZE = ("8bit", "4bit")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
@@ -148,8 +148,8 @@ class ModelSpec:
     init_from_scratch: bool = option(False, "take config and tokenizer from path, weights at random")
     dtype: str | None = option(
         None,
-        "dtype of the computation and of frozen weights; trained weights are float32. Absent: the actor's; for an actor or "
-        "model, float32 on a CPU and the checkpoint's dtype on a GPU",
+        "dtype of the computation and of frozen weights; trained weights are float32, or float64 with float64, which serves to "
+        "compare layouts. Absent: the actor's; for an actor or model, float32 on a CPU and the checkpoint's dtype on a GPU",
         choices=DTYPES,
     )
     backend: str = option(

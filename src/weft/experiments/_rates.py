@@ -74,7 +74,7 @@ def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: i
     half, single, memory, gib, link = GPUS[found]
     return Rates(
         name=found,
-        products=1e12 * REACHED * (single if dtype == "float32" else half),
+        products=1e12 * REACHED * (half if dtype in ("bfloat16", "float16") else single),
         memory=1e12 * REACHED_LINK * memory,
         link=1e9 * REACHED_LINK * link,
         net=min(NET, 1e9 * link),

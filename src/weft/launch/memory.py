@@ -235,7 +235,7 @@ def _settings(spec: ModelSpec, device: torch.device, vocab_size: int, leaves: fr
         keeps_cache=device.type == "cuda",
         state_dtype=spec.optimizer.state_dtype,
         fp8=spec.fp8,
-        widens=device.type == "cpu" and dtype != "float32",
+        widens=device.type == "cpu" and dtype in ("bfloat16", "float16"),
         reshards=spec.zero_stage not in (1, 2),
         sums_once=spec.zero_stage == 1,
     )

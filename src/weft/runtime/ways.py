@@ -13,7 +13,7 @@ from weft.runtime.dispatch import Dispatch, Given, Job
 from weft.runtime.roles import Place, common
 from weft.topology import Slice
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)

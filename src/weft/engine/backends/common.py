@@ -171,13 +171,15 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
         raw = hf_io.read_raw(path)
         stated = raw.get("dtype") or raw.get("torch_dtype")
         stored = stated if spec.init_from_scratch or spec.planned else str(WeightFiles(hf_io.weights_of(path)).dtype)
-        dtype = next((name for name in DTYPES if stored in (name, f"torch.{name}")), dtype)
+        usual = (name for name in DTYPES if name != "float64")
+        dtype = next((name for name in usual if stored in (name, f"torch.{name}")), dtype)
     return replace(spec, dtype=dtype)
 
 
 def reading_dtype(spec: ModelSpec) -> torch.dtype:
-    """float32 where all is trained (it becomes the master), the role's dtype where weights are frozen."""
-    return torch.float32 if spec.trained and not spec.has_adapters else DTYPES[dtype_of(spec)]
+    """float32 at least where all is trained (it becomes the master), the role's dtype where weights are frozen."""
+    dtype = DTYPES[dtype_of(spec)]
+    return torch.promote_types(dtype, torch.float32) if spec.trained and not spec.has_adapters else dtype
 
 
 def check_room(network: nn.Module, path: str, device: torch.device) -> None:

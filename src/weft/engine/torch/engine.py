@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 What = Literal["weights", "optimizer"]
 HOST = torch.device("cpu")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
+}  # fmt: skip
 PARAMETERS, OPTIMIZER, STATE = "parameters", "optimizer", "state.json"
 T = TypeVar("T")
 
@@ -120,9 +122,10 @@ class TorchEngine:
         dtype = next(built.network.parameters()).dtype
         self._rate = ProductRate(lambda: matmul_rate(device, dtype))
         home, lane, part = home_of_masters(spec, device), lane_of(device), built.part
+        dtype_of_masters = torch.promote_types(DTYPES[dtype_of(spec)], torch.float32)
         self._masters = MasterWeights(
             self._network,
-            DTYPES[dtype_of(spec)] if part is None or part.shards is None else torch.float32,  # FSDP2 casts
+            dtype_of_masters if part is not None and part.shards is not None else DTYPES[dtype_of(spec)],  # FSDP2 casts
             lane,
             home,
             None if part is None else part.places,
