@@ -40,9 +40,7 @@ class ManyDevices:
     pipeline: Pipeline | None = None
     tied: bool = False  # the embedding is the output matrix too
     shares_rows: bool = False  # tensor ranks share the rows between attention and MLP
-    sums_once: bool = (
-        False  # sharded gradients, after the last micro-batch; otherwise after each, and ranks keep their rows
-    )
+    sums_once: bool = False  # of sharded gradients, after the last micro-batch; otherwise after each
 
     # -- a training step
 
