@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from weft.engine.memory import NetworkShape, Settings, Work, estimate, total
 from weft.extras import install
 
-GIB = 2.0**30
+GIB, MIB = 2.0**30, 2.0**20
 # What is sold as so many GB, and the least GiB that such cards have; of them the driver and torch take some.
 GPUS = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
 TAKEN = 1.5  # GiB
@@ -131,7 +131,7 @@ def _held(way: Way) -> str:
 
 
 def _size(number: float) -> str:
-    return f"{number / GIB:.1f} GiB"
+    return f"{number / GIB:.1f} GiB" if number >= 0.1 * GIB else f"{number / MIB:.0f} MiB"
 
 
 def _total(cases: Cases) -> float:
