@@ -132,7 +132,7 @@ def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(root
         code, out = command.end(SECONDS)
         assert code == 0 and restarts(run) == 1 and command.none_left(20) and nodes.no_workers(), out
         log = (run / "log.txt").read_text()
-        where = ("died in call '", "died in writing the recovery point")  # what it was at when it was stopped
+XX
         assert any(each in log for each in where) and "it has said nothing for 40 s" in log, log
         assert f"process {worker})" in log, log
         assert timeless(run) == timeless(whole)
