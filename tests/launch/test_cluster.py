@@ -12,7 +12,7 @@ import torch
 from tests import ray_cluster
 from tests.launch.cases import dpo, prepare
 from tests.runtime.placed import Command, timeless
-from weft.errors import ConfigError
+from weft.errors import ConfigError, RunError
 from weft.experiment import Control
 from weft.launch import cluster, dry_run, run
 from weft.launch.cluster import check_enough, device_kind, environment, local_resources, start_devices
@@ -154,3 +154,31 @@ def test_where_no_cluster_answers_the_error_names_the_option(root, tmp_path):
     code, out = command.end()
     assert code == 2 and "ray_address='127.0.0.1:1': no Ray cluster answers there" in out, out
     assert len([line for line in out.splitlines() if "error" in line.lower()]) == 1, out
+
+
+def test_a_ray_that_does_not_start_is_tried_twice(root, monkeypatch):
+    tried = []
+
+    def start(*_: object) -> object:
+        tried.append(1)
+        raise RunError("Ray did not start on this machine: The current node timed out during startup")
+
+    monkeypatch.setattr("weft.runtime.ray.Cluster.start", start)
+    with pytest.raises(RunError, match="Ray did not start on this machine"):
+        start_devices(placed(root, "twice").build(), "local")
+    assert len(tried) == 2
+
+
+def test_the_plan_is_shown_before_the_devices_start(root, monkeypatch, capsys):
+    def start(*_: object) -> object:
+        raise RunError("no devices today")
+
+    monkeypatch.setattr("weft.launch.assemble.start_devices", start)
+    with pytest.raises(RunError, match="no devices today"):
+        run(placed(root, "early"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "starting 2 processes, one for each device"
+    labels = [line.split()[0] for line in lines]
+    assert labels[0] == "nodes" and {"memory", "layouts", "devices"} <= set(labels)
+    memory = next(line for line in lines if line.startswith("memory"))
+    assert "GiB on each device, of" in memory and "GiB in all" in memory

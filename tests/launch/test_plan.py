@@ -89,9 +89,9 @@ def test_models_of_all_kinds_on_many_devices_stay_within_ten_lines(width: int) -
     assert labels[0] == "nodes" and labels[-3:] == ["memory", "layouts", "devices"], "every row has a line"
     text = "\n".join(lines)
     if width > 60:
-        assert "layouts actor d2t2 on 0-3; critic d4 on 0-3; ref, rew t4 on 0-3" in " ".join(text.split())
+        assert "layouts actor d2f2t2 on 0-3; critic d4f4 on 0-3; ref, rew t4 on 0-3" in " ".join(text.split())
         assert "4 x cpu (" in lines[-1]
-    assert "at most about 20.00 GiB of 100.00" in text
+    assert "at most about 20.00 GiB on each device" in text
     assert "actor: layout d2f2t2p1c1e1 on devices 0-3" in made.details
 
 

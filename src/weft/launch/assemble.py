@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,9 +26,12 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._models import option_of
 from weft.launch.cluster import device_kind, start_devices, start_devices_anew
+from weft.launch.facts import facts_of
 from weft.launch.memory import forecast, held_memory
 from weft.launch.next_steps import next_lines
 from weft.launch.plan import farewell, plan_of
+from weft.launch.target import Target
+from weft.observe.plan import Plan
 from weft.observe.progress import Show
 from weft.registry import backends
 from weft.runtime.check import calls_of, check_calls, check_tokens
@@ -53,18 +57,20 @@ def assemble(
     anew: bool = False,
     show: Show | None = None,
 ) -> Session:
-    """The session of a run; see `parts_of`. `show`: how it is shown."""
+    """The session of a run; see `parts_of`. `show`: how it is shown. The plan of several devices is shown before they start."""
     show = show or Show()
-    return Session(parts_of(experiment, directory, mode, anew=anew, quiet=show.view is not None), show)
+    tell = None if anew else show.before
+    return Session(parts_of(experiment, directory, mode, anew=anew, quiet=show.view is not None, tell=tell), show)
 
 
 def parts_of(
-    experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False, quiet: bool = False
-) -> Parts:
+    experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False, quiet: bool = False,
+    tell: Callable[[Plan, str], None] | None = None,
+) -> Parts:  # fmt: skip
     """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing.
 
     `mode` local with one device is this process; else there is a process a device. `anew`: in place of devices that were lost.
-    `quiet`: reading the data shows no progress.
+    `quiet`: reading the data shows no progress. `tell` gets the plan of devices, and what comes next, before they start.
     """
     control = experiment.control
     experiment = replace(experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()})
@@ -83,21 +89,22 @@ def parts_of(
     check_longest(experiment, data.longest)
     horizon = Horizon.of(experiment, data.train)
     check_steps(control.profile_steps, horizon.steps)
-    specs = horizon.specs(experiment)
-    shared = experiment.dataset.cache_dir
-    cache = Path(shared).expanduser() / "outputs" if shared is not None else directory.path / "cache"
+    specs, cache = horizon.specs(experiment), _cache(experiment, directory)
     baseline = held_memory(device) if alone else 0.0
-    if alone:
-        group: WorkerGroup = LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
-    else:
-        build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
-        devices = (start_devices_anew if anew else start_devices)(experiment, mode)
-        group = DeviceGroup(devices, experiment, build, directory.path.absolute() / LOGS)
+    if not alone and tell is not None:
+        tell(plan_before(experiment, mode, horizon, tokenizers, data), starting(experiment))
+    start = None if alone else start_devices_anew if anew else start_devices
+    build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
+    group: WorkerGroup = (
+        LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
+        if start is None
+        else DeviceGroup(start(experiment, mode), experiment, build, directory.path.absolute() / LOGS)
+    )
     try:
         facts = group.describe()
-        numerics = group.numerics()
-        machine = group.hardware()
+        numerics, machine = group.numerics(), group.hardware()
         hardware, room = hardware_line(machine, numerics["device"]), machine["memory"]
+        known = {**numerics, "hardware": hardware, "memory": room}
         expected = forecast(experiment, facts, data.train.large_batches(), device, baseline)
         return Parts(
             experiment=experiment,
@@ -107,16 +114,39 @@ def parts_of(
             evaluator=_evaluator(experiment, group, data, tokenizers),
             samples=Samples(experiment.graph, group, tokenizers[experiment.data_role], horizon.steps),
             horizon=horizon,
-            plan=plan_of(
-                experiment, horizon, facts, {**numerics, "hardware": hardware, "memory": room}, data, expected
-            ),
+            plan=plan_of(experiment, horizon, facts, known, data, expected),
             hardware=hardware,
             ending=next_lines(experiment, directory.path),
             farewell=farewell(expected, room) if alone else None,
+            is_told=not alone and tell is not None,
         )
     except BaseException:
         group.close(0.0)
         raise
+
+
+def _cache(experiment: Experiment, directory: RunDirectory) -> Path:
+    """Where what calls made is kept: with the rows, where runs share these."""
+    shared = experiment.dataset.cache_dir
+    return directory.path / "cache" if shared is None else Path(shared).expanduser() / "outputs"
+
+
+def plan_before(
+    experiment: Experiment, mode: str, horizon: Horizon, tokenizers: Mapping[str, Tokenizer], data: LoadedData
+) -> Plan:
+    """What the plan of a run on several devices is before they are there: of devices like this machine's."""
+    target = Target.of(experiment, mode)
+    facts = facts_of(experiment, target.device, tokenizers)
+    expected = forecast(experiment, facts, data.train.large_batches(), target.device, capacity=target.usable)
+    numerics: dict[str, Any] = {"hardware": target.said or "GPUs of other machines"}
+    if target.usable is not None:
+        numerics["memory"] = int(target.usable * (target.count if target.device.type == "cpu" else 1))
+    return plan_of(experiment, horizon, facts, numerics, data, expected)
+
+
+def starting(experiment: Experiment) -> str:
+    count = experiment.num_devices
+    return f"starting {count} processes, one for each device" if count > 1 else "starting a process for the device"
 
 
 def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:

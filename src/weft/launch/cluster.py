@@ -58,7 +58,11 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
 
     count, kind, control = experiment.num_devices, device_kind(experiment), experiment.control
     if mode == "local":
-        cluster = Cluster.start(*local_resources(count, kind, control))
+        resources = local_resources(count, kind, control)
+        try:
+            cluster = Cluster.start(*resources)
+        except RunError:  # its own wait of 30 s is short for a machine that is busy
+            cluster = Cluster.start(*resources)
     else:
         cluster = Cluster.join(str(control.ray_address or os.environ.get("RAY_ADDRESS") or "auto"))
     try:

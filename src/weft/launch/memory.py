@@ -30,6 +30,7 @@ from weft.topology import Mesh
 GIB, MIB = 2.0**30, 2.0**20
 GPU = torch.device("cuda")  # any
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
+PROCESS = 0.4 * GIB  # of a device's process on a CPU before it has a model: Python, torch and their libraries
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Forecast:
     baseline: float  # GiB that the process held before the engines were made
     cache_limits: Mapping[str, int] = field(default_factory=dict)  # bytes of keys and values, by the call that samples
     on_gpu: Mapping[str, Case] = field(default_factory=dict)  # what a GPU would compute, where one device has all roles
+    process: float = 0.0  # bytes of a device's own process, where it has one
 
     @property
     def total(self) -> float:
@@ -62,7 +64,7 @@ class Forecast:
         # The heap keeps what is free, with holes between tensors of many sizes; a cache's room serves little else once it is
         # free.
         caches = sum(role.cache for role in self.roles.values())
-        return held + kernels.HOLES * (whole - held) + caches + kernels.kernel_bytes()
+        return held + kernels.HOLES * (whole - held) + caches + kernels.kernel_bytes() + self.process
 
     def lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
         """For people, before the run; `on` says which roles each of several devices has."""
@@ -147,7 +149,8 @@ def forecast(
             on_gpu.pop(role)
     calls = [call for call in experiment.graph.model_calls() if call.method == "generate"]
     limits = {call.name: limit for call in calls if (limit := _limit(call, Place(device, capacity)))}
-    return Forecast(roles, device, tuple(incomplete), baseline, limits, on_gpu)
+    process = PROCESS if device.type == "cpu" and experiment.num_devices > 1 else 0.0
+    return Forecast(roles, device, tuple(incomplete), baseline, limits, on_gpu, process)
 
 
 def _all_works(

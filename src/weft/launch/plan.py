@@ -14,7 +14,7 @@ from weft.launch.memory import GIB, Forecast, place_name, size
 from weft.observe.plan import LINES, Plan
 from weft.observe.short_names import short
 from weft.runtime.schedule import Horizon
-from weft.topology import Layout, Mesh
+from weft.topology import LETTERS, Layout, Mesh
 
 MODELS = 3  # lines for models at most, and fewer where there is much else: more share one, frozen ones first
 PATH = 24  # signs of a path that are shown
@@ -154,16 +154,24 @@ def _short(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
 
 
 def memory_row(expected: Forecast, on: Mapping[int, Sequence[str]], room: int) -> str | None:
-    """What a device will hold of its `room` bytes; None where that is less than a tenth. Devices on a CPU share its memory."""
-    parts = [expected.of(names) for names in on.values()]
-    shared = expected.device.type == "cpu"
-    need = sum(part.total for part in parts) if shared else max(part.total for part in parts)
-    if need < WORTH_TELLING * room:
+    """What each device will hold of its `room` bytes, which devices on a CPU share; None for one alone that needs less than a
+    tenth of it."""
+    parts = {rank: expected.of(names).total for rank, names in on.items()}
+    several, shared = len(on) > 1, expected.device.type == "cpu"
+    need = sum(parts.values()) if shared else max(parts.values())
+    if not several and need < WORTH_TELLING * room:
         return None
-    least = "without" in expected.scope
-    of = f"{'at least' if least else 'at most'} about {size(need)} of {size(room)}"
-    each = " on a device" if len(on) > 1 and not shared else ""
-    return f"{of}{each}" + ("; it may not fit: weft plan memory shows what would" if need > room else "")
+    ranks: dict[str, list[int]] = {}
+    for rank, part in parts.items():
+        ranks.setdefault(size(part), []).append(rank)
+    told = [f"{part} on {_ranks(held) if len(ranks) > 1 else 'each device'}" for part, held in ranks.items()]
+    of = (
+        f"{', '.join(told)}, of {size(room)}{' in all' if shared else ''}"
+        if several
+        else f"{size(need)} of {size(room)}"
+    )
+    most = "at least" if "without" in expected.scope else "at most"
+    return f"{most} about {of}" + ("; it may not fit: weft plan memory shows what would" if need > room else "")
 
 
 def farewell(expected: Forecast, room: int) -> Callable[[float], tuple[str, bool]]:
@@ -195,10 +203,8 @@ def _layouts(experiment: Experiment) -> str:
 
 
 def _degrees(layout: Layout) -> str:
-    """Without the letters that say nothing: `d2f2t1p1c1e1` is `d2`."""
-    degrees = {"d": layout.data, "t": layout.tensor, "p": layout.pipeline, "c": layout.context, "e": layout.expert}
-    if layout.fsdp not in (1, layout.data):
-        degrees["f"] = layout.fsdp
+    """Without the letters that say nothing: `d2f2t1p1c1e1` is `d2f2`, `d2f1t1p1c1e1` is `d2`."""
+    degrees = {letter: getattr(layout, name) for letter, name in LETTERS.items()}
     return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1) or "d1"
 
 

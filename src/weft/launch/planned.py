@@ -17,11 +17,10 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine import fits
 from weft.engine.backends.auto import chosen
-from weft.engine.planned import planned_facts
-from weft.engine.torch.adapters_off import shares_base
 from weft.experiment import Experiment
 from weft.experiments._searched import ANSWER, PAIRED, PROMPT
 from weft.launch.assemble import check_configs, check_layouts, check_longest, checked_tokenizers, with_dtypes
+from weft.launch.facts import facts_of
 from weft.launch.memory import Forecast, forecast, place_name
 from weft.launch.plan import plan_of
 from weft.launch.target import Target
@@ -62,28 +61,6 @@ def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int 
     target, expected = _forecast(experiment, facts, batches, target)
     plan = plan_of(experiment, horizon, facts, {"hardware": target.said}, read, expected)
     return [*plan.whole(width), *notes, *_verdict(experiment, target, expected)]
-
-
-def facts_of(
-    experiment: Experiment, device: torch.device, tokenizers: Mapping[str, Tokenizer]
-) -> dict[str, Mapping[str, Any]]:
-    """What the engines of every role and of its copies would say of themselves."""
-    meshes, found = experiment.meshes(), dict[str, Mapping[str, Any]]()
-    for role, spec in experiment.roles.items():
-        tokenizer = tokenizers.get(role)
-        copies = {
-            mesh: planned_facts(spec.mirror(), mesh, device, tokenizer)
-            for name, mesh in experiment.copies()
-            if name == role
-        }
-        shared = next(
-            (r for r, s in experiment.roles.items() if shares_base(spec, s) and meshes[role].parts_as(meshes[r])), None
-        )
-        own = dict(planned_facts(spec, meshes[role], device, tokenizer))
-        if shared is not None:
-            own["notes"] = [*own["notes"], f"the same weights as {shared}'s, with adapters off"]
-        found[role] = {**own, "copies": copies}
-    return found
 
 
 def assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:

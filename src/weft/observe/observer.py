@@ -76,13 +76,14 @@ class Observer:
             total_steps, done, [{name: value for name, value in row.items() if finite(value)} for row in earlier]
         )
 
-    def plan(self, plan: Plan, *, verbose: bool = False) -> None:
-        """What the run will do: whole into log.txt; onto the terminal as a table, and whole where `verbose` is on."""
+    @property
+    def view(self) -> View:
+        return self._view
+
+    def log_plan(self, plan: Plan) -> None:
+        """What the run will do, whole into log.txt."""
         for line in plan.whole():
             self._log(line)
-        width = self._view.width
-        for line in plan.whole(width) if verbose else plan.short(width):
-            self._view.note(line)
 
     def step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """One completed step: a line with at least `step`. Returns the line as it was written."""

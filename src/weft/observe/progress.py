@@ -21,6 +21,7 @@ from rich.text import Text
 
 from weft.observe.metrics import call_seconds, duration, number, title, tokens_per_second
 from weft.observe.pace import Pace, sparkline
+from weft.observe.plan import Plan
 
 ACCENT, QUIET, STRONG = "cyan", "bright_black", "bold"
 NARROW = 76  # columns below which things stand under each other
@@ -58,6 +59,17 @@ class Show:
 
     verbose: bool = False
     view: View | None = None
+
+    def plan(self, plan: Plan, view: View) -> None:
+        """What the run will do: a table, and everything where `verbose` is on."""
+        for line in plan.whole(view.width) if self.verbose else plan.short(view.width):
+            view.note(line)
+
+    def before(self, plan: Plan, line: str) -> None:
+        """The plan, and what comes next, while the run has no view of its own."""
+        view = self.view or make_view("", progress=False)
+        self.plan(plan, view)
+        view.note(line)
 
 
 class _Output(Console):

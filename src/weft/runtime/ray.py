@@ -9,14 +9,11 @@ import logging
 import os
 import re
 import secrets
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from io import StringIO
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -27,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from weft.errors import ConfigError, DevicesLost, RunError
 from weft.runtime.processes import Process, descendants, kill
 from weft.runtime.scratch import Scratch, remove_leftovers
+from weft.runtime.signals import quiet
 from weft.runtime.supervised import Wire
 from weft.runtime.watch import Watch, check_listens
 
@@ -256,7 +254,7 @@ class Cluster:
     @classmethod
     def start(cls, cpus: int, gpus: int) -> Cluster:
         """A Ray of this process alone, on this machine, which ends with it. Called from the main thread: the end of a thread
-        would be the end of what it started."""
+        would be the end of what it started. Raises `RunError` where it does not start."""
         remove_leftovers()
         scratch, before = Scratch(), frozenset(descendants())
         # Its token is in this environment alone, which the processes that it starts inherit.
@@ -266,11 +264,16 @@ class Cluster:
             "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # what is left of a Ray whose head is gone ends after this
         }
         os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
-        with _quiet():
-            ray.init(
-                address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1",
-                _temp_dir=str(scratch.path), log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
-            )  # fmt: skip
+        try:
+            with quiet("ray"):
+                ray.init(
+                    address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1",
+                    _temp_dir=str(scratch.path), log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
+                )  # fmt: skip
+        except Exception as error:  # Ray has no class of its own for it
+            kill(descendants() - before)
+            scratch.remove()
+            raise RunError(f"Ray did not start on this machine: {_first_line(error)}") from error
         return cls(scratch, before)
 
     @classmethod
@@ -278,7 +281,7 @@ class Cluster:
         """Raises `ConfigError` where no cluster answers at the address."""
         try:
             check_listens(address)  # Ray itself would try for minutes
-            with _quiet():
+            with quiet("ray"):
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (OSError, RayError, RuntimeError, ValueError) as error:
             raise ConfigError(
@@ -299,7 +302,7 @@ class Cluster:
                 cpus=int(node["Resources"].get("CPU", 0)),
                 gpus=int(node["Resources"].get("GPU", 0)),
             )
-            for node in sorted(up, key=lambda node: (node["NodeID"] != here, _by_number(node["NodeManagerAddress"])))
+            for node in sorted(up, key=lambda node: (node["NodeID"] != here, _numbers(node["NodeManagerAddress"])))
         ]
 
     def launch(self, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]) -> RayDevices:
@@ -350,7 +353,7 @@ class Cluster:
     def close(self) -> None:
         """Leave; a Ray of our own ends with all its processes and files."""
         self._watch.close()
-        with _quiet():
+        with quiet("ray"):
             ray.shutdown()
         if self._scratch is not None:
             kill(self._processes)  # helpers outlive a Ray that has lost a part
@@ -376,25 +379,12 @@ def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -
     return found
 
 
-def _by_number(address: str) -> list[tuple[bool, int, str]]:
-    """Orders 10.0.0.9 before 10.0.0.10."""
-    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[.:-]", address)]
+def _numbers(address: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", address)]
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, RayActorError):
+        return "its process ended (killed, out of memory, or crashed; see weft logs)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Ray prints and sets signal handlers as it comes and goes; neither is the user's."""
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
-    try:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

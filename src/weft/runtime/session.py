@@ -41,7 +41,8 @@ LAST_BITS = "its numbers may differ in their last bits from those of a run that 
 @dataclass(frozen=True)
 class Parts:
     """What a session is made of. `plan` is shown before the first step; `farewell` makes of the run's peak of memory, in GiB, a
-    line for its end, and says whether people need to see it; `ending` are the last lines of a run that is finished."""
+    line for its end, and says whether people need to see it; `ending` are the last lines of a run that is finished. `is_told`:
+    people have seen the plan, before the devices were there."""
 
     experiment: Experiment
     directory: RunDirectory
@@ -54,6 +55,7 @@ class Parts:
     farewell: Callable[[float], tuple[str, bool]] | None = None
     ending: Sequence[str] = ()
     hardware: str = ""  # a line on what a device is, for the report
+    is_told: bool = False
 
 
 class Session:
@@ -190,7 +192,9 @@ class Session:
         )
         self._recorder.truncate(self.step)
         if plan:
-            observer.plan(self.plan, verbose=self._show.verbose)
+            observer.log_plan(self.plan)
+            if not parts.is_told:
+                self._show.plan(self.plan, observer.view)
         for note in self._notes:
             observer.note(note)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from types import FrameType
 
 from weft.errors import DevicesLost, Interrupted
@@ -52,3 +54,17 @@ class Signals:
     def at_once(self, step: int, again: str) -> Interrupted | None:
         """A run that a second signal has ended in the middle of `step`; None where no signal was heard."""
         return None if self.number is None else Interrupted(f"stopped at once in step {step}; {again}", self.number)
+
+
+@contextmanager
+def quiet(library: str) -> Iterator[None]:
+    """What a library prints and the signal handlers that it sets as it comes and goes are not the user's."""
+    logging.getLogger(library).setLevel(logging.ERROR)
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in SIGNALS} if main else {}
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
