@@ -16,7 +16,7 @@ from weft import register_function
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, Interrupted, RunError
 from weft.graph.mfc import Call
-from weft.runtime import disk
+from weft.runtime import disk, node_runner
 from weft.runtime.directory import RunDirectory
 from weft.topology import whole
 
@@ -158,6 +158,16 @@ def test_a_deadline_names_who_waited_for_whom(tmp_path, monkeypatch):
     toy = Toy(tmp_path)
     with_node(toy, monkeypatch, "gen", deadline_s=0.2, pre_hooks=[Call("toy_sleep")])
     with pytest.raises(RunError, match=r"node 'gen' \(role 'actor', 4 ids: .*deadline_s=0\.2"):
+        toy.run()
+
+
+def test_a_call_that_names_no_deadline_has_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_runner, "LONGEST_SECONDS", 0.2)
+    toy = Toy(tmp_path)
+    with_node(toy, monkeypatch, "gen", pre_hooks=[Call("toy_sleep")])
+    with pytest.raises(
+        RunError, match=r"node 'gen' \(role 'actor', 4 ids: .* did not finish within 0\.2 seconds; set deadline_s"
+    ):
         toy.run()
 
 

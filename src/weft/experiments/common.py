@@ -87,7 +87,7 @@ class MFCOptions:
         None, f"hooks after the call, in place of the experiment's ([] for none): {HOOKS}", check=_check_hooks
     )
     deadline_s: float | None = option(
-        None, "seconds after which weft gives the call up and stops the run", at_least=0.0
+        None, "seconds after which weft gives the call up and stops the run; absent: 21,600 (six hours)", at_least=0.0
     )
     layout: str | None = option(
         None,

@@ -22,6 +22,8 @@ from weft.runtime.host_functions import HostFunctions
 from weft.runtime.outcome import Outcome, told
 from weft.runtime.split import split
 
+LONGEST_SECONDS = 6 * 3600.0  # for a node that names no deadline: nothing waits without end
+
 
 @dataclass
 class _UnderWay:
@@ -83,8 +85,9 @@ class NodeRunner:
                 continue
             run = self._under_way[event.task]
             if isinstance(event, Started):
-                if event.task == run.own and run.node.deadline_s is not None:
-                    run.expires = time.monotonic() + run.node.deadline_s
+                if event.task == run.own:
+                    own = run.node.deadline_s
+                    run.expires = time.monotonic() + (LONGEST_SECONDS if own is None else own)
                 continue
             del self._under_way[event.task]
             run.tasks.remove(event.task)
@@ -130,8 +133,11 @@ class NodeRunner:
             raise self._overdue(first) from None
 
     def _overdue(self, run: _UnderWay) -> RunError:
-        what = (
-            f"{told(run.node, run.firing)} did not finish within its deadline_s={run.node.deadline_s:g} seconds; "
-            "raise it, or look at what hangs"
+        own = run.node.deadline_s
+        late = (
+            f"its deadline_s={own:g} seconds; raise it"
+            if own is not None
+            else f"{LONGEST_SECONDS:g} seconds; set deadline_s"
         )
+        what = f"{told(run.node, run.firing)} did not finish within {late}, or look at what hangs"
         return self._group.overdue(*run.own, what) if isinstance(run.node, MFCDef) else RunError(what)
