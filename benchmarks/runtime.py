@@ -33,7 +33,7 @@ CALLS = 8  # of a step, each of which reads what the one before it made
 SAMPLES = (1, 100, 1_000, 10_000)
 GROUPS = {"LocalGroup": 0, "DeviceGroup, d1": 1, "DeviceGroup, d2": 2}  # devices; 0 is this process
 LOCAL_MS, RAY_MS, SAMPLE_US, FREE_SAMPLES = 3.0, 15.0, 1.0, 1_000
-PROMPTS, NEW_TOKENS = 8, 16
+BATCHES = ((8, 16), (64, 128))  # (prompts, new tokens) of a PPO step
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -49,11 +49,12 @@ def main(words: Sequence[str] | None = None) -> None:
             for size, times in overheads(folder, devices, sizes, arguments.repeats).items():
                 rows.append(row(group, devices, size, times))
                 runs[f"{group}, {size}"] = times
-        moved = bytes_of_a_step(folder, steps=2 if arguments.quick else 4)
+        batches = BATCHES[:1] if arguments.quick else BATCHES
+        moved = [line for prompts, new in batches for line in bytes_of_a_step(folder, 2, prompts, new)]
     notes = [
         f"a call: a step of {CALLS} calls that do nothing, without the time in them, divided by {CALLS}; loading included",
-        f"bytes of a PPO step, {PROMPTS} prompts x {NEW_TOKENS} tokens: critic and reference on device 1, reward model on 2;",
-        "lengths and keys of what is moved included, which the least has not:",
+        "bytes of a PPO step: critic and reference on device 1, reward model on 2; lengths and keys of what is moved included,",
+        "which the least has not:",
         *(f"  {line}" for line in moved),
     ]
     results.report(
@@ -153,14 +154,14 @@ def overhead(master: Master, repeats: int) -> list[float]:
 # -- bytes of a step
 
 
-def bytes_of_a_step(folder: Path, steps: int) -> list[str]:
+def bytes_of_a_step(folder: Path, steps: int, prompts: int, new: int) -> list[str]:
     """One line a step: what was moved, and the least that had to be."""
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(PROMPTS * steps)))
+    path.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(prompts * steps)))
     config = PPOConfig(experiment_name="bench", trial_name="bytes", fileroot=str(folder), device="cpu", max_steps=steps)
     config.actor.path = config.critic.path = config.rew.path = str(folder / "model")
-    config.dataset.path, config.dataset.train_bs_n_seqs = str(path), PROMPTS
-    config.ppo.gen.max_new_tokens = config.ppo.gen.min_new_tokens = NEW_TOKENS
+    config.dataset.path, config.dataset.train_bs_n_seqs = str(path), prompts
+    config.ppo.gen.max_new_tokens = config.ppo.gen.min_new_tokens = new
     config.critic.device_mesh = config.ref.device_mesh = "1"
     config.rew.device_mesh = "2"
     experiment = config.build()
@@ -173,7 +174,7 @@ def bytes_of_a_step(folder: Path, steps: int) -> list[str]:
             assert result is not None, "there are rows for every step"
             moved = sum(value for name, value in result.measured.items() if name.endswith(f"/{BYTES_MOVED}"))
             share = f"{moved / seen.least:.3g} times" if seen.least else "no"
-            lines.append(f"step {result.step}: {moved:,.0f} moved, {share} the least, {seen.least:,.0f}")
+            lines.append(f"{prompts} x {new} tokens: {moved:,.0f} moved, {share} the least, {seen.least:,.0f}")
     finally:
         parts.group.close(0.0)
     return lines
