@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 MAX_REPORTS = 20
+MOST_NAMES = 40  # that an error lists
 LONGEST_NAME = 200  # characters of a name that are compared with others
 
 
@@ -24,6 +25,10 @@ class UserError(WeftError, ValueError):
 
 class ConfigError(UserError):
     """An option with an unknown name, a wrong type or a value that breaks a rule."""
+
+
+class UnknownName(ConfigError):
+    """A name that stands for nothing."""
 
 
 class DataError(UserError):
@@ -84,5 +89,6 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     """The error for a name that nobody registered: says which names are near, or lists all of them."""
     names = sorted(known)
     close = nearest(name, names)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names) or 'none'}"
-    return ConfigError(f"unknown {kind} {name!r}; {hint}")
+    listed = ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} names, none of them like it"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {listed or 'none'}"
+    return UnknownName(f"unknown {kind} {name!r}; {hint}")

@@ -73,8 +73,25 @@ def test_counts(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert table[1].split() == ["rows", "prompt_answer", "3", "0", "3", "0", "1", "0"]
     assert table[3].split() == ["total", "4", "0", "4", "0", "2", "0"]
     assert table[4].startswith("note: rows: of 3 rows, 1 with the end of the answer cut (dataset.max_seqlen=10")
+
+
+def test_counts_without_a_tokenizer_are_rows(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["counts", words[0]]) == 0
-    assert "rows.jsonl: 3 rows" in capsys.readouterr().out
+    head = ["dataset_name", "train_counts", "eval_counts", "total_counts"]
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [head, ["rows", "3", "0", "3"]]
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('\n{"prompt": "c", "answer": "d"}\n{')
+    assert main(["counts", words[0], "dataset.valid_split=0.25"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[1].split() == ["rows", "3", "1", "4"] and "note: rows: 1 rows cannot be read" in said.err
+    mixture = f"[{{path: {words[0]}, size: 2, valid_path: {words[0]}}}]"
+    assert main(["counts", f"dataset.sources={mixture}"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert table == [[*head, "epoch_counts"], ["rows", "4", "4", "8", "2"]]
+    assert main(["counts", f"dataset.train_path={words[0]}", f"dataset.valid_path={words[0]}"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split() == ["rows", "(valid)", "0", "4", "4"]
 
 
 def test_counts_of_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

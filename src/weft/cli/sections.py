@@ -70,8 +70,11 @@ class Library:
 
     def all(self) -> Iterator[Section]:
         """Every section that a name stands for, in the order of search."""
-        names = dict.fromkeys(section.name for _, contents in self.contents for section in contents.sections)
-        return (self.get(name) for name in names)
+        return (self.get(name) for name in self.names())
+
+    def names(self) -> list[str]:
+        """What the sections are called, in the order of search."""
+        return list(dict.fromkeys(section.name for _, contents in self.contents for section in contents.sections))
 
     def get(self, name: str) -> Section:
         """The first section of this name. Raises `ConfigError` for unknown names, and where one folder has it in two forms."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.cli.aliases import BATCH, RENAMED, SPECIAL, is_spelling, translation
 from weft.cli.help import shown
+from weft.cli.open_assistant.datasets import SHARES
 from weft.cli.open_assistant.keys import KEYS, TRLX, map_keys
 from weft.cli.open_assistant.mapped import IMPLIED, RL, RM, Mapped
 from weft.cli.overrides import Override, flatten
@@ -176,12 +177,7 @@ class _Reader:
             hint = f"did you mean {key}.{close[0]}?" if close else f"{key} has {', '.join(named) or 'no entries'}"
             raise ConfigError(f"{override.name}: no entry {name!r}; {hint}; write {key}.NAME.PARAMETER=value")
         changed = [
-            {
-                name: {
-                    **((entry.get(name) or {}) if isinstance(entry, Mapping) else {}),
-                    parameter: plain(override.value),
-                }
-            }
+            {name: _with(entry.get(name) or {} if isinstance(entry, Mapping) else {}, parameter, plain(override.value))}
             if each == name
             else entry
             for each, entry in zip(named, entries, strict=True)
@@ -216,6 +212,12 @@ class _Reader:
         close = list(dict.fromkeys([*same_end, *nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options])]))[:3]
         hint = f"did you mean {' or '.join(close)}?" if close else "weft quickstart NAME --help lists every option"
         return f"unknown key {name!r}; {hint}"
+
+
+def _with(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The parameters of an entry with one more; of those that say how much of it is read the last stays."""
+    gone = SHARES if name in SHARES else ()
+    return {**{key: each for key, each in parameters.items() if key not in gone}, name: value}
 
 
 def _path(name: str, section: Section) -> tuple[str, ...]:

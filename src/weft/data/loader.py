@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def load_data(
         tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window
     )
     reader = SourceReader(spec, spec.type or dataset_type, util)
-    named, said = reader.at_hand(_named(_sources(spec)))
+    named, said = reader.at_hand(named_apart(given_sources(spec)))
     built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
     valid = {one.valid.name: one.valid for one in built if one.valid is not None}
     drawn = per_epoch([one.share for one in built])
@@ -241,7 +241,8 @@ class SourceReader:
         return type, dataset
 
 
-def _sources(spec: DatasetSpec) -> list[SourceSpec]:
+def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
+    """The sources of the options, each with the arguments and columns of all. Raises `ConfigError`."""
     path = spec.train_path or spec.path
     listed = sources_of(spec)
     if not listed:
@@ -261,7 +262,7 @@ def _sources(spec: DatasetSpec) -> list[SourceSpec]:
     ]
 
 
-def _named(sources: list[SourceSpec]) -> list[tuple[SourceSpec, str]]:
+def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
     """Each source with its name. Sources of one file name take their folder's too; still equal ones are an error. A dataset
     that is
     named twice is numbered."""
