@@ -85,7 +85,9 @@ def test_counts_without_a_tokenizer_are_rows(
         file.write('\n{"prompt": "c", "answer": "d"}\n{')
     assert main(["counts", words[0], "dataset.valid_split=0.25"]) == 0
     said = capsys.readouterr()
-    assert said.out.splitlines()[1].split() == ["rows", "3", "1", "4"] and "note: rows: 1 rows cannot be read" in said.err
+    assert (
+        said.out.splitlines()[1].split() == ["rows", "3", "1", "4"] and "note: rows: 1 rows cannot be read" in said.err
+    )
     mixture = f"[{{path: {words[0]}, size: 2, valid_path: {words[0]}}}]"
     assert main(["counts", f"dataset.sources={mixture}"]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -45,7 +45,13 @@ def test_counts_are_a_table_and_csv(here: Path, capsys: pytest.CaptureFixture[st
         ["dataset_name", "train_counts", "eval_counts", "total_counts"],
         ["gsm8k", "10", "3", "13"], ["vicuna", "1", "0", "1"], ["total", "11", "3", "14"],
     ]  # fmt: skip
-    assert table[4:] == ["", "messages by language", "dataset_name  en", "gsm8k         26", f"written to {here}/counts.csv"]
+    assert table[4:] == [
+        "",
+        "messages by language",
+        "dataset_name  en",
+        "gsm8k         26",
+        f"written to {here}/counts.csv",
+    ]
     with (here / "counts.csv").open() as stream:
         assert next(csv.DictReader(stream)) == {
             "dataset_name": "gsm8k", "train_counts": "10", "eval_counts": "3", "total_counts": "13", "en": "26",
@@ -71,7 +77,9 @@ def test_what_is_not_at_hand_is_named_and_fetched_with_yes_alone(
     assert "note: joke: asked for" in said.err and "gsm8k" in said.out
     with pytest.raises(ConfigError, match="unknown dataset or section 'jok'; did you mean joke"):
         main(["counts", "--datasets", "jok"])
-    with pytest.raises(ConfigError, match="section 'zzzzzz'; weft data counts --datasets all names the datasets, weft conf"):
+    with pytest.raises(
+        ConfigError, match="section 'zzzzzz'; weft data counts --datasets all names the datasets, weft conf"
+    ):
         main(["counts", "--datasets", "zzzzzz"])
     with pytest.raises(ConfigError, match="'xx-en' is no pair of known languages"):
         main(["counts", "--datasets", "wmt2019_xx-en"])
