@@ -271,12 +271,14 @@ def test_rows_to_evaluate_on_have_their_own_limit(files: Path, tokenizer: Tokeni
         assert 4 < longest(other.parts[0]) <= full and longest(next(iter(other.valid.values()))) == 4
     ids = {part[i].ids[0] for part in (short.parts[0],) for i in range(len(part))}
     assert len(ids) == 40
-    drop = load(tokenizer, files, train_path=path, max_seqlen=full - 1, valid_max_seqlen=full, valid_split=0.25, overlong="drop")
+    drop = load(
+        tokenizer, files, train_path=path, max_seqlen=full - 1, valid_max_seqlen=full, valid_split=0.25, overlong="drop"
+    )
     train, held = ({part[i].ids[0] for i in range(len(part))} for part in (drop.parts[0], drop.valid["long"]))
     assert not train & held and len(held) > 1 and 0 < len(train) < 30
     cut = load(tokenizer, files, train_path=path, valid_path=valid, valid_max_seqlen=2)
     assert cut.notes and cut.notes[0].startswith("valid_long (valid)") and "dataset.valid_max_seqlen=2" in cut.notes[0]
-    with pytest.raises(ConfigError, match="dataset.valid_max_seqlen=9: for rows with answers"):
+    with pytest.raises(ConfigError, match=r"dataset\.valid_max_seqlen=9: for rows with answers"):
         load(tokenizer, files, "prompt", train_path=path, valid_max_seqlen=9)
 
 

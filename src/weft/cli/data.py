@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from weft.checkpoints.names import TOKENIZERS, Wanted, find
 from weft.cli.data_options import DataConfig, configure, named_options, stack_options
 from weft.data.sources import check_at_hand
 from weft.data.spec import DatasetSpec, TokenizerSpec, sources_of
-from weft.errors import ConfigError, DataError
+from weft.errors import ConfigError, DataError, NoTemplate
 from weft.registry import datasets, import_user_code, import_user_folder
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
 
 USED_AS = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the type of a named dataset's rows, by mode
+FORM, TEMPLATE, END = "chatml", "template", "<|im_end|>"  # how lengths are counted where the tokenizer has no form
 SHOWN = 5  # places listed for each finding of a scan
 EPILOG = """options of a run can be given as they are there:
   dataset.max_seqlen=512 dataset.overlong=drop dataset.args.prompt_key=q
@@ -234,10 +236,33 @@ def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
     from weft.cli.named_data import spread
     from weft.data.loader import load_data
 
-    spec = replace(_spec(config, paths), max_seqlen="auto", max_prompt_len=None, overlong="truncate")
-    data = load_data(spec, _type(spec, paths, arguments.mode), _tokenizer(config), seed=config.seed)
+    spec = replace(
+        _spec(config, paths), max_seqlen="auto", valid_max_seqlen=None, max_prompt_len=None, overlong="truncate"
+    )
+    kind, notes = _type(spec, paths, arguments.mode), []
+    tokenizer = _tokenizer(config)
+    if tokenizer.eos_id is None:
+        tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, END], eos_token=END)
+        notes.append(f"the tokenizer names no end token (tokenizer.eos_token); an end counts as one token, {END}")
+    try:
+        data = load_data(spec, kind, tokenizer, seed=config.seed)
+    except NoTemplate:
+        tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, TEMPLATE], chat_template=FORM)
+        notes.append(
+            f"the tokenizer has no chat template; messages are counted in the form {FORM} (tokenizer.chat_template=oasst, "
+            "or another, counts in that one)"
+        )
+        data = load_data(spec, kind, tokenizer, seed=config.seed)
     for line in spread(data, arguments.limit):
         print(line)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _with(config: DataConfig, **options: Any) -> Tokenizer:
+    """The tokenizer with options that the command line leaves out; they stay in `config`."""
+    config.tokenizer = replace(config.tokenizer, **options)
+    return _tokenizer(config)
 
 
 # -- scan
