@@ -61,7 +61,7 @@ class Stack:
         rows = []
         for override in self.overrides:
             key, where = self.origins[override.name]
-            said = "" if key in (override.name, IMPLIED) else f", {key}"
+            said = "" if key in (override.name, IMPLIED) else f", {key.removeprefix(TRL)}"
             rows.append((f"  {override.name} = {shown(plain(override.value))}", f"{where}{said}"))
         width = min(max((len(left) for left, _ in rows), default=0), 72)
         return [f"settings: {' '.join(self.names)}", *(f"{left:{width}}  # {right}" for left, right in rows)]
@@ -73,7 +73,7 @@ class Stack:
         if not named:
             return error
         key, where = self.origins[max(named, key=len)]
-        return ConfigError(f"{text} ({where}{'' if key in named else f', {key}'})")
+        return ConfigError(f"{text} ({where}{'' if key in named else f', {key.removeprefix(TRL)}'})")
 
 
 def read_stack(
