@@ -10,7 +10,10 @@ MAX_REPORTS = 20
 MOST_NAMES = 40  # that an error lists
 LIKE = 0.65  # of two names: the share of their characters that match in order
 BEHIND = 0.15  # how much less like than the nearest one a name may be
-PART, LEAST_PART = 0.75, 3  # how like a name is that begins with what was typed, or one of whose words does; its characters
+PART, LEAST_PART = (
+    0.75,
+    3,
+)  # how like a name is that begins with what was typed, or one of whose words does; its characters
 LONGEST_NAME = 200  # characters of a name that are compared with others
 
 

@@ -114,19 +114,19 @@ def test_lengths_without_a_chat_template(
     """Message lists are counted in a form that is named, and so in the lengths that this form has where it is set."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
-    small, gpt2 = words[2], str(data_dir / "tokenizers" / "gpt2")
+    gpt2, end = str(data_dir / "tokenizers" / "gpt2"), "tokenizer.eos_token='<|endoftext|>'"
     told = {}
-    for name, file in ((small, "chat"), (gpt2, "chat"), (gpt2, "rows")):
-        assert main(["lengths", str(tmp_path / f"{file}.jsonl"), "--tokenizer", name, words[-1]]) == 0
-        told[name, file] = capsys.readouterr()
-    assert told[small, "chat"].err.count("note: ") == 1 == told[gpt2, "rows"].err.count("note: ")
-    assert "no chat template; messages are counted in the form chatml" in told[small, "chat"].err
-    assert "names no end token (tokenizer.eos_token)" in told[gpt2, "rows"].err
-    assert told[gpt2, "chat"].err.count("note: ") == 2
+    for file, more in (("chat", [end]), ("chat", []), ("rows", [])):
+        assert main(["lengths", str(tmp_path / f"{file}.jsonl"), "--tokenizer", gpt2, words[-1], *more]) == 0
+        told[file, len(more)] = capsys.readouterr()
+    assert told["chat", 1].err.count("note: ") == 1 == told["rows", 0].err.count("note: ")
+    assert "no chat template; messages are counted in the form chatml" in told["chat", 1].err
+    assert "names no end token (tokenizer.eos_token)" in told["rows", 0].err
+    assert told["chat", 0].err.count("note: ") == 2
     own = ["tokenizer.chat_template=chatml", "tokenizer.add_tokens=[template]", "tokenizer.eos_token='<|im_end|>'"]
     assert main(["lengths", str(tmp_path / "chat.jsonl"), "--tokenizer", gpt2, words[-1], *own]) == 0
     said = capsys.readouterr()
-    assert said.out == told[gpt2, "chat"].out and "note: " not in said.err
+    assert said.out == told["chat", 0].out and "note: " not in said.err
 
 
 def test_scan(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

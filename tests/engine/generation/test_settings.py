@@ -48,6 +48,28 @@ def test_each_request_is_sampled_as_if_the_generator_had_its_settings(record: bo
     assert not any(event.support for event in mixed["plain", 0])
 
 
+def test_likely_ids_are_told_to_those_who_ask_and_change_no_draw() -> None:
+    network = build()
+    asked = [
+        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling or OWN, top_logprobs=3 if r.k else 0))
+        for r in requests(own=True)
+    ]
+    plain, told = generate(network, OWN, requests(own=True)), generate(network, OWN, asked)
+    assert tokens(plain) == tokens(told)
+    for (name, k), row in told.items():
+        for event in row:
+            assert bool(event.top) == bool(k)
+            values = [logprob for _, logprob in event.top]
+            assert values == sorted(values, reverse=True) and len(values) <= 3
+            if k and name == "greedy":
+                assert event.top[0] == (event.token, event.logprob)
+            known = dict(event.top).get(event.token)
+            assert known is None or known == pytest.approx(event.logprob, abs=1e-6)
+            assert known is not None or not k or event.logprob <= values[-1] + 1e-6
+    assert any(len(event.top) < 3 for event in told["min-p", 1]) and all(len(e.top) == 3 for e in told["plain", 1])
+    assert all(event.top == () for row in plain.values() for event in row)
+
+
 def test_ends_of_a_request_add_to_those_of_the_generator() -> None:
     own = GenerationSpec(max_new_tokens=200, stop_ids=[7])
     with opened(build(), GenerationSpec(max_new_tokens=5, stop_ids=[8], seed=1)) as generator:
