@@ -108,6 +108,11 @@ def test_languages_are_detected(
         and "dataset_name  unknown  xx\ngsm8k              13  13\n" in capsys.readouterr().out
         and package.DetectorFactory.seed == 0
     )
+    (here / "own.jsonl").write_text(
+        '{"prompt": "q", "answer": "a"}\n{"conversations": [{"from": "gpt", "value": "b"}]}\n{"x": 1}'
+    )
+    assert main(["counts", str(here / "own.jsonl"), "--detect-language"]) == 0
+    assert "dataset_name  xx  unknown\nown            2        1\n" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "langdetect", None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs the package langdetect"):
         main(words)

@@ -22,6 +22,8 @@ mix:
   datasets_extra:
     - gsm8k_hard: {{data_path: {0}/hard.jsonl, val_split: 0.4}}
 odd: {{learning_rate: 1e-5}}
+ours:
+  dataset: {{named: [{{gsm8k: {{max_valid: 2}}}}]}}
 plain:
   dataset.train_path: {0}/gsm8k/train.jsonl
 """
@@ -80,6 +82,15 @@ def test_words_of_the_command_line_go_over_a_section(here: Path, capsys: pytest.
         assert [row[-1] for row in table(capsys)[1:]] == ["3", "8", "3", "3", "17"]
     assert main(["counts", "--datasets", "mix", words[0], "dataset.valid_split=0.5"]) == 0
     assert table(capsys)[2] == ["squad_v2", "5", "1", "6", "5"]
+    for named in (["--datasets", "ours"], ["--configs", "ours"]):
+        assert (
+            main(["counts", *named, words[0], f"datasets.gsm8k.data_path={here}/gsm8k", "datasets.gsm8k.size=6"]) == 0
+        )
+        assert table(capsys)[1] == ["gsm8k", "10", "2", "12", "6"]
+    assert (
+        main(["counts", "--configs", "defaults", f"datasets=[{{gsm8k: {{data_path: {here}/gsm8k}}}}]", words[0]]) == 0
+    )
+    assert table(capsys)[1] == ["gsm8k", "10", "4", "14"]
     assert main(["counts", "--datasets", "plain", words[0]]) == 0
     assert table(capsys)[1] == ["train", "10", "0", "10"]
 

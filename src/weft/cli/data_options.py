@@ -87,9 +87,11 @@ def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
     if arguments.config is not None:
         config = read(config, _of_run(overrides.read_file(str(arguments.config))))
     given = overrides.parse(assigned)
-    if arguments.configs:
-        from weft.cli.stacked_data import stacked
+    if arguments.datasets or arguments.configs:
+        from weft.cli.stacked_data import by_name, stacked
 
+        _, given = by_name(given)  # parameters of data sets come over what is listed
+    if arguments.configs:
         own = [each for each in given if each.name.startswith("tokenizer.")]
         names = [name for word in arguments.configs for name in word.split(",") if name]
         of_stack = [each for each in given if each not in own]
@@ -101,8 +103,7 @@ def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
     arguments.mode = arguments.mode or MODES[0]
     values = {}
     for assignment in given:
-        if not (arguments.datasets and assignment.name.startswith("datasets.")):
-            overrides.merge(values, assignment)
+        overrides.merge(values, assignment)
     return read(config, values)
 
 
@@ -115,7 +116,7 @@ def _by_name(config: DataConfig, arguments: argparse.Namespace, assigned: list[s
 
     parameters, options = by_name(overrides.parse(assigned))
     of_data = [each for each in options if each.name.startswith("dataset.")]
-    settings = Settings(arguments.folders, copy, {} if arguments.configs else parameters, of_data)
+    settings = Settings(arguments.folders, copy, parameters, of_data)
     wanted = named_data.sources(arguments.datasets, arguments.mode, config.dataset, settings)
     if arguments.command == "counts" and config.tokenizer.path is None:
         allowed = wanted  # it asks itself

@@ -21,6 +21,7 @@ from weft.data.named import find, names
 from weft.data.named.entry import Entry
 from weft.data.named.fetch import local
 from weft.data.named.prepare import Prepared, Split, cache_root, prepare
+from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, PROMPT_KEYS, Row, first_of
 from weft.data.sources import Unreadable, find_files, read_rows
 from weft.data.spec import DatasetSpec, SourceSpec, sources_of
 from weft.errors import ConfigError, DataError, UnknownName, nearest
@@ -28,6 +29,8 @@ from weft.extras import install
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
 LISTS = "weft data counts --datasets all names the datasets, weft config ls the sections"
+OF_FORMS = ("text", "prompt")  # columns of texts, in rows of named datasets
+OF_ANY = ("text", *PROMPT_KEYS, *ANSWER_KEYS, "chosen", "rejected")  # and in any
 PER_EPOCH = "epoch_counts"  # of training rows, where a source gives an epoch a part of them
 
 
@@ -99,15 +102,13 @@ def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[So
 def count(source: SourceSpec, name: str, asked: Asked, detect: Callable[[str], str] | None) -> Counted:
     """The rows of one source, each message's language with them. Raises `DataError` where it cannot be had."""
     spec = asked.spec
-    share, elsewhere = (
-        spec.valid_split if source.valid_split is None else source.valid_split,
-        spec.valid_path is not None,
-    )
+    share = spec.valid_split if source.valid_split is None else source.valid_split
+    elsewhere = spec.valid_path is not None
     if source.named is not None:
         split = Split(0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0)
         source = prepare(source, asked.mode, cache_root(spec.cache_dir), split, spec.named_file).source
         share = 0.0
-    read = _Rows(detect)
+    read = _Rows(detect, OF_FORMS if source.named is not None else OF_ANY)
     train, evaluation = read.count(source.path, source.split), 0
     if source.valid_path:
         evaluation = read.count(source.valid_path, None)
@@ -121,8 +122,8 @@ def count(source: SourceSpec, name: str, asked: Asked, detect: Callable[[str], s
 class _Rows:
     """Rows of files, counted by language, and those that are no rows."""
 
-    def __init__(self, detect: Callable[[str], str] | None) -> None:
-        self.detect, self.languages, self.unreadable = detect, Counter[str](), 0
+    def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
+        self.detect, self.columns, self.languages, self.unreadable = detect, columns, Counter[str](), 0
 
     def count(self, path: str, split: str | None) -> int:
         """How many rows there are."""
@@ -133,7 +134,9 @@ class _Rows:
                     self.unreadable += 1
                     continue
                 number += 1
-                self.languages.update(_languages(row, self.detect))
+                self.languages.update(
+                    map(self.detect, _texts(row, self.columns)) if self.detect else _said_languages(row)
+                )
         return number
 
 
@@ -270,16 +273,20 @@ def _files(made: Prepared) -> list[str]:
     return [made.source.path, *([made.source.valid_path] if made.source.valid_path else [])]
 
 
-def _languages(row: Mapping[str, Any], detect: Callable[[str], str] | None) -> Iterator[str]:
-    """The language of every text of a row: what the row says, or what is detected."""
-    messages = row.get("messages") or row.get("prompt")
-    for message in messages if isinstance(messages, list) else []:
-        if not isinstance(message, Mapping):
-            continue
-        if detect is not None and isinstance(message.get("content"), str):
-            yield detect(message["content"])
-        elif isinstance(message.get("lang"), str):
-            yield message["lang"]
-    if detect is not None:
-        plain = [row.get("text"), messages if isinstance(messages, str) else None, *(row.get("replies") or [])]
-        yield from (detect(text) for text in plain if text and isinstance(text, str))
+def _messages(row: Row) -> list[Mapping[str, Any]]:
+    key = first_of(row, (*MESSAGE_KEYS, "prompt"))
+    listed = row[key] if key is not None else None
+    return [each for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
+
+
+def _said_languages(row: Row) -> Iterator[str]:
+    """The languages that a row's messages say."""
+    return (message["lang"] for message in _messages(row) if isinstance(message.get("lang"), str))
+
+
+def _texts(row: Row, columns: Sequence[str]) -> Iterator[str]:
+    """The texts of a row: of its messages, of replies, and of columns."""
+    spoken = (message.get("content") or message.get("value") for message in _messages(row))
+    replies = row.get("replies")
+    found = [*spoken, *(row.get(column) for column in columns), *(replies if isinstance(replies, list) else [])]
+    return (text for text in found if text and isinstance(text, str))

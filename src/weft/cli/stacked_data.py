@@ -21,6 +21,7 @@ from weft.errors import ConfigError, nearest
 from weft.options import plain, read
 
 QUICKSTARTS = {"sft": "sft", "rm": "rw", "rl": "ppo"}  # that a mode stands for
+GROUP = "datasets."  # before a data set's name, on the command line
 KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_train_epochs")  # that decide what is read
 
 
@@ -90,11 +91,10 @@ def by_name(given: Sequence[overrides.Override]) -> tuple[dict[str, dict[str, An
     found: dict[str, dict[str, Any]] = {}
     others = []
     for each in given:
-        group, _, inner = each.name.partition(".")
-        if group != "datasets":
+        if not each.name.startswith(GROUP):
             others.append(each)
             continue
-        name, _, parameter = inner.rpartition(".")
+        name, _, parameter = each.name.removeprefix(GROUP).rpartition(".")
         if not name or not parameter:
             raise ConfigError(f"{each.name}: write datasets.NAME.PARAMETER=value, such as datasets.webgpt.fraction=0.5")
         found.setdefault(name, {})[parameter] = plain(each.value)
