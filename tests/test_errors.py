@@ -27,6 +27,7 @@ def test_unlike_names_are_not_suggested() -> None:
     known = ["stats", "filter", "split", "webgpt", "minimath", "math", "oasst_export", "oasst2", "pythia-1b", "a_rlhf"]
     assert nearest("oasst_expo", known) == ["oasst_export"] and nearest("count", known) == []
     assert nearest("imagenet", known) == [] and nearest("web_gpt", known) == ["webgpt"]
+    assert nearest("ppo.kl_clt", ["ppo.kl_ctl", "ppo.dual_clip"]) == ["ppo.kl_ctl"]
     assert nearest("stat", known) == ["stats"] and nearest("STATS", known) == ["stats"]
 
 
