@@ -459,16 +459,25 @@ def test_the_openai_client(server: Server) -> None:
     openai = pytest.importorskip("openai", reason="the openai client is not installed")
     with openai.OpenAI(base_url=server.urls["http"] + "/v1", api_key=TOKEN, timeout=60) as client:
         assert [model.id for model in client.models.list()] == ["policy", "reward"]
-        asked = {"model": "policy", "messages": HELLO, "max_tokens": 20, "seed": 1, "n": 2, "logprobs": True}
+        asked = {
+            "model": "policy",
+            "messages": HELLO,
+            "max_tokens": 20,
+            "seed": 1,
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
         whole = client.chat.completions.create(**asked)
         parts = list(client.chat.completions.create(**asked, stream=True))
         for choice in whole.choices:
             own = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
             assert "".join(part.delta.content or "" for part in own) == choice.message.content
             assert own[-1].finish_reason == choice.finish_reason
-        assert whole.choices[0].logprobs.content[0].logprob < 0
-        text = client.completions.create(model="policy", prompt="Once", max_tokens=5, seed=1)
-        assert text.usage.completion_tokens == 5
+        first = whole.choices[0].logprobs.content[0]
+        assert first.logprob < 0 and len(first.top_logprobs) == 2 and first.top_logprobs[0].logprob < 0
+        text = client.completions.create(model="policy", prompt="Once", max_tokens=5, seed=1, logprobs=3)
+        assert text.usage.completion_tokens == 5 and len(text.choices[0].logprobs.top_logprobs[0]) >= 3
         with pytest.raises(openai.BadRequestError, match="tools is not supported"):
             client.chat.completions.create(model="policy", messages=HELLO, tools=[{"type": "function"}])
         with pytest.raises(openai.NotFoundError, match="unknown model"):
