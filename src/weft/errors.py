@@ -7,6 +7,13 @@ import re
 from collections.abc import Iterable, Sequence
 
 MAX_REPORTS = 20
+MOST_NAMES = 40  # that an error lists
+LIKE = 0.65  # of two names: the share of their characters that match in order
+BEHIND = 0.15  # how much less like than the nearest one a name may be
+PART, LEAST_PART = (
+    0.75,
+    3,
+)  # how like a name is that begins with what was typed, or one of whose words does; its characters
 LONGEST_NAME = 200  # characters of a name that are compared with others
 
 
@@ -24,6 +31,14 @@ class UserError(WeftError, ValueError):
 
 class ConfigError(UserError):
     """An option with an unknown name, a wrong type or a value that breaks a rule."""
+
+
+class UnknownName(ConfigError):
+    """A name that stands for nothing."""
+
+
+class NoTemplate(UserError):
+    """Message lists, and a tokenizer without a chat template."""
 
 
 class DataError(UserError):
@@ -70,8 +85,18 @@ class Interrupted(RunError):
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The names most like `name`, best first, without itself; what an error about an unknown name suggests."""
-    others = sorted(each for each in set(known) if each != name)
-    return difflib.get_close_matches(name[:LONGEST_NAME], others, n=count, cutoff=0.5)
+    short = name[:LONGEST_NAME].lower()
+    matcher = difflib.SequenceMatcher(b=short)
+    found = []
+    for other in sorted(each for each in set(known) if each != name):
+        matcher.set_seq1(other.lower())
+        is_part = len(short) >= LEAST_PART and re.search(rf"(?<![^\W_]){re.escape(short)}", other.lower())
+        if is_part or (matcher.real_quick_ratio() >= LIKE and matcher.quick_ratio() >= LIKE):
+            ratio = matcher.ratio()
+            found.append((max(ratio, PART + 0.1 * ratio) if is_part else ratio, other))
+    best = max((likeness for likeness, _ in found), default=0.0)
+    near = [each for each in found if each[0] >= LIKE and each[0] >= best - BEHIND]
+    return [other for _, other in sorted(near, key=lambda each: -each[0])[:count]]
 
 
 def set_for(name: str, error: ConfigError) -> ConfigError:
@@ -84,5 +109,6 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     """The error for a name that nobody registered: says which names are near, or lists all of them."""
     names = sorted(known)
     close = nearest(name, names)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names) or 'none'}"
-    return ConfigError(f"unknown {kind} {name!r}; {hint}")
+    listed = ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} names, none of them like it"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {listed or 'none'}"
+    return UnknownName(f"unknown {kind} {name!r}; {hint}")

@@ -80,6 +80,39 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
     assert "bad.yaml:7: d is right for sft" in captured.out
 
 
+def test_a_file_that_cannot_be_read_is_listed_with_its_error(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "configs").mkdir()
+    (here / "configs" / "bad.yaml").write_text("a: {b: [1\n")
+    (here / "configs" / "odd.yaml").write_text("mine-odd: {seed: 1}\nx: 3\n")
+    (here / "configs" / "good.yaml").write_text("mine-good: {seed: 1}\n")
+    assert main(["config", "ls", "mine"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("mine-good  configs/good.yaml:1  seed") and len(lines) == 3
+    assert lines[1].startswith("cannot be used: configs/odd.yaml:2: 'x' stands outside") or lines[2].startswith(
+        "cannot be used: configs/odd.yaml:2: 'x' stands outside"
+    )
+    assert any(line.startswith("cannot be used: configs/bad.yaml:") for line in lines)
+    assert main(["config", "validate", "configs/good.yaml"]) == 0 and main(["config", "validate", "configs"]) == 2
+    said = capsys.readouterr()
+    assert "configs/bad.yaml:" in said.err and "configs/odd.yaml:2" in said.err
+    assert "configs/good.yaml:1: mine-good is right for sft" in said.out
+    # a run does not go past it: the file may hold another section of the same name
+    assert main(["config", "show", "pythia-1b"]) == 2 and "configs/bad.yaml" in capsys.readouterr().err
+
+
+def test_validate_takes_a_stack(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "validate", "defaults", "oasst_export_eu,pythia-1b", "learning_rate=2e-6"]) == 0
+    assert capsys.readouterr().out == "defaults oasst_export_eu pythia-1b: right for sft\n"
+    assert main(["config", "validate", "defaults_rm", "oasst-rm-1-pythia-1b"]) == 0
+    assert capsys.readouterr().out == "defaults_rm oasst-rm-1-pythia-1b: right for rw\n"
+    for words, wrong in (
+        (["defaults", "pythia-1c"], "unknown section 'pythia-1c'; did you mean"),
+        (["defaults", "pythia-1b", "learning_rat=1"], "unknown key 'learning_rat'; did you mean learning_rate"),
+        (["learning_rate=1"], "learning_rate=1: goes over sections; name them before it"),
+    ):
+        assert main(["config", "validate", *words]) == 2 and wrong in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words", [["validate", "absent.yaml"], ["cp", "pythia-1b"], ["sho"], ["show", "defaults", "--for", "sftt"]]
 )

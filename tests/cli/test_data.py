@@ -73,8 +73,27 @@ def test_counts(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert table[1].split() == ["rows", "prompt_answer", "3", "0", "3", "0", "1", "0"]
     assert table[3].split() == ["total", "4", "0", "4", "0", "2", "0"]
     assert table[4].startswith("note: rows: of 3 rows, 1 with the end of the answer cut (dataset.max_seqlen=10")
+
+
+def test_counts_without_a_tokenizer_are_rows(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["counts", words[0]]) == 0
-    assert "rows.jsonl: 3 rows" in capsys.readouterr().out
+    head = ["dataset_name", "train_counts", "eval_counts", "total_counts"]
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [head, ["rows", "3", "0", "3"]]
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('\n{"prompt": "c", "answer": "d"}\n{')
+    assert main(["counts", words[0], "dataset.valid_split=0.25"]) == 0
+    said = capsys.readouterr()
+    assert (
+        said.out.splitlines()[1].split() == ["rows", "3", "1", "4"] and "note: rows: 1 rows cannot be read" in said.err
+    )
+    mixture = f"[{{path: {words[0]}, size: 2, valid_path: {words[0]}}}]"
+    assert main(["counts", f"dataset.sources={mixture}"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert table == [[*head, "epoch_counts"], ["rows", "4", "4", "8", "2"]]
+    assert main(["counts", f"dataset.train_path={words[0]}", f"dataset.valid_path={words[0]}"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split() == ["rows", "(valid)", "0", "4", "4"]
 
 
 def test_counts_of_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +106,27 @@ def test_counts_of_a_run(words: list[str], tmp_path: Path, capsys: pytest.Captur
     )
     assert main(["counts", "--config", str(config)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["one", "prompt_answer", "2", "1", "1", "0", "0", "0"]
+
+
+def test_lengths_without_a_chat_template(
+    words: list[str], tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Message lists are counted in a form that is named, and so in the lengths that this form has where it is set."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+    gpt2, end = str(data_dir / "tokenizers" / "gpt2"), "tokenizer.eos_token='<|endoftext|>'"
+    told = {}
+    for file, more in (("chat", [end]), ("chat", []), ("rows", [])):
+        assert main(["lengths", str(tmp_path / f"{file}.jsonl"), "--tokenizer", gpt2, words[-1], *more]) == 0
+        told[file, len(more)] = capsys.readouterr()
+    assert told["chat", 1].err.count("note: ") == 1 == told["rows", 0].err.count("note: ")
+    assert "no chat template; messages are counted in the form chatml" in told["chat", 1].err
+    assert "names no end token (tokenizer.eos_token)" in told["rows", 0].err
+    assert told["chat", 0].err.count("note: ") == 2
+    own = ["tokenizer.chat_template=chatml", "tokenizer.add_tokens=[template]", "tokenizer.eos_token='<|im_end|>'"]
+    assert main(["lengths", str(tmp_path / "chat.jsonl"), "--tokenizer", gpt2, words[-1], *own]) == 0
+    said = capsys.readouterr()
+    assert said.out == told["chat", 0].out and "note: " not in said.err
 
 
 def test_scan(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,13 @@ def test_counts_are_a_table_and_csv(here: Path, capsys: pytest.CaptureFixture[st
         ["dataset_name", "train_counts", "eval_counts", "total_counts"],
         ["gsm8k", "10", "3", "13"], ["vicuna", "1", "0", "1"], ["total", "11", "3", "14"],
     ]  # fmt: skip
-    assert "gsm8k: en 26" in table
+    assert table[4:] == [
+        "",
+        "messages by language",
+        "dataset_name  en",
+        "gsm8k         26",
+        f"written to {here}/counts.csv",
+    ]
     with (here / "counts.csv").open() as stream:
         assert next(csv.DictReader(stream)) == {
             "dataset_name": "gsm8k", "train_counts": "10", "eval_counts": "3", "total_counts": "13", "en": "26",
@@ -69,8 +75,14 @@ def test_what_is_not_at_hand_is_named_and_fetched_with_yes_alone(
     assert main([*words, "--yes"]) == 2
     said = capsys.readouterr()
     assert "note: joke: asked for" in said.err and "gsm8k" in said.out
-    with pytest.raises(ConfigError, match="unknown dataset 'jok'; did you mean joke"):
+    with pytest.raises(ConfigError, match="unknown dataset or section 'jok'; did you mean joke"):
         main(["counts", "--datasets", "jok"])
+    with pytest.raises(
+        ConfigError, match="section 'zzzzzz'; weft data counts --datasets all names the datasets, weft conf"
+    ):
+        main(["counts", "--datasets", "zzzzzz"])
+    with pytest.raises(ConfigError, match="'xx-en' is no pair of known languages"):
+        main(["counts", "--datasets", "wmt2019_xx-en"])
     with pytest.raises(ConfigError, match="`all` stands alone"):
         main(["counts", "--datasets", "all", "joke"])
 
@@ -92,8 +104,15 @@ def test_languages_are_detected(
     monkeypatch.setitem(sys.modules, "langdetect", package)  # type: ignore[arg-type]
     words = ["counts", f"dataset.cache_dir={here}", "--datasets", "gsm8k", "--detect-language"]
     assert (
-        main(words) == 0 and "gsm8k: unknown 13, xx 13" in capsys.readouterr().out and package.DetectorFactory.seed == 0
+        main(words) == 0
+        and "dataset_name  unknown  xx\ngsm8k              13  13\n" in capsys.readouterr().out
+        and package.DetectorFactory.seed == 0
     )
+    (here / "own.jsonl").write_text(
+        '{"prompt": "q", "answer": "a"}\n{"conversations": [{"from": "gpt", "value": "b"}]}\n{"x": 1}'
+    )
+    assert main(["counts", str(here / "own.jsonl"), "--detect-language"]) == 0
+    assert "dataset_name  xx  unknown\nown            2        1\n" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "langdetect", None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs the package langdetect"):
         main(words)

@@ -198,6 +198,39 @@ def test_the_rl_trainer_reads_trlx_beside_its_sections() -> None:
     assert values("pythia_rlhf", base=PPOConfig(), words=("learning_rate=1e-7",))["actor.optimizer.lr"] == 1e-7
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("trlx.method.ppo_epochs=1", "trlx.method.gen_kwargs.top_p=0.9", "trlx.optimizer.kwargs.lr=1e-4"),
+        ("method.ppo_epochs=1", "method.gen_kwargs={top_p: 0.9}", "optimizer.kwargs.lr=1e-4"),
+        ("ppo_epochs=1", "gen_kwargs.top_p=0.9", "lr=1e-4"),
+        ("~method.gen_kwargs.top_p", "ppo_epochs=1", "top_p=0.9", "lr=1e-4"),
+    ],
+)
+def test_keys_of_trlx_on_the_command_line_go_without_their_prefix(words: tuple[str, ...]) -> None:
+    """They count where the sections' own do: a round's passes decide how many rounds total_steps are."""
+    made = values("defaults_rlhf", "pythia_rlhf", base=PPOConfig(), words=("triton_host_sft=null", *words))
+    assert (made["ppo.ppo_epochs"], made["ppo.gen.top_p"], made["actor.optimizer.lr"]) == (1, 0.9, 1e-4)
+    assert made["max_steps"] == 625 and "trlx.method.gen_kwargs.top_p" not in made
+    before = values("defaults_rlhf", "pythia_rlhf", base=PPOConfig(), words=("triton_host_sft=null", words[0]))
+    assert before["max_steps"] == (157 if words[0].startswith("~") else 625)
+    assert ("ppo.gen.top_p" in before) != words[0].startswith("~")
+
+
+@pytest.mark.parametrize(
+    ("word", "wrong"),
+    [
+        ("name=x", "name: write optimizer.name or scheduler.name or method.name"),
+        ("method.gen_kwargs.topp=0.9", "unknown key 'method.gen_kwargs.topp'; did you mean method.gen_kwargs.top_p"),
+        ("ppo_epoch=3", "unknown key 'ppo_epoch'; did you mean ppo.ppo_epochs"),
+        ("vf_coef=0.5", r"command line: method.vf_coef=0.5: the critic .* write 1"),
+    ],
+)
+def test_keys_that_trlx_lacks_are_refused_with_those_that_work(word: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        values("defaults_rlhf", "pythia_rlhf", base=PPOConfig(), words=(word,))
+
+
 @pytest.mark.parametrize("named", [section.name for contents in SHIPPED for section in contents.sections])
 def test_every_shipped_section_is_understood(named: str) -> None:
     """Defect 1: keys that one section needs and another lacks. Here every section stands on weft's defaults alone, too."""

@@ -27,6 +27,9 @@ def test_stats(trees: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     assert ["100", "trees"] in said and ["1,167", "messages"] in said and ["641", "with a rank"] in said
     assert ["languages:", "en 1,167"] in said
+    for word in ("count", "counts"):
+        assert main(["trees", word, trees]) == 0
+        assert [line.split(None, 1) for line in capsys.readouterr().out.splitlines()] == said
 
 
 def test_filter(trees: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

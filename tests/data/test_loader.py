@@ -254,6 +254,34 @@ def test_one_source(files: Path, tokenizer: Tokenizer) -> None:
     assert [note.split(": ")[0] for note in cut.notes] == ["a", "valid (valid)"]
 
 
+def test_rows_to_evaluate_on_have_their_own_limit(files: Path, tokenizer: Tokenizer) -> None:
+    def longest(part: Part) -> int:
+        return max(part[i].num_tokens("prompt") + part[i].num_tokens() for i in range(len(part)))
+
+    path, valid = str(files / "long.jsonl"), str(files / "valid_long.jsonl")
+    rows = [json.dumps({"id": str(i), "prompt": "it is", "answer": " it" * (i + 5)}) for i in range(40)]
+    for file in (path, valid):
+        Path(file).write_text("\n".join(rows))
+    whole = load(tokenizer, files, train_path=path, valid_split=0.25)
+    full = longest(whole.valid["long"])
+    for own in ({"valid_split": 0.25}, {"valid_path": valid}):
+        short = load(tokenizer, files, train_path=path, max_seqlen=4, valid_max_seqlen=full, **own)
+        assert longest(short.parts[0]) == 4 and longest(next(iter(short.valid.values()))) in (full, short.longest)
+        other = load(tokenizer, files, train_path=path, max_seqlen=full, valid_max_seqlen=4, **own)
+        assert 4 < longest(other.parts[0]) <= full and longest(next(iter(other.valid.values()))) == 4
+    ids = {part[i].ids[0] for part in (short.parts[0],) for i in range(len(part))}
+    assert len(ids) == 40
+    drop = load(
+        tokenizer, files, train_path=path, max_seqlen=full - 1, valid_max_seqlen=full, valid_split=0.25, overlong="drop"
+    )
+    train, held = ({part[i].ids[0] for i in range(len(part))} for part in (drop.parts[0], drop.valid["long"]))
+    assert not train & held and len(held) > 1 and 0 < len(train) < 30
+    cut = load(tokenizer, files, train_path=path, valid_path=valid, valid_max_seqlen=2)
+    assert cut.notes and cut.notes[0].startswith("valid_long (valid)") and "dataset.valid_max_seqlen=2" in cut.notes[0]
+    with pytest.raises(ConfigError, match=r"dataset\.valid_max_seqlen=9: for rows with answers"):
+        load(tokenizer, files, "prompt", train_path=path, valid_max_seqlen=9)
+
+
 def test_a_mixture(files: Path, tokenizer: Tokenizer) -> None:
     sources = [
         {"path": str(files / "a.jsonl"), "fraction": 0.25, "valid_split": 0.1},

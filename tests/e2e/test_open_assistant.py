@@ -82,8 +82,8 @@ def test_rlhf_with_both(folder: Path, data_dir: Path, tuned: Path, reward_model:
         "triton_host_rm=null", "triton_host_sft=null", f"sft_config.model_name={tuned}",
         f"rank_config.model_name={reward_model}",
         f"datasets.oasst_export.input_file_path={data_dir}/oasst/en_100_tree.jsonl", "num_rollouts=4", "batch_size=2",
-        "total_steps=16", "dtype=fp32", "rew.dtype=float32", "log_wandb=false", "trlx.train.seq_length=128",
-        "trlx.method.gen_kwargs.max_new_tokens=16", "trlx.scheduler.kwargs.T_max=16", "progress=false", "trial_name=rlhf",
+        "total_steps=16", "dtype=fp32", "rew.dtype=float32", "log_wandb=false", "train.seq_length=128",
+        "method.gen_kwargs.max_new_tokens=16", "T_max=16", "progress=false", "trial_name=rlhf",
     ]  # fmt: skip
     assert main(["quickstart", "ppo", "--configs", *names, *words]) == 0
     lines = steps(folder / "model_rl" / "ppo" / "rlhf")

@@ -105,6 +105,28 @@ def test_greedy_tokens_and_their_log_probs_are_the_model_s(root: Path, client: h
     np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], logprobs, atol=1e-5)
 
 
+def test_the_likeliest_tokens_are_those_of_the_softmax(root: Path, client: httpx.Client, server: Server) -> None:
+    prompt, decode = [5, 6, 7, 8], server.models[0].tokenizer.decode
+    engine = backends.get("torch")(ModelSpec(path=str(root / "policy"), device="cpu"), Layout())
+    every = [[*prompt, id] for id in range(320)]
+    scored = engine.forward(as_sample(every, [4] * 320), frozenset({"logprobs"})).data["logprobs"].tolist()
+    best = sorted(range(320), key=lambda id: -scored[id])
+    body = {"model": "policy", "prompt": prompt, "max_tokens": 1, "seed": 3, "logprobs": 5}
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    found, sampled = choice["logprobs"]["top_logprobs"][0], choice["logprobs"]["tokens"][0]
+    expected = {decode([id]): scored[id] for id in reversed(best[:5])}
+    assert found == pytest.approx(expected | {sampled: choice["logprobs"]["token_logprobs"][0]}, abs=1e-5)
+    assert client.post("/v1/completions", json=body | {"logprobs": 6}).status_code == 400
+
+    tokens = chat(client, temperature=0, logprobs=True, top_logprobs=20)["choices"][0]["logprobs"]["content"]
+    for token in tokens:
+        likely = token["top_logprobs"]
+        assert len(likely) == 20 and likely[0] == {key: token[key] for key in ("token", "logprob", "bytes")}
+        assert [each["logprob"] for each in likely] == sorted((each["logprob"] for each in likely), reverse=True)
+    without = chat(client, temperature=0, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert [(t["token"], t["top_logprobs"]) for t in without] == [(t["token"], []) for t in tokens]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_stream_is_the_whole_in_parts(client: httpx.Client, path: str) -> None:
     own = (
@@ -160,7 +182,8 @@ def test_options_of_sampling_are_heeded(client: httpx.Client) -> None:
         ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "only 0"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "from 0 to 20"),
         ({"temprature": 1}, "temprature", "did you mean temperature"),
         ({"temperature": "hot"}, "temperature", "must be a number"),
         ({"temperature": 3}, "temperature", "0 to 2"),
@@ -436,16 +459,25 @@ def test_the_openai_client(server: Server) -> None:
     openai = pytest.importorskip("openai", reason="the openai client is not installed")
     with openai.OpenAI(base_url=server.urls["http"] + "/v1", api_key=TOKEN, timeout=60) as client:
         assert [model.id for model in client.models.list()] == ["policy", "reward"]
-        asked = {"model": "policy", "messages": HELLO, "max_tokens": 20, "seed": 1, "n": 2, "logprobs": True}
+        asked = {
+            "model": "policy",
+            "messages": HELLO,
+            "max_tokens": 20,
+            "seed": 1,
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
         whole = client.chat.completions.create(**asked)
         parts = list(client.chat.completions.create(**asked, stream=True))
         for choice in whole.choices:
             own = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
             assert "".join(part.delta.content or "" for part in own) == choice.message.content
             assert own[-1].finish_reason == choice.finish_reason
-        assert whole.choices[0].logprobs.content[0].logprob < 0
-        text = client.completions.create(model="policy", prompt="Once", max_tokens=5, seed=1)
-        assert text.usage.completion_tokens == 5
+        first = whole.choices[0].logprobs.content[0]
+        assert first.logprob < 0 and len(first.top_logprobs) == 2 and first.top_logprobs[0].logprob < 0
+        text = client.completions.create(model="policy", prompt="Once", max_tokens=5, seed=1, logprobs=3)
+        assert text.usage.completion_tokens == 5 and len(text.choices[0].logprobs.top_logprobs[0]) >= 3
         with pytest.raises(openai.BadRequestError, match="tools is not supported"):
             client.chat.completions.create(model="policy", messages=HELLO, tools=[{"type": "function"}])
         with pytest.raises(openai.NotFoundError, match="unknown model"):

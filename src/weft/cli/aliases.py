@@ -49,6 +49,7 @@ RENAMED = {
     "max_seq_length": "dataset.max_seqlen",
     "max_prompt_length": "dataset.max_prompt_len",
     "max_seqlen": "dataset.max_seqlen",
+    "valid_max_seqlen": "dataset.valid_max_seqlen",
     "max_prompt_len": "dataset.max_prompt_len",
     "train_bs_n_seqs": "dataset.train_bs_n_seqs",
     "valid_bs_n_seqs": "dataset.valid_bs_n_seqs",

@@ -131,8 +131,8 @@ def _paths(given: argparse.Namespace) -> list[str]:
     allowed = named_data.allow(named_data.sources(given.datasets, given.mode, spec), spec, given.yes)
     if not allowed:
         raise ConfigError("--datasets: none of them is at hand; --yes fetches them")
-    named = [{str(source.named): named_data.said(source)} for source in allowed]
-    return [*given.paths, *named_data.files_of(replace(spec, named=named), given.mode)]
+    sources = [named_data.said(source) for source in allowed]
+    return [*given.paths, *named_data.files_of(replace(spec, sources=sources), given.mode)]
 
 
 def _weak(given: argparse.Namespace) -> Weak | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from weft import registry
 from weft.cli import overrides
 from weft.cli.parsing import Parser
-from weft.cli.sections import Contents, Library, Section, read_file, shipped_file
+from weft.cli.sections import SUFFIXES, Contents, Library, Section, read_file, shipped_file, yaml_files
 from weft.cli.stack import Stack, meant_for, read_stack
 from weft.data.spec import DatasetSpec
 from weft.errors import ConfigError
@@ -26,7 +26,8 @@ EPILOG = """examples:
   weft config ls pythia
   weft config show defaults oasst_export_eu pythia-1b learning_rate=2e-6
   weft config cp pythia-1b configs/mine.yaml
-  weft config validate configs/mine.yaml"""
+  weft config validate configs/mine.yaml
+  weft config validate defaults oasst_export_eu pythia-1b learning_rate=2e-6"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,9 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     copying.add_argument("name")
     copying.add_argument("file", type=Path, help="a file that is not there yet, such as configs/mine.yaml")
     checking = commands.add_parser(
-        "validate", help="check every section of a file: keys, types, values, names of data sets"
+        "validate", help="check every section of files, or a stack of sections: keys, types, values, names of data sets"
     )
-    checking.add_argument("files", nargs="+", type=Path)
+    checking.add_argument(
+        "words",
+        nargs="+",
+        metavar="FILE|NAME|key=value",
+        help="files or folders of them; or sections left to right, then assignments, as a quickstart takes them",
+    )
     for name, run in (("ls", ls), ("show", show), ("cp", cp), ("validate", validate)):
         command = commands.choices[name]
         command.set_defaults(run=run, quickstart=None)
@@ -84,16 +90,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def ls(given: argparse.Namespace) -> Iterator[str]:
-    """A line for each section."""
-    sections = [section for section in Library.find(given.folders).all() if given.part in section.name]
-    if not sections:
-        raise ConfigError(f"weft config ls {given.part}: no section has this in its name")
-    width = max(len(section.name) for section in sections)
-    place = max(len(section.place()) for section in sections)
+    """A line for each section, then what is wrong with files that hold none, or cannot be read."""
+    broken: list[str] = []
+    library = Library.find(given.folders, broken)
+    sections = []
+    for name in library.names():
+        try:
+            sections += [library.get(name)] if given.part in name else []
+        except ConfigError as error:
+            broken.append(str(error))
+    broken += [wrong for _, contents in library.contents for wrong in contents.wrong]
+    width = max((len(section.name) for section in sections), default=0)
+    place = max((len(section.place()) for section in sections), default=0)
     for section in sections:
         keys = list(section.values)
         more = f", and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
         yield f"{section.name:{width}}  {section.place():{place}}  {', '.join(keys[:SHOWN])}{more}"
+    yield from (f"cannot be used: {wrong}" for wrong in dict.fromkeys(broken))
+    if not sections:
+        raise ConfigError(f"weft config ls {given.part}: no section has this in its name")
 
 
 def show(given: argparse.Namespace) -> Iterator[str]:
@@ -150,33 +165,59 @@ def _tops(rows: Sequence[str]) -> set[str]:
 
 
 def validate(given: argparse.Namespace) -> Iterator[str]:
-    """Check every section of the files. Raises `ConfigError` with every problem."""
+    """Check every section of files, and the names as a stack. Raises `ConfigError` with every problem."""
     problems: list[str] = []
-    for file in given.files:
-        if not file.is_file():
-            raise ConfigError(f"weft config validate {file}: there is no such file")
-        contents = read_file(file)
-        problems += [
-            f"{file}:{line}: {name!r} stands outside of any section; indent it" for name, line in contents.strays
-        ]
-        library = Library(((str(file.parent), Contents(contents.sections)), *Library.find(given.folders).contents))
-        for section in contents.sections:
-            quickstart, wrong = _problem(section, library, given.quickstart)
-            if wrong:
-                problems.append(wrong)
-            else:
-                yield f"{section.place()}: {section.name} is right for {quickstart}"
+    names: list[str] = []
+    for word in (word for word in given.words if "=" not in word):
+        place = Path(word)
+        if place.is_file() or place.is_dir():
+            inside = [place] if place.is_file() else yaml_files(place, f"weft config validate {word}")
+            for file in inside:
+                yield from _of_file(file, given, problems)
+        elif place.suffix in SUFFIXES or "/" in word:
+            raise ConfigError(f"weft config validate {word}: there is no such file")
+        else:
+            names += [name for name in word.split(",") if name]
+    assigned = [word for word in given.words if "=" in word]
+    if assigned and not names:
+        raise ConfigError(f"weft config validate {assigned[0]}: goes over sections; name them before it")
+    if names:
+        right, wrong = _problem(names, Library.find(given.folders), given.quickstart, overrides.parse(assigned))
+        if wrong:
+            problems.append(wrong)
+        else:
+            yield f"{' '.join(names)}: right for {right}"
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _problem(section: Section, library: Library, quickstart: str | None) -> tuple[str, str]:
-    """(the quickstart that a section fits, "") or (the one it is most likely meant for, what is wrong)."""
-    first = quickstart or meant_for([section])
+def _of_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iterator[str]:
+    """Check the sections of a file; what is wrong goes to `problems`."""
+    try:
+        contents = read_file(file)
+    except ConfigError as error:
+        problems.append(str(error))
+        return
+    problems += contents.wrong
+    others = Library.find(given.folders, broken=[]).contents
+    library = Library(((str(file.parent), Contents(contents.sections)), *others))
+    for section in contents.sections:
+        quickstart, wrong = _problem([section.name], library, given.quickstart)
+        if wrong:
+            problems.append(wrong)
+        else:
+            yield f"{section.place()}: {section.name} is right for {quickstart}"
+
+
+def _problem(
+    names: Sequence[str], library: Library, quickstart: str | None, given: Sequence[overrides.Override] = ()
+) -> tuple[str, str]:
+    """(the quickstart that a stack fits, "") or (the one it is most likely meant for, what is wrong)."""
+    first = quickstart or meant_for([library.get(name) for name in names])
     wrong = ""
     for name in (first,) if quickstart else dict.fromkeys((first, *QUICKSTARTS)):
         try:
-            _checked([section.name], library, name, [])
+            _checked(names, library, name, given)
         except ConfigError as error:
             wrong = wrong or str(error)
             if "unknown key" not in str(error):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import TOKENIZERS, Wanted, find
-from weft.cli import overrides
+from weft.cli.data_options import DataConfig, configure, named_options, stack_options
 from weft.data.sources import check_at_hand
 from weft.data.spec import DatasetSpec, TokenizerSpec, sources_of
-from weft.errors import ConfigError, DataError
-from weft.options import option, read, validate
+from weft.errors import ConfigError, DataError, NoTemplate
 from weft.registry import datasets, import_user_code, import_user_folder
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
 
 USED_AS = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the type of a named dataset's rows, by mode
-ROLES = ("model", "actor")  # whose tokenizer makes the token ids of a run
+FORM, TEMPLATE, END = "chatml", "template", "<|im_end|>"  # how lengths are counted where the tokenizer has no form
 SHOWN = 5  # places listed for each finding of a scan
 EPILOG = """options of a run can be given as they are there:
   dataset.max_seqlen=512 dataset.overlong=drop dataset.args.prompt_key=q
@@ -35,16 +34,9 @@ examples:
   weft data inspect pairs.jsonl --type preference --tokenizer MODEL_DIR -n 2
   weft data counts a.jsonl b.parquet --type prompt_answer --tokenizer MODEL_DIR
   weft data counts --config runs/E/T/config.yaml
+  weft data counts --configs defaults oasst_export_eu
+  weft data counts --datasets oasst_export data_path=trees.jsonl.gz
   weft data scan chats.json --type chat --tokenizer MODEL_DIR dataset.max_seqlen=2048"""
-
-
-@dataclass
-class DataConfig:
-    """The options of a run that decide what its data are."""
-
-    dataset: DatasetSpec = option(DatasetSpec(), "data")
-    tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer")
-    seed: int = option(1, "seed of the draws and the order")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     arguments.words += rest  # paths and assignments may also stand after options
     import_user_folder()
     import_user_code(arguments.imports)
-    config, paths = _configure(arguments)
+    config, paths = configure(arguments)
     for path in paths:
         check_at_hand(path)
     run: Callable[[DataConfig, list[str], argparse.Namespace], int | None] = arguments.run
@@ -114,13 +106,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
         command.set_defaults(run=run)
         named_options(command)
+        stack_options(command)
     commands.add_parser("trees", help="count, filter, split, flatten and build Open-Assistant's message trees")
     commands.add_parser("augment", help="write rankings in which bad replies of a weak model stand last")
     inspecting, counting, measuring, scanning = (commands.choices[name] for name, *_ in parts)
-    counting.add_argument("--output", type=Path, metavar="FILE.csv", help="with --datasets: write the table as CSV too")
-    counting.add_argument(
-        "--detect-language", action="store_true", help="with --datasets: languages of the texts (langdetect)"
-    )
+    counting.add_argument("--output", type=Path, metavar="FILE.csv", help="write the table as CSV too")
+    counting.add_argument("--detect-language", action="store_true", help="tell the languages of the texts (langdetect)")
     measuring.add_argument(
         "--limit", type=_count, default=4096, metavar="N", help="count the rows above it (default 4096)"
     )
@@ -131,70 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def named_options(command: argparse.ArgumentParser) -> None:
-    """The options of a command that reads datasets by name."""
-    command.add_argument(
-        "--datasets", nargs="+", metavar="NAME", help="datasets by name, or all (docs/named-datasets.md)"
-    )
-    command.add_argument("--mode", choices=tuple(USED_AS), default="sft", help="what they are used for (default sft)")
-    command.add_argument("--yes", action="store_true", help="fetch what is not at hand without asking")
-
-
 def _count(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError("must not be below 0")
     return number
-
-
-def _configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
-    """(options, paths) of a command line. Raises `ConfigError` for unknown options and where there are no data."""
-    assigned = [word for word in arguments.words if re.match(r"\+*[A-Za-z_][\w.]*=", word)]
-    paths = [word for word in arguments.words if word not in assigned]
-    config = DataConfig()
-    if arguments.config is not None:
-        config = read(config, _of_run(overrides.read_file(str(arguments.config))))
-    values: dict[str, Any] = {}
-    for assignment in overrides.parse(assigned):
-        overrides.merge(values, assignment)
-    config = read(config, values)
-    if arguments.tokenizer is not None:
-        config.tokenizer.path = arguments.tokenizer
-    if arguments.type is not None:
-        config.dataset.type = arguments.type
-    if paths:
-        config.dataset = replace(config.dataset, path=None, train_path=None, sources=None, named=None, valid_path=None)
-    if arguments.datasets:
-        _by_name(config, arguments)
-    config.dataset = replace(config.dataset, train_bs_n_seqs=1, train_tokens_per_batch=None, shuffle=False)
-    validate(config)
-    spec = config.dataset
-    if not (paths or spec.path or spec.train_path or spec.sources or spec.named or spec.args or arguments.datasets):
-        raise ConfigError("there are no data to look at: give a PATH, --config, or dataset.sources=...")
-    return config, paths
-
-
-def _by_name(config: DataConfig, arguments: argparse.Namespace) -> None:
-    """Make the datasets that the command names the data, as far as they are at hand or the user lets them be fetched."""
-    from weft.cli import named_data
-
-    if arguments.command == "counts" and config.tokenizer.path is None:
-        return  # counts rows, one dataset after another
-    wanted = named_data.sources(arguments.datasets, arguments.mode, config.dataset)
-    allowed = named_data.allow(wanted, config.dataset, arguments.yes)
-    if not allowed:
-        raise ConfigError("--datasets: none of them is at hand; --yes fetches them")
-    config.dataset = replace(config.dataset, named=[{source.named: named_data.said(source)} for source in allowed])
-
-
-def _of_run(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The data options of a run's configuration; its tokenizer is that of the role that reads the data."""
-    kept = {name: values[name] for name in ("dataset", "tokenizer", "seed") if name in values}
-    role: Mapping[str, Any] = next((values[name] for name in ROLES if isinstance(values.get(name), Mapping)), {})
-    own = {name: value for name, value in (role.get("tokenizer") or {}).items() if value is not None}
-    if role and "tokenizer" not in kept:
-        kept["tokenizer"] = {"path": role.get("path"), **own}
-    return kept
 
 
 def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
@@ -282,27 +214,17 @@ def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
 def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> int | None:
     """Print the table of counts; without a tokenizer only rows are counted."""
     from weft.cli import named_data
-    from weft.data.loader import load_data
-    from weft.data.sources import Unreadable, find_files, read_rows
+    from weft.data.loader import given_sources, load_data
 
-    console = _console(arguments)
-    if config.tokenizer.path is None and (arguments.datasets or config.dataset.named):
-        asked = named_data.Asked(arguments.datasets or [], arguments.mode, config.dataset, arguments.yes)
-        return named_data.run(asked, output=arguments.output, detect=arguments.detect_language)
-    if config.tokenizer.path is not None:
+    if config.tokenizer.path is None:
         spec = _spec(config, paths)
-        data = load_data(spec, _type(spec, paths, arguments.mode), _tokenizer(config), seed=config.seed)
-        console.print(data.table(), markup=False)
-        for note in data.notes:
-            console.print(f"note: {note}", style="yellow", markup=False)
-        return None
-    if not paths:
-        raise ConfigError("--tokenizer is missing: what is cut or left out depends on it")
-    for path in paths:
-        rows = [row for file in find_files(path) for _, row in read_rows(file)]
-        bad = sum(isinstance(row, Unreadable) for row in rows)
-        console.print(f"{path}: {len(rows):,} rows{f', {bad:,} of them unreadable' if bad else ''}", markup=False)
-    console.print("note: with --tokenizer the table also says what is trained, cut and left out", style="yellow")
+        asked = named_data.Asked(given_sources(spec), arguments.mode, spec, arguments.yes)
+        return named_data.run(asked, output=arguments.output, detect=arguments.detect_language)
+    console, spec = _console(arguments), _spec(config, paths)
+    data = load_data(spec, _type(spec, paths, arguments.mode), _tokenizer(config), seed=config.seed)
+    console.print(data.table(), markup=False)
+    for note in data.notes:
+        console.print(f"note: {note}", style="yellow", markup=False)
     return None
 
 
@@ -314,10 +236,33 @@ def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
     from weft.cli.named_data import spread
     from weft.data.loader import load_data
 
-    spec = replace(_spec(config, paths), max_seqlen="auto", max_prompt_len=None, overlong="truncate")
-    data = load_data(spec, _type(spec, paths, arguments.mode), _tokenizer(config), seed=config.seed)
+    spec = replace(
+        _spec(config, paths), max_seqlen="auto", valid_max_seqlen=None, max_prompt_len=None, overlong="truncate"
+    )
+    kind, notes = _type(spec, paths, arguments.mode), []
+    tokenizer = _tokenizer(config)
+    if tokenizer.eos_id is None:
+        tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, END], eos_token=END)
+        notes.append(f"the tokenizer names no end token (tokenizer.eos_token); an end counts as one token, {END}")
+    try:
+        data = load_data(spec, kind, tokenizer, seed=config.seed)
+    except NoTemplate:
+        tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, TEMPLATE], chat_template=FORM)
+        notes.append(
+            f"the tokenizer has no chat template; messages are counted in the form {FORM} (tokenizer.chat_template=oasst, "
+            "or another, counts in that one)"
+        )
+        data = load_data(spec, kind, tokenizer, seed=config.seed)
     for line in spread(data, arguments.limit):
         print(line)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _with(config: DataConfig, **options: Any) -> Tokenizer:
+    """The tokenizer with options that the command line leaves out; they stay in `config`."""
+    config.tokenizer = replace(config.tokenizer, **options)
+    return _tokenizer(config)
 
 
 # -- scan

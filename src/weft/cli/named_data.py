@@ -4,101 +4,140 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weft.cli.open_assistant.commands import named_datasets
+from weft.cli.stacked_data import NO_SETTINGS, Settings
 from weft.data.datasets.base import Tokenized
-from weft.data.loader import LoadedData
+from weft.data.loader import LoadedData, named_apart
+from weft.data.mixture import Share, hold_out, per_epoch
 from weft.data.named import find, names
 from weft.data.named.entry import Entry
 from weft.data.named.fetch import local
 from weft.data.named.prepare import Prepared, Split, cache_root, prepare
+from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, PROMPT_KEYS, Row, first_of
+from weft.data.sources import Unreadable, find_files, read_rows
 from weft.data.spec import DatasetSpec, SourceSpec, sources_of
-from weft.errors import ConfigError, DataError
+from weft.errors import ConfigError, DataError, UnknownName, nearest
 from weft.extras import install
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
+LISTS = "weft data counts --datasets all names the datasets, weft config ls the sections"
+OF_FORMS = ("text", "prompt")  # columns of texts, in rows of named datasets
+OF_ANY = ("text", *PROMPT_KEYS, *ANSWER_KEYS, "chosen", "rejected")  # and in any
+PER_EPOCH = "epoch_counts"  # of training rows, where a source gives an epoch a part of them
 
 
 @dataclass(frozen=True)
 class Counted:
-    """One dataset: its rows, and how many texts are in each language (where rows say it, or it was detected)."""
+    """One dataset: its rows, how many an epoch takes, and how many messages are in each language (where rows say it, or it
+    was detected)."""
 
     name: str
     train: int
     evaluation: int
     languages: Counter[str] = field(default_factory=Counter)
+    per_epoch: int = 0
+    unreadable: int = 0
 
-    def cells(self) -> list[str]:
-        return [self.name, *(f"{count:,}" for count in (self.train, self.evaluation, self.train + self.evaluation))]
+    def numbers(self, drawn: bool) -> list[int]:
+        """The counts of a line of the table; with `drawn` also those of an epoch."""
+        counts = [self.train, self.evaluation, self.train + self.evaluation]
+        return [*counts, self.per_epoch] if drawn else counts
 
 
-def sources(words: Sequence[str], mode: str, spec: DatasetSpec) -> list[SourceSpec]:
-    """The named sources that a command asks for: `all` of a mode, names (also `a,b`), those that a section of settings lists,
-    and those of the options."""
+def sources(words: Sequence[str], mode: str, spec: DatasetSpec, settings: Settings = NO_SETTINGS) -> list[SourceSpec]:
+    """The sources that a command asks for: `all` of a mode, names (also `a,b`), those that a section of settings lists, and
+    those of the options."""
     asked = [name for word in words for name in word.split(",") if name]
     if asked == ["all"]:
         asked = [name for name in names(mode, spec.named_file) if "{" not in name]
     elif "all" in asked:
         raise ConfigError(f"--datasets {' '.join(words)}: `all` stands alone")
-    listed = [SourceSpec(named=name) for word in asked for name in _names(word, spec)]
-    return [*listed, *(source for source in sources_of(spec) if source.named is not None)]
+    found = [source for word in asked for source in _of_word(word, mode, spec, settings)]
+    return settings.applied([*found, *sources_of(spec)], spec.named_file)
 
 
-def _names(word: str, spec: DatasetSpec) -> list[str]:
-    """A dataset's name, or those that the section of that name lists. Raises `ConfigError` with the nearest names."""
+def _of_word(word: str, mode: str, spec: DatasetSpec, settings: Settings) -> list[SourceSpec]:
+    """A dataset by its name, or the entries of the section of that name. Raises `ConfigError` with the nearest names."""
     try:
-        return [find(word, spec.named_file).name]
-    except ConfigError:
-        listed = named_datasets([word])
-        if listed == [word]:
-            raise
-    return [find(name, spec.named_file).name for name in listed]
+        return [SourceSpec(named=find(word, spec.named_file).name)]
+    except UnknownName as error:
+        section = settings.section(word)
+        if section is None:
+            close = nearest(word, [*names(None, spec.named_file), *settings.library.names()])
+            hint = f"did you mean {' or '.join(close)}?" if close else LISTS
+            raise ConfigError(f"unknown dataset or section {word!r}; {hint}") from error
+    return settings.listed(section, mode)
 
 
 def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[SourceSpec]:
     """The sources that may be read: those at hand, and where the user agrees (`yes`, or asked on a terminal) those that
     have to be fetched."""
     cache = cache_root(spec.cache_dir)
-    missing = [source for source in wanted if local(_entry(source, spec), source.path or None, cache) is None]
+    missing = [
+        source for source in wanted if source.named and local(_entry(source, spec), source.path or None, cache) is None
+    ]
     if not missing or yes:
         return list(wanted)
-    for source in missing:
-        entry = _entry(source, spec)
+    entries = {str(source.named): _entry(source, spec) for source in missing}
+    for name, entry in entries.items():
         licence = f" (licence: {entry.licence})" if entry.licence else ""
-        print(f"{source.named}: would be fetched from {entry.origin}{licence}", file=sys.stderr)
+        print(f"{name}: would be fetched from {entry.origin}{licence}", file=sys.stderr)
     if sys.stdin.isatty():
-        print(f"fetch these {len(missing)}? [y/N] ", end="", file=sys.stderr, flush=True)
+        print(f"fetch these {len(entries)}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return list(wanted)
     else:
-        print("note: --yes fetches them; they are left out", file=sys.stderr)
+        print("note: --yes fetches them, datasets.NAME.data_path=FILE reads a copy; they are left out", file=sys.stderr)
     return [source for source in wanted if source not in missing]
 
 
-def count(source: SourceSpec, mode: str, spec: DatasetSpec, detect: Callable[[str], str] | None) -> Counted:
-    """The rows of one source, each text's language with them. Raises `DataError` where it cannot be had."""
+def count(source: SourceSpec, name: str, asked: Asked, detect: Callable[[str], str] | None) -> Counted:
+    """The rows of one source, each message's language with them. Raises `DataError` where it cannot be had."""
+    spec = asked.spec
     share = spec.valid_split if source.valid_split is None else source.valid_split
-    split = Split(share, own=source.valid_split != 0)
-    made = prepare(source, mode, cache_root(spec.cache_dir), split, spec.named_file)
-    languages: Counter[str] = Counter()
-    sizes = []
-    for path in _files(made):
-        sizes.append(0)
-        with open(path) as lines:
-            for line in lines:
-                sizes[-1] += 1
-                languages.update(_languages(json.loads(line), detect))
-    evaluation = sizes[1] if len(sizes) > 1 else 0
-    return Counted(str(source.named), sizes[0], min(evaluation, source.max_valid or evaluation), languages)
+    elsewhere = spec.valid_path is not None
+    if source.named is not None:
+        split = Split(0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0)
+        source = prepare(source, asked.mode, cache_root(spec.cache_dir), split, spec.named_file).source
+        share = 0.0
+    read = _Rows(detect, OF_FORMS if source.named is not None else OF_ANY)
+    train, evaluation = read.count(source.path, source.split), 0
+    if source.valid_path:
+        evaluation = read.count(source.valid_path, None)
+    elif source.valid_split is not None or not elsewhere:
+        evaluation = int(hold_out([str(index) for index in range(train)], share).sum())
+        train -= evaluation
+    kept = min(evaluation, source.max_valid or evaluation)
+    return Counted(name, train, kept, read.languages, unreadable=read.unreadable)
+
+
+class _Rows:
+    """Rows of files, counted by language, and those that are no rows."""
+
+    def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
+        self.detect, self.columns, self.languages, self.unreadable = detect, columns, Counter[str](), 0
+
+    def count(self, path: str, split: str | None) -> int:
+        """How many rows there are."""
+        number = 0
+        for file in find_files(path, split):
+            for _, row in read_rows(file):
+                if isinstance(row, Unreadable):
+                    self.unreadable += 1
+                    continue
+                number += 1
+                self.languages.update(
+                    map(self.detect, _texts(row, self.columns)) if self.detect else _said_languages(row)
+                )
+        return number
 
 
 def detector() -> Callable[[str], str]:
@@ -118,45 +157,60 @@ def detector() -> Callable[[str], str]:
     return detect
 
 
-def table(counted: Sequence[Counted]) -> str:
-    """Plain text: a line a dataset, and their sum."""
-    total = Counted("total", sum(c.train for c in counted), sum(c.evaluation for c in counted))
-    rows = [list(COLUMNS), *(c.cells() for c in [*counted, *([total] if len(counted) > 1 else [])])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-             for row in rows]  # fmt: skip
-    spoken = [
-        f"{c.name}: {', '.join(f'{k} {n:,}' for k, n in c.languages.most_common())}" for c in counted if c.languages
+def table(counted: Sequence[Counted], drawn: bool = False) -> str:
+    """Plain text: a line a dataset, and their sum; with `drawn` also how many rows an epoch takes."""
+    sums = [sum(numbers) for numbers in zip(*(c.numbers(drawn) for c in counted), strict=True)]
+    lines = [(c.name, c.numbers(drawn)) for c in counted] + ([("total", sums)] if len(counted) > 1 else [])
+    rows = [_columns(drawn), *([name, *(f"{number:,}" for number in numbers)] for name, numbers in lines)]
+    spoken = _by_language(counted)
+    return "\n".join([*_aligned(rows), *(["", "messages by language", *_aligned(spoken)] if spoken else [])])
+
+
+def _columns(drawn: bool) -> list[str]:
+    return [*COLUMNS, *([PER_EPOCH] if drawn else [])]
+
+
+def _by_language(counted: Sequence[Counted]) -> list[list[str]]:
+    """A line a dataset that says its languages, the most frequent language first."""
+    total = sum((each.languages for each in counted), Counter[str]())
+    languages = [language for language, _ in total.most_common()]
+    spoken = [each for each in counted if each.languages]
+    rows = [[each.name, *(f"{each.languages[language]:,}" for language in languages)] for each in spoken]
+    return [["dataset_name", *languages], *rows] if rows else []
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
     ]
-    return "\n".join([*lines, *(["", "languages", *spoken] if spoken else [])])
 
 
-def write_csv(file: Path, counted: Sequence[Counted]) -> None:
+def write_csv(file: Path, counted: Sequence[Counted], drawn: bool = False) -> None:
     """The table with a column for every language."""
     languages = sorted({language for each in counted for language in each.languages})
     with file.open("w", newline="") as stream:
         writer = csv.writer(stream)
-        writer.writerow([*COLUMNS, *languages])
+        writer.writerow([*_columns(drawn), *languages])
         for each in counted:
-            sizes = [each.train, each.evaluation, each.train + each.evaluation]
-            writer.writerow([each.name, *sizes, *(each.languages[language] for language in languages)])
+            writer.writerow([each.name, *each.numbers(drawn), *(each.languages[language] for language in languages)])
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Datasets that a command names, what for, with which options, and whether they may be fetched."""
+    """Sources whose rows a command counts, what for, and whether they may be fetched."""
 
-    words: Sequence[str]
+    sources: Sequence[SourceSpec]
     mode: str
     spec: DatasetSpec
     yes: bool
 
 
 def said(source: SourceSpec) -> dict[str, Any]:
-    """A named source as its entry of `dataset.named`."""
-    plain = {
-        spec.name: getattr(source, spec.name) for spec in fields(source) if spec.name not in ("named", "type", "split")
-    }
+    """A source as an entry of `dataset.sources`."""
+    plain = {spec.name: getattr(source, spec.name) for spec in fields(source)}
     return {name: value for name, value in plain.items() if value not in (None, "", {})}
 
 
@@ -174,20 +228,32 @@ def spread(data: LoadedData, limit: int) -> Iterator[str]:
 def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
     """Print the table; 2 where a dataset could not be read, each with its reason."""
     tell = detector() if detect else None
-    counted, wrong = [], []
-    for source in allow(sources(asked.words, asked.mode, asked.spec), asked.spec, asked.yes):
+    counted, shares, wrong = [], [], []
+    allowed = allow(asked.sources, asked.spec, asked.yes)
+    for source, name in named_apart(allowed):
         try:
-            counted.append(count(source, asked.mode, asked.spec, tell))
+            counted.append(count(source, name, asked, tell))
         except DataError as error:
             wrong.append(str(error))
+        else:
+            shares.append(Share(name, counted[-1].train, source.fraction, source.size, source.weight))
+    if wrong and not counted:
+        raise DataError(wrong)
+    drawn = any(share.fraction or share.size or share.weight for share in shares)
+    counted = [replace(each, per_epoch=n) for each, n in zip(counted, per_epoch(shares), strict=True)]
+    if counted and asked.spec.valid_path is not None:
+        elsewhere = SourceSpec(asked.spec.valid_path)
+        found = count(elsewhere, f"{named_apart([elsewhere])[0][1]} (valid)", replace(asked, spec=DatasetSpec()), tell)
+        counted.append(replace(found, train=0, evaluation=found.train))
     if counted:
-        print(table(counted))
+        print(table(counted, drawn))
     if output is not None and counted:
-        write_csv(output, counted)
+        write_csv(output, counted, drawn)
         print(f"written to {output}")
+    wrong += [f"{each.name}: {each.unreadable:,} rows cannot be read" for each in counted if each.unreadable]
     for reason in wrong:
         print(f"note: {reason}", file=sys.stderr)
-    return 2 if wrong or not counted else 0
+    return 2 if len(wrong) > sum(each.unreadable > 0 for each in counted) or not counted else 0
 
 
 def files_of(spec: DatasetSpec, mode: str) -> dict[str, str]:
@@ -207,14 +273,20 @@ def _files(made: Prepared) -> list[str]:
     return [made.source.path, *([made.source.valid_path] if made.source.valid_path else [])]
 
 
-def _languages(row: dict[str, Any], detect: Callable[[str], str] | None) -> Iterator[str]:
-    """The language of every text of a row: what the row says, or what is detected."""
-    messages = row.get("messages") or row.get("prompt")
-    for message in messages if isinstance(messages, list) else []:
-        if detect is not None:
-            yield detect(message["content"])
-        elif "lang" in message:
-            yield message["lang"]
-    if detect is not None:
-        plain = [row.get("text"), messages if isinstance(messages, str) else None, *(row.get("replies") or [])]
-        yield from (detect(text) for text in plain if text)
+def _messages(row: Row) -> list[Mapping[str, Any]]:
+    key = first_of(row, (*MESSAGE_KEYS, "prompt"))
+    listed = row[key] if key is not None else None
+    return [each for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
+
+
+def _said_languages(row: Row) -> Iterator[str]:
+    """The languages that a row's messages say."""
+    return (message["lang"] for message in _messages(row) if isinstance(message.get("lang"), str))
+
+
+def _texts(row: Row, columns: Sequence[str]) -> Iterator[str]:
+    """The texts of a row: of its messages, of replies, and of columns."""
+    spoken = (message.get("content") or message.get("value") for message in _messages(row))
+    replies = row.get("replies")
+    found = [*spoken, *(row.get(column) for column in columns), *(replies if isinstance(replies, list) else [])]
+    return (text for text in found if text and isinstance(text, str))

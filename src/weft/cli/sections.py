@@ -48,6 +48,15 @@ class Contents:
 
     sections: tuple[Section, ...]
     strays: tuple[tuple[str, int], ...] = ()
+    file: str = ""
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is wrong with the values outside of sections."""
+        return [
+            f"{self.file}:{line}: {stray!r} stands outside of any section; indent it under a name"
+            for stray, line in self.strays
+        ]
 
 
 @dataclass(frozen=True)
@@ -57,21 +66,24 @@ class Library:
     contents: tuple[tuple[str, Contents], ...]  # (folder, a file's contents), in the order of search
 
     @classmethod
-    def find(cls, folders: Sequence[str] = ()) -> Library:
-        """Read every YAML file. Raises `ConfigError` for a folder that is not there and for files that are not YAML."""
+    def find(cls, folders: Sequence[str] = (), broken: list[str] | None = None) -> Library:
+        """Read every YAML file. Raises `ConfigError` for a folder that is not there, and for files that are not YAML unless
+        `broken` takes what is wrong with them."""
         found: list[tuple[str, Contents]] = []
         for folder in ([OWN_FOLDER] if Path(OWN_FOLDER).is_dir() else []) + list(folders):
             if not Path(folder).is_dir():
                 raise ConfigError(f"--config-dir {folder}: there is no such folder")
-            below = files_below(Path(folder), f"--config-dir {folder}", ConfigError)
-            inside = sorted(path for path in below if path.suffix in SUFFIXES and path.is_file())
-            found += [(folder, read_file(path)) for path in inside]
+            inside = yaml_files(Path(folder), f"--config-dir {folder}")
+            found += [(folder, contents) for path in inside for contents in _read(path, broken)]
         return cls((*found, *((SHIPPED, contents) for contents in _shipped())))
 
     def all(self) -> Iterator[Section]:
         """Every section that a name stands for, in the order of search."""
-        names = dict.fromkeys(section.name for _, contents in self.contents for section in contents.sections)
-        return (self.get(name) for name in names)
+        return (self.get(name) for name in self.names())
+
+    def names(self) -> list[str]:
+        """What the sections are called, in the order of search."""
+        return list(dict.fromkeys(section.name for _, contents in self.contents for section in contents.sections))
 
     def get(self, name: str) -> Section:
         """The first section of this name. Raises `ConfigError` for unknown names, and where one folder has it in two forms."""
@@ -79,8 +91,8 @@ class Library:
         if not same:
             raise self._unknown(name)
         folder, contents, section = same[0]
-        for stray, line in contents.strays:
-            raise ConfigError(f"{section.file}:{line}: {stray!r} stands outside of any section; indent it under a name")
+        for wrong in contents.wrong:
+            raise ConfigError(wrong)
         for other_folder, _, other in same[1:]:
             if other_folder == folder and dict(other.values) != dict(section.values):
                 raise ConfigError(
@@ -102,6 +114,20 @@ class Library:
             f"unknown section {name!r}; " + (f"did you mean {hint}?" if close else "weft config ls lists them")
             + f" (looked in {', '.join(looked)})"
         )  # fmt: skip
+
+
+def yaml_files(folder: Path, what: str) -> list[Path]:
+    """The YAML files in a folder and those below it. Raises `ConfigError` where there are very many files."""
+    return sorted(path for path in files_below(folder, what, ConfigError) if path.suffix in SUFFIXES and path.is_file())
+
+
+def _read(path: Path, broken: list[str] | None) -> Iterator[Contents]:
+    try:
+        yield read_file(path)
+    except ConfigError as error:
+        if broken is None:
+            raise
+        broken.append(str(error))
 
 
 def read_file(path: Path, shown: str = "") -> Contents:
@@ -132,7 +158,7 @@ def _contents(values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Pat
                 {key[1:]: line for key, line in lines.items() if key[0] == name and len(key) > 1}, shipped)
         for name in values if name not in plain
     )  # fmt: skip
-    return Contents(sections, tuple((name, lines.get((name,), 1)) for name in plain))
+    return Contents(sections, tuple((name, lines.get((name,), 1)) for name in plain), shown)
 
 
 def _option_groups() -> set[str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from weft.cli.aliases import BATCH, RENAMED, SPECIAL, is_spelling, translation
 from weft.cli.help import shown
+from weft.cli.open_assistant.datasets import SHARES
 from weft.cli.open_assistant.keys import KEYS, TRLX, map_keys
-from weft.cli.open_assistant.mapped import IMPLIED, RL, RM, Mapped
+from weft.cli.open_assistant.mapped import IMPLIED, RL, RM, TRL, Mapped
 from weft.cli.overrides import Override, flatten
 from weft.cli.sections import READY, SHIPPED, Library, Section
 from weft.errors import ConfigError, nearest
@@ -60,7 +61,7 @@ class Stack:
         rows = []
         for override in self.overrides:
             key, where = self.origins[override.name]
-            said = "" if key in (override.name, IMPLIED) else f", {key}"
+            said = "" if key in (override.name, IMPLIED) else f", {key.removeprefix(TRL)}"
             rows.append((f"  {override.name} = {shown(plain(override.value))}", f"{where}{said}"))
         width = min(max((len(left) for left, _ in rows), default=0), 72)
         return [f"settings: {' '.join(self.names)}", *(f"{left:{width}}  # {right}" for left, right in rows)]
@@ -72,7 +73,7 @@ class Stack:
         if not named:
             return error
         key, where = self.origins[max(named, key=len)]
-        return ConfigError(f"{text} ({where}{'' if key in named else f', {key}'})")
+        return ConfigError(f"{text} ({where}{'' if key in named else f', {key.removeprefix(TRL)}'})")
 
 
 def read_stack(
@@ -125,7 +126,7 @@ class _Reader:
             if section.trlx:
                 for each in flatten({key: value}):
                     where = Set(each.value, section.place(*each.name.split(".")), section.name, rank, source=section)
-                    self._put_theirs(f"trlx.{each.name}", where)
+                    self._put_theirs(f"{TRL}{each.name}", where)
             elif key in KEYS:
                 self._put_theirs(key, Set(value, section.place(key), section.name, rank, source=section))
             else:
@@ -139,14 +140,18 @@ class _Reader:
 
     def word(self, override: Override, rank: int) -> None:
         """One assignment of the command line."""
-        name, where = override.name, Set(override.value, COMMAND_LINE, "", rank, override.removed)
+        if isinstance(override.value, Mapping) and any(key.startswith(f"{TRL}{override.name}.") for key in TRLX):
+            for each in flatten(override.value, f"{override.name}."):
+                self.word(each, rank)
+            return
+        name, where = self._of_trlx(override.name), Set(override.value, COMMAND_LINE, "", rank, override.removed)
         group, _, inner = name.partition(".")
         if override.removed:
             gone = [key for key in (*self.theirs, *self.own) if key == name or key.startswith(f"{name}.")]
             for key in gone:
                 self.theirs.pop(key, None)
                 self.own.pop(key, None)
-            if name not in KEYS:
+            if name not in KEYS and name not in TRLX:
                 self.own[name] = where
         elif self._is_theirs(name):
             self._put_theirs(name, Set(plain(override.value), COMMAND_LINE, "", rank))
@@ -176,12 +181,7 @@ class _Reader:
             hint = f"did you mean {key}.{close[0]}?" if close else f"{key} has {', '.join(named) or 'no entries'}"
             raise ConfigError(f"{override.name}: no entry {name!r}; {hint}; write {key}.NAME.PARAMETER=value")
         changed = [
-            {
-                name: {
-                    **((entry.get(name) or {}) if isinstance(entry, Mapping) else {}),
-                    parameter: plain(override.value),
-                }
-            }
+            {name: _with(entry.get(name) or {} if isinstance(entry, Mapping) else {}, parameter, plain(override.value))}
             if each == name
             else entry
             for each, entry in zip(named, entries, strict=True)
@@ -196,6 +196,20 @@ class _Reader:
             return replace(group, place=group.source.place(*key.split(".")))
         return found or group or Set(None, IMPLIED, "", -2)
 
+    def _of_trlx(self, name: str) -> str:
+        """The key of trlX's configuration that a word means: by its whole name, or, over sections that have such keys, by its
+        end; the name itself where it means none. Raises `ConfigError` where two end so."""
+        if self.mode != RL or name in KEYS or name in TRLX or any(leaf.name == name for leaf in leaves(self.base)):
+            return name
+        if f"{TRL}{name}" in TRLX:
+            return f"{TRL}{name}"
+        if not any(key.startswith(TRL) for key in self.theirs):
+            return name
+        found = [key for key in TRLX if key.endswith(f".{name}")]
+        if len(found) > 1 and not is_spelling(name, self.base):
+            raise ConfigError(f"{name}: write {' or '.join(key.removeprefix(TRL) for key in found)}")
+        return found[0] if len(found) == 1 else name
+
     def _is_theirs(self, name: str) -> bool:
         key = KEYS.get(name) or TRLX.get(name)
         return key is not None and self.mode in key.modes
@@ -203,8 +217,8 @@ class _Reader:
     def _put_theirs(self, name: str, where: Set) -> None:
         if name not in KEYS and name not in TRLX:
             close = nearest(name, TRLX)
-            hint = f"; did you mean {' or '.join(each.removeprefix('trlx.') for each in close)}?" if close else ""
-            key = name.removeprefix("trlx.")
+            hint = f"; did you mean {' or '.join(each.removeprefix(TRL) for each in close)}?" if close else ""
+            key = name.removeprefix(TRL)
             self.problems.append(f"{where.place}: section {where.section!r}: unknown key {key!r}{hint}")
             return
         self.theirs[name] = where
@@ -213,9 +227,16 @@ class _Reader:
         options = [leaf.name for leaf in leaves(self.base)]
         last = name.rsplit(".", 1)[-1]
         same_end = [option for option in options if option.rsplit(".", 1)[-1] == last]
-        close = list(dict.fromkeys([*same_end, *nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options])]))[:3]
+        of_trlx = [key.removeprefix(TRL) for key in TRLX if self.mode == RL and key.startswith(TRL)]
+        close = list(dict.fromkeys([*same_end, *nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options, *of_trlx])]))[:3]
         hint = f"did you mean {' or '.join(close)}?" if close else "weft quickstart NAME --help lists every option"
         return f"unknown key {name!r}; {hint}"
+
+
+def _with(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The parameters of an entry with one more; of those that say how much of it is read the last stays."""
+    gone = SHARES if name in SHARES else ()
+    return {**{key: each for key, each in parameters.items() if key not in gone}, name: value}
 
 
 def _path(name: str, section: Section) -> tuple[str, ...]:
@@ -278,14 +299,14 @@ def _refusal(reader: _Reader, key: str, why: str) -> str:
     if where is None:
         return why
     index = re.search(r"\[(\d+)\]", key)
-    inner = key.removeprefix("trlx.").split(".")
+    inner = key.removeprefix(TRL).split(".")
     path: list[str | int] = [first, int(index[1])] if index else [*inner]
     place = where.source.place(*path) if where.source else where.place
     return f"{place}: {f'section {where.section!r}: ' if where.section else ''}{why}"
 
 
 def _named(notes: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    return {why: [key.removeprefix("trlx.") for key in keys] for why, keys in notes.items()}
+    return {why: [key.removeprefix(TRL) for key in keys] for why, keys in notes.items()}
 
 
 def _excluded(stack: Stack) -> set[str]:

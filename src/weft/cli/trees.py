@@ -18,6 +18,7 @@ from weft.data.rows import BadRow
 from weft.data.sources import Unreadable, find_files, read_rows
 from weft.errors import ConfigError, DataError
 
+COUNT = ("count", "counts")  # the same as stats
 EPILOG = """examples:
   weft data trees stats trees.jsonl.gz
   weft data trees filter trees.jsonl.gz german.jsonl --lang de --least quality=0.5 --most toxicity=0.3
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         _parser().print_help()
         return 2
     trees = read(arguments.input)
-    if arguments.command == "stats":
+    if arguments.command in ("stats", *COUNT):
         print("\n".join(stats(trees)))
     elif arguments.command == "filter":
         kept = (made for tree in trees if (made := message_trees.pruned(tree, _wanted(arguments))) is not None)
@@ -60,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         "build": "write trees, from messages in any order or threads",
     }
     for name, help in helps.items():
-        command = commands.add_parser(name, help=help, description=help)
+        others = COUNT if name == "stats" else ()
+        command = commands.add_parser(name, aliases=others, help=help, description=help)
         command.add_argument("input", help="trees, messages or threads, .jsonl or .jsonl.gz")
         if name != "stats":
             command.add_argument("output", help=".jsonl or .jsonl.gz")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.data.table import Report
 
@@ -58,7 +58,8 @@ class SourceCount:
 
 
 def render(counts: Sequence[SourceCount]) -> str:
-    """A plain-text table with a line of totals where there are several sources."""
+    """A plain-text table, a line a source, with a line of totals where there are several."""
+    counts = _by_source(counts)
     rows = [COLUMNS, *(count.cells() for count in counts)]
     if len(counts) > 1:
         sums = [sum(getattr(count, name) for count in counts) for name in ("train", "evaluation", "per_epoch")]
@@ -71,3 +72,22 @@ def render(counts: Sequence[SourceCount]) -> str:
         cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
+    """A source's rows to train on and those it is evaluated on as one."""
+    found: dict[str, SourceCount] = {}
+    for count in counts:
+        before = found.get(count.name)
+        if before is None:
+            found[count.name] = count
+            continue
+        reports = [each.report for each in (before, count) if each.report is not None]
+        found[count.name] = replace(
+            before,
+            train=before.train + count.train,
+            evaluation=before.evaluation + count.evaluation,
+            per_epoch=before.per_epoch + count.per_epoch,
+            report=sum(reports, Report()) if reports else None,
+        )
+    return list(found.values())

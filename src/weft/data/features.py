@@ -51,6 +51,11 @@ def check(spec: DatasetSpec, type: str) -> None:
             )
     if spec.system_tags and type == "prompt":
         raise ConfigError("dataset.system_tags describes replies, and prompts to complete have none; leave it out")
+    if spec.valid_max_seqlen is not None and type == "prompt":
+        raise ConfigError(
+            f"dataset.valid_max_seqlen={spec.valid_max_seqlen}: for rows with answers; prompts are cut to "
+            "dataset.max_prompt_len, so leave it out"
+        )
     if spec.random_window and spec.max_seqlen is None:
         raise ConfigError("dataset.random_window cuts rows to dataset.max_seqlen, which is not known; set it")
 

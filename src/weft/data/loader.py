@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def load_data(
         tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window
     )
     reader = SourceReader(spec, spec.type or dataset_type, util)
-    named, said = reader.at_hand(_named(_sources(spec)))
+    named, said = reader.at_hand(named_apart(given_sources(spec)))
     built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
     valid = {one.valid.name: one.valid for one in built if one.valid is not None}
     drawn = per_epoch([one.share for one in built])
@@ -85,7 +85,7 @@ def load_data(
         )
         valid[part.name] = part
         counts.append(count)
-    notes = [*said, *(note for count in counts for note in count.notes(reader.limits(count.type)))]
+    notes = [*said, *(note for count in counts for note in count.notes(reader.limits(count)))]
     parts = tuple(one.train for one in built if isinstance(one.train, Part))
     read = [*parts, *valid.values()]
     longest = [part.dataset.table.longest() for part in read if isinstance(part.dataset, Tokenized)]
@@ -128,11 +128,17 @@ class SourceReader:
     type: str
     util: DatasetUtility
 
-    def limits(self, type: str) -> str:
-        """The options that decide what is too long, in words."""
-        spec = self.spec
+    @property
+    def of_valid(self) -> SourceReader:
+        """The reader of rows to evaluate on, which may have a limit of their own."""
+        limit = self.spec.valid_max_seqlen
+        return self if limit is None else replace(self, spec=replace(self.spec, max_seqlen=limit))
+
+    def limits(self, count: SourceCount) -> str:
+        """The options that decide what is too long of the rows counted, in words."""
+        spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
-            "max_seqlen": spec.limit,
+            "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen if own else spec.limit,
             "max_prompt_len": spec.max_prompt_len,
             "overlong": self.overlong or "truncate",
         }
@@ -172,12 +178,11 @@ class SourceReader:
             return SourceData(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
         if not len(dataset):
             raise DataError(f"{name}: the dataset is empty")
-        held = hold_out(_keys(dataset), share)
-        train = Part(name, dataset, np.flatnonzero(~held), prefix=several)
-        valid = Part(name, dataset, np.flatnonzero(held)) if held.any() else None
+        train, valid = self._parts(source, name, dataset, share)
+        train = replace(train, prefix=several)
         drawn = Share(name, len(train), source.fraction, source.size, source.weight)
         report = dataset.table.report if isinstance(dataset, Tokenized) else None
-        counts = [SourceCount(name, type, len(train), int(held.sum()), len(train), report)]
+        counts = [SourceCount(name, type, len(train), len(valid or ()), len(train), report)]
         if source.valid_path is not None:
             valid, count = self.validation(replace(source, path=source.valid_path, split=None), name)
             counts.append(count)
@@ -187,10 +192,23 @@ class SourceReader:
             counts[-1] = replace(counts[-1], evaluation=len(valid))
         return SourceData(drawn, train, tuple(counts), valid)
 
+    def _parts(self, source: SourceSpec, name: str, dataset: MapDataset, share: float) -> tuple[Part, Part | None]:
+        """(the rows to train on, those set aside). With a limit of their own the latter are read a second time; whichever of
+        the two limits drops rows, a row is in one part alone."""
+        evaluated: MapDataset | StreamDataset = dataset
+        own = share > 0 and self.of_valid.spec.limit != self.spec.limit
+        if own:
+            _, evaluated = self.of_valid._build(source)
+        assert isinstance(evaluated, MapDataset), "the same type twice"
+        held = hold_out([*_keys(dataset), *(_keys(evaluated) if own else [])], share)
+        of_valid = held[len(dataset) :] if own else held
+        valid = Part(name, evaluated, np.flatnonzero(of_valid)) if of_valid.any() else None
+        return Part(name, dataset, np.flatnonzero(~held[: len(dataset)])), valid
+
     def validation(self, source: SourceSpec, name: str) -> tuple[Part, SourceCount]:
         """All rows of a validation path, whatever path the arguments name for training."""
         args = {name: value for name, value in source.args.items() if name != "path"}
-        type, dataset = self._build(replace(source, args=args))
+        type, dataset = self.of_valid._build(replace(source, args=args))
         if not isinstance(dataset, MapDataset):
             raise ConfigError(f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index")
         part = Part(name, dataset, np.arange(len(dataset)))
@@ -241,7 +259,8 @@ class SourceReader:
         return type, dataset
 
 
-def _sources(spec: DatasetSpec) -> list[SourceSpec]:
+def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
+    """The sources of the options, each with the arguments and columns of all. Raises `ConfigError`."""
     path = spec.train_path or spec.path
     listed = sources_of(spec)
     if not listed:
@@ -261,7 +280,7 @@ def _sources(spec: DatasetSpec) -> list[SourceSpec]:
     ]
 
 
-def _named(sources: list[SourceSpec]) -> list[tuple[SourceSpec, str]]:
+def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
     """Each source with its name. Sources of one file name take their folder's too; still equal ones are an error. A dataset
     that is
     named twice is numbered."""

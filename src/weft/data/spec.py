@@ -228,6 +228,9 @@ class DatasetSpec:
         "maximum tokens of prompt and answer together; absent: the model's context; auto: the length of the longest row",
         at_least=2,
     )
+    valid_max_seqlen: int | None = option(
+        None, "the same of the rows that are evaluated on; absent: max_seqlen", at_least=2
+    )
     max_prompt_len: int | None = option(
         None,
         "maximum tokens of a prompt; absent: for generation, what gen.max_new_tokens leaves of the model's context; for rows "

@@ -20,7 +20,7 @@ from weft.data.chat_templates import TEMPLATES, text_of
 from weft.data.rows import TooLong
 from weft.data.spec import TokenizerSpec
 from weft.data.template_check import template_problem
-from weft.errors import ConfigError, DataError, UserError, nearest
+from weft.errors import ConfigError, DataError, NoTemplate, UserError, nearest
 from weft.reading import check_file, read_object, read_text, reading, reason
 
 Hf = TypeVar("Hf", bound=PreTrainedTokenizerBase)
@@ -197,9 +197,9 @@ def prepare(hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option:
     return added_from
 
 
-def no_template(option: str) -> UserError:
+def no_template(option: str) -> NoTemplate:
     """The error where messages need a chat template; `option` is how the tokenizer's options are written."""
-    return UserError(
+    return NoTemplate(
         "the tokenizer has no chat template, and message lists need one; "
         f"write {typed(option, 'chat_template')}=zephyr (or another of {', '.join(TEMPLATES)}, or a jinja file), or use text "
         "columns"

@@ -80,6 +80,7 @@ class TokenEvent(NamedTuple):
     version: int
     finish: Literal["stop", "length"] | None = None
     support: Sequence[int] = ()  # ids kept by top-k/top-p/min-p, where the spec records them
+    top: Sequence[tuple[int, float]] = ()  # the likeliest ids and their log-probs, where the spec asks for them
 
 
 class Generator(Protocol):

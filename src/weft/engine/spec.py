@@ -377,6 +377,7 @@ class GenerationSpec:
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
+    top_logprobs: int = option(0, "", hidden=True)  # likeliest ids that are told with every token
     tokenizer: Any = option(None, "", hidden=True)  # what stop texts are read with; the generate interface sets it
 
     def __post_init__(self) -> None:

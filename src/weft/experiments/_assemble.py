@@ -190,7 +190,8 @@ def _check_sizes(config: RunConfig, plan: Plan) -> None:
     of_what = "dataset.max_seqlen, or dataset.max_prompt_len + gen.max_new_tokens"
     checks.check_fits("max_tokens_per_microbatch", config.max_tokens_per_microbatch, plan.longest, of_what)
     for name in ("train_tokens_per_batch", "valid_tokens_per_batch"):
-        checks.check_fits(f"dataset.{name}", getattr(plan.dataset, name), plan.longest, of_what)
+        longest = plan.dataset.valid_max_seqlen if name == "valid_tokens_per_batch" else None
+        checks.check_fits(f"dataset.{name}", getattr(plan.dataset, name), longest or plan.longest, of_what)
     for spec in fields(config):
         value = getattr(config, spec.name)
         if isinstance(value, MFCOptions):

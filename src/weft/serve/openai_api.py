@@ -130,19 +130,26 @@ class Form:
         if said is None:
             return None
         if self.chat:
-            return {
-                "content": [
-                    {"token": s.text, "logprob": s.logprob, "bytes": list(s.text.encode()), "top_logprobs": []}
-                    for s in said
-                ],
-                "refusal": None,
-            }
+            content = [{**_token(s.text, s.logprob), "top_logprobs": [_token(*other) for other in s.top]} for s in said]
+            return {"content": content, "refusal": None}
         return {
             "tokens": [s.text for s in said],
             "token_logprobs": [s.logprob for s in said],
-            "top_logprobs": None,
+            "top_logprobs": [_by_text(s) for s in said] if any(s.top for s in said) else None,
             "text_offset": [s.offset for s in said],
         }
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _by_text(said: Said) -> dict[str, float]:
+    """The likeliest tokens, and the one that was taken; of tokens with equal texts the likeliest."""
+    found: dict[str, float] = {}
+    for text, logprob in (*said.top, (said.text, said.logprob)):
+        found.setdefault(text, logprob)
+    return found
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,7 @@ class Run:
             async for index, event in events:
                 texts[index].feed(event)
         choices = [
-            self.form.choice(index, text.text, text.finish, text.take() if self.asked.logprobs else None)
+            self.form.choice(index, text.text, text.finish, text.take() if self.asked.logprobs is not None else None)
             for index, text in enumerate(texts)
         ]
         return {**self.form.head(chunk=False), "choices": choices, "usage": self._usage(texts)}
@@ -179,7 +186,7 @@ class Run:
                 new = texts[index].feed(event)
                 said = texts[index].take()
                 if new or said:
-                    shown = said if self.asked.logprobs else None
+                    shown = said if self.asked.logprobs is not None else None
                     await self._part(exchange, self.form.delta(index, {"content": new}, None, shown))
                 if event.finish is not None:
                     await self._part(exchange, self.form.delta(index, {}, event.finish, None))

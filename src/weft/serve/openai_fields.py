@@ -12,6 +12,7 @@ from weft.serve.asgi import Refused
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
+MOST_TOP, MOST_TOP_OF_CHAT = 5, 20  # likeliest tokens told, as OpenAI has it
 COMPLETION_TOKENS = 16  # of `/v1/completions` where the request does not say, as OpenAI has it
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "n", "max_tokens")
@@ -40,7 +41,7 @@ class Asked:
     stops: tuple[str, ...]
     stream: bool
     usage_at_end: bool  # of a stream
-    logprobs: bool
+    logprobs: int | None  # likeliest tokens that are told beside each one; None: nor its own log-prob
 
 
 def read_asked(body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence[int], *, chat: bool) -> Asked:
@@ -49,7 +50,7 @@ def read_asked(body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence
     temperature = number(body, "temperature", 1.0, 0.0, 2.0)
     stops = _stops(body.get("stop"))
     stream = flag(body, "stream")
-    greedy = temperature == 0.0
+    greedy, logprobs = temperature == 0.0, _logprobs(body, chat=chat)
     sampling = GenerationSpec(
         max_new_tokens=most_new_tokens,
         temperature=1.0 if greedy else temperature,
@@ -59,6 +60,7 @@ def read_asked(body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence
         min_p=number(body, "min_p", 0.0, 0.0, 1.0),
         stop=list(stops),
         stop_ids=list(stop_ids),
+        top_logprobs=logprobs or 0,
     )
     return Asked(
         sampling=sampling,
@@ -69,7 +71,7 @@ def read_asked(body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence
         stops=stops,
         stream=stream,
         usage_at_end=_usage_at_end(body, stream),
-        logprobs=_logprobs(body, chat=chat),
+        logprobs=logprobs,
     )
 
 
@@ -151,13 +153,13 @@ def _usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
     return flag(options, "include_usage")
 
 
-def _logprobs(body: Mapping[str, Any], *, chat: bool) -> bool:
-    """Whether tokens' log-probs are wanted. Those of tokens that were not sampled are not known."""
-    value = body.get("logprobs")
-    if chat:
-        if body.get("top_logprobs"):
-            raise wrong("top_logprobs", body["top_logprobs"], "only 0 is supported: the sampled tokens' own log-probs")
-        return flag(body, "logprobs")
-    if value is not None and (type(value) is not int or value != 0):
-        raise wrong("logprobs", value, "only 0 is supported: the sampled tokens' own log-probs")
-    return value is not None
+def _logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
+    """How many of the likeliest tokens are wanted beside each one, with log-probs; None where no log-probs are."""
+    if not chat:
+        return whole(body, "logprobs", 0, 0, MOST_TOP) if body.get("logprobs") is not None else None
+    top = whole(body, "top_logprobs", 0, 0, MOST_TOP_OF_CHAT)
+    if flag(body, "logprobs"):
+        return top
+    if top:
+        raise wrong("top_logprobs", top, "needs logprobs=true")
+    return None

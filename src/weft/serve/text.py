@@ -13,11 +13,13 @@ CONTEXT = 4  # tokens of the prompt that the first ones' text may depend on
 
 @dataclass(frozen=True)
 class Said:
-    """A token whose text has been shown: its text by itself, its log-prob, and where in the completion it begins."""
+    """A token whose text has been shown: its text by itself, its log-prob, and where in the completion it begins. `top` are
+    the likeliest tokens in its place, with their log-probs."""
 
     text: str
     logprob: float
     offset: int
+    top: tuple[tuple[str, float], ...] = ()
 
 
 class GrowingText:
@@ -43,7 +45,8 @@ class GrowingText:
     def feed(self, event: TokenEvent) -> str:
         """The text that this token lets be shown."""
         self.count += 1
-        self._held.append(Said(self._tokenizer.decode([event.token]), event.logprob, len(self._text)))
+        top = tuple((self._tokenizer.decode([id]), logprob) for id, logprob in event.top)
+        self._held.append(Said(self._tokenizer.decode([event.token]), event.logprob, len(self._text), top))
         self._text += self._decoder.feed([event.token])
         self.finish = event.finish
         if self.finish is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.open_assistant.commands import COMMANDS, command, named_datasets, run, triton_model
+from weft.cli.open_assistant.commands import COMMANDS, command, run, triton_model
 from weft.errors import ConfigError
 
 RLHF = ["defaults", "defaults_rlhf", "pythia_rlhf", "oasst_export_latin_cyrillic_rlhf"]
@@ -50,9 +50,9 @@ def made(script: str, arguments: str, **environment: str) -> str:
         ("model_cli", "--model_path m --no-history",
          "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0.8 --no-history"),
         ("check_dataset_counts", "--datasets all --mode sft",
-         "data counts --datasets all --mode sft --output dataset_counts.csv"),
+         "data counts --datasets all --mode sft dataset.valid_split=0.2 --output dataset_counts.csv"),
         ("check_dataset_counts", "--datasets webgpt squad_v2 --mode rm --output_path c.csv --detect_language",
-         "data counts --datasets webgpt squad_v2 --mode rm --output c.csv --detect-language"),
+         "data counts --datasets webgpt squad_v2 --mode rm dataset.valid_split=0.2 --output c.csv --detect-language"),
         ("to_triton", "--configs pythia_rlhf --triton_mode rm",
          "convert triton andreaskoepf/oasst-rm-2-pythia-1.4b-10000 --triton_mode rm"),
         ("to_triton", "--configs pythia_rlhf --triton_mode sft",
@@ -75,11 +75,6 @@ def test_a_value_with_blanks_is_quoted() -> None:
         "--system",
         "Be kind.",
     ]
-
-
-def test_a_section_stands_for_its_data_sets() -> None:
-    assert named_datasets(["reference-data", "math", "joke"]) == ["oasst_export", "alpaca", "minimath", "joke"]
-    assert named_datasets(["oasst_only,joke"]) == ["oasst_export", "joke"]
 
 
 def test_flags_that_change_nothing_are_named(capsys: pytest.CaptureFixture[str]) -> None:

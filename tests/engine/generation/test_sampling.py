@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.generation.sampling import Ban, draw, inverse_cdf, likeliest, limits, supports
+from weft.engine.generation.sampling import Ban, draw, inverse_cdf, likeliest, likely, limits, supports
 from weft.engine.spec import GenerationSpec
 from weft.errors import RunError
 from weft.models.network.support import Support
@@ -50,6 +50,23 @@ def reference(logits: np.ndarray, uniform: float, spec: GenerationSpec) -> tuple
             token = i
             break
     return token, math.log(weights[kept.index(token)] / weights.sum()), kept
+
+
+def test_the_likeliest_ids_are_those_of_a_softmax_by_hand() -> None:
+    """Odds 8 : 4 : 2 : 1 : 1 of ids 2, 0, 4, 1, 3."""
+    logits = torch.tensor([[4.0, 1.0, 8.0, 1.0, 2.0]]).log()
+
+    def told(**options: object) -> list[tuple[int, float]]:
+        ids, logprobs = likely(logits, GenerationSpec(top_logprobs=3, **options))  # type: ignore[arg-type]
+        return [(id, round(math.exp(x), 5)) for id, x in zip(ids[0].tolist(), logprobs[0].tolist(), strict=True)]
+
+    assert told() == [(2, 0.5), (0, 0.25), (4, 0.125)] == told(greedy=True, temperature=0.5)
+    assert told(temperature=0.5) == [(2, round(64 / 86, 5)), (0, round(16 / 86, 5)), (4, round(4 / 86, 5))]
+    assert told(top_k=2)[:2] == [(2, round(2 / 3, 5)), (0, round(1 / 3, 5))] and told(top_k=2)[2][1] == 0.0
+    assert told(top_p=0.6)[:2] == told(top_k=2)[:2] == told(min_p=0.4)[:2]
+    ids, logprobs = likely(logits, GenerationSpec(top_logprobs=9), Ban(torch.tensor([True]), torch.tensor([2])))
+    assert ids[0, :2].tolist() == [0, 4] and math.exp(logprobs[0, 0]) == pytest.approx(0.25)  # as draws have it
+    assert ids.shape == (1, 5) and logprobs[0, 4] == -math.inf
 
 
 @pytest.mark.parametrize("spec", LIMITS)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 
 from tests.engine.generation.common import EOS, Key, build, drain, generate, opened, tokens
 from weft.engine.base import Request, TokenEvent
+from weft.engine.generation.settings import SettingsTable
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 
@@ -46,6 +49,38 @@ def test_each_request_is_sampled_as_if_the_generator_had_its_settings(record: bo
         assert [e.logprob for e in mixed[key]] == pytest.approx([e.logprob for e in row], abs=1e-6)
     assert any(event.support for event in mixed["top-k", 0]) is record
     assert not any(event.support for event in mixed["plain", 0])
+
+
+def test_likely_ids_are_told_to_those_who_ask_and_change_no_draw() -> None:
+    network = build()
+    asked = [
+        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling or OWN, top_logprobs=3 if r.k else 0))
+        for r in requests(own=True)
+    ]
+    plain, told = generate(network, OWN, requests(own=True)), generate(network, OWN, asked)
+    assert tokens(plain) == tokens(told)
+    for (name, k), row in told.items():
+        for event in row:
+            assert bool(event.top) == bool(k)
+            values = [logprob for _, logprob in event.top]
+            assert values == sorted(values, reverse=True) and len(values) <= 3
+            if k and name == "greedy":
+                assert event.top[0] == (event.token, event.logprob)
+            known = dict(event.top).get(event.token)
+            assert known is None or known == pytest.approx(event.logprob, abs=1e-6)
+            assert known is not None or not k or event.logprob <= values[-1] + 1e-6
+    assert any(len(event.top) < 3 for event in told["min-p", 1]) and all(len(e.top) == 3 for e in told["plain", 1])
+    assert all(event.top == () for row in plain.values() for event in row)
+
+
+def test_steps_with_likely_ids_are_in_no_graph_and_none_is_computed_ahead() -> None:
+    table = SettingsTable(OWN, frozenset([EOS]), 50)
+    asked, kinds = table.index(dataclasses.replace(OWN, top_logprobs=2)), np.zeros(3, np.int64)
+    assert asked == 1 and table.in_graph(kinds, kinds) is not None
+    assert table.in_graph(np.array([0, asked, 0]), kinds) is None
+    alike = [Request("a", k, [9], sampling=table.specs[asked]) for k in range(4)]
+    rows = generate(build(dtype=torch.float32), OWN, alike)
+    assert max(map(len, rows.values())) > 5 and all(len(event.top) == 2 for row in rows.values() for event in row)
 
 
 def test_ends_of_a_request_add_to_those_of_the_generator() -> None:

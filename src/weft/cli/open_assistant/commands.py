@@ -6,11 +6,12 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft.checkpoints.names import newest_run
+from weft.cli.open_assistant.datasets import VALID_SPLIT
 from weft.errors import ConfigError, nearest
 
 OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")  # weft's, handed on as they are
@@ -141,29 +142,13 @@ def _assignment(key: str, value: str) -> str:
 
 
 def _counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """`--datasets all|NAMES|SECTIONS --mode sft|rm|rl`: sections stand for the data sets they name."""
+    """`--datasets all|NAMES|SECTIONS --mode sft|rm|rl`, with the share that is set aside where an entry says nothing."""
     done, _ = _take(words, ("--datasets",), ("--mode", "--output_path"), ("--detect_language",))
     mode = done.one("--mode", "sft") or "sft"
-    made = ["data", "counts", "--datasets", *named_datasets(done.named.get("--datasets", ["all"])), "--mode", mode]
+    made = ["data", "counts", "--datasets", *done.named.get("--datasets", ["all"]), "--mode", mode]
+    made += [f"dataset.valid_split={VALID_SPLIT}"]
     made += ["--output", done.one("--output_path", "dataset_counts.csv") or ""]
     return [*made, *(["--detect-language"] if "--detect_language" in done.named else []), *done.rest]
-
-
-def named_datasets(words: Iterable[str], folders: Sequence[str] = ()) -> list[str]:
-    """Names of data sets; a section's name stands for those it lists."""
-    from weft.cli.open_assistant import datasets
-    from weft.cli.sections import Library
-
-    sections = {section.name: section for section in Library.find(folders).all()}
-    names: list[str] = []
-    for word in (part for each in words for part in each.split(",") if part):
-        listed = [
-            entry
-            for key in ("datasets", "datasets_extra")
-            for entry in (sections[word].values.get(key) or [] if word in sections else [])
-        ]
-        names += [str(source["named"]) for source in datasets.sources(listed)] if listed else [word]
-    return list(dict.fromkeys(names))
 
 
 def _triton(words: list[str], environment: Mapping[str, str]) -> list[str]:

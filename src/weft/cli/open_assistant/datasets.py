@@ -15,6 +15,7 @@ PARAMETERS = {
     "data_path": "path",
     "input_file_path": "path",  # of oasst_export and augment_oasst: a local copy, which goes before the hub's
 }
+SHARES = ("fraction", "size", "weight")  # of which an entry has one
 SOURCE_KEYS = ("name", "path", "valid_path", "valid_split", "max_valid", "args")  # weft's own spellings
 # hf_dataset_name of oasst_export -> the data set that is fetched from there.
 HUB = {"OpenAssistant/oasst1": "oasst_export", "OpenAssistant/oasst2": "oasst2"}

@@ -246,8 +246,8 @@ def _metrics(done: Mapped, value: Any) -> None:
 
 
 def _valid_length(done: Mapped, value: Any) -> None:
-    if value != done.get("max_length"):
-        done.refuse(value, "evaluation rows are as long as training rows, max_length; leave it out")
+    if value != done.get("max_length") and done.number(value, 2):
+        done.put("dataset.valid_max_seqlen", value)
 
 
 def _read_with(other: str, *modes: str) -> Key:
@@ -272,7 +272,7 @@ KEYS: dict[str, Key] = {
     "per_device_eval_batch_size": to("dataset.valid_bs_n_seqs"),
     "dtype": Key("`MODEL.dtype`: fp16 is float16, bf16 bfloat16, fp32 float32", _dtype, (*BOTH, RL)),
     "max_length": to("dataset.max_seqlen"),
-    "val_max_length": Key("refused unless it is `max_length`: evaluation rows are cut as training rows are", _valid_length),
+    "val_max_length": Key("`dataset.valid_max_seqlen`, unless it is `max_length`", _valid_length),
     "num_train_epochs": Key("`total_train_epochs`; a share below 1 is that share of every data set, drawn anew", _epochs),
     "logging_steps": to("log_freq_steps"),
     "eval_steps": to("eval_freq_steps"),

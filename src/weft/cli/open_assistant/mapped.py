@@ -14,6 +14,7 @@ SFT, RM, RL = "sft", "rm", "rl"
 # Which of Open-Assistant's trainers a quickstart stands for, by the options of its algorithm.
 MODES = {"sft": SFT, "distill": SFT, "rw": RM, "dpo": RM}
 IMPLIED = "Open-Assistant's trainer"  # the key of what its code does whatever the keys say
+TRL = "trlx."  # before the keys of trlX's configuration
 NOTHING = object()
 
 
@@ -85,7 +86,7 @@ class Mapped:
             keys.append(self.key)
 
     def refuse(self, value: Any, why: str) -> None:
-        self.refused.append((self.key, f"{self.key}={shown(value)}: {why}"))
+        self.refused.append((self.key, f"{self.key.removeprefix(TRL)}={shown(value)}: {why}"))
 
     def truth(self, value: Any) -> bool:
         """Whether a switch is on; refused where it is neither true nor false."""

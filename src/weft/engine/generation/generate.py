@@ -302,7 +302,7 @@ class BatchGenerator:
         for row in finished:
             ends[row] = "stop" if stopped[row] else "length"
         said = tokens.tolist(), logprobs.tolist(), repeat(self._version), ends, supports or repeat(())
-        events = list(map(TokenEvent, rows.ids, rows.ks, *said))
+        events = list(map(TokenEvent, rows.ids, rows.ks, *said, self._settings.take_likely(count)))
         for row in reversed(finished):
             live = self._take_out(row)
             self._scheduler.finish(live)

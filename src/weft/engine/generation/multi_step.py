@@ -65,7 +65,7 @@ class MultiStepDecoder:
         """Whether such rows are drawn from the whole vocabulary, but for ends that may not come yet, and end by their tokens or
         their number."""
         spec = self._settings.specs[kind]
-        needs_more = spec.greedy or spec.stop or spec.record_support
+        needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs
         return not needs_more and not sampling.limits(spec, self._settings.vocab_size)
 
     def _compute(self, cache: KVCache, most: int) -> None:

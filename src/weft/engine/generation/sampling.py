@@ -86,6 +86,20 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
     )
 
 
+def likely(logits: Tensor, spec: GenerationSpec, banned: Ban | None = None) -> tuple[Tensor, Tensor]:
+    """The `spec.top_logprobs` likeliest ids of each row, best first (int64 [R, n]), and their log-probs (float32 [R, n]) in the
+    distribution that `draw` draws from; minus infinity for ids that it cannot draw."""
+    if logits.is_mps:
+        logits = logits.cpu()
+        banned = None if banned is None else Ban(banned.rows.cpu(), banned.ids.cpu())
+    scores = _scaled(logits, spec)
+    allowed = scores if banned is None else banned.applied(scores)
+    if limits(spec, logits.shape[-1]):
+        scores = allowed = scores.masked_fill(~likeliest(allowed.double(), spec), -math.inf)
+    best, ids = allowed.topk(min(spec.top_logprobs, logits.shape[-1]), dim=-1)
+    return ids, _logprobs(scores, ids).masked_fill(best == -math.inf, -math.inf)
+
+
 def draw_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> Draw:
     """As `draw` of the whole vocabulary, each row at its own temperature ([R]; rows of 0 only fill up), or where there are none
     the likeliest ids. Nothing in it depends on the host, so that a graph can hold it."""
@@ -97,10 +111,7 @@ def draw_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> 
 
 
 def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None) -> Draw:
-    temperature = 1.0 if spec.greedy else spec.temperature
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        scores = scores / temperature
+    scores = _scaled(logits, spec)
     allowed = scores if banned is None else banned.applied(scores)
     if spec.greedy:
         return Draw(tokens := allowed.argmax(dim=-1), _logprobs(scores, tokens))
@@ -109,6 +120,13 @@ def _draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | 
     kept = likeliest(allowed.double(), spec)
     among = scores.masked_fill(~kept, -math.inf)
     return Draw(*_sample(among, among, uniforms), kept)
+
+
+def _scaled(logits: Tensor, spec: GenerationSpec) -> Tensor:
+    """Logits at the temperature, in float32 at least."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperature = 1.0 if spec.greedy else spec.temperature
+    return scores if temperature == 1.0 else scores / temperature
 
 
 def _sample(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,10 +138,11 @@ def _sample(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, 
 
 
 def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Step by step what `weft.models.network.token_outputs` computes, so that equal logits give equal log-probs to the last
-    bit."""
+    """[R, ..] of `tokens` [R, ..]. Step by step what `weft.models.network.token_outputs` computes, so that equal logits give
+    equal log-probs to the last bit."""
     if kernels.serves(scores):
-        return _at(scores, tokens) - kernels.statistics(scores).lse
+        lse = kernels.statistics(scores).lse
+        return _at(scores, tokens) - (lse if tokens.dim() == 1 else lse.unsqueeze(-1))
     return _at(scores.log_softmax(dim=-1), tokens).float()
 
 
@@ -212,4 +231,4 @@ def _first_above(ends: Tensor, target: Tensor) -> Tensor:
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return values.gather(-1, index.unsqueeze(-1)).squeeze(-1) if index.dim() == 1 else values.gather(-1, index)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ from weft.kernels import put
 from weft.options import validate
 
 Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
+Likely = tuple[tuple[int, float], ...]  # ids and their log-probs, the likeliest first
 # What makes the ranks of one network agree on a step's tokens: given how this rank would draw them and for how many rows, it
 # returns what waits for the tokens that count. It draws, or does not, at once.
 Settle = Callable[[Callable[[], Drawn], int], Callable[[], Drawn]]
@@ -58,6 +61,7 @@ class SettingsTable:
         self.is_stop = np.zeros((0, vocab_size), bool)
         self.least = np.zeros(0, np.int64)
         self._stop_ids = stop_ids
+        self._likely: list[Likely] | None = None
         self._add(_by_token(spec))
 
     @property
@@ -91,7 +95,8 @@ class SettingsTable:
         self, logits: Tensor, uniforms: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
     ) -> Drawn:
         """Tokens, log-probs and, where they are recorded, kept ids of rows of `logits` [R, V], each under its `settings` [R]
-        after `done` [R] tokens."""
+        after `done` [R] tokens. Other likely ids, where settings ask for them, are then there to be taken."""
+        self._likely = self._most_likely(logits, settings, done)
         if (settings == settings[0]).all():
             return self._draw(logits, uniforms, int(settings[0]), done)
         tokens, logprobs = np.zeros(len(settings), np.int64), np.zeros(len(settings))
@@ -118,14 +123,37 @@ class SettingsTable:
         tokens, logprobs = drawn.packed.cpu().numpy().T
         return tokens.astype(np.int64), logprobs.copy(), supports
 
+    def take_likely(self, count: int) -> Iterable[Likely]:
+        """For each of `count` rows, of which the last were drawn here last, the likeliest ids that `draw` was to tell; once."""
+        found, self._likely = self._likely, None
+        return repeat(()) if found is None else [()] * (count - len(found)) + found
+
+    def _most_likely(
+        self, logits: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
+    ) -> list[Likely] | None:
+        """The likeliest ids of each row of `logits` [R, V] with log-probs, where its settings ask for them; None where none
+        do."""
+        kinds = [kind for kind in np.unique(settings).tolist() if self.specs[kind].top_logprobs]
+        if not kinds:
+            return None
+        found: list[Likely] = [()] * len(settings)
+        for kind in kinds:
+            rows = np.flatnonzero(settings == kind)
+            banned = self._banned(kind, done[rows], logits.device)
+            ids, logprobs = sampling.likely(logits[put(rows, logits.device)], self.specs[kind], banned)
+            for row, own, values in zip(rows.tolist(), ids.tolist(), logprobs.tolist(), strict=True):
+                found[row] = tuple((id, value) for id, value in zip(own, values, strict=True) if value > -math.inf)
+        return found
+
     def in_graph(self, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]) -> InGraph | None:
         """How rows are drawn in a captured graph; None where it cannot hold that: limits, ends that may not come yet, kept ids
-        that are recorded, and rows of both kinds."""
+        that are recorded, other ids that are told, and rows of both kinds."""
         if self._own.record_support or (done < self.least[settings]).any():
             return None
         specs = {kind: self.specs[kind] for kind in np.unique(settings).tolist()}
         greedy = {spec.greedy for spec in specs.values()}
-        if len(greedy) > 1 or any(sampling.limits(spec, self.vocab_size) for spec in specs.values()):
+        beyond = any(sampling.limits(spec, self.vocab_size) or spec.top_logprobs for spec in specs.values())
+        if len(greedy) > 1 or beyond:
             return None
         temperatures = np.ones(len(self.specs))
         for kind, spec in specs.items():

@@ -1,0 +1,137 @@
+"""The options of `weft data`: those of a run that decide what its data are, from files, sections, names and assignments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.cli import overrides
+from weft.data.spec import DatasetSpec, TokenizerSpec
+from weft.errors import ConfigError
+from weft.options import option, read, validate
+
+MODES = ("sft", "rm", "rl")
+ROLES = ("model", "actor")  # whose tokenizer makes the token ids of a run
+ASSIGNED = re.compile(r"\+*(datasets(_extra)?\.[\w.{}+-]+|[A-Za-z_][\w.]*)=")
+COPY = "data_path="  # a copy of a data set by name
+
+
+@dataclass
+class DataConfig:
+    """The options of a run that decide what its data are."""
+
+    dataset: DatasetSpec = option(DatasetSpec(), "data")
+    tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer")
+    seed: int = option(1, "seed of the draws and the order")
+
+
+def named_options(command: argparse.ArgumentParser) -> None:
+    """The options of a command that reads datasets by name."""
+    command.add_argument(
+        "--datasets",
+        nargs="+",
+        metavar="NAME",
+        help="datasets by name, sections of settings that list some, or all (docs/named-datasets.md); "
+        "data_path=FILE_OR_FOLDER is a copy, datasets.NAME.PARAMETER=value a parameter of one",
+    )
+    command.add_argument(
+        "--mode", choices=MODES, help="what they are used for (default sft; with --configs by the sections' keys)"
+    )
+    command.add_argument("--yes", action="store_true", help="fetch what is not at hand without asking")
+
+
+def stack_options(command: argparse.ArgumentParser) -> None:
+    """The options of a command that reads the data of a stack of sections."""
+    command.add_argument(
+        "--configs", nargs="+", metavar="NAME", help="sections of settings, as a quickstart takes them: their data sets"
+    )
+    command.add_argument(
+        "--config-dir", dest="folders", action="append", default=[], metavar="DIR", help="searched after ./configs"
+    )
+
+
+def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
+    """(options, paths) of a command line. Raises `ConfigError` for unknown options and where there are no data."""
+    words = list(arguments.words)
+    for name in ("datasets", "configs"):  # assignments may stand behind the names
+        given = getattr(arguments, name) or []
+        words += [word for word in given if ASSIGNED.match(word)]
+        setattr(arguments, name, [word for word in given if not ASSIGNED.match(word)])
+    assigned = [word for word in words if ASSIGNED.match(word) and not word.startswith(COPY)]
+    copies = [word.removeprefix(COPY) for word in words if word.startswith(COPY)]
+    paths = [word for word in words if not ASSIGNED.match(word)]
+    config = _read(arguments, assigned)
+    if arguments.tokenizer is not None:
+        config.tokenizer.path = arguments.tokenizer
+    if arguments.type is not None:
+        config.dataset.type = arguments.type
+    if paths:
+        config.dataset = replace(config.dataset, path=None, train_path=None, sources=None, named=None, valid_path=None)
+    _by_name(config, arguments, assigned, copies[-1] if copies else None)
+    config.dataset = replace(config.dataset, train_bs_n_seqs=1, train_tokens_per_batch=None, shuffle=False)
+    validate(config)
+    spec = config.dataset
+    if not (paths or spec.path or spec.train_path or spec.sources or spec.named or spec.args):
+        raise ConfigError(
+            "there are no data to look at: give a PATH, --datasets, --config, --configs, or dataset.sources=..."
+        )
+    return config, paths
+
+
+def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
+    """The options of `--config`, of `--configs`, and of assignments, which go over them."""
+    config = DataConfig()
+    if arguments.config is not None:
+        config = read(config, _of_run(overrides.read_file(str(arguments.config))))
+    given = overrides.parse(assigned)
+    if arguments.datasets or arguments.configs:
+        from weft.cli.stacked_data import by_name, stacked
+
+        _, given = by_name(given)  # parameters of data sets come over what is listed
+    if arguments.configs:
+        own = [each for each in given if each.name.startswith("tokenizer.")]
+        names = [name for word in arguments.configs for name in word.split(",") if name]
+        of_stack = [each for each in given if each not in own]
+        values, arguments.mode = stacked(names, arguments.folders, arguments.mode, of_stack)
+        config = read(config, _of_run(values))
+        if arguments.command == "counts":
+            config.tokenizer.path = None  # rows are counted, unless a tokenizer is asked for
+        given = own
+    arguments.mode = arguments.mode or MODES[0]
+    values = {}
+    for assignment in given:
+        overrides.merge(values, assignment)
+    return read(config, values)
+
+
+def _by_name(config: DataConfig, arguments: argparse.Namespace, assigned: list[str], copy: str | None) -> None:
+    """Make the datasets that the command names the data, as far as they are at hand or the user lets them be fetched."""
+    if not (arguments.datasets or arguments.configs or copy):
+        return
+    from weft.cli import named_data
+    from weft.cli.stacked_data import Settings, by_name
+
+    parameters, options = by_name(overrides.parse(assigned))
+    of_data = [each for each in options if each.name.startswith("dataset.")]
+    settings = Settings(arguments.folders, copy, parameters, of_data)
+    wanted = named_data.sources(arguments.datasets, arguments.mode, config.dataset, settings)
+    if arguments.command == "counts" and config.tokenizer.path is None:
+        allowed = wanted  # it asks itself
+    else:
+        allowed = named_data.allow(wanted, config.dataset, arguments.yes)
+    if not allowed:
+        raise ConfigError("no data set that is named is at hand; --yes fetches them")
+    config.dataset = replace(config.dataset, sources=[named_data.said(source) for source in allowed], named=None)
+
+
+def _of_run(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The data options of a run's configuration; its tokenizer is that of the role that reads the data."""
+    kept = {name: values[name] for name in ("dataset", "tokenizer", "seed") if name in values}
+    role: Mapping[str, Any] = next((values[name] for name in ROLES if isinstance(values.get(name), Mapping)), {})
+    own = {name: value for name, value in (role.get("tokenizer") or {}).items() if value is not None}
+    if role and "tokenizer" not in kept:
+        kept["tokenizer"] = {"path": role.get("path"), **own}
+    return kept

@@ -1,0 +1,150 @@
+"""What sections of settings say of data: the sources that a run with them reads, and a command line's words for these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from weft import registry
+from weft.cli import overrides
+from weft.cli.open_assistant import datasets
+from weft.cli.open_assistant.mapped import Mapped
+from weft.cli.sections import Contents, Library, Section
+from weft.cli.stack import Stack, meant_for, read_stack
+from weft.data.loader import given_sources
+from weft.data.named import find
+from weft.data.spec import DatasetSpec, SourceSpec
+from weft.errors import ConfigError, nearest
+from weft.options import plain, read
+
+QUICKSTARTS = {"sft": "sft", "rm": "rw", "rl": "ppo"}  # that a mode stands for
+GROUP = "datasets."  # before a data set's name, on the command line
+KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_train_epochs")  # that decide what is read
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where sections lie, and what a command line says of data sets by name: `data_path` is a copy, `parameters` are
+    `datasets.NAME.PARAMETER=value`, `options` those of `dataset.*`."""
+
+    folders: Sequence[str] = ()
+    data_path: str | None = None
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Sequence[overrides.Override] = ()
+
+    @cached_property
+    def library(self) -> Library:
+        return Library.find(self.folders)
+
+    def section(self, name: str) -> Section | None:
+        """The section of this name, or None."""
+        return self.library.get(name) if name in self.library.names() else None
+
+    def listed(self, section: Section, mode: str) -> list[SourceSpec]:
+        """The entries that a section lists, with the share that a run with it would evaluate on. Raises `ConfigError`."""
+        kept = {key: value for key, value in section.values.items() if key in KEYS or key.split(".")[0] == "dataset"}
+        alone = Library((("", Contents((replace(section, values=kept),))),))
+        base = registry.quickstarts.get(QUICKSTARTS[mode])()
+        values = _values(read_stack([section.name], alone, base, self.options))
+        spec = read(DatasetSpec(), values.get("dataset", {}))
+        found = [source for source in given_sources(spec) if source.path or source.named]
+        if not found:
+            raise ConfigError(f"{section.place()}: section {section.name!r} lists no data sets")
+        share = spec.valid_split or None
+        return [
+            source if source.valid_split is not None or source.valid_path else replace(source, valid_split=share)
+            for source in found
+        ]
+
+    def applied(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
+        """The sources with what the command line says of them. Raises `ConfigError` for names that are not among them."""
+        names = [source.named for source in sources if source.named]
+        said = {_known(name, files): each for name, each in self.parameters.items()}
+        for name in said.keys() - set(names):
+            close = nearest(name, names)
+            raise ConfigError(
+                f"datasets.{name}: is none of the data sets that are asked for; "
+                + (f"did you mean datasets.{close[0]}?" if close else f"they are {', '.join(names)}")
+            )
+        made = [_changed(source, said[source.named]) if source.named in said else source for source in sources]
+        return made if self.data_path is None else _with_copies(made, self.data_path)
+
+
+NO_SETTINGS = Settings()
+
+
+def stacked(
+    names: Sequence[str], folders: Sequence[str], mode: str | None, given: Sequence[overrides.Override]
+) -> tuple[dict[str, Any], str]:
+    """(options, mode) of the run that `--configs NAMES` stands for; the mode by the sections' keys where none is asked for."""
+    library = Library.find(folders)
+    quickstart = QUICKSTARTS[mode] if mode else meant_for([library.get(name) for name in names])
+    base = registry.quickstarts.get(quickstart)()
+    return _values(read_stack(names, library, base, given)), Mapped(base, {}, {}).mode
+
+
+def by_name(given: Sequence[overrides.Override]) -> tuple[dict[str, dict[str, Any]], list[overrides.Override]]:
+    """`datasets.NAME.PARAMETER=value` by name, and the other assignments. Raises `ConfigError` for other words of datasets."""
+    found: dict[str, dict[str, Any]] = {}
+    others = []
+    for each in given:
+        if not each.name.startswith(GROUP):
+            others.append(each)
+            continue
+        name, _, parameter = each.name.removeprefix(GROUP).rpartition(".")
+        if not name or not parameter:
+            raise ConfigError(f"{each.name}: write datasets.NAME.PARAMETER=value, such as datasets.webgpt.fraction=0.5")
+        found.setdefault(name, {})[parameter] = plain(each.value)
+    return found, others
+
+
+def _values(stack: Stack) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for each in stack.overrides:
+        overrides.merge(values, each)
+    return values
+
+
+def _known(name: str, files: Sequence[str]) -> str:
+    """The name that an alias stands for."""
+    try:
+        return find(name, files).name
+    except ConfigError:
+        return name
+
+
+def _changed(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
+    """The source with parameters, in Open-Assistant's names or weft's, over its own. Raises `ConfigError`."""
+    where = f"datasets.{source.named}"
+    try:
+        (said,) = datasets.sources([{source.named: parameters}])
+    except datasets.BadEntry as bad:
+        raise ConfigError(f"{where}: {bad}") from bad
+    own = {spec.name: getattr(source, spec.name) for spec in fields(source)}
+    if any(name in said for name in datasets.SHARES):
+        own |= dict.fromkeys(datasets.SHARES)
+    made = {**own, **said, "args": {**source.args, **said.get("args", {})}}
+    return SourceSpec.parse({name: value for name, value in made.items() if value not in (None, "", {})}, where)
+
+
+def _with_copies(sources: Sequence[SourceSpec], data_path: str) -> list[SourceSpec]:
+    """The sources with the copies in `data_path`: that of the only one, or a folder that has one for each name."""
+    named = [source for source in sources if source.named]
+    if len(named) == 1:
+        return [replace(source, path=data_path) if source.named else source for source in sources]
+    folder = Path(data_path).expanduser()
+    if not named or not any((folder / str(source.named)).exists() for source in named):
+        asked = ", ".join(str(source.named) for source in named)
+        why = f"has no folder of {asked}; write datasets.NAME.data_path=FILE for a copy of one" if named else (
+            "is a copy of a data set by name; add --datasets NAME"
+        )  # fmt: skip
+        raise ConfigError(f"data_path={data_path}: {why}")
+    return [
+        replace(source, path=str(folder / str(source.named)))
+        if source.named and not source.path and (folder / source.named).exists()
+        else source
+        for source in sources
+    ]

@@ -1,0 +1,135 @@
+"""Data of sections: each entry as it is written, twice where it stands twice, and the command line's words for one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.cli.data import main
+from weft.cli.open_assistant.commands import run
+from weft.cli.stacked_data import stacked
+from weft.errors import ConfigError
+
+HEAD = ["dataset_name", "train_counts", "eval_counts", "total_counts", "epoch_counts"]
+MIX = """
+mix:
+  datasets:
+    - gsm8k: {{data_path: {0}/gsm8k, fraction: 0.5}}
+    - squad_v2: {{data_path: {0}/squad.jsonl, max_val_set: 1}}
+    - gsm8k: {{data_path: {0}/gsm8k, size: 2, val_split: 0.0}}
+  datasets_extra:
+    - gsm8k_hard: {{data_path: {0}/hard.jsonl, val_split: 0.4}}
+odd: {{learning_rate: 1e-5}}
+ours:
+  dataset: {{named: [{{gsm8k: {{max_valid: 2}}}}]}}
+plain:
+  dataset.train_path: {0}/gsm8k/train.jsonl
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with sections and copies of data sets."""
+    rows = [{"question": f"q{i}", "answer": f"a{i} #### {i}"} for i in range(10)]
+    squad = [{"context": "c", "question": f"q{i}", "answers": {"text": [f"a{i}"]}} for i in range(10)]
+    hard = [{"input": f"q{i}", "code": "c", "target": i} for i in range(5)]
+    for file, found in (
+        ("gsm8k/train.jsonl", rows), ("gsm8k/test.jsonl", rows[:4]), ("squad.jsonl", squad), ("hard.jsonl", hard)
+    ):  # fmt: skip
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in found))
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/mine.yaml").write_text(MIX.format(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    return [line.split() for line in lines]
+
+
+COUNTED = [
+    ["gsm8k", "10", "4", "14", "5"],
+    ["squad_v2", "8", "1", "9", "8"],
+    ["gsm8k-2", "10", "0", "10", "2"],
+    ["gsm8k_hard", "3", "2", "5", "3"],
+    ["total", "31", "7", "38", "18"],
+]
+
+
+def test_a_section_is_counted_as_it_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = f"dataset.cache_dir={here}/cache"
+    for words in (
+        ["--datasets", "mix"],
+        ["--configs", "defaults", "mix"],
+        ["--configs", "defaults,mix", "--mode", "sft"],
+    ):
+        assert main(["counts", *words, cache]) == 0
+        assert table(capsys) == [HEAD, *COUNTED], words
+    assert run("check_dataset_counts", ["--datasets", "mix", cache, "--output_path", "c.csv"], {}) == 0
+    found = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert [line.split() for line in found[1:]] == [HEAD, *COUNTED]
+    assert Path("c.csv").read_text().splitlines()[3].startswith("gsm8k-2,10,0,10,2")
+
+
+def test_words_of_the_command_line_go_over_a_section(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"dataset.cache_dir={here}/cache", "datasets.squad_v2.max_val_set=2", "datasets.gsm8k.size=3"]
+    for named in (["--datasets", "mix"], ["--configs", "defaults", "mix"]):
+        assert main(["counts", *named, *words]) == 0
+        assert [row[-1] for row in table(capsys)[1:]] == ["3", "8", "3", "3", "17"]
+    assert main(["counts", "--datasets", "mix", words[0], "dataset.valid_split=0.5"]) == 0
+    assert table(capsys)[2] == ["squad_v2", "5", "1", "6", "5"]
+    for named in (["--datasets", "ours"], ["--configs", "ours"]):
+        assert (
+            main(["counts", *named, words[0], f"datasets.gsm8k.data_path={here}/gsm8k", "datasets.gsm8k.size=6"]) == 0
+        )
+        assert table(capsys)[1] == ["gsm8k", "10", "2", "12", "6"]
+    assert (
+        main(["counts", "--configs", "defaults", f"datasets=[{{gsm8k: {{data_path: {here}/gsm8k}}}}]", words[0]]) == 0
+    )
+    assert table(capsys)[1] == ["gsm8k", "10", "4", "14"]
+    assert main(["counts", "--datasets", "plain", words[0]]) == 0
+    assert table(capsys)[1] == ["train", "10", "0", "10"]
+
+
+def test_a_copy_is_named_on_the_command_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = f"dataset.cache_dir={here}/cache"
+    assert main(["counts", "--datasets", "gsm8k", "data_path=gsm8k/train.jsonl", cache]) == 0
+    assert table(capsys) == [HEAD[:-1], ["gsm8k", "10", "0", "10"]]
+    words = ["counts", "--datasets", "gsm8k", "squad_v2", cache]
+    assert main([*words, f"data_path={here}", "datasets.squad_v2.data_path=squad.jsonl"]) == 0
+    assert [row[0] for row in table(capsys)[1:]] == ["gsm8k", "squad_v2", "total"]
+    for more, wrong in (
+        (
+            "data_path=squad.jsonl",
+            "data_path=squad.jsonl: has no folder of gsm8k, squad_v2; write datasets.NAME.data_path",
+        ),
+        ("datasets.gsm8.fraction=0.5", "datasets.gsm8: is none of the data sets .*; did you mean datasets.gsm8k?"),
+        ("datasets.gsm8k=1", "datasets.gsm8k: write datasets.NAME.PARAMETER=value"),
+        ("datasets.gsm8k.fraction=2", "datasets.gsm8k.fraction=2: must lie above 0"),
+    ):
+        with pytest.raises(ConfigError, match=wrong):
+            main([*words, more])
+    with pytest.raises(ConfigError, match="data_path=a: is a copy of a data set by name; add --datasets NAME"):
+        main(["counts", "data_path=a", cache])
+
+
+def test_the_mode_is_that_of_the_sections(here: Path) -> None:
+    assert stacked(["oasst_export_eu"], [], None, [])[1] == "sft"
+    assert stacked(["defaults_rm", "oasst-rm-1-pythia-1.4b"], [], None, [])[1] == "rm"
+    values, mode = stacked(["defaults_rlhf", "oasst_export_latin_cyrillic_rlhf"], [], None, [])
+    assert mode == "rl" and values["dataset"]["sources"][0]["named"] == "oasst_export"
+    with pytest.raises(ConfigError, match=r"mine.yaml:\d+: section 'odd' lists no data sets"):
+        main(["counts", "--datasets", "odd"])
+
+
+def test_rows_of_a_section_are_shown_in_its_form(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from weft.testing.datasets import small_tokenizer
+
+    small_tokenizer().save(here / "tokenizer")
+    words = ["--configs", "defaults", "mix", "--tokenizer", str(here / "tokenizer"), f"dataset.cache_dir={here}/cache"]
+    assert main(["inspect", *words, "-n", "1"]) == 0
+    assert "<|prompter|>|q|0|" in capsys.readouterr().out
