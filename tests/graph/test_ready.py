@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.work import calls_of
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef, ParamSync
 from weft.graph.ready import Buffer, Firing, exhausted, ready, surplus, wants_rows
@@ -255,6 +256,40 @@ def test_ready_changes_nothing_and_the_buffer_survives_a_restart():
     other = Buffer()
     other.load_state_dict(json.loads(before))
     assert ready(graph, other, {}, []) == expected and list(other.entries) == list(buffer.entries)
+
+
+def pass_through(num_ids: int) -> None:
+    """One batch through every node, each of which takes all of it."""
+    graph, buffer, versions = ppo(num_ids), Buffer(), {}
+    buffer.add([str(i) for i in range(num_ids)], ["prompt"])
+    buffer.closed = True
+    while firings := ready(graph, buffer, versions, []):
+        firing = firings[0]
+        buffer.start(firing)
+        buffer.finish(firing, firing.ids, graph.node(firing.node).outputs, 8)
+        versions[firing.node] = 1
+    assert buffer.entries == {}
+
+
+def test_ids_that_go_together_cost_as_much_as_one():
+    assert calls_of(lambda: pass_through(1_000)) == calls_of(lambda: pass_through(10))
+
+
+def test_groups_are_split_where_nodes_take_parts_of_them_and_keep_the_loaders_order():
+    graph, buffer = ppo({**dict.fromkeys(NAMES, 4), "gen": 2}), Buffer()
+    buffer.add(["a", "b", "c", "d"], ["prompt"])
+    for _ in range(2):
+        firing = ready(graph, buffer, {}, [])[0]
+        buffer.start(firing)
+        buffer.finish(firing, firing.ids, ["completion"], 8)
+    assert [list(group.ids) for group in sorted(buffer.groups, key=lambda group: min(group.ids))] == [
+        ["a", "b"],
+        ["c", "d"],
+    ]
+    firing = next(each for each in ready(graph, buffer, {}, []) if each.node == "reward")
+    assert firing.ids == ("a", "b", "c", "d")
+    buffer.start(firing)
+    assert buffer.finish(firing, ["a", "d"], ["rewards"], 8) == ["b", "c"] and list(buffer.entries) == ["a", "d"]
 
 
 def test_a_loader_that_repeats_an_id_is_caught():

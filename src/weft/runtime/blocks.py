@@ -40,6 +40,9 @@ class Blocks(Generic[T]):
     def parts(self, ids: Sequence[str]) -> dict[Block[T] | None, list[str]]:
         """The blocks that hold these ids, each with those that it holds, in their order; under None those that none holds."""
         get, parts = self._of.get, dict[Block[T] | None, list[str]]()
+        first = get(ids[0]) if ids else None
+        if first is not None and first.ids.keys() >= set(ids):
+            return {first: list(ids)}
         for id in ids:
             block = get(id)
             if block in parts:

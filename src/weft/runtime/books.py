@@ -20,7 +20,7 @@ class _Line:
 
     def is_ahead(self, ahead: Collection[str]) -> bool:
         """Whether it is of later steps: all of its ids that are still there are among theirs."""
-        return self.firing is not None and any(id in ahead for id in self.firing.ids)
+        return bool(ahead) and self.firing is not None and any(id in ahead for id in self.firing.ids)
 
 
 class Books:

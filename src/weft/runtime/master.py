@@ -315,6 +315,6 @@ class Master:
 
 
 def _stuck(buffer: Buffer) -> RunError:
-    rows = list(buffer.entries.values())[:4]
-    shown = "; ".join(f"{row.id}: through {', '.join(sorted(row.done)) or 'nothing'}" for row in rows)
+    rows = list(buffer.entries.items())[:4]
+    shown = "; ".join(f"{id}: through {', '.join(sorted(row.done)) or 'nothing'}" for id, row in rows)
     return RunError(f"no node can run on the {len(buffer.entries)} ids that are left of this epoch ({shown})")
