@@ -105,6 +105,7 @@ def test_a_few_lines_do_not_unfold_to_millions(tmp_path: Path) -> None:
 
 def test_a_number_without_a_dot_is_one() -> None:
     assert reading.parse_yaml("lr: 1e-5", "c.yaml")[0] == {"lr": 1e-5}
+    assert reading.parse_yaml("log_dir: 1e-5-warm", "c.yaml")[0] == {"log_dir": "1e-5-warm"}
     assert reading.parse_yaml("", "c.yaml") == (None, None)
 
 

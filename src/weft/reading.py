@@ -195,7 +195,7 @@ def _slip(error: yaml.MarkedYAMLError, text: str) -> str | None:
             re.fullmatch(r"(\s*)-\s+([\w./-]+)\s*(#.*)?", rows[index - 1]),
             re.match(r"(\s*)(\w+)\s*:", rows[index]),
         )
-        if above and below and len(below[1]) > len(above[1]):
+        if above and below and len(below[1]) >= len(above[1]):
             return (
                 f"{below[2]!r} stands below '- {above[2]}' (line {index}), which has no colon; "
                 f"write '- {above[2]}:' so that {below[2]!r} belongs to it"
@@ -252,6 +252,6 @@ def _loader() -> Any:
     rules: Mapping[str, Any] = yaml.SafeLoader.yaml_implicit_resolvers
     Loader.yaml_implicit_resolvers = {first: list(each) for first, each in rules.items()}
     Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
     return Loader

@@ -191,6 +191,17 @@ def test_templates_are_files_or_texts(data_dir: Path, tmp_path: Path) -> None:
         Tokenizer.load(TokenizerSpec(path=path, chat_template="{% for m in %}"))
 
 
+def test_a_model_whose_vocabulary_is_not_there_is_refused(tmp_path: Path) -> None:
+    """Of config.json and the special tokens alone transformers makes a tokenizer of which every text is empty."""
+    (model := tmp_path / "m").mkdir()
+    (model / "config.json").write_text('{"model_type": "gpt_neox"}')
+    (model / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "GPTNeoXTokenizer", "eos_token": "<|endoftext|>"}'
+    )
+    with pytest.raises(UserError, match="it makes no tokens of text: it has no vocabulary but special tokens"):
+        Tokenizer.load(TokenizerSpec(), str(model), option="actor.tokenizer")
+
+
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         Tokenizer.load(TokenizerSpec(path=str(tmp_path / "nothing")))

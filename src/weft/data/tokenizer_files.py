@@ -109,9 +109,13 @@ def _named(path: str, option: str, *, own: bool) -> str:
 
 
 def _tried(hf: Hf) -> Hf:
-    """A tokenizer that has encoded a word, and whose ids are those of a table: what its files leave wrong shows here."""
+    """A tokenizer that has encoded a text, and whose ids are those of a table: what its files leave wrong shows here."""
     hf("a", verbose=False)
     vocab = hf.get_vocab()
+    if vocab and not hf("The 1st of a, b and c.", add_special_tokens=False, verbose=False)["input_ids"]:
+        raise ValueError(
+            "it makes no tokens of text: it has no vocabulary but special tokens; is tokenizer.json missing?"
+        )
     if not vocab or min(vocab.values()) < 0:
         raise ValueError("its vocabulary is empty" if not vocab else "its vocabulary has ids below 0")
     template = hf.chat_template

@@ -367,7 +367,9 @@ class GenerationSpec:
         [], "token ids that end a completion, besides the end-of-sequence token", check=stop_ids_problem
     )
     max_support: int = option(
-        1024, "most ids a top-k/top-p/min-p limit may keep at a position when it is recorded for training", at_least=1
+        1024,
+        "most ids that top-k/top-p/min-p keep at a position in training, where all of them are recorded",
+        at_least=1,
     )
     kv_cache_gb: float | None = option(
         None,

@@ -109,7 +109,11 @@ class App:
             raise Refused(400, "model is missing, or no text", param="model")
         if policy is None or name != policy.name:
             here = f"here is {policy.name}" if policy else "this server has a reward model alone, which writes no text"
-            raise Refused(404, f"unknown model {name[:80]!r}; {here}", param="model", code="model_not_found")
+            scores = (
+                f"it is a reward model; score with /v2/models/{name}/infer; {here}" if name in self.models else here
+            )
+            what = "writes no text" if name in self.models else "unknown model"
+            raise Refused(404, f"{what} {name[:80]!r}; {scores}", param="model", code="model_not_found")
         completions = Completions(policy, self.metrics, limits.most_prompt, limits.most_new, limits.most_load)
         await completions.answer(exchange, body, chat=chat)
 

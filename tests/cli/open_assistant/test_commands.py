@@ -34,7 +34,7 @@ def made(script: str, arguments: str, **environment: str) -> str:
         ("trainer_sft", "--configs oasst_export_eu,galactica-125m --learning_rate 2e-6 --log_wandb false",
          "quickstart sft --configs defaults oasst_export_eu galactica-125m learning_rate=2e-6 log_wandb=false"),
         ("trainer_sft", "--configs pythia-1b --resume_from_checkpoint --rng_seed 3 --local_rank 0 --show_dataset_stats",
-         "quickstart sft --configs defaults pythia-1b rng_seed=3 --resume_from_checkpoint"),
+         "quickstart sft --configs defaults pythia-1b rng_seed=3 --verbose --resume_from_checkpoint"),
         ("trainer_sft", "--configs pythia-1b --no-eval_size --no-deepspeed --wandb-entity me",
          "quickstart sft --configs defaults pythia-1b eval_size=null logger.wandb.entity=me"),
         ("trainer_sft", "--configs a --dry-run max_steps=3", "quickstart sft --configs defaults a --dry-run max_steps=3"),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from weft.engine.generation.sampling import Ban, draw, inverse_cdf, likeliest, likely, limits, supports
 from weft.engine.spec import GenerationSpec
-from weft.errors import RunError
 from weft.models.network.support import Support
 from weft.models.network.token_outputs import Projection, token_outputs
 
@@ -81,7 +80,7 @@ def test_draws_are_those_of_the_reference(spec: GenerationSpec, vocab: int) -> N
     assert drawn.logprobs.dtype == torch.float32
     if limits(spec, vocab):
         assert drawn.kept is not None
-        assert supports(drawn.kept, vocab) == [kept for _, _, kept in expected]
+        assert supports(drawn.kept) == [kept for _, _, kept in expected]
     else:
         assert drawn.kept is None
 
@@ -90,18 +89,18 @@ def test_a_flat_distribution_wider_than_the_head_is_ranked_whole() -> None:
     logits = torch.zeros(2, 5000)
     logits[1, 4000:] = 5.0
     kept = likeliest(logits.double(), GenerationSpec(top_p=0.49999))
-    assert supports(kept, 5000)[0] == list(range(2500)), "of equal scores the lower ids stay"
-    assert min(supports(kept, 5000)[1]) == 4000
+    assert supports(kept)[0] == list(range(2500)), "of equal scores the lower ids stay"
+    assert min(supports(kept)[1]) == 4000
 
 
 def test_ties_at_the_edge_keep_the_lower_ids() -> None:
     kept = likeliest(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]], dtype=torch.float64), GenerationSpec(top_k=3))
-    assert supports(kept, 5) == [[0, 1, 2]]
+    assert supports(kept) == [[0, 1, 2]]
 
 
 def test_the_likeliest_id_always_stays() -> None:
     for spec in (GenerationSpec(top_p=0.0), GenerationSpec(min_p=1.0), GenerationSpec(top_k=1)):
-        assert supports(likeliest(torch.randn(4, 50).double(), spec), 1) != [[]] * 4
+        assert supports(likeliest(torch.randn(4, 50).double(), spec)) != [[]] * 4
 
 
 @settings(max_examples=50, deadline=None)
@@ -156,7 +155,7 @@ def test_banned_ids_are_not_among_the_kept_ones() -> None:
     banned = Ban(torch.tensor([True]), torch.tensor([0]))
     drawn = draw(logits, torch.tensor([0.0]), GenerationSpec(top_k=2), banned)
     assert drawn.kept is not None
-    assert supports(drawn.kept, 4) == [[1, 2]]
+    assert supports(drawn.kept) == [[1, 2]]
     torch.testing.assert_close(drawn.logprobs, torch.tensor([1.0, 2.0]).log_softmax(-1)[:1])
 
 
@@ -168,7 +167,7 @@ def test_equal_logits_give_the_log_probs_of_training_to_the_last_bit(spec: Gener
     drawn = draw(projection.logits(hidden), torch.rand(20, dtype=torch.float64), spec)
     support = None
     if drawn.kept is not None:
-        ids = supports(drawn.kept, 200)
+        ids = supports(drawn.kept)
         support = Support(torch.tensor([id for row in ids for id in row]), torch.tensor([len(row) for row in ids]))
     want = frozenset({"logprobs"})
     trained = token_outputs(hidden, drawn.tokens, projection, want, temperature=spec.temperature, support=support)
@@ -185,9 +184,18 @@ def test_a_row_does_not_depend_on_the_others() -> None:
             torch.testing.assert_close(alone.logprobs[0], together.logprobs[row])
 
 
-def test_more_kept_ids_than_training_takes_name_the_option() -> None:
-    with pytest.raises(RunError, match=r"gen\.max_support=4.*leave 5 ids"):
-        supports(torch.ones(2, 5, dtype=torch.bool), 4)
+@pytest.mark.parametrize("limit", [{"top_p": 0.99}, {"min_p": 0.1}, {"top_k": 40}])
+def test_of_a_flat_position_the_likeliest_ids_are_recorded(limit: dict[str, float]) -> None:
+    logits = torch.zeros(2, 50)
+    logits[1, 20:23] = torch.tensor([1.0, 2.0, 3.0])
+    spec = GenerationSpec(**limit, max_support=4, record_support=True)
+    drawn = draw(logits, torch.tensor([0.9999, 0.9999]), spec)
+    assert drawn.kept is not None
+    kept = supports(drawn.kept)
+    assert kept[0] == [0, 1, 2, 3] and set(kept[1]) >= {20, 21, 22} and len(kept[1]) <= 4
+    assert int(drawn.tokens[0]) == 3 and int(drawn.tokens[1]) in kept[1]
+    torch.testing.assert_close(drawn.logprobs[0], torch.tensor(0.25).log())
+    assert len(supports(draw(logits, torch.tensor([0.5, 0.5]), GenerationSpec(**limit)).kept)[0]) > 4
 
 
 def test_a_top_k_of_the_whole_vocabulary_is_no_limit() -> None:

@@ -81,6 +81,7 @@ def _trainer(quickstart: str, begins_with: str, words: list[str], environment: M
         servers = {"TRITON_HOST_RM": "triton_host_rm", "TRITON_HOST_REF": "triton_host_sft"}
         assigned += [_assignment(key, environment[name]) for name, key in servers.items() if environment.get(name)]
     made = ["quickstart", quickstart, "--configs", *names, *assigned]
+    made += ["--verbose"] if "--show_dataset_stats" in done.named else []
     deepspeed = "--deepspeed" in done.named and "--no-deepspeed" not in done.named
     made += ["--deepspeed"] if deepspeed else []
     made += ["--resume_from_checkpoint"] if "--resume_from_checkpoint" in done.named else []

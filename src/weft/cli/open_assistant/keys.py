@@ -322,7 +322,7 @@ KEYS: dict[str, Key] = {
     "eval_accumulation_steps": anyway("nothing is held back while evaluating"),
     "log_dir": anyway("a run's files are in fileroot/experiment_name/trial_name"),
     "auto_find_batch_size": anyway("micro-batches are counted in tokens, max_tokens_per_microbatch"),
-    "verbose": anyway("counts of every data set are printed before every run"),
+    "verbose": anyway("counts of every data set are in the run's log; weft quickstart --verbose prints them"),
     **RL_KEYS,
 }  # fmt: skip
 # Keys that only Open-Assistant has: a stack that holds one is meant for its trainer, with what that does by itself.

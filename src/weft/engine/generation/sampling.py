@@ -19,7 +19,6 @@ from torch import Tensor
 
 from weft import kernels
 from weft.engine.spec import GenerationSpec
-from weft.errors import RunError
 
 BLOCK = 128  # ids a step of the two-level search through the CDF
 HEAD = 1024  # likeliest ids looked at before a whole row is sorted
@@ -165,7 +164,8 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
-    """bool [R, V]: the ids that top-k, top-p and min-p leave, for `scores` [R, V] = logits / temperature.
+    """bool [R, V]: the ids that top-k, top-p and min-p leave, for `scores` [R, V] = logits / temperature; where they are
+    recorded, the `max_support` likeliest of them, since a flat position may leave a whole vocabulary.
 
     At least the likeliest id stays; ids with a score of -inf never do.
     """
@@ -174,7 +174,7 @@ def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
     if spec.min_p > 0.0:
         kept = kept & (scores >= scores.amax(dim=-1, keepdim=True) + math.log(spec.min_p))
     vocab = scores.shape[-1]
-    limit = min(spec.top_k or vocab, vocab)
+    limit = min(spec.top_k or vocab, spec.max_support if spec.record_support else vocab, vocab)
     if spec.top_p >= 1.0 and limit == vocab:
         return kept
     ranked, count = _ranked_count(scores, limit, spec.top_p)
@@ -185,14 +185,9 @@ def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
     return kept & (above | (level & (level.cumsum(dim=-1) <= wanted)))
 
 
-def supports(kept: Tensor, most: int) -> list[list[int]]:
-    """The kept ids of each row in vocabulary order. Raises `RunError` where a row keeps more than `most`."""
+def supports(kept: Tensor) -> list[list[int]]:
+    """The kept ids of each row in vocabulary order."""
     counts = kept.sum(dim=-1).tolist()
-    if max(counts, default=0) > most:
-        raise RunError(
-            f"gen.max_support={most}: the limits gen.top_k, gen.top_p and gen.min_p leave {max(counts)} ids at a position, "
-            "and training must be told all of them; raise gen.max_support or tighten a limit"
-        )
     ids = kept.nonzero()[:, 1]
     return [part.tolist() for part in ids.split(counts)]
 

@@ -116,7 +116,7 @@ class SettingsTable:
         if spec.record_support:
             kept: Sequence[Sequence[int]] = [()] * len(logits)
             if drawn.kept is not None:
-                kept = sampling.supports(drawn.kept, spec.max_support)
+                kept = sampling.supports(drawn.kept)
             supports = [tuple(ids) for ids in kept]
         if drawn.tokens.is_cpu:
             return drawn.tokens.numpy(), drawn.logprobs.numpy().astype(np.float64), supports
