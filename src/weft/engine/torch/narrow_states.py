@@ -6,6 +6,7 @@ Weight decay and clipping are the caller's. The arithmetic is float32; only what
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class CodedMoments:
     """
 
     def __init__(self) -> None:
+        logging.getLogger(STATE_LIBRARY).setLevel(logging.ERROR)  # it warns of kernels that nobody asked for
         self._library: Any = importlib.import_module(f"{STATE_LIBRARY}.functional")
         self._levels: dict[tuple[str, torch.device], Tensor] = {}
 
