@@ -102,6 +102,12 @@ def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.Cap
         (sft("slurm.container_mounts=[data]"), "'data': a mount is /SOURCE"),
         (sft("launch.env.HF_TOKEN=1"), "HF_TOKEN looks like a secret"),
         (sft("launch.env={a-b: x}"), "'a-b' is no name of an environment variable"),
+        (sft("n_nodes=2", "model.layout=t3"), "model.layout=d1f1t3p1c1e1: t=3 does not divide the model's 4 attention"),
+        (sft("allocation_mode=p8", "--print-script"), "model.layout=d1f1t1p8c1e1: p=8 stages of a model with 2 layers"),
+        (sft("model.path=nowhere"), "model.path='nowhere': there is no such directory"),
+        (sft("model.path=nowhere", "--print-script"), "model.path='nowhere': there is no such directory"),
+        (sft("device=cuda:1", "model.layout=d2"), "device=cuda:1: names one device"),
+        (sft("--dry-run=config", "model.layout=t3"), "model.layout=d1f1t3p1c1e1: t=3 does not divide"),
         ([*sft("--print-script"), "mode=local"], "--print-script shows the script of a Slurm job; add mode=slurm"),
     ],
 )
@@ -113,6 +119,20 @@ def test_wrong_input_is_exit_2(
     assert not (folder / "submitted.sh").exists() and not (folder / "runs").exists()
 
 
+def test_a_job_is_planned_and_not_submitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["device=null", "n_nodes=2", "n_gpus_per_node=4", "allocation_mode=d8"]
+    assert weft.main([*sft(*words), "--dry-run=config"]) == 0
+    job, *_, verdict = capsys.readouterr().out.splitlines()
+    assert job == "mode=slurm: a job of 2 nodes with 4 GPUs each, not submitted"
+    assert "fits: each of 8 devices needs about" in verdict and "GPU of 24 GB" in verdict
+    assert weft.main([*sft(), "--dry-run=config"]) == 0
+    job, *_, verdict = capsys.readouterr().out.splitlines()
+    assert job == "mode=slurm: a job of 1 node with 1 CPU process, not submitted" and "cpu" in verdict
+    assert weft.main([*sft(*words, "model.device_mesh=8-15"), "--dry-run=config"]) == 2
+    assert "the layouts take 16 devices, and n_nodes=2 x n_gpus_per_node=4 are 8" in capsys.readouterr().err
+    assert not (folder / "submitted.sh").exists() and not (folder / "runs").exists()
+
+
 def test_a_registered_experiment_s_scheduling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "slurm_experiment.py").write_text(EXPERIMENT)
     words = ["start", "-e", "test-large", "-f", "t", "--import", "slurm_experiment.py", "--mode", "slurm"]
@@ -121,6 +141,8 @@ def test_a_registered_experiment_s_scheduling(folder: Path, capsys: pytest.Captu
     for line in ("nodes=2", "gpus-per-node=2", "cpus-per-task=7", "mem=3072M", "nodelist=n[1-2]"):
         assert f"#SBATCH --{line}\n" in printed
     assert "export GREETING=hello" in printed and last_command(printed) == [*words, "--mode", "ray"]
+    assert weft.main([*words, "--dry-run=config"]) == 0
+    assert "a job of 2 nodes with 2 GPUs each, not submitted" in capsys.readouterr().out
     assert weft.main([*words[:-2], "--print-script"]) == 2
     assert "add --mode slurm" in capsys.readouterr().err
     assert weft.main(words[:-2]) == 2

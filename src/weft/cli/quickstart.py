@@ -117,20 +117,17 @@ def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Se
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
-    if words.dry_run is not None and config.mode == "slurm":
-        raise ConfigError("--dry-run: a job is planned where it runs; take mode=slurm out, or look at --print-script")
-    if config.mode == "slurm":
-        from weft.launch import slurm
-
-        command = ["quickstart", *(word for word in argv if word != "--print-script"), "mode=ray"]
-        print(slurm.start(config.build(), command, print_only=words.print_script))
-        return 0
-    from weft.launch import dry_run, run  # checks first, and loads torch once they have passed
+    from weft.launch import dry_run, run, slurm  # checks first, and loads torch once they have passed
     from weft.launch.supervise import Supervisor, uses_ray
     from weft.observe.progress import Show, terminal_width
 
     if words.dry_run is not None:
-        print("\n".join(dry_run(config, data=words.dry_run != CONFIG, width=terminal_width())))
+        plan = slurm.plan if config.mode == "slurm" else dry_run
+        print("\n".join(plan(config, data=words.dry_run != CONFIG, width=terminal_width())))
+        return 0
+    if config.mode == "slurm":
+        command = ["quickstart", *(word for word in argv if word != "--print-script"), "mode=ray"]
+        print(slurm.start(config, command, print_only=words.print_script))
         return 0
     if supervise and uses_ray(experiment := config.build(), config.mode):
         return Supervisor(experiment).run()

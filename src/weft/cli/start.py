@@ -44,17 +44,18 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     experiment = _as_told(registered(given.experiment, given.trial), given)
     if given.print_script and given.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
-    if given.dry_run is not None and given.mode == "slurm":
-        raise ConfigError("--dry-run: a job is planned where it runs; take --mode slurm out, or look at --print-script")
+    reads, asked = given.dry_run != "config", scheduling(given.experiment)
+    if given.mode == "slurm" and given.dry_run is not None:
+        print("\n".join(slurm.plan(experiment, asked, data=reads, width=terminal_width())))
+        return 0
     if given.mode == "slurm":
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
-        asked = scheduling(given.experiment)
         print(slurm.start(experiment, command, asked, print_only=given.print_script))
         return 0
     for note in check_machines(given.experiment, given.mode):
         print(f"note: {note}", file=sys.stderr)
     if given.dry_run is not None:
-        print("\n".join(dry_run(experiment, mode=given.mode, data=given.dry_run != "config", width=terminal_width())))
+        print("\n".join(dry_run(experiment, mode=given.mode, data=reads, width=terminal_width())))
         return 0
     if supervise and uses_ray(experiment, given.mode):
         return Supervisor(experiment).run()

@@ -103,7 +103,7 @@ def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
 def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = True) -> tuple[Experiment, str]:
     """(the experiment, its mode) once all is checked that needs no torch; without `data` but for the data."""
     foreign.check(os.environ)
-    experiment = _built(config)
+    experiment = built(config)
     mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
     check_mode(mode)
     os.environ.update(experiment.control.env)
@@ -114,14 +114,20 @@ def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = T
             f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or mode=slurm"
         )
     check_sinks(experiment.control.loggers)
+    return with_files(config, experiment, data=data), mode
+
+
+def with_files(config: Buildable | Experiment, experiment: Experiment, *, data: bool = True) -> Experiment:
+    """The experiment that `config` builds, with the config.json of its models brought from the hub. Raises `UserError` where
+    neither this machine nor the hub has a model, or with `data` the data."""
     from weft.launch.hub import fetch_configs
 
     if fetch_configs(experiment, data=data) and not isinstance(config, Experiment):
-        experiment = _built(config)  # again, with what the models' own files say
-    return experiment, mode
+        return built(config)  # again, with what the models' own files say
+    return experiment
 
 
-def _built(config: Buildable | Experiment) -> Experiment:
+def built(config: Buildable | Experiment) -> Experiment:
     """The experiment, with the names of the options that `config` leaves open and weft has settled."""
     if isinstance(config, Experiment):
         return settled_roles(config)

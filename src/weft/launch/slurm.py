@@ -1,7 +1,7 @@
 """`mode=slurm`: one sbatch script that starts Ray on the nodes of a job and runs the same command there with `mode=ray`.
 
-`start` writes and submits it, `running_job` and `cancel` find and end it. Script, logs and the job's number lie in the run's
-directory, under `slurm/`.
+`start` writes and submits it, `plan` shows what it would do, `running_job` and `cancel` find and end it. Script, logs and the
+job's number lie in the run's directory, under `slurm/`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import SlurmSpec
+from weft.launch.run import Buildable, built, dry_run, with_files, without_weights
 from weft.options import read, validate
 from weft.registry import import_user_code
 
@@ -52,18 +53,18 @@ class Request:
 
 
 def start(
-    experiment: Experiment, command: Sequence[str], asked: Scheduling | None = None, *, print_only: bool = False
+    config: Buildable | Experiment, command: Sequence[str], asked: Scheduling | None = None, *, print_only: bool = False
 ) -> str:
-    """Submit an experiment whose `command` (the words after `weft`) runs it; what to tell the user, or the script alone.
+    """Submit what `command` (the words after `weft`) runs, `config`; what to tell the user, or the script alone.
 
     Raises `UserError` for what can be known to be wrong before a node is asked for.
     """
     from weft.runtime.directory import RunDirectory, admit
 
-    import_user_code(experiment.control.imports)
-    experiment.check()
+    experiment = _experiment(config)
     directory = RunDirectory.of(experiment.control)
     request = request_of(experiment, command, directory.path, asked)
+    _check_networks(experiment)
     if print_only:
         return script(request)
     admit(directory, experiment.control, experiment.resolved())
@@ -74,6 +75,51 @@ def start(
         f"submitted job {number} on {request.n_nodes} node{'' if request.n_nodes == 1 else 's'}; its script and logs are in "
         f"{request.folder}\nweft logs {names}{where} --follow shows what it does, weft stop {names}{where} ends it"
     )
+
+
+def plan(
+    config: Buildable | Experiment, asked: Scheduling | None = None, *, data: bool = True, width: int | None = None
+) -> list[str]:
+    """The lines of `--dry-run`: the plan of the run that the job would make, on the devices that it would ask for. Raises
+    `UserError` as `start` does."""
+    from weft.runtime.directory import RunDirectory
+
+    experiment = _experiment(without_weights(config), data=data)
+    request = request_of(experiment, (), RunDirectory.of(experiment.control).path, asked)
+    if request.gpus_per_node and experiment.control.device is None:  # whatever the machine that submits the job has
+        experiment = replace(experiment, control=replace(experiment.control, device="cuda"))
+    count = request.gpus_per_node or request.devices_per_node
+    kind = ("GPU" if request.gpus_per_node else "CPU process") + (
+        "" if count == 1 else "s" if request.gpus_per_node else "es"
+    )
+    job = f"{request.n_nodes} node{'' if request.n_nodes == 1 else 's'} with {count} {kind}"
+    return [
+        f"mode=slurm: a job of {job}{' each' if request.n_nodes > 1 else ''}, not submitted",
+        *dry_run(experiment, mode="ray", data=data, width=width),
+    ]
+
+
+def _experiment(config: Buildable | Experiment, *, data: bool = True) -> Experiment:
+    """The experiment, checked as far as no torch is needed: nodes see the files that this machine sees."""
+    experiment = built(config)
+    import_user_code(experiment.control.imports)
+    experiment.check()
+    return with_files(config, experiment, data=data)
+
+
+def _check_networks(experiment: Experiment) -> None:
+    """That every network can have its layouts. Reads config.json alone. Raises `UserError` naming the option."""
+    from weft.engine.backends.auto import chosen
+    from weft.launch.assemble import check_configs, check_layouts
+    from weft.launch.cluster import device_kind
+    from weft.runtime.check import check_calls
+
+    roles = {name: chosen(replace(spec, planned=True)) for name, spec in experiment.roles.items()}
+    experiment = replace(experiment, roles=roles)
+    device_kind(experiment)
+    check_calls(experiment)
+    check_configs(experiment)
+    check_layouts(experiment)
 
 
 def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked: Scheduling | None = None) -> Request:
