@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -117,6 +118,17 @@ def test_wrong_input_is_exit_2(
     assert weft.main(words) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "submitted.sh").exists() and not (folder / "runs").exists()
+
+
+def test_options_are_written_as_the_page_writes_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parent.parent.parent / "docs" / "cluster.md").read_text()
+    written = re.findall(r"slurm\.\w+=[^\s`]+", page)
+    assert {"slurm.sbatch=[--mail-type=END]", "slurm.nodelist=node[01-02]", "slurm.partition=gpu,large"} <= set(written)
+    for word in written:
+        assert weft.main([*sft(word), "--print-script"]) == 0, word
+    assert weft.main([*sft("slurm.sbatch=[--mail-type=END]", "slurm.nodelist=node[01-02]"), "--print-script"]) == 0
+    printed = capsys.readouterr().out
+    assert "#SBATCH --mail-type=END\n" in printed and "#SBATCH --nodelist=node[01-02]\n" in printed
 
 
 def test_a_job_is_planned_and_not_submitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
