@@ -172,6 +172,9 @@ def test_one_machine_says_what_it_does_not_heed(
     told = "note: mode=local does not heed actor.cpus, actor.memory_gb, actor.nodelist, reward.cpus, reward.memory_gb"
     assert told in capsys.readouterr().err
     assert os.environ["GREETING"] == "hello"
+    monkeypatch.setenv("WEFT_SUPERVISED", f"5:0:{os.getppid()}")  # the supervisor has said it
+    assert weft.main(["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py", "--dry-run"]) == 0
+    assert "note: mode" not in capsys.readouterr().err
 
 
 def test_too_few_devices_are_refused(folder: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from weft import registry
 from weft.cli.parsing import Parser
+from weft.cli.quickstart import tell
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
@@ -52,8 +52,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
         print(slurm.start(experiment, command, asked, print_only=given.print_script))
         return 0
-    for note in check_machines(given.experiment, given.mode):
-        print(f"note: {note}", file=sys.stderr)
+    tell(check_machines(given.experiment, given.mode))
     if given.dry_run is not None:
         print("\n".join(dry_run(experiment, mode=given.mode, data=reads, width=terminal_width())))
         return 0
