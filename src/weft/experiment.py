@@ -40,7 +40,7 @@ class Control:
     device: str | None = None
     ray_address: str | None = None  # of the cluster of mode=ray
     n_nodes: int = 1
-    n_gpus_per_node: int | None = None  # of this machine, in mode=local; None is all there are
+    n_gpus_per_node: int | None = None  # devices of each machine; None is all there are
     total_train_epochs: int = 1
     max_steps: int | None = None
     save_freq_steps: int | None = None

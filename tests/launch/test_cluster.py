@@ -15,7 +15,7 @@ from tests.runtime.placed import Command, timeless
 from weft.errors import ConfigError
 from weft.experiment import Control
 from weft.launch import cluster, dry_run, run
-from weft.launch.cluster import check_enough, device_kind, environment, local_resources, start_devices
+from weft.launch.cluster import check_enough, check_processes, device_kind, environment, local_resources, start_devices
 
 ray = pytest.importorskip("ray")
 from weft.runtime.ray import Node  # noqa: E402  # with ray alone
@@ -57,6 +57,15 @@ def test_cpus_of_this_machine_do_not_limit_devices_and_gpus_do(monkeypatch):
     assert local_resources(4, "cuda", CONTROL)[1] == 4
     with pytest.raises(ConfigError, match="takes 4 devices and may use 2 GPUs of the 4 of this machine"):
         local_resources(4, "cuda", replace(CONTROL, n_gpus_per_node=2))
+
+
+def test_far_more_processes_than_cores_are_refused():
+    cores = len(os.sched_getaffinity(0))
+    check_processes(64 * cores)
+    with pytest.raises(ConfigError, match=r"takes 65,536 devices, each a process.*at most 64 processes a core"):
+        check_processes(65536)
+    with pytest.raises(ConfigError, match="each a process"):
+        local_resources(64 * cores + 1, "cpu", CONTROL)
 
 
 def test_a_name_of_one_device_is_refused(root):

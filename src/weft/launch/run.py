@@ -113,6 +113,7 @@ def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = T
         raise ConfigError(
             f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or mode=slurm"
         )
+    check_devices(experiment)
     check_sinks(experiment.control.loggers)
     return with_files(config, experiment, data=data), mode
 
@@ -138,6 +139,16 @@ def built(config: Buildable | Experiment) -> Experiment:
     settled = flat(experiment.config)
     chosen = [name for name, value in settled if left_open(given.get(name, "")) and value != given.get(name, value)]
     return replace(experiment, chosen=chosen)
+
+
+def check_devices(experiment: Experiment) -> None:
+    """Raises `ConfigError` for layouts that take more devices than the run may use."""
+    control, count = experiment.control, experiment.num_devices
+    if control.n_gpus_per_node is not None and count > (most := control.n_nodes * control.n_gpus_per_node):
+        raise ConfigError(
+            f"the layouts take {count} devices, and n_nodes={control.n_nodes} x n_gpus_per_node={control.n_gpus_per_node} are "
+            f"{most}; raise one of them, choose smaller layouts or lower device_mesh numbers, or leave n_gpus_per_node out"
+        )
 
 
 def check_mode(mode: str) -> None:

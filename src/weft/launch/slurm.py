@@ -143,7 +143,7 @@ def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked:
     if experiment.num_devices > devices:
         raise ConfigError(
             f"the layouts take {experiment.num_devices} devices, and n_nodes={nodes} x n_gpus_per_node={gpus} are {devices}; "
-            "raise one of them, or lower the layouts"
+            "raise one of them, choose smaller layouts or lower device_mesh numbers"
         )
     own, on_cpus = math.ceil(experiment.num_devices / nodes), control.device == "cpu" or gpus == 0
     if on_cpus and spec.cpus_per_node is None:
