@@ -62,7 +62,7 @@ def test_cpus_of_this_machine_do_not_limit_devices_and_gpus_do(monkeypatch):
 def test_far_more_processes_than_cores_are_refused():
     cores = len(os.sched_getaffinity(0))
     check_processes(64 * cores)
-    with pytest.raises(ConfigError, match=r"takes 65,536 devices, each a process.*at most 64 processes a core"):
+    with pytest.raises(ConfigError, match=r"takes 65,536 devices, each a process.* take at most 64 each"):
         check_processes(65536)
     with pytest.raises(ConfigError, match="each a process"):
         local_resources(64 * cores + 1, "cpu", CONTROL)

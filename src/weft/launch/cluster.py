@@ -97,9 +97,8 @@ def check_processes(count: int) -> None:
     cores = len(os.sched_getaffinity(0))
     if count > (most := MOST_A_CORE * cores):
         raise ConfigError(
-            f"the run takes {count:,} devices, each a process on this machine's {cores} CPU core{'' if cores == 1 else 's'}; at most "
-            f"{MOST_A_CORE} processes a core, {most:,} here: choose smaller layouts or lower device_mesh numbers, or plan for GPUs "
-            "with device=cuda"
+            f"the run takes {count:,} devices, each a process, and this machine's {cores} CPU cores take at most {MOST_A_CORE} "
+            f"each, {most:,}: choose smaller layouts or lower device_mesh numbers, or plan for GPUs with device=cuda"
         )
 
 
