@@ -71,7 +71,8 @@ def last_command(text: str) -> list[str]:
 def test_the_script_runs_the_same_command_with_ray(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert weft.main(sft("n_nodes=2", "'launch.env={GREETING: a b}'".strip("'"), "--print-script")) == 0
     printed = capsys.readouterr().out
-    assert last_command(printed) == [*sft("n_nodes=2", "launch.env={GREETING: a b}"), "mode=ray"]
+    words = sft("n_nodes=2", "launch.env={GREETING: a b}")
+    assert last_command(printed) == [*(word for word in words if word != "mode=slurm"), "mode=ray"]
     assert "#SBATCH --nodes=2" in printed and "gpus-per-node" not in printed and "export GREETING='a b'" in printed
     assert not (folder / "runs").exists() and not (folder / "submitted.sh").exists()
 
@@ -84,7 +85,7 @@ def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.Cap
     assert (folder / "submitted.sh").read_text() == (folder / "runs/e/t/slurm/job.sh").read_text()
     (folder / "state").write_text("RUNNING\n")
     assert weft.main(sft()) == 2
-    assert "job 7 of runs/e/t is in the queue already (RUNNING)" in capsys.readouterr().err
+    assert "job 7 of runs/e/t is already in the queue (RUNNING)" in capsys.readouterr().err
     assert weft.main(["stop", "-e", "e", "-f", "t"]) == 0
     assert "stopped runs/e/t (job 7)" in capsys.readouterr().out
     (folder / "state").write_text("PENDING\n")
@@ -102,7 +103,7 @@ def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.Cap
         (sft("slurm.sbatch=[mail]"), "'mail': a line is an option of sbatch"),
         (sft("slurm.container_mounts=[data]"), "'data': a mount is /SOURCE"),
         (sft("launch.env.HF_TOKEN=1"), "HF_TOKEN looks like a secret"),
-        (sft("launch.env={a-b: x}"), "'a-b' is no name of an environment variable"),
+        (sft("launch.env={a-b: x}"), "'a-b' is not a valid environment variable name"),
         (sft("n_nodes=2", "model.layout=t3"), "model.layout=d1f1t3p1c1e1: t=3 does not divide the model's 4 attention"),
         (sft("allocation_mode=p8", "--print-script"), "model.layout=d1f1t1p8c1e1: p=8 stages of a model with 2 layers"),
         (sft("model.path=nowhere"), "model.path='nowhere': there is no such directory"),
@@ -161,7 +162,7 @@ def test_a_registered_experiment_s_scheduling(folder: Path, capsys: pytest.Captu
     assert "asks for 2 x 2 devices, and mode=local is one machine" in capsys.readouterr().err
 
 
-def test_one_machine_says_what_it_does_not_heed(
+def test_one_machine_says_what_it_ignores(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GREETING", "from the shell")
@@ -169,7 +170,7 @@ def test_one_machine_says_what_it_does_not_heed(
     short = text.replace("return config.build()", "config.max_steps = 1\n        return config.build()")
     (folder / "one_experiment.py").write_text(short)
     assert weft.main(["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py"]) == 0
-    told = "note: mode=local does not heed actor.cpus, actor.memory_gb, actor.nodelist, reward.cpus, reward.memory_gb"
+    told = "note: mode=local ignores actor.cpus, actor.memory_gb, actor.nodelist, reward.cpus, reward.memory_gb"
     assert told in capsys.readouterr().err
     assert os.environ["GREETING"] == "hello"
     monkeypatch.setenv("WEFT_SUPERVISED", f"5:0:{os.getppid()}")  # the supervisor has said it

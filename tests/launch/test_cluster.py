@@ -42,9 +42,9 @@ def node(host: str, cpus: int, gpus: int = 0) -> Node:
 
 def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
     check_enough(6, "cpu", [node("a", 4), node("b", 2)])
-    with pytest.raises(ConfigError, match=r"takes 8 devices .* has 6 CPUs \(a: 4, b: 2\): 2 are missing"):
+    with pytest.raises(ConfigError, match=r"takes 8 devices .* has 6 CPUs \(a: 4, b: 2\), 2 too few"):
         check_enough(8, "cpu", [node("a", 4), node("b", 2)])
-    with pytest.raises(ConfigError, match=r"has 2 GPUs \(a: 2, b: 0\): 1 are missing"):
+    with pytest.raises(ConfigError, match=r"has 2 GPUs \(a: 2, b: 0\), 1 too few"):
         check_enough(3, "cuda", [node("a", 8, 2), node("b", 8)])
     with pytest.raises(ConfigError, match="no machine is up"):
         check_enough(1, "cpu", [])
@@ -147,7 +147,7 @@ def test_a_cluster_of_two_nodes_gives_the_numbers_of_one_process(root, tmp_path,
     ray_words = ["mode=ray", f"ray_address={two_nodes.address}"]
     three = Command(*words(root, "three", "ref.device_mesh=2", *ray_words), cwd=tmp_path)
     code, out = three.end()
-    assert code == 2 and "takes 3 devices and the Ray cluster has 2 CPUs" in out and "1 are missing" in out, out
+    assert code == 2 and "takes 3 devices and the Ray cluster has 2 CPUs" in out and "1 too few" in out, out
     two = Command(*words(root, "two", "ref.device_mesh=1", *ray_words), cwd=tmp_path)
     code, out = two.end()
     assert code == 0 and two.none_left(), out

@@ -136,7 +136,8 @@ def _run(
         print("\n".join(plan(config, data=words.dry_run != CONFIG, width=terminal_width())))
         return 0
     if config.mode == "slurm":
-        command = ["quickstart", *(word for word in argv if word != "--print-script"), "mode=ray"]
+        here = ("--print-script", "mode=slurm", "--mode=slurm")
+        command = ["quickstart", *(word for word in argv if word not in here), "mode=ray"]
         print(slurm.start(config, command, print_only=words.print_script))
         return 0
     if supervise and uses_ray(experiment := config.build(), config.mode):

@@ -20,7 +20,9 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     parser.add_argument("--list", action="store_true", help="list the registered experiments and stop")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
-    parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
+    parser.add_argument(
+        "--recover_mode", choices=("auto", "resume", "disabled"), help="in place of the experiment's own"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
     parser.add_argument("--dry-run", nargs="?", const="", choices=("", "config"), metavar="config",
                         help="print the plan and the memory it needs, and stop; config: without reading the data")  # fmt: skip

@@ -123,7 +123,7 @@ def check_enough(count: int, kind: str, nodes: Sequence[Node]) -> None:
         unit = "GPUs" if kind == "cuda" else "CPUs"
         shown = ", ".join(has) or "no machine is up"
         raise ConfigError(
-            f"the run takes {count} devices and the Ray cluster has {found} {unit} ({shown}): {count - found} are missing; "
+            f"the run takes {count} devices and the Ray cluster has {found} {unit} ({shown}), {count - found} too few; "
             "choose smaller layouts, or add machines"
         )
 

@@ -249,7 +249,7 @@ def submit(request: Request) -> str:
     there = running_job(request.run)
     if there is not None:
         raise ConfigError(
-            f"job {there[0]} of {request.run} is in the queue already ({there[1]}); wait for it, end it with `weft stop`, or "
+            f"job {there[0]} of {request.run} is already in the queue ({there[1]}); wait for it, end it with `weft stop`, or "
             "choose another trial_name"
         )
     if shutil.which("sbatch") is None:
@@ -316,7 +316,7 @@ def _state(number: str) -> str | None:
     if done.returncode:
         if "Invalid job id" in done.stderr:  # long over, and forgotten
             return None
-        raise RunError(f"squeue does not tell the state of job {number}: {_first_line(done.stderr)}")
+        raise RunError(f"squeue does not say the state of job {number}: {_first_line(done.stderr)}")
     state = done.stdout.strip()
     return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else None
 
@@ -331,7 +331,7 @@ def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False, timeout=QUEUE_SECONDS, env=os.environ)
     except subprocess.TimeoutExpired:
-        raise RunError(f"{words[0]} has not answered in {QUEUE_SECONDS:g} s; is Slurm's controller there?") from None
+        raise RunError(f"{words[0]} has not answered in {QUEUE_SECONDS:g} s; is Slurm's controller running?") from None
 
 
 def _first_line(text: str) -> str:
