@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import SlurmSpec
@@ -165,6 +163,8 @@ def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked:
 
 def script(request: Request) -> str:
     """The text of the sbatch script."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # for this alone
+
     spec = request.spec
     python = spec.python or ("python3" if spec.container else sys.executable)
     wrapped, pyxis, apptainer = _container(request)

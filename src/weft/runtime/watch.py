@@ -11,8 +11,8 @@ from collections.abc import Mapping
 EVERY_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 BEGIN_SECONDS = 20.0
-# What begins a connection of HTTP/2 (RFC 9113, section 3.4): a fixed text, and from both sides a frame of settings, here an empty
-# one. Its fourth byte is its kind.
+# What begins a connection of HTTP/2 (RFC 9113, section 3.4): a fixed text, and from both sides a frame of settings, here an
+# empty one. Its fourth byte is its kind.
 FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAME
 
