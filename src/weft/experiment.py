@@ -40,7 +40,7 @@ class Control:
     device: str | None = None
     ray_address: str | None = None  # of the cluster of mode=ray
     n_nodes: int = 1
-    n_gpus_per_node: int | None = None  # of this machine, in mode=local; None is all there are
+    n_gpus_per_node: int | None = None  # devices of each machine; None is all there are
     total_train_epochs: int = 1
     max_steps: int | None = None
     save_freq_steps: int | None = None
@@ -334,7 +334,8 @@ class Scheduling:
     """What a registered experiment asks of the machines; `scheduling_setup()` returns it.
 
     `workers` says it by groups, such as {"actor": Workers(count=8, cpus=8), "reward": Workers(count=2, gpus=0)}; `memory_gb`
-    is of a node. `mode=slurm` asks for all of it in one job; one machine heeds counts and GPUs alone.
+    is of a node. `mode=slurm` asks for all of it in one job, in which nothing ties a role to the nodes of a
+    group; the other modes use counts, GPUs and `env` alone.
     """
 
     n_nodes: int = 1
@@ -389,7 +390,7 @@ class Scheduling:
         return found
 
     def ignored_on_one_machine(self) -> list[str]:
-        """The fields that are set and that no process of this machine heeds."""
+        """The fields that are set and that a run without a job of its own ignores."""
         names = ("cpus", "memory_gb", "nodelist", "exclude", "container")
         found = [
             f"{group}.{name}" for group, w in self.workers.items() for name in names if getattr(w, name) is not None

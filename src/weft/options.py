@@ -112,6 +112,28 @@ class Scalar:
 
     value: Any
     text: str
+    unread: Unread | None = None
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What the grammar of command lines does not take, or takes for a sweep: `text` as it stands, or the `items` of a list. An
+    option that is neither raises `error`."""
+
+    text: str | None
+    items: tuple[str, ...] | None
+    sweep: bool
+    error: ConfigError
+
+    def as_a(self, hint: Any) -> str | list[str]:
+        kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        if self.text is not None and str in kinds:
+            return self.text
+        if list[str] in kinds and self.items is not None:
+            return list(self.items)
+        if list[str] in kinds and self.text is not None and not self.sweep:
+            return [self.text]
+        raise self.error
 
 
 def read(base: Config, values: Mapping[str, Any], prefix: str = "", *, known: Sequence[str] = ()) -> Config:
@@ -154,6 +176,8 @@ def unknown_option(name: str, known: Sequence[str]) -> ConfigError:
 def coerce(value: Any, hint: Any, name: str) -> Any:
     """`value` as the type `hint`: 1e-5 is a number however it is spelled, 1.5 is no int. Raises `ConfigError`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, Scalar) and value.unread is not None:
+        value = value.unread.as_a(hint)
     if isinstance(value, Scalar):
         null = value.value is None and type(None) in arguments
         value = value.text if _wants_text(hint) and not null else value.value

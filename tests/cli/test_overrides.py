@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from weft.cli import overrides
 from weft.errors import ConfigError
-from weft.options import plain
+from weft.experiments.common import MFCOptions
+from weft.options import plain, read, to_mapping
 
 
 def nested(*words: str) -> dict[str, Any]:
@@ -42,11 +44,58 @@ def test_hydras_grammar(words: list[str], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("a=1,2", "sweep"), ("abc", "key=value"), ("a=[1", "cannot be read"), ("a={b", "quote")],
-)
+    [("a=range(1,3)", "sweep"), ("abc", "key=value"), ("a=[1", "cannot be read"), ("a={b", "quote"), ("a='b", "quote"),
+     ("a=${b", "quote"), ("a=[b=1,]", "quote")],
+)  # fmt: skip
 def test_what_cannot_be_read_is_said(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         overrides.parse([word])
+
+
+@dataclass
+class Options:
+    text: str | None = None
+    texts: list[str] = field(default_factory=list)
+    number: int = 0
+    any: Any = None
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("text=2,3", "2,3"), ("text=node[01-02,05]", "node[01-02,05]"), ("text=fast&big", "fast&big"), ("text=--a=b", "--a=b"),
+        ("texts=[--mail-type=END]", ["--mail-type=END"]), ("texts=--mail-type=END,FAIL", ["--mail-type=END,FAIL"]),
+        ("texts=[--gres=gpu:1, --exclude=n[1,2]]", ["--gres=gpu:1", "--exclude=n[1,2]"]),
+        ("texts=source a && b", ["source a && b"]),
+    ],
+)  # fmt: skip
+def test_an_option_of_texts_takes_them_as_they_stand(word: str, expected: Any) -> None:
+    (found,) = overrides.parse([word])
+    assert getattr(read(Options(), {found.name: found.value}), found.name) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("number=1,2", "sweep"), ("any=a,b", "sweep"), ("texts=a,b", r"texts=\[1,2\]"), ("any=a&b", "quote"),
+     ("text=[a=b]", "cannot be read")],
+)  # fmt: skip
+def test_other_options_do_not(word: str, message: str) -> None:
+    (found,) = overrides.parse([word])
+    with pytest.raises(ConfigError, match=message):
+        read(Options(), {found.name: found.value})
+
+
+@pytest.mark.parametrize("word", ["device_mesh=2,3", "device_mesh=[2,3]", "device_mesh='2,3'"])
+def test_device_numbers_are_written_in_any_way(word: str) -> None:
+    base = MFCOptions()
+    assert read(base, overrides.resolve(raw(word), to_mapping(base))).device_mesh == "2,3"
+    assert nested("rew.device_mesh=[0,2-3]") == {"rew": {"device_mesh": "0,2-3"}}
+
+
+def raw(word: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    overrides.merge(values, overrides.parse([word])[0])
+    return values
 
 
 def test_interpolation_takes_another_options_value() -> None:

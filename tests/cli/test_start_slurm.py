@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def last_command(text: str) -> list[str]:
 def test_the_script_runs_the_same_command_with_ray(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert weft.main(sft("n_nodes=2", "'launch.env={GREETING: a b}'".strip("'"), "--print-script")) == 0
     printed = capsys.readouterr().out
-    assert last_command(printed) == [*sft("n_nodes=2", "launch.env={GREETING: a b}"), "mode=ray"]
+    words = sft("n_nodes=2", "launch.env={GREETING: a b}")
+    assert last_command(printed) == [*(word for word in words if word != "mode=slurm"), "mode=ray"]
     assert "#SBATCH --nodes=2" in printed and "gpus-per-node" not in printed and "export GREETING='a b'" in printed
     assert not (folder / "runs").exists() and not (folder / "submitted.sh").exists()
 
@@ -83,7 +85,7 @@ def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.Cap
     assert (folder / "submitted.sh").read_text() == (folder / "runs/e/t/slurm/job.sh").read_text()
     (folder / "state").write_text("RUNNING\n")
     assert weft.main(sft()) == 2
-    assert "job 7 of runs/e/t is in the queue already (RUNNING)" in capsys.readouterr().err
+    assert "job 7 of runs/e/t is already in the queue (RUNNING)" in capsys.readouterr().err
     assert weft.main(["stop", "-e", "e", "-f", "t"]) == 0
     assert "stopped runs/e/t (job 7)" in capsys.readouterr().out
     (folder / "state").write_text("PENDING\n")
@@ -101,7 +103,13 @@ def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.Cap
         (sft("slurm.sbatch=[mail]"), "'mail': a line is an option of sbatch"),
         (sft("slurm.container_mounts=[data]"), "'data': a mount is /SOURCE"),
         (sft("launch.env.HF_TOKEN=1"), "HF_TOKEN looks like a secret"),
-        (sft("launch.env={a-b: x}"), "'a-b' is no name of an environment variable"),
+        (sft("launch.env={a-b: x}"), "'a-b' is not a valid environment variable name"),
+        (sft("n_nodes=2", "model.layout=t3"), "model.layout=d1f1t3p1c1e1: t=3 does not divide the model's 4 attention"),
+        (sft("allocation_mode=p8", "--print-script"), "model.layout=d1f1t1p8c1e1: p=8 stages of a model with 2 layers"),
+        (sft("model.path=nowhere"), "model.path='nowhere': there is no such directory"),
+        (sft("model.path=nowhere", "--print-script"), "model.path='nowhere': there is no such directory"),
+        (sft("device=cuda:1", "model.layout=d2"), "device=cuda:1: names one device"),
+        (sft("--dry-run=config", "model.layout=t3"), "model.layout=d1f1t3p1c1e1: t=3 does not divide"),
         ([*sft("--print-script"), "mode=local"], "--print-script shows the script of a Slurm job; add mode=slurm"),
     ],
 )
@@ -113,6 +121,31 @@ def test_wrong_input_is_exit_2(
     assert not (folder / "submitted.sh").exists() and not (folder / "runs").exists()
 
 
+def test_options_are_written_as_the_page_writes_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parent.parent.parent / "docs" / "cluster.md").read_text()
+    written = re.findall(r"slurm\.\w+=[^\s`]+", page)
+    assert {"slurm.sbatch=[--mail-type=END]", "slurm.nodelist=node[01-02]", "slurm.partition=gpu,large"} <= set(written)
+    for word in written:
+        assert weft.main([*sft(word), "--print-script"]) == 0, word
+    assert weft.main([*sft("slurm.sbatch=[--mail-type=END]", "slurm.nodelist=node[01-02]"), "--print-script"]) == 0
+    printed = capsys.readouterr().out
+    assert "#SBATCH --mail-type=END\n" in printed and "#SBATCH --nodelist=node[01-02]\n" in printed
+
+
+def test_a_job_is_planned_and_not_submitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["device=null", "n_nodes=2", "n_gpus_per_node=4", "allocation_mode=d8"]
+    assert weft.main([*sft(*words), "--dry-run=config"]) == 0
+    job, *_, verdict = capsys.readouterr().out.splitlines()
+    assert job == "mode=slurm: a job of 2 nodes with 4 GPUs each, not submitted"
+    assert "fits: each of 8 devices needs about" in verdict and "GPU of 24 GB" in verdict
+    assert weft.main([*sft(), "--dry-run=config"]) == 0
+    job, *_, verdict = capsys.readouterr().out.splitlines()
+    assert job == "mode=slurm: a job of 1 node with 1 CPU process, not submitted" and "cpu" in verdict
+    assert weft.main([*sft(*words, "model.device_mesh=8-15"), "--dry-run=config"]) == 2
+    assert "the layouts take 16 devices, and n_nodes=2 x n_gpus_per_node=4 are 8" in capsys.readouterr().err
+    assert not (folder / "submitted.sh").exists() and not (folder / "runs").exists()
+
+
 def test_a_registered_experiment_s_scheduling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "slurm_experiment.py").write_text(EXPERIMENT)
     words = ["start", "-e", "test-large", "-f", "t", "--import", "slurm_experiment.py", "--mode", "slurm"]
@@ -121,13 +154,15 @@ def test_a_registered_experiment_s_scheduling(folder: Path, capsys: pytest.Captu
     for line in ("nodes=2", "gpus-per-node=2", "cpus-per-task=7", "mem=3072M", "nodelist=n[1-2]"):
         assert f"#SBATCH --{line}\n" in printed
     assert "export GREETING=hello" in printed and last_command(printed) == [*words, "--mode", "ray"]
+    assert weft.main([*words, "--dry-run=config"]) == 0
+    assert "a job of 2 nodes with 2 GPUs each, not submitted" in capsys.readouterr().out
     assert weft.main([*words[:-2], "--print-script"]) == 2
     assert "add --mode slurm" in capsys.readouterr().err
     assert weft.main(words[:-2]) == 2
     assert "asks for 2 x 2 devices, and mode=local is one machine" in capsys.readouterr().err
 
 
-def test_one_machine_says_what_it_does_not_heed(
+def test_one_machine_says_what_it_ignores(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GREETING", "from the shell")
@@ -135,9 +170,12 @@ def test_one_machine_says_what_it_does_not_heed(
     short = text.replace("return config.build()", "config.max_steps = 1\n        return config.build()")
     (folder / "one_experiment.py").write_text(short)
     assert weft.main(["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py"]) == 0
-    told = "note: mode=local does not heed actor.cpus, actor.memory_gb, actor.nodelist, reward.cpus, reward.memory_gb"
+    told = "note: mode=local ignores actor.cpus, actor.memory_gb, actor.nodelist, reward.cpus, reward.memory_gb"
     assert told in capsys.readouterr().err
     assert os.environ["GREETING"] == "hello"
+    monkeypatch.setenv("WEFT_SUPERVISED", f"5:0:{os.getppid()}")  # the supervisor has said it
+    assert weft.main(["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py", "--dry-run"]) == 0
+    assert "note: mode" not in capsys.readouterr().err
 
 
 def test_too_few_devices_are_refused(folder: Path) -> None:

@@ -15,7 +15,7 @@ from tests.runtime.placed import Command, timeless
 from weft.errors import ConfigError, RunError
 from weft.experiment import Control
 from weft.launch import cluster, dry_run, run
-from weft.launch.cluster import check_enough, device_kind, environment, local_resources, start_devices
+from weft.launch.cluster import check_enough, check_processes, device_kind, environment, local_resources, start_devices
 
 ray = pytest.importorskip("ray")
 from weft.runtime.ray import Node  # noqa: E402  # with ray alone
@@ -42,9 +42,9 @@ def node(host: str, cpus: int, gpus: int = 0) -> Node:
 
 def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
     check_enough(6, "cpu", [node("a", 4), node("b", 2)])
-    with pytest.raises(ConfigError, match=r"takes 8 devices .* has 6 CPUs \(a: 4, b: 2\): 2 are missing"):
+    with pytest.raises(ConfigError, match=r"takes 8 devices .* has 6 CPUs \(a: 4, b: 2\), 2 too few"):
         check_enough(8, "cpu", [node("a", 4), node("b", 2)])
-    with pytest.raises(ConfigError, match=r"has 2 GPUs \(a: 2, b: 0\): 1 are missing"):
+    with pytest.raises(ConfigError, match=r"has 2 GPUs \(a: 2, b: 0\), 1 too few"):
         check_enough(3, "cuda", [node("a", 8, 2), node("b", 8)])
     with pytest.raises(ConfigError, match="no machine is up"):
         check_enough(1, "cpu", [])
@@ -57,6 +57,15 @@ def test_cpus_of_this_machine_do_not_limit_devices_and_gpus_do(monkeypatch):
     assert local_resources(4, "cuda", CONTROL)[1] == 4
     with pytest.raises(ConfigError, match="takes 4 devices and may use 2 GPUs of the 4 of this machine"):
         local_resources(4, "cuda", replace(CONTROL, n_gpus_per_node=2))
+
+
+def test_far_more_processes_than_cores_are_refused():
+    cores = len(os.sched_getaffinity(0))
+    check_processes(64 * cores)
+    with pytest.raises(ConfigError, match=r"takes 65,536 devices, each a process.* take at most 64 each"):
+        check_processes(65536)
+    with pytest.raises(ConfigError, match="each a process"):
+        local_resources(64 * cores + 1, "cpu", CONTROL)
 
 
 def test_a_name_of_one_device_is_refused(root):
@@ -138,7 +147,7 @@ def test_a_cluster_of_two_nodes_gives_the_numbers_of_one_process(root, tmp_path,
     ray_words = ["mode=ray", f"ray_address={two_nodes.address}"]
     three = Command(*words(root, "three", "ref.device_mesh=2", *ray_words), cwd=tmp_path)
     code, out = three.end()
-    assert code == 2 and "takes 3 devices and the Ray cluster has 2 CPUs" in out and "1 are missing" in out, out
+    assert code == 2 and "takes 3 devices and the Ray cluster has 2 CPUs" in out and "1 too few" in out, out
     two = Command(*words(root, "two", "ref.device_mesh=1", *ray_words), cwd=tmp_path)
     code, out = two.end()
     assert code == 0 and two.none_left(), out

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.tiny import prompt_answer_rows, write_jsonl
 from weft.cli import main as weft
 from weft.errors import ConfigError
 from weft.launch import foreign, run
@@ -27,7 +31,12 @@ SAID = "weft quickstart sft trial_name=t 'dataset.train_path=a b.jsonl'"
         (TORCHRUN, [*WORDS, "mode=slurm", "allocation_mode=d4t2"],
          f"{SAID} mode=slurm allocation_mode=d4t2 n_nodes=2 n_gpus_per_node=4"),
         (DEEPSPEED, [*WORDS, "--local_rank=3"], f"{SAID} n_nodes=1 n_gpus_per_node=8 allocation_mode=d8f1"),
-        (ACCELERATE, WORDS, f"{SAID} n_nodes=1 n_gpus_per_node=1 allocation_mode=d1f1 bf16=true"),
+        (ACCELERATE, WORDS, f"{SAID} bf16=true"),
+        (DEEPSPEED, [*WORDS, "model.zero_stage=1"],
+         f"{SAID} model.zero_stage=1 n_nodes=1 n_gpus_per_node=8 allocation_mode=d8"),
+        (DEEPSPEED, [*WORDS, "model.layout=t2"], f"{SAID} model.layout=t2 n_nodes=1 n_gpus_per_node=8"),
+        (DEEPSPEED, [*WORDS, "model.parallel.model_parallel_size=2"],
+         f"{SAID} model.parallel.model_parallel_size=2 n_nodes=1 n_gpus_per_node=8"),
         ({**TORCHRUN, **ACCELERATE, "LOCAL_WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}, WORDS,
          f"{SAID} n_nodes=1 n_gpus_per_node=8 allocation_mode=d8 bf16=true"),
         (RANKED, ["start", "-e", "x"], "weft start -e x"),
@@ -49,6 +58,26 @@ def test_the_command_that_does_the_same(environ: dict[str, str], words: list[str
 )
 def test_a_shell_is_no_launcher(environ: dict[str, str]) -> None:
     assert foreign.launched(environ) is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("words", [[], ["model.layout=t2"], ["--deepspeed", "ds.json"], ["zero_stage={stage}"]])
+def test_the_words_that_are_advised_are_taken(
+    words: list[str], stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "vocab_size": 300, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}  # fmt: skip
+    Path("m").mkdir()
+    Path("m/config.json").write_text(json.dumps(shape))
+    write_jsonl(Path("r.jsonl"), prompt_answer_rows())
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    found = foreign.launched({**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    assert found is not None
+    given = ["quickstart", "sft", "model.path=m", "dataset.path=r.jsonl", "device=cpu", *words]
+    _, *advised = shlex.split(found.command([word.format(stage=stage) for word in given]))
+    assert weft.main([*advised, "--dry-run=config"]) == 0
+    assert "fits: each of 2 devices" in capsys.readouterr().out
 
 
 def test_the_first_process_says_it_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,20 @@ def test_the_lines_are_those_of_the_run_and_no_weights_are_read(folder: Path) ->
             assert line in shown, line
 
 
+def test_more_devices_than_were_asked_for_are_refused(folder: Path) -> None:
+    words = {"n_gpus_per_node": 2, "device": "cuda"}
+    sft = config(SFTConfig, folder, "model", "rows.jsonl", **words, allocation_mode="d2")
+    assert dry_run(sft, data=False)[-1].startswith("fits: each of 2 devices")
+    sft.model.device_mesh = "8-9"
+    with pytest.raises(ConfigError, match="the layouts take 10 devices, and n_nodes=1 x n_gpus_per_node=2 are 2"):
+        dry_run(sft, data=False)
+    sft.n_nodes, sft.mode = 5, "ray"
+    assert dry_run(sft, data=False)[-1].startswith("fits: each of 10 devices")
+    many = config(SFTConfig, folder, "model", "rows.jsonl", device="cpu", allocation_mode="d65536")
+    with pytest.raises(ConfigError, match="takes 65,536 devices, each a process"):
+        dry_run(many, data=False)
+
+
 def test_eight_gpus_that_nobody_has(folder: Path) -> None:
     options = {"device": "cuda", "n_gpus_per_node": 8, "allocation_mode": "d8"}
     sft = config(SFTConfig, folder, "large", "rows.jsonl", **options)

@@ -132,7 +132,7 @@ def left(job: str) -> list[str]:
 def test_a_job_has_ray_on_both_nodes_and_leaves_nothing(on_cluster: SlurmCluster, tmp_path: Path) -> None:
     asked = request(tmp_path / "e" / "t", "count", str(tmp_path / "out.json"), spec=SlurmSpec(join_timeout_s=120))
     job = slurm.submit(asked)
-    with pytest.raises(ConfigError, match=f"job {job} of .* is in the queue already"):
+    with pytest.raises(ConfigError, match=f"job {job} of .* is already in the queue"):
         slurm.submit(asked)
     until(lambda: slurm.running_job(asked.run) is None, 180, asked.folder)
     log = (asked.folder / f"{job}.log").read_text()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from contextlib import suppress
 
-from weft.runtime.watch import Watch
+import pytest
+
+from weft.runtime.watch import Watch, check_listens
 
 
 def listener() -> tuple[socket.socket, tuple[str, int]]:
@@ -37,3 +41,35 @@ def test_a_look_now_does_not_wait(monkeypatch):
     assert watch.gone is not None and watch.gone.startswith("the head")
     watch.close()
     two.close()
+
+
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"SSH"])
+def test_who_speaks_another_language_is_not_ray(says):
+    listens, (host, port) = listener()
+    threading.Thread(target=answer, args=(listens, says), daemon=True).start()
+    with pytest.raises(OSError, match="what listens there is another program"):
+        check_listens(f"{host}:{port}")
+    listens.close()
+
+
+def test_who_speaks_http2_may_be_ray(monkeypatch):
+    listens, (host, port) = listener()
+    threading.Thread(target=answer, args=(listens, bytes([0, 0, 18, 4, 0]), bytes(22)), daemon=True).start()
+    check_listens(f"{host}:{port}")
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    check_listens(f"{host}:{port}")
+    check_listens("auto")
+    listens.close()
+    with pytest.raises(OSError, match="refused"):
+        check_listens(f"{host}:{port}")
+
+
+def answer(listens: socket.socket, *parts: bytes) -> None:
+    line, _ = listens.accept()
+    with line, suppress(OSError):  # the other side may be gone first
+        for each in parts:
+            line.sendall(each)
+            time.sleep(0.02)
+        line.shutdown(socket.SHUT_WR)
+        while line.recv(1024):
+            pass

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
+from weft.cli.aliases import data_ranks, translation
 from weft.cli.help import shown as shown_value
 from weft.cli.overrides import Override
 from weft.errors import ConfigError
-from weft.experiments._deepspeed import map_config
+from weft.experiments._allocation import SEARCH
+from weft.experiments._deepspeed import AUTO, Mapped, map_config
 from weft.experiments.common import RunConfig
-from weft.options import plain
+from weft.observe.configuration import flat
+from weft.options import plain, to_mapping
 from weft.reading import read_json
 
 BARE = {"zero_optimization": {"stage": 2}}  # what programs that take the flag alone come with
@@ -26,11 +32,62 @@ KNOWN: dict[str, dict[str, object]] = {
     "zero3_config_falcon.json": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
     "deepspeed_rl.json": {"stage": 2, "offload_optimizer": _CPU},
 }
+# What Hugging Face's Trainer fills in, by the options of weft that say it; those of a trained role begin with a dot. None: 0.
+AUTOS: dict[str, tuple[str, ...]] = {
+    "train_batch_size": ("dataset.train_bs_n_seqs",),
+    "train_micro_batch_size_per_gpu": ("max_tokens_per_microbatch",),
+    "gradient_accumulation_steps": ("max_tokens_per_microbatch",),
+    "gradient_clipping": (".optimizer.max_grad_norm",),
+    "optimizer.type": (".optimizer.type",),
+    "optimizer.params.lr": (".optimizer.lr",),
+    "optimizer.params.betas": (".optimizer.beta1", ".optimizer.beta2"),
+    "optimizer.params.momentum": (".optimizer.beta1",),
+    "optimizer.params.eps": (".optimizer.eps",),
+    "optimizer.params.weight_decay": (".optimizer.weight_decay",),
+    "scheduler.type": (".optimizer.lr_scheduler_type",),
+    "scheduler.params.warmup_max_lr": (".optimizer.lr",),
+    "scheduler.params.warmup_min_lr": (),
+    "scheduler.params.warmup_min_ratio": (),
+    "scheduler.params.warmup_num_steps": (".optimizer.warmup_steps", ".optimizer.warmup_steps_proportion"),
+    "scheduler.params.cos_min_ratio": (".optimizer.min_lr_ratio",),
+    "scheduler.params.total_num_steps": ("total_train_epochs", "max_steps"),
+    "fp16.enabled": (".dtype",),
+    "bf16.enabled": (".dtype",),
+    "bfloat16.enabled": (".dtype",),
+    "zero_optimization.stage": (".zero_stage",),
+    "zero_optimization.offload_optimizer.device": (".optimizer.offload",),
+    "zero_optimization.offload_param.device": (".offload",),
+}
+BATCH = "dataset.train_bs_n_seqs"
 LENGTHS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_length")
 
 
-def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> tuple[list[Override], list[str]]:
-    """(assignments, notes) of a DeepSpeed file; "" is the flag alone. `given` is the rest of the command line.
+@dataclass(frozen=True)
+class Taken:
+    """What a DeepSpeed file comes to. The command line goes over its `assignments`; `notes` say what it is read as."""
+
+    shown: str  # the flag as it was written
+    mapped: Mapped
+    assignments: list[Override]
+    notes: list[str]
+    autos: Sequence[str]  # the keys that leave it to the options
+    batch: Mapping[str, int]  # sizes that must go together
+
+    def settled(self, config: RunConfig) -> list[str]:
+        """A note on what each `auto` has become in the run's configuration. Raises `ConfigError` for sizes of batches that do
+        not go together on its data-parallel ranks."""
+        values = dict(flat(to_mapping(config)))
+        if self.batch and config.allocation_mode != SEARCH:  # which finds its ranks later
+            problem = _batch_problem(self.batch, data_ranks(translation((), config), values))
+            if problem:
+                raise ConfigError(f"{self.shown}: {problem}")
+        options = {key: [option for name in AUTOS[key] for option in self.mapped.names(name)] for key in self.autos}
+        found = [f"{key} is {_said(names, values)}" for key, names in options.items()]
+        return [f"{self.shown}: what is auto: {'; '.join(found)}"] if found else []
+
+
+def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
+    """What a DeepSpeed file says; "" is the flag alone. `given` is the rest of the command line.
 
     Raises `ConfigError` naming every key that weft cannot follow.
     """
@@ -43,11 +100,54 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> tuple[li
     mapped = map_config(config, base.trained_roles, longest)
     if mapped.refused:
         raise ConfigError(f"--deepspeed {file}: {'; '.join(mapped.refused)}")
-    shown = " ".join(f"{name}={shown_value(value)}" for name, value in mapped.options.items())
-    notes = [f"--deepspeed{f' {file}' if file else ''} is read as {shown or 'nothing'}", *mapped.notes]
+    flag = f"--deepspeed{f' {file}' if file else ''}"
+    over = {each.name: plain(each.value) for each in given if each.name in mapped.options and not each.removed}
+    counted = {name: value for name, value in mapped.options.items() if name not in over}
+    notes = [f"{flag} is read as {_shown(counted) or 'nothing'}", *mapped.notes]
+    differ = {name: value for name, value in over.items() if value != mapped.options[name]}
+    if differ:
+        theirs = _shown({name: mapped.options[name] for name in differ})
+        notes.append(f"{flag}: {theirs} of the file does not count, since {_shown(differ)} is set beside it")
     if mapped.tuning:
         notes.append(f"--deepspeed: these keys only tune DeepSpeed: {', '.join(mapped.tuning)}")
-    return [Override(name, value) for name, value in mapped.options.items()], notes
+    assignments = [Override(name, value) for name, value in mapped.options.items()]
+    autos = [key for key in AUTOS if _at(config, key) == AUTO]
+    return Taken(flag, mapped, assignments, notes, autos, {} if BATCH in over else mapped.batch)
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key, None where there is none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
+    """What is wrong with the sizes of batches on `ranks` data-parallel ranks, by DeepSpeed's rule: the global batch is what a
+    device takes at a time x how often x ranks."""
+    total, parts = batch.get("train_batch_size"), {k: v for k, v in batch.items() if k != "train_batch_size"}
+    if total is None or not parts:
+        return None
+    product = ranks * prod(parts.values())
+    if total == product or (len(parts) == 1 and total % product == 0):
+        return None
+    many = f"{ranks} data-parallel rank{'' if ranks == 1 else 's'}"
+    shown = " x ".join([*(f"{key}={value}" for key, value in parts.items()), many])
+    says = f"is not {shown} = {product}" if len(parts) > 1 else f"is no multiple of {shown} = {product}"
+    return f"train_batch_size={total} {says}, and DeepSpeed refuses that; correct one of them, or set {BATCH}=N"
+
+
+def _said(names: Sequence[str], values: Mapping[str, object]) -> str:
+    """What options say: those that are set, or that weft chooses itself."""
+    if not names:
+        return "0"
+    found = {name: values[name] for name in names if values.get(name) is not None}
+    return _shown(found) if found else f"{names[0]}, which weft chooses"
+
+
+def _shown(options: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={shown_value(value)}" for name, value in options.items())
 
 
 def _read(path: Path) -> dict[str, object]:

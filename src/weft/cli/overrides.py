@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.options import Scalar
+from weft.options import Scalar, Unread, plain
 from weft.reading import read_yaml, reading, reason, shortened
+
+WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.-]*)=(?P<text>.*)", re.DOTALL)
+SWEEP = re.compile(r"[a-z]+\(")  # choice(..), range(..)
+NUMBERS = "device_mesh"  # an option that is a text of numbers, and may be written as a list of them
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Override:
 
 
 def parse(words: Sequence[str]) -> list[Override]:
-    """The assignments in order. Raises `ConfigError` for what Hydra's grammar cannot read, and for sweeps."""
+    """The assignments in order. What Hydra's grammar cannot read, or takes for a sweep, is a text or a list of texts as it
+    stands where the option is one. Raises `ConfigError` for what no option could be."""
     from hydra.core.override_parser.overrides_parser import OverridesParser  # a fifth of a second, so only when needed
     from hydra.errors import HydraException
 
@@ -33,14 +39,13 @@ def parse(words: Sequence[str]) -> list[Override]:
         try:
             found = parser.parse_override(word)
         except HydraException as error:
-            raise _unreadable(word, error) from error
+            overrides.append(_as_it_stands(word, _unreadable(word, error)))
+            continue
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets in brackets
             raise ConfigError(f"{shortened(word)!r}: {reason(error)}") from error
         if found.is_sweep_override():
-            raise ConfigError(
-                f"{word}: this is a sweep over several values, and one command is one run; "
-                f"write a list as {found.key_or_group}=[1,2], quote a text that has commas: {found.key_or_group}=\"'a,b'\""
-            )
+            overrides.append(_as_it_stands(word, _sweep(word, found.key_or_group), sweep=True))
+            continue
         value: Any = found.value()
         if isinstance(value, (bool, int, float)) or (value is None and "=" in word):
             value = Scalar(value, word.split("=", 1)[1].strip())
@@ -63,6 +68,40 @@ def repeated(overrides: Sequence[Override]) -> list[str]:
     ]
 
 
+def _sweep(word: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{word}: this is a sweep over several values, and one command is one run; write a list as {name}=[1,2], quote a text "
+        f"that has commas: {name}=\"'a,b'\""
+    )
+
+
+def _as_it_stands(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
+    """The word as an option of texts would take it. Raises `error` where there are signs of another grammar: quotes,
+    interpolations, brackets that are not a list's, functions of sweeps."""
+    found = WORD.fullmatch(word)
+    if found is None or any(sign in found["text"] for sign in ("'", '"', "${")):
+        raise error
+    text = found["text"].strip()
+    items = _items(text[1:-1]) if text.startswith("[") and text.endswith("]") else None
+    if items is None and (not text or text[0] in "[{" or (sweep and SWEEP.match(text))):
+        raise error
+    whole = None if items is not None else text
+    return Override(found["name"], Scalar(whole or text, text, Unread(whole, items, sweep, error)), typed=word)
+
+
+def _items(text: str) -> tuple[str, ...] | None:
+    """The parts between the commas that stand in no brackets of their own; None where there are empty ones."""
+    depth, parts = 0, [""]
+    for letter in text:
+        depth += (letter in "[({") - (letter in "])}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    items = tuple(part.strip() for part in parts)
+    return items if all(items) and not depth else None
+
+
 def _unreadable(word: str, error: Exception) -> ConfigError:
     if "=" not in word:
         word = shortened(word)
@@ -78,6 +117,8 @@ def merge(values: dict[str, Any], override: Override) -> None:
     """Put one override into nested `values`, below the groups that its dotted name walks through."""
     *groups, last = override.name.split(".")
     inner = values
+    if last == NUMBERS and isinstance(override.value, list | tuple):
+        override = replace(override, value=",".join(str(plain(each)) for each in override.value))
     for group in groups:
         below = inner.setdefault(group, {})
         if not isinstance(below, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,10 @@ from weft.errors import ConfigError, nearest
 from weft.experiments._common_options import NAMES
 from weft.experiments.common import RunConfig
 from weft.options import Config, coerce, read, to_mapping, validate
+from weft.runtime.supervised import Wire
 
 if TYPE_CHECKING:
+    from weft.cli.deepspeed import Taken
     from weft.cli.stack import Stack
 
 CONFIG = "config"  # --dry-run=config
@@ -69,22 +72,26 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         return 0
     if words.config_dirs and not words.configs:
         raise ConfigError("--config-dir: holds sections, and none is named; add --configs NAME")
+    taken: Taken | None = None
     if not words.configs:
-        return _run(words, base, values, argv, supervise=supervise)
-    stack = stacked(words, base, values)
-    if not words.print_config and not words.print_script:
+        if words.deepspeed is not None and isinstance(base, RunConfig):
+            taken = deepspeed.overrides(words.deepspeed, base, values)
+            tell(taken.notes)
+            values = [*taken.assignments, *values]
+        return _run(words, base, values, argv, taken, supervise=supervise)
+    stack, taken = stacked(words, base, values)
+    if not words.print_config and not words.print_script and speaks():
         print("\n".join(stack.lines()))
-    for note in stack.notes:
-        print(f"note: {note}", file=sys.stderr)
+    tell(stack.notes)
     registry.import_user_code(_imports(stack.overrides))
     try:
-        return _run(replace(words, deepspeed=None), base, stack.overrides, argv, supervise=supervise)
+        return _run(words, base, stack.overrides, argv, taken, supervise=supervise)
     except ConfigError as error:
         raise stack.explain(error) from error
 
 
-def stacked(words: Words, base: Config, values: Sequence[overrides.Override]) -> Stack:
-    """The sections that `--configs` names, and the rest of the command line over them."""
+def stacked(words: Words, base: Config, values: Sequence[overrides.Override]) -> tuple[Stack, Taken | None]:
+    """The sections that `--configs` names, and the rest of the command line over them; what lies under them of DeepSpeed's."""
     from weft.cli.sections import Library
     from weft.cli.stack import read_stack
 
@@ -93,22 +100,25 @@ def stacked(words: Words, base: Config, values: Sequence[overrides.Override]) ->
     library = Library.find(words.config_dirs)
     stack = read_stack(words.configs, library, base, values)
     if words.deepspeed is None:
-        return stack
-    made, said = deepspeed.overrides(words.deepspeed or stack.deepspeed or "", base, stack.overrides)
-    stack = read_stack(words.configs, library, base, values, made)
-    stack.notes = [*said, *stack.notes]
-    return stack
+        return stack, None
+    taken = deepspeed.overrides(words.deepspeed or stack.deepspeed or "", base, stack.overrides)
+    stack = read_stack(words.configs, library, base, values, taken.assignments)
+    stack.notes = [*taken.notes, *stack.notes]
+    return stack, taken
 
 
-def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Sequence[str], *, supervise: bool) -> int:
+def _run(
+    words: Words,
+    base: Any,
+    values: Sequence[overrides.Override],
+    argv: Sequence[str],
+    taken: Taken | None,
+    *,
+    supervise: bool,
+) -> int:
     """Configure, and do what the flags say: print the configuration, submit, plan, or run."""
-    said: list[str] = []
-    if words.deepspeed is not None and isinstance(base, RunConfig):
-        made, said = deepspeed.overrides(words.deepspeed, base, values)
-        values = [*made, *values]
     config, notes = configure(base, values, words.imports)
-    for note in (*said, *notes):
-        print(f"note: {note}", file=sys.stderr)
+    tell([*(taken.settled(config) if taken is not None else ()), *notes])
     if words.print_config:
         import yaml
 
@@ -117,25 +127,34 @@ def _run(words: Words, base: Any, values: Sequence[overrides.Override], argv: Se
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
-    if words.dry_run is not None and config.mode == "slurm":
-        raise ConfigError("--dry-run: a job is planned where it runs; take mode=slurm out, or look at --print-script")
-    if config.mode == "slurm":
-        from weft.launch import slurm
-
-        command = ["quickstart", *(word for word in argv if word != "--print-script"), "mode=ray"]
-        print(slurm.start(config.build(), command, print_only=words.print_script))
-        return 0
-    from weft.launch import dry_run, run  # checks first, and loads torch once they have passed
+    from weft.launch import dry_run, run, slurm  # checks first, and loads torch once they have passed
     from weft.launch.supervise import Supervisor, uses_ray
     from weft.observe.progress import Show, terminal_width
 
     if words.dry_run is not None:
-        print("\n".join(dry_run(config, data=words.dry_run != CONFIG, width=terminal_width())))
+        plan = slurm.plan if config.mode == "slurm" else dry_run
+        print("\n".join(plan(config, data=words.dry_run != CONFIG, width=terminal_width())))
+        return 0
+    if config.mode == "slurm":
+        here = ("--print-script", "mode=slurm", "--mode=slurm")
+        command = ["quickstart", *(word for word in argv if word not in here), "mode=ray"]
+        print(slurm.start(config, command, print_only=words.print_script))
         return 0
     if supervise and uses_ray(experiment := config.build(), config.mode):
         return Supervisor(experiment).run()
     run(config, show=Show(verbose=words.verbose))
     return 0
+
+
+def speaks() -> bool:
+    """Whether this process is the one to say what is known before a run: its supervisor has said it already."""
+    return not Wire.of(os.environ).supervised
+
+
+def tell(notes: Sequence[str]) -> None:
+    """Notes for the user, once for each run."""
+    for note in notes if speaks() else ():
+        print(f"note: {note}", file=sys.stderr)
 
 
 def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
@@ -145,7 +164,7 @@ def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
     registry.import_user_code(words.imports)
     base, values = _named(words)
     if words.configs:
-        values = stacked(words, base, values).overrides
+        values = stacked(words, base, values)[0].overrides
     config, notes = configure(base, values, words.imports)
     if not isinstance(config, RunConfig):
         raise ConfigError(

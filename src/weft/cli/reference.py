@@ -20,8 +20,9 @@ HEAD = """# Options
 
 This page is made from the source by `python -m weft.cli.reference`. `weft quickstart NAME --help` shows the options of one
 quickstart, and `--cfg job` shows the configuration that a command line results in. Options are dotted names in Hydra's
-grammar: `key=value`, lists `[a,b]`, mappings `{a: 1}`, `null`. `${other.option}` stands for the value of another option, and
-`~key` restores a default. An unknown name is an error that suggests the nearest ones.
+grammar: `key=value`, lists `[a,b]`, mappings `{a: 1}`, `null`. An option that is a text or a list of
+texts takes as it stands what that grammar cannot read, such as `n[1,2]`. `${other.option}` stands for the value of another
+option, and `~key` restores a default. An unknown name is an error that suggests the nearest ones.
 """
 MODEL = """Below the name of a role: `model` for sft, rw and gen; `actor` and `ref` for dpo; `actor`, `critic`, `ref` and `rew`
 for ppo; `actor`, `ref` and `rew` for grpo and online_dpo; `actor` and `teacher` for distill. {different}"""

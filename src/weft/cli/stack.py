@@ -16,7 +16,7 @@ from weft.cli.overrides import Override, flatten
 from weft.cli.sections import READY, SHIPPED, Library, Section
 from weft.errors import ConfigError, nearest
 from weft.experiments.common import RunConfig
-from weft.options import leaves, plain
+from weft.options import coerce, leaves, plain
 
 COMMAND_LINE = "command line"
 PPO_CONFIG = "ppo_config"  # the section that Open-Assistant's RL trainer reads by itself
@@ -154,7 +154,7 @@ class _Reader:
             if name not in KEYS and name not in TRLX:
                 self.own[name] = where
         elif self._is_theirs(name):
-            self._put_theirs(name, Set(plain(override.value), COMMAND_LINE, "", rank))
+            self._put_theirs(name, Set(plain(coerce(override.value, Any, name)), COMMAND_LINE, "", rank))
         elif inner and group in ("datasets", "datasets_extra"):
             self._entry(group, inner, override)
         elif inner and self._is_theirs(group):

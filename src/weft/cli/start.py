@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from weft import registry
 from weft.cli.parsing import Parser
+from weft.cli.quickstart import tell
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
@@ -20,7 +20,9 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     parser.add_argument("--list", action="store_true", help="list the registered experiments and stop")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
                         help="user code that registers experiments (may be given again)")  # fmt: skip
-    parser.add_argument("--recover_mode", choices=("auto", "resume", "disabled"), help="over the experiment's own")
+    parser.add_argument(
+        "--recover_mode", choices=("auto", "resume", "disabled"), help="in place of the experiment's own"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
     parser.add_argument("--dry-run", nargs="?", const="", choices=("", "config"), metavar="config",
                         help="print the plan and the memory it needs, and stop; config: without reading the data")  # fmt: skip
@@ -44,17 +46,17 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     experiment = _as_told(registered(given.experiment, given.trial), given)
     if given.print_script and given.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
-    if given.dry_run is not None and given.mode == "slurm":
-        raise ConfigError("--dry-run: a job is planned where it runs; take --mode slurm out, or look at --print-script")
+    reads, asked = given.dry_run != "config", scheduling(given.experiment)
+    if given.mode == "slurm" and given.dry_run is not None:
+        print("\n".join(slurm.plan(experiment, asked, data=reads, width=terminal_width())))
+        return 0
     if given.mode == "slurm":
         command = ["start", *(word for word in argv if word != "--print-script"), "--mode", "ray"]
-        asked = scheduling(given.experiment)
         print(slurm.start(experiment, command, asked, print_only=given.print_script))
         return 0
-    for note in check_machines(given.experiment, given.mode):
-        print(f"note: {note}", file=sys.stderr)
+    tell(check_machines(given.experiment, given.mode))
     if given.dry_run is not None:
-        print("\n".join(dry_run(experiment, mode=given.mode, data=given.dry_run != "config", width=terminal_width())))
+        print("\n".join(dry_run(experiment, mode=given.mode, data=reads, width=terminal_width())))
         return 0
     if supervise and uses_ray(experiment, given.mode):
         return Supervisor(experiment).run()

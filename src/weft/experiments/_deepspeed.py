@@ -72,11 +72,16 @@ class Mapped:
     notes: list[str] = field(default_factory=list)
     tuning: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    batch: dict[str, int] = field(default_factory=dict)  # what the file says of batches in numbers
 
     def put(self, name: str, value: Any) -> None:
         """An option of the run, or of each trained role where it begins with a dot."""
-        for role in self.roles if name.startswith(".") else ("",):
-            self.options[f"{role}{name}"] = value
+        for option in self.names(name):
+            self.options[option] = value
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The option of each trained role where the name begins with a dot."""
+        return tuple(f"{role}{name}" for role in self.roles) if name.startswith(".") else (name,)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         self.refused.append(f"{key}={value!r}: {why}")
@@ -144,8 +149,10 @@ def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
         "gradient_accumulation_steps": accumulation,
     }
     good = {key: _number(done, key, value, 1) for key, value in sizes.items()}
+    done.batch = {key: int(sizes[key]) for key, fine in good.items() if fine}  # type: ignore[arg-type]
     if good["train_batch_size"]:
         done.put("dataset.train_bs_n_seqs", total)
+        done.tuning += ["gradient_accumulation_steps"] if good["gradient_accumulation_steps"] else []
     elif good["train_micro_batch_size_per_gpu"]:
         done.put("per_device_train_batch_size", micro)
         if good["gradient_accumulation_steps"]:

@@ -19,7 +19,7 @@ SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "OPENAI_API_KEY")
 def _env_problem(env: Mapping[str, str]) -> str | None:
     for name in env:
         if not VARIABLE.fullmatch(name):
-            return f"{name!r} is no name of an environment variable; it holds letters, digits and _"
+            return f"{name!r} is not a valid environment variable name; write letters, digits and _, no digit first"
         if SECRET.fullmatch(name):
             return (
                 f"{name} looks like a secret, and options are written to config.yaml; export it in the shell instead, from "

@@ -167,12 +167,14 @@ class RunConfig(ABC):
         "Ray cluster of mode=ray, such as auto or 10.0.0.1:6379; RAY_ADDRESS, else the one on this machine, when absent",
     )
     n_nodes: int = option(
-        1, "machines of a job (mode=slurm); mode=local is one, mode=ray has those of its cluster", at_least=1
+        1,
+        "machines: of a job (mode=slurm), or of the cluster where n_gpus_per_node is set (mode=ray); mode=local is one",
+        at_least=1,
     )
     n_gpus_per_node: int | None = option(
         None,
-        "GPUs of each machine: with mode=slurm those asked for (what the layouts take when absent), with mode=local those "
-        "that may be used (all there are when absent). CPUs are not limited",
+        "devices of each machine that the run may use: with mode=slurm the GPUs asked for (what the layouts take when absent), "
+        "otherwise all there are when absent; layouts that take more than n_nodes x n_gpus_per_node are refused",
         at_least=1,
     )
     allocation_mode: str = option(

@@ -30,6 +30,7 @@ PASSED = (
 PASSED_PREFIXES = ("WEFT_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 
 
+MOST_A_CORE = 64  # processes, one a device, that a processor's core is given
 RETURN_SECONDS, RETURN_POLL_SECONDS = 300.0, 5.0  # that a cluster has to give devices again in place of lost ones
 
 
@@ -83,6 +84,8 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
 
 def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
     """(CPUs, GPUs) of this machine that a Ray of the run's own is told of. Raises `ConfigError` where they are too few."""
+    if kind == "cpu":
+        check_processes(count)
     there = torch.cuda.device_count() if kind == "cuda" else 0
     gpus = there if control.n_gpus_per_node is None else min(there, control.n_gpus_per_node)
     if kind == "cuda" and gpus < count:
@@ -91,6 +94,16 @@ def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
             "other device_mesh numbers, raise n_gpus_per_node, write device=cpu, or run on more machines with mode=ray"
         )
     return max(count, len(os.sched_getaffinity(0))), gpus  # a device on CPUs is a process, whatever cores there are
+
+
+def check_processes(count: int) -> None:
+    """Raises `ConfigError` for more processes, one a device, than the processors of this machine could serve."""
+    cores = len(os.sched_getaffinity(0))
+    if count > (most := MOST_A_CORE * cores):
+        raise ConfigError(
+            f"the run takes {count:,} devices, each a process, and this machine's {cores} CPU cores take at most {MOST_A_CORE} "
+            f"each, {most:,}: choose smaller layouts or lower device_mesh numbers, or plan for GPUs with device=cuda"
+        )
 
 
 def device_kind(experiment: Experiment) -> str:
@@ -114,7 +127,7 @@ def check_enough(count: int, kind: str, nodes: Sequence[Node]) -> None:
         unit = "GPUs" if kind == "cuda" else "CPUs"
         shown = ", ".join(has) or "no machine is up"
         raise ConfigError(
-            f"the run takes {count} devices and the Ray cluster has {found} {unit} ({shown}): {count - found} are missing; "
+            f"the run takes {count} devices and the Ray cluster has {found} {unit} ({shown}), {count - found} too few; "
             "choose smaller layouts, or add machines"
         )
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from weft.errors import ConfigError
 
 OWN_WORDS = re.compile(r"--local[-_]rank(=.*)?")  # what such launchers add to a command line
+# Options that say where a model is, and those by which ranks share one copy of it or have whole ones, whatever a layout says.
+LAYOUT = re.compile(r"(^|\.)(layout|device_mesh|allocation_mode|parallel(\..*)?)$")
+SHARDING = re.compile(r"(^|\.)(zero_stage|deepspeed)$")
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,12 @@ class Launched:
         if kept and kept[0] != "quickstart":
             mode = ["--mode", "ray"] if self.nodes > 1 and "mode" not in own else []
             return shlex.join(["weft", *kept, *mode])
-        layout = f"d{self.world}" if self.sharded else f"d{self.world}f1"
-        added = {"n_nodes": str(self.nodes), "n_gpus_per_node": str(self.per_node), "allocation_mode": layout}
+        added = {}
+        if self.world > 1:
+            added = {"n_nodes": str(self.nodes), "n_gpus_per_node": str(self.per_node)}
+        if self.world > 1 and not any(LAYOUT.search(name) for name in own):
+            sharded = self.sharded or any(SHARDING.search(name) for name in own)
+            added["allocation_mode"] = f"d{self.world}" if sharded else f"d{self.world}f1"
         if self.nodes > 1:
             added["mode"] = "ray"
         if self.mixed_precision in ("bf16", "fp16"):

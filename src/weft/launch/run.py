@@ -103,7 +103,7 @@ def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
 def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = True) -> tuple[Experiment, str]:
     """(the experiment, its mode) once all is checked that needs no torch; without `data` but for the data."""
     foreign.check(os.environ)
-    experiment = _built(config)
+    experiment = built(config)
     mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
     check_mode(mode)
     os.environ.update(experiment.control.env)
@@ -113,15 +113,22 @@ def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = T
         raise ConfigError(
             f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or mode=slurm"
         )
+    check_devices(experiment)
     check_sinks(experiment.control.loggers)
+    return with_files(config, experiment, data=data), mode
+
+
+def with_files(config: Buildable | Experiment, experiment: Experiment, *, data: bool = True) -> Experiment:
+    """The experiment that `config` builds, with the config.json of its models brought from the hub. Raises `UserError` where
+    neither this machine nor the hub has a model, or with `data` the data."""
     from weft.launch.hub import fetch_configs
 
     if fetch_configs(experiment, data=data) and not isinstance(config, Experiment):
-        experiment = _built(config)  # again, with what the models' own files say
-    return experiment, mode
+        return built(config)  # again, with what the models' own files say
+    return experiment
 
 
-def _built(config: Buildable | Experiment) -> Experiment:
+def built(config: Buildable | Experiment) -> Experiment:
     """The experiment, with the names of the options that `config` leaves open and weft has settled."""
     if isinstance(config, Experiment):
         return settled_roles(config)
@@ -132,6 +139,16 @@ def _built(config: Buildable | Experiment) -> Experiment:
     settled = flat(experiment.config)
     chosen = [name for name, value in settled if left_open(given.get(name, "")) and value != given.get(name, value)]
     return replace(experiment, chosen=chosen)
+
+
+def check_devices(experiment: Experiment) -> None:
+    """Raises `ConfigError` for layouts that take more devices than the run may use."""
+    control, count = experiment.control, experiment.num_devices
+    if control.n_gpus_per_node is not None and count > (most := control.n_nodes * control.n_gpus_per_node):
+        raise ConfigError(
+            f"the layouts take {count} devices, and n_nodes={control.n_nodes} x n_gpus_per_node={control.n_gpus_per_node} are "
+            f"{most}; raise one of them, choose smaller layouts or lower device_mesh numbers, or leave n_gpus_per_node out"
+        )
 
 
 def check_mode(mode: str) -> None:

@@ -1,7 +1,7 @@
 """`mode=slurm`: one sbatch script that starts Ray on the nodes of a job and runs the same command there with `mode=ray`.
 
-`start` writes and submits it, `running_job` and `cancel` find and end it. Script, logs and the job's number lie in the run's
-directory, under `slurm/`.
+`start` writes and submits it, `plan` shows what it would do, `running_job` and `cancel` find and end it. Script, logs and the
+job's number lie in the run's directory, under `slurm/`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import SlurmSpec
+from weft.launch.run import Buildable, built, dry_run, with_files, without_weights
 from weft.options import read, validate
 from weft.registry import import_user_code
 
@@ -52,18 +51,18 @@ class Request:
 
 
 def start(
-    experiment: Experiment, command: Sequence[str], asked: Scheduling | None = None, *, print_only: bool = False
+    config: Buildable | Experiment, command: Sequence[str], asked: Scheduling | None = None, *, print_only: bool = False
 ) -> str:
-    """Submit an experiment whose `command` (the words after `weft`) runs it; what to tell the user, or the script alone.
+    """Submit what `command` (the words after `weft`) runs, `config`; what to tell the user, or the script alone.
 
     Raises `UserError` for what can be known to be wrong before a node is asked for.
     """
     from weft.runtime.directory import RunDirectory, admit
 
-    import_user_code(experiment.control.imports)
-    experiment.check()
+    experiment = _experiment(config)
     directory = RunDirectory.of(experiment.control)
     request = request_of(experiment, command, directory.path, asked)
+    _check_networks(experiment)
     if print_only:
         return script(request)
     admit(directory, experiment.control, experiment.resolved())
@@ -74,6 +73,51 @@ def start(
         f"submitted job {number} on {request.n_nodes} node{'' if request.n_nodes == 1 else 's'}; its script and logs are in "
         f"{request.folder}\nweft logs {names}{where} --follow shows what it does, weft stop {names}{where} ends it"
     )
+
+
+def plan(
+    config: Buildable | Experiment, asked: Scheduling | None = None, *, data: bool = True, width: int | None = None
+) -> list[str]:
+    """The lines of `--dry-run`: the plan of the run that the job would make, on the devices that it would ask for. Raises
+    `UserError` as `start` does."""
+    from weft.runtime.directory import RunDirectory
+
+    experiment = _experiment(without_weights(config), data=data)
+    request = request_of(experiment, (), RunDirectory.of(experiment.control).path, asked)
+    if request.gpus_per_node and experiment.control.device is None:  # whatever the machine that submits the job has
+        experiment = replace(experiment, control=replace(experiment.control, device="cuda"))
+    count = request.gpus_per_node or request.devices_per_node
+    kind = ("GPU" if request.gpus_per_node else "CPU process") + (
+        "" if count == 1 else "s" if request.gpus_per_node else "es"
+    )
+    job = f"{request.n_nodes} node{'' if request.n_nodes == 1 else 's'} with {count} {kind}"
+    return [
+        f"mode=slurm: a job of {job}{' each' if request.n_nodes > 1 else ''}, not submitted",
+        *dry_run(experiment, mode="ray", data=data, width=width),
+    ]
+
+
+def _experiment(config: Buildable | Experiment, *, data: bool = True) -> Experiment:
+    """The experiment, checked as far as no torch is needed: nodes see the files that this machine sees."""
+    experiment = built(config)
+    import_user_code(experiment.control.imports)
+    experiment.check()
+    return with_files(config, experiment, data=data)
+
+
+def _check_networks(experiment: Experiment) -> None:
+    """That every network can have its layouts. Reads config.json alone. Raises `UserError` naming the option."""
+    from weft.engine.backends.auto import chosen
+    from weft.launch.assemble import check_configs, check_layouts
+    from weft.launch.cluster import device_kind
+    from weft.runtime.check import check_calls
+
+    roles = {name: chosen(replace(spec, planned=True)) for name, spec in experiment.roles.items()}
+    experiment = replace(experiment, roles=roles)
+    device_kind(experiment)
+    check_calls(experiment)
+    check_configs(experiment)
+    check_layouts(experiment)
 
 
 def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked: Scheduling | None = None) -> Request:
@@ -97,7 +141,7 @@ def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked:
     if experiment.num_devices > devices:
         raise ConfigError(
             f"the layouts take {experiment.num_devices} devices, and n_nodes={nodes} x n_gpus_per_node={gpus} are {devices}; "
-            "raise one of them, or lower the layouts"
+            "raise one of them, choose smaller layouts or lower device_mesh numbers"
         )
     own, on_cpus = math.ceil(experiment.num_devices / nodes), control.device == "cpu" or gpus == 0
     if on_cpus and spec.cpus_per_node is None:
@@ -119,6 +163,8 @@ def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked:
 
 def script(request: Request) -> str:
     """The text of the sbatch script."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # for this alone
+
     spec = request.spec
     python = spec.python or ("python3" if spec.container else sys.executable)
     wrapped, pyxis, apptainer = _container(request)
@@ -203,7 +249,7 @@ def submit(request: Request) -> str:
     there = running_job(request.run)
     if there is not None:
         raise ConfigError(
-            f"job {there[0]} of {request.run} is in the queue already ({there[1]}); wait for it, end it with `weft stop`, or "
+            f"job {there[0]} of {request.run} is already in the queue ({there[1]}); wait for it, end it with `weft stop`, or "
             "choose another trial_name"
         )
     if shutil.which("sbatch") is None:
@@ -270,7 +316,7 @@ def _state(number: str) -> str | None:
     if done.returncode:
         if "Invalid job id" in done.stderr:  # long over, and forgotten
             return None
-        raise RunError(f"squeue does not tell the state of job {number}: {_first_line(done.stderr)}")
+        raise RunError(f"squeue does not say the state of job {number}: {_first_line(done.stderr)}")
     state = done.stdout.strip()
     return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else None
 
@@ -285,7 +331,7 @@ def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False, timeout=QUEUE_SECONDS, env=os.environ)
     except subprocess.TimeoutExpired:
-        raise RunError(f"{words[0]} has not answered in {QUEUE_SECONDS:g} s; is Slurm's controller there?") from None
+        raise RunError(f"{words[0]} has not answered in {QUEUE_SECONDS:g} s; is Slurm's controller running?") from None
 
 
 def _first_line(text: str) -> str:

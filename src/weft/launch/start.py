@@ -61,8 +61,7 @@ def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
 
 
 def check_machines(name: str, mode: str = "local") -> list[str]:
-    """Notes on what a registered experiment asks for and `mode` does not heed. Raises `ConfigError` for more machines than it
-    has."""
+    """Notes on what a registered experiment asks for and `mode` ignores. Raises `ConfigError` for more machines than it has."""
     asked = scheduling(name)
     if asked is None:
         return []
@@ -72,4 +71,4 @@ def check_machines(name: str, mode: str = "local") -> list[str]:
             "start it with --mode slurm or --mode ray, or ask for one node"
         )
     ignored = asked.ignored_on_one_machine()
-    return [f"mode={mode} does not heed {', '.join(ignored)} of {name!r}; mode=slurm does"] if ignored else []
+    return [f"mode={mode} ignores {', '.join(ignored)} of {name!r}; mode=slurm uses them"] if ignored else []

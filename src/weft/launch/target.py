@@ -10,7 +10,7 @@ from weft.engine import fits
 from weft.engine.device import hardware, hardware_line, memory_bytes, resolve_device
 from weft.experiment import Experiment
 from weft.experiments._rates import GPUS, gpu_rates
-from weft.launch.cluster import device_kind
+from weft.launch.cluster import check_processes, device_kind
 from weft.launch.memory import size
 
 GIB = 2.0**30
@@ -43,6 +43,8 @@ class Target:
             return cls(torch.device("cuda"), "GPU", count, None, "")
         alone = mode == "local" and count == 1
         device = resolve_device(asked if alone else device_kind(experiment))
+        if mode == "local" and device.type == "cpu":
+            check_processes(count)
         share = memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
         taken = fits.TAKEN * GIB if device.type == "cuda" else 0.0
         usable = memory_gb * GIB if memory_gb is not None else share - taken

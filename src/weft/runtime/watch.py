@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -10,6 +11,10 @@ from collections.abc import Mapping
 EVERY_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 BEGIN_SECONDS = 20.0
+# What begins a connection of HTTP/2 (RFC 9113, section 3.4): a fixed text, and from both sides a frame of settings, here an
+# empty one. Its fourth byte is its kind.
+FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAME
 
 
 class Watch:
@@ -45,10 +50,20 @@ class Watch:
 
 
 def check_listens(address: str) -> None:
-    """Raises `OSError` where the address is HOST:PORT and nobody listens there."""
+    """Raises `OSError` where the address is HOST:PORT and nobody listens there, or somebody who does not speak HTTP/2, as Ray's
+    head does: Ray itself would try for minutes, and print each time."""
     host, colon, port = address.rpartition(":")
-    if colon and port.isdigit() and "/" not in address:
-        socket.create_connection((host, int(port)), timeout=BEGIN_SECONDS).close()
+    if not colon or not port.isdigit() or "/" in address:
+        return
+    with socket.create_connection((host, int(port)), timeout=BEGIN_SECONDS) as line:
+        if os.environ.get("RAY_USE_TLS", "0") == "1":
+            return
+        line.sendall(PREFACE)
+        answer = b""
+        while len(answer) < len(FRAME) and (more := line.recv(len(FRAME) - len(answer))):
+            answer += more
+    if answer[3:4] != FRAME[3:4]:
+        raise OSError("what listens there is another program")
 
 
 def _listens(place: tuple[str, int]) -> bool:
