@@ -190,6 +190,9 @@ def test_what_their_trainer_does_by_itself() -> None:
     policy = mapped(PPOConfig(), datasets=["oasst_export"], rank_config={"model_name": "rm"}).options
     assert policy["actor.tokenizer.chat_template"].value == policy["rew.tokenizer.chat_template"].value == "oasst"
     assert "actor.tokenizer.add_tokens" not in policy
+    prefix = mapped(SFTConfig(), datasets=["webgpt"], peft_model=True, peft_type="prefix-tuning", model_name="m")
+    assert prefix.options["model.tokenizer.chat_template"].value == "zephyr"
+    assert "model.tokenizer.add_tokens" not in prefix.options and any("zephyr's form" in note for note in prefix.notes)
 
 
 def test_keys_that_another_trainer_reads_are_noted() -> None:

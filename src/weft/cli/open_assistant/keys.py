@@ -25,6 +25,10 @@ LOSSES = {
 OFF_LOSSES = ("cross_entropy", "ranking")
 METRICS = ("accuracy", "kendalltau", "spearmanr")
 PREFIX, PREFIX_TOKENS = "prefix-tuning", 30
+WORDS = (
+    "a prefix leaves the model as it is, without added tokens, so dialogues have zephyr's form, in words; for a model that has "
+    "Open-Assistant's tokens write model.tokenizer.chat_template=oasst"
+)
 PROJECTION = "the prefix's keys and values are trained themselves, without a projection"
 LORA = {"r": ("r", 16), "lora_alpha": ("alpha", 32), "lora_dropout": ("dropout", 0.05)}
 TASKS = ("CAUSAL_LM", "SEQ_CLS")
@@ -171,7 +175,7 @@ def _peft(done: Mapped, value: Any) -> None:
     if not isinstance(settings, Mapping):
         done.under("peft_config").refuse(settings, "must be a group of keys")
         return
-    kind = settings.get("peft_type", done.get("peft_type", "lora"))
+    kind = _peft_type(done)
     if kind == PREFIX:
         _prefix(done, settings)
         return
@@ -188,6 +192,13 @@ def _peft(done: Mapped, value: Any) -> None:
             done.refused.append(
                 (f"peft_config.{key}", f"peft_config.{key}={settings[key]!r}: weft's {kind} has no such setting")
             )
+
+
+def _peft_type(done: Mapped) -> Any:
+    """None without an adapter."""
+    settings = done.get("peft_config", {})
+    inner = settings.get("peft_type") if isinstance(settings, Mapping) else None
+    return (inner or done.get("peft_type", "lora")) if done.truth(done.get("peft_model") or False) else None
 
 
 def _prefix(done: Mapped, settings: Mapping[str, Any]) -> None:
@@ -362,7 +373,11 @@ def _implied(done: Mapped) -> None:
         if done.get("rank_config") or done.get("rank_model"):
             at.put("rew.tokenizer.chat_template", "oasst")
         return
-    at.put("{first}.tokenizer.add_tokens", list(TOKENS))
+    if _peft_type(done) == PREFIX:
+        at.put("{first}.tokenizer.chat_template", "zephyr")
+        done.under("peft_type").note(WORDS)
+    else:
+        at.put("{first}.tokenizer.add_tokens", list(TOKENS))
     for part, (padding, end) in UNNAMED_END.items():
         if part in str(done.get("model_name", "")):
             at.put("{first}.tokenizer.pad_token", padding)
