@@ -136,6 +136,8 @@ def test_cfg_job_prints_what_a_run_would_use(folder: Path, capsys: pytest.Captur
         (["dataset.type=prompt_anser"], "unknown dataset type 'prompt_anser'; did you mean prompt_answer"),
         (["eval_freq_steps=5"], "eval_freq_steps=5: there is nothing to evaluate on"),
         (["train.interface=trane"], "unknown interface 'trane'; did you mean train"),
+        (["train.post_hooks=[offload_optimiser]"], "train: unknown hook 'offload_optimiser' (did you mean offload_optimizer?)"),
+        (["model.pipeline_stages_per_rank=2"], "model.pipeline_schedule=1f1b has one stage per rank, and 2 were asked for"),
         (["train.post_hooks=[[1]]"], "train.post_hooks=[[1]]: hook [1] cannot be read"),
         (["dataset.type=prompt"], "wants key 'completion'"),
         (["model.path=./modle"], "did you mean model?"),

@@ -250,6 +250,7 @@ class ModelSpec:
     tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer; the one in path when its path is absent")
     head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
     trained: bool = option(False, "", hidden=True)
+    allocated_by: str = option("", "", hidden=True)  # the option that gave it its layout, where it is not `layout`
     planned: bool = option(False, "", hidden=True)  # for a plan alone: its weights are not read
     mirrors: bool = option(False, "", hidden=True)  # a frozen copy, on a layout of its own, of a role that is trained
     schedule: Any = option(None, "", hidden=True)
