@@ -119,7 +119,7 @@ def test_cfg_job_prints_what_a_run_would_use(folder: Path, capsys: pytest.Captur
         (["allocation_mode=search", "n_gpus_per_node=2"], "model.path=model/config.json: lacks 'hidden_size'"),
         (["allocation_mode=searc"], "did you mean search"),
         (["allocation_mode=d2x1"], "'x' is unknown"),
-        (["model.layout=d2", "model.device_mesh=1"], "model.device_mesh='1': layout d2f2t1p1c1e1 needs 2 devices, and 1 was given"),
+        (["model.layout=d2", "model.device_mesh=1"], "model.device_mesh='1': layout d2f2t1p1c1e1 needs 2 devices, and 1"),
         (["model.layout=d3f2"], "f=2 does not divide d=3"),
         (["train.layout=d2x1"], "train.layout='d2x1': 'x' is unknown"),
         (["train.device_mesh=3-4"], "train.device_mesh='3-4': layout d1f1t1p1c1e1 needs one device, and 2 were given"),

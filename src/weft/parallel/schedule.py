@@ -64,8 +64,9 @@ def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Pl
         raise ConfigError(f"pipeline_schedule={kind!r} is unknown; known: {', '.join(get_args(Kind))}")
     usual = STAGES_A_RANK.get(kind)
     if usual is not None and stages_a_rank not in (None, usual):
+        were = "was" if stages_a_rank == 1 else "were"
         raise ConfigError(
-            f"pipeline_schedule={kind} has {_stages(usual)} per rank, and {stages_a_rank} {'was' if stages_a_rank == 1 else 'were'} "
+            f"pipeline_schedule={kind} has {_stages(usual)} per rank, and {stages_a_rank} {were} "
             "asked for; interleaved_1f1b and interleaved_zero_bubble take any number from 2"
         )
     if usual is None and stages_a_rank is not None and stages_a_rank < 2:
