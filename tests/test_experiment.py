@@ -113,13 +113,19 @@ def test_copies_are_wherever_a_role_works_beside_its_own_mesh() -> None:
     [
         ({"gen__layout": "d2x"}, "^gen.layout=d2x: cannot be read"),
         ({"actor__layout": "d0"}, "^actor.layout=d0: data is 0; every degree is at least 1"),
-        ({"gen__device_mesh": "0-1"}, r"gen: device mesh \[0, 1\]: layout d1f1t1p1c1e1 needs 1 different devices"),
+        (
+            {"gen__device_mesh": "0-1"},
+            "^gen.device_mesh='0-1': layout d1f1t1p1c1e1 needs one device, and 2 were given; name one",
+        ),
         (
             {"gen__layout": "t2", "gen__device_mesh": "1,0"},
             "gen.device_mesh='1,0': device numbers must rise; write 0,1",
         ),
         ({"actor__device_mesh": "2", "gen__layout": "d4"}, "gen: layout .* needs 4 .*; say which by gen.device_mesh"),
-        ({"actor__layout": "t2", "actor__device_mesh": "3"}, "actor: device mesh"),
+        (
+            {"actor__layout": "t2", "actor__device_mesh": "3"},
+            "^actor.device_mesh='3': layout .* needs 2 devices, and 1 was",
+        ),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(options: dict[str, str], message: str) -> None:

@@ -15,6 +15,11 @@ PART, LEAST_PART = (
     3,
 )  # how like a name is that begins with what was typed, or one of whose words does; its characters
 LONGEST_NAME = 200  # characters of a name that are compared with others
+# How gloo, NCCL and torch's store say that a neighbour is gone; the first two raise it as a plain RuntimeError.
+TRANSPORTS = (
+    "/gloo/", "gloo/transport", "NCCL error", "NCCL communicator was aborted", "Connection closed by peer",
+    "torch.distributed.Dist",
+)  # fmt: skip
 
 
 class WeftError(Exception):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -153,7 +154,16 @@ def read(base: Config, values: Mapping[str, Any], prefix: str = "", *, known: Se
             changed[key] = read(current, value, f"{name}.", known=names)
         else:
             changed[key] = coerce(value, hints[key], name)
-    return type(base)(**changed)
+    try:
+        return type(base)(**changed)
+    except ConfigError as error:
+        raise _in_full(error, prefix, allowed) from None
+
+
+def _in_full(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigError:
+    """The error of a group's own check: an option that it begins with has its dotted name."""
+    begins = re.match(r"([a-z_]+)(=| and )", str(error))
+    return ConfigError(f"{prefix}{error}") if begins and begins[1] in names else error
 
 
 def _written(name: str, value: Any) -> str:
@@ -261,7 +271,10 @@ def validate(config: Any, path: str = "") -> None:
     line spells has been brought to its type by `read`, and code that passes "3" for a number hears of it here.
     """
     hints = _hints(type(config))
-    replace(config)  # what `__post_init__` refuses, it refuses also after an attribute was set
+    try:
+        replace(config)  # what `__post_init__` refuses, it refuses also after an attribute was set
+    except ConfigError as error:
+        raise _in_full(error, path, hints) from None
     for spec in fields(config):
         value, name = getattr(config, spec.name), f"{path}{spec.name}"
         if is_dataclass(value) and not isinstance(value, type):

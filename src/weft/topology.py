@@ -45,13 +45,11 @@ class Layout:
             if degree < 1:
                 raise ConfigError(f"layout: {name} is {degree}; every degree is at least 1")
         if self.data % self.fsdp:
-            raise ConfigError(
-                f"layout: f={self.fsdp} does not divide d={self.data}; f ranks of d share one sharded copy"
-            )
+            rule = "f ranks of d share one sharded copy"
+            raise ConfigError(f"layout: f={self.fsdp} does not divide d={self.data}; {rule}")
         if self.data % self.expert:
-            raise ConfigError(
-                f"layout: e={self.expert} does not divide d={self.data}; e ranks of d share the experts, whole ones each"
-            )
+            rule = "e ranks of d share the experts, whole ones each"
+            raise ConfigError(f"layout: e={self.expert} does not divide d={self.data}; {rule}")
         if self.fsdp % self.expert and self.expert % self.fsdp:
             raise ConfigError(
                 f"layout: f={self.fsdp} and e={self.expert}: one must divide the other, since ranks that have the same experts "
@@ -115,10 +113,12 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) != self.layout.num_devices:
-            raise ConfigError(
-                f"device mesh {list(self.ranks)}: layout {self.layout} needs {self.layout.num_devices} different devices"
-            )
+        needed, given = self.layout.num_devices, len(set(self.ranks))
+        if given != needed or len(self.ranks) != needed:
+            wants = "one device" if needed == 1 else f"{needed:,} devices"
+            was = "1 was" if given == 1 else f"{given:,} were"
+            rule = f"layout {self.layout} needs {wants}, and {was} given; name {wants}, or write another layout"
+            raise ConfigError(f"device_mesh='{','.join(map(str, self.ranks))}': {rule}")
 
     @classmethod
     def first(cls, layout: Layout) -> Mesh:
@@ -158,21 +158,23 @@ class Mesh:
 
 
 def parse_mesh(text: str | None, layout: Layout) -> Mesh:
-    """Read device numbers such as `4-7` or `0,2`; None: the first devices. Raises `ConfigError` for what is neither or does not
-    fit the layout."""
+    """Read device numbers such as `4-7` or `0,2`; None: the first devices. Raises `ConfigError` where they do not fit."""
     if text is None:
         return Mesh.first(layout)
     ranks: list[int] = []
     for part in str(text).split(","):
         found = re.fullmatch(r"\s*([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?\s*", part)
         if found is None:
-            raise ConfigError(
-                f"device_mesh={text!r} cannot be read; write device numbers such as 4-7 or 0,2, below 1,000,000"
-            )
-        ranks += range(int(found[1]), int(found[2] or found[1]) + 1)
+            rule = "write device numbers such as 4-7 or 0,2, below 1,000,000"
+            raise ConfigError(f"device_mesh={text!r} cannot be read; {rule}")
+        first, last = int(found[1]), int(found[2] or found[1])
+        ranks += range(first, last + 1) if first <= last else range(first, last - 1, -1)
     if ranks != sorted(ranks):  # process groups number their ranks in this order
         raise ConfigError(f"device_mesh={text!r}: device numbers must rise; write {','.join(map(str, sorted(ranks)))}")
-    return Mesh(layout, tuple(ranks))
+    try:
+        return Mesh(layout, tuple(ranks))
+    except ConfigError as error:
+        raise ConfigError(f"device_mesh={text!r}: {str(error).partition(': ')[2]}") from None
 
 
 def whole(shape: tuple[int, ...]) -> Slice:
@@ -287,9 +289,8 @@ def stage_of(num_layers: int, stages: int, stage: int, head: float = 0.0) -> ran
     """The blocks of a pipeline stage: consecutive, and as even as can be where the last stage computes the output matrix too,
     which costs as much as `head` blocks. Raises `ConfigError` where a stage would have none."""
     if stages > num_layers:
-        raise ConfigError(
-            f"layout: p={stages} stages of a model with {num_layers} layers; every stage needs one at least"
-        )
+        rule = "every stage needs at least one"
+        raise ConfigError(f"layout: p={stages} stages of a model with {num_layers} layers; {rule}")
     even = math.ceil((num_layers + head) / stages - head - 0.5)
     last = num_layers if stages == 1 else min(max(even, 1), num_layers - stages + 1)
     if stage == stages - 1:

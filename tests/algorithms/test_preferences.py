@@ -13,6 +13,7 @@ from loss_cases import evaluate, gradients, make_sample
 
 from weft.algorithms import dpo, preferences
 from weft.algorithms.dpo import dpo_loss
+from weft.algorithms.scores import above
 from weft.algorithms.transport import TRANSPORTED
 from weft.errors import ConfigError, DataError
 from weft.host.base import HostContext
@@ -277,6 +278,28 @@ def test_aot_by_hand() -> None:
     assert loss("aot") == pytest.approx((nls(0.5 * 0.5) + nls(0.5 * -1.0)) / 2)
     # Ratios 1 and -2 of the better, -1 and 0.5 of the worse: by rank -2 meets -1 and 1 meets 0.5.
     assert loss("aot_unpaired") == pytest.approx((nls(0.5 * -1.0) + nls(0.5 * 0.5)) / 2)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+def test_rewards_that_rounding_alone_makes_unequal_are_ties(loss_type: str) -> None:
+    """The policy is its reference, whose log-probs ranks have added up in another order: 0 on any layout."""
+    base = np.array([-0.7, -1.3, -0.2, -2.1])
+    keys = {"rank": [0, 1], "label": [1.0, 0.0], "kl_baseline": [0.0, 0.0], "ref_logprobs": base}
+    sample = make_sample([(2, 2)], keys)
+
+    def share(by: float) -> float:
+        return evaluate(
+            dpo_loss(loss_type, 0.5), sample, {"logprobs": base + np.array([by, 0, 0, -by])}
+        ).stats["rewards/accuracies"]  # fmt: skip
+
+    assert share(0.0) == share(5e-16) == 0.0
+    assert share(1e-6) == 1.0 and share(-1e-6) == 0.0
+
+
+def test_ties_are_as_wide_as_the_dtype_is_coarse() -> None:
+    one, terms = np.array([1e-6]), np.array([2.0])
+    assert above(one, np.zeros(1), terms).all()
+    assert not above(one.astype(np.float32), np.zeros(1, np.float32), terms.astype(np.float32)).any()
 
 
 def test_kto_by_hand() -> None:

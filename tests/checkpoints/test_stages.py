@@ -88,8 +88,14 @@ def test_both_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_too_many_stages_are_refused(tmp_path: Path) -> None:
     source = llama(tmp_path / "m")
-    with pytest.raises(ConfigError, match="p=4 stages of a model with 3 layers"):
+    with pytest.raises(ConfigError, match=r"--num_stages 4: .*/m has 3 layers, and every stage"):
         partition(source, tmp_path / "out", 4)
     with pytest.raises(ConfigError, match="must be at least 1"):
         partition(source, tmp_path / "out", 0)
+    with pytest.raises(
+        ConfigError, match=r"--model_type gpt2: .*/m is no such model, its config.json says 'llama'; leave"
+    ):
+        partition(source, tmp_path / "out", 2, "gpt2")
+    with pytest.raises(ConfigError, match="--model_type: unknown model family 'wizard'; known: gemma"):
+        partition(source, tmp_path / "out", 2, "wizard")
     assert not (tmp_path / "out").exists()

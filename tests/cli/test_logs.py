@@ -31,6 +31,8 @@ def test_one_process(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == [
         "runs/e/t: finished", "", "== run (runs/e/t/log.txt)", "2026-01-01 00:00:00  step 48", "2026-01-01 00:00:00  step 49"
     ]  # fmt: skip
+    assert weft.main([*NAMED, "--lines", "-2"]) == 2
+    assert "--lines -2: must be at least 0" in capsys.readouterr().err
     assert weft.main([*NAMED, "--worker", "1"]) == 2
     assert "this run has one process, whose log is runs/e/t/log.txt" in capsys.readouterr().err
 

@@ -83,15 +83,17 @@ def test_stages_lie_where_the_schedule_puts_them(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["p2", "t2", "--source-schedule", "dualpipe"], "pipeline_schedule='dualpipe' is unknown; known: gpipe"),
+        (["p2", "t2", "--source-schedule", "dualpipe"], "--source-schedule 'dualpipe' is unknown; known: gpipe"),
         (
             ["p2", "t2", "--source-stages", "2"],
-            "source of the reallocation: pipeline_schedule=1f1b with 2 stages a rank",
+            "--source-schedule 1f1b has one stage per rank, and 2 were asked for",
         ),
-        (["d2x2", "t2"], "source of the reallocation: layout=d2x2: 'x' is unknown"),
-        (["d2", "t3"], "t=3 does not divide the model's 32 attention heads"),
-        (["d2", "p17"], "p=17 stages of a model with 16 layers"),
-        (["d2", "t2", "--target-mesh", "4"], "target of the reallocation: device mesh [4]"),
+        (["d2x2", "t2"], "FROM d2x2: 'x' is unknown"),
+        (["d2", "t3"], "TO t3: t=3 does not divide the model's 32 attention heads"),
+        (["d2", "p17"], "TO p17: p=17 stages of a model with 16 layers"),
+        (["d2", "t2", "--target-mesh", "4"], "--target-mesh '4': layout d1f1t2p1c1e1 needs 2 devices"),
+        (["p17", "d2"], "FROM p17: p=17 stages of a model with 16 layers"),
+        (["d2e2", "t2"], "FROM d2e2: a llama model has no experts to share; write e1"),
         (["d2", "t2", "--model", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )

@@ -122,6 +122,13 @@ def test_layouts_that_a_network_cannot_have_are_refused_by_name(
         check_layouts(config.build())
 
 
+def test_a_layout_that_nobody_typed_is_refused_by_the_option_that_gave_it(root: Path) -> None:
+    config = ppo(root, "allocated")
+    config.allocation_mode, config.n_gpus_per_node = "t8", 8
+    with pytest.raises(ConfigError, match=r"layout=d1f1t8p1c1e1: t=8 .*comes from allocation_mode=t8\)"):
+        check_layouts(config.build())
+
+
 def test_a_cache_without_room_for_one_sequence_is_refused_with_what_would_do(root: Path) -> None:
     config = ppo(root, "cache")
     config.ppo.gen.kv_cache_gb = 2e-6

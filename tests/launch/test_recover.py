@@ -29,7 +29,7 @@ def until(command: Command, there: Callable[[], bool], seconds: float = 180.0) -
 
 
 def restarts(run: Path) -> int:
-    return (run / "log.txt").read_text().count("going on with other devices")
+    return (run / "log.txt").read_text().count("continuing with new processes")
 
 
 def restarted(run: Path, times: int) -> bool:

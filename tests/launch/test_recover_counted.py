@@ -62,7 +62,7 @@ def drive(*sessions: Any, comes_back: bool = True) -> list[dict[str, Any]]:
 def test_a_run_goes_on_in_another_session_and_the_first_says_why():
     first, second = Played(3, lost()), Played(5)
     assert len(drive(first, second)) == 5
-    assert first.said == ["open False", "device 1 died; going on with other devices (restart 1 of 3)", "retired"]
+    assert first.said == ["open False", "device 1 died; continuing with new processes (restart 1 of 3)", "retired"]
     assert second.said == ["open True", "finished"]
 
 
@@ -98,8 +98,8 @@ def test_devices_that_die_while_the_session_is_made_count_too():
     half_made = Played(0, at_open=lost("device 0 died"))
     assert len(drive(first, lost("device 2 died"), half_made, last)) == 5
     assert first.said[2:4] == [
-        "device 2 died; going on with other devices (restart 2 of 3)",
-        "device 0 died; going on with other devices (restart 3 of 3)",
+        "device 2 died; continuing with new processes (restart 2 of 3)",
+        "device 0 died; continuing with new processes (restart 3 of 3)",
     ]
     assert half_made.said == ["failed"], "its devices are let go of"
 

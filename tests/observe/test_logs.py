@@ -51,6 +51,17 @@ def test_without_times_who_falls_silent_first_failed_first(tmp_path: Path) -> No
     assert [each.file.worker for each in failures(log_files(tmp_path))] == [1, 0]
 
 
+def test_a_neighbour_that_misses_a_dead_device_comes_after_what_names_it(tmp_path: Path) -> None:
+    gloo = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"
+    died = "error: device 1 (n1, process 7) died in actor_train: its process ended (killed)"
+    write(tmp_path / "logs/worker-0.log", TRACE.replace("RuntimeError: no memory is left", gloo), 100)
+    write(tmp_path / "log.txt", f"2026-01-01 10:00:09  {died}\n", 1e12)
+    found = failures(log_files(tmp_path))
+    assert [each.file.name for each in found] == ["run", "worker-0"]
+    assert found[0].summary.endswith(died)
+    assert [each.file.name for each in failures(log_files(tmp_path)[1:])] == ["worker-0"]
+
+
 def test_long_tracebacks_are_cut_in_the_middle(tmp_path: Path) -> None:
     frames = "".join(f'  File "{n}.py"\n' for n in range(500))
     write(tmp_path / "log.txt", f"Traceback (most recent call last):\n{frames}ValueError: deep\n", 1)

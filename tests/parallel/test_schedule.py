@@ -151,11 +151,11 @@ def test_an_order_that_cannot_be_run_is_refused() -> None:
 
 
 def test_what_a_kind_does_not_take_is_refused() -> None:
-    with pytest.raises(ConfigError, match="1f1b with 2 stages a rank"):
+    with pytest.raises(ConfigError, match="1f1b has one stage per rank, and 2 were"):
         placement_of("1f1b", 2, 2)
-    with pytest.raises(ConfigError, match="zbv with 3 stages a rank: it has 2"):
+    with pytest.raises(ConfigError, match="zbv has 2 stages per rank, and 3 were"):
         placement_of("zbv", 2, 3)
-    with pytest.raises(ConfigError, match="needs 2 at least; with 1 it is zero_bubble"):
+    with pytest.raises(ConfigError, match="at least 2 stages per rank, and 1 was asked for; with 1 it is zero_bubble"):
         placement_of("interleaved_zero_bubble", 2, 1)
     with pytest.raises(ConfigError, match="'dualpipe' is unknown; known: gpipe, 1f1b"):
         placement_of("dualpipe", 2)  # type: ignore[arg-type]

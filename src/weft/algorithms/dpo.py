@@ -66,7 +66,8 @@ class PairwiseLoss(Loss):
         better, worse = batch.pairs()
         each = kind.loss(xp.take(scores, better), xp.take(scores, worse), self)
         rewards = self.beta * fixed(xp.take(shown, better)), self.beta * fixed(xp.take(shown, worse))
-        stats = pair_stats(rewards, (xp.take(logps, better), xp.take(logps, worse)))
+        both = xp.take(logps, better), xp.take(logps, worse)
+        stats = pair_stats(rewards, both, self.beta, per_token=kind.score == "free")
         if self.rpo_alpha:
             nll = -xp.take(per_token(completion_scores(logprobs, None, batch)[0], batch), better)
             each = each + self.rpo_alpha * nll

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, Sum, fixed, log_sigmoid, trained_rows
-from weft.algorithms.scores import completion_scores
+from weft.algorithms.scores import above, completion_scores
 
 
 def kto_loss(
@@ -51,7 +51,7 @@ class LabelledLoss(Loss):
     Keys: `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline` (KTO's z0) or `reward_shift` (BCO's delta),
     one value per id or per completion. Metrics, over desirable and undesirable ones: `rewards/{chosen,rejected,margins}` =
     beta * score and `logps/{chosen,rejected}`; `rewards/accuracies`, the share of rewards on their label's side of the
-    threshold (beta * z0 or delta); and the threshold's key.
+    threshold (beta * z0 or delta), as good as on it is on neither (`above`); and the threshold's key.
     """
 
     loss_type: str = "kto"
@@ -79,7 +79,11 @@ class LabelledLoss(Loss):
         kto = self.loss_type == "kto"
         each = (kto_loss if kto else bco_loss)(scores, labels, baseline, self.beta)
         threshold = self.beta * baseline if kto else baseline
-        stats = _label_stats(self.beta * fixed(scores), threshold, logps, good, taken - good)
+        terms = self.beta * logps  # what a reward is a difference of
+        rewards = self.beta * fixed(scores)
+        right = xp.astype(above(rewards, threshold, terms), good.dtype) * good
+        right = right + xp.astype(above(threshold, rewards, terms), good.dtype) * (taken - good)
+        stats = _label_stats(rewards, right, logps, good, taken - good)
         stats[key] = Sum(xp.sum(baseline * taken), xp.sum(taken))
         return xp.sum(each * weights) / max(total["sequences"], 1.0), stats
 
@@ -91,9 +95,8 @@ class LabelledLoss(Loss):
         return made
 
 
-def _label_stats(rewards: Array, baseline: Array, logps: Array, good: Array, bad: Array) -> dict[str, Stat]:
+def _label_stats(rewards: Array, right: Array, logps: Array, good: Array, bad: Array) -> dict[str, Stat]:
     xp = array_api_compat.array_namespace(rewards)
-    right = xp.astype(rewards > baseline, good.dtype) * good + xp.astype(rewards < baseline, bad.dtype) * bad
     return {
         "rewards/chosen": Sum(xp.sum(rewards * good), xp.sum(good)),
         "rewards/rejected": Sum(xp.sum(rewards * bad), xp.sum(bad)),

@@ -7,6 +7,8 @@ from jaxtyping import Float
 
 from weft.algorithms.base import Array, RowBatch, Stat, Sum, fixed
 
+ROUNDING = 8.0  # units of the last place that a sum of log-probs may be off, as where another layout has added them up
+
 
 def completion_scores(
     logprobs: Float[Array, "N"], reference: Float[Array, "N"] | None, batch: RowBatch
@@ -28,11 +30,23 @@ def per_token(sums: Float[Array, "S"], batch: RowBatch) -> Float[Array, "S"]:
     return sums / xp.clip(batch.lengths, 1.0, None)
 
 
-def pair_stats(rewards: tuple[Array, Array], logps: tuple[Array, Array]) -> dict[str, Stat]:
-    """The metrics of pairs from (better, worse) rewards and log-probs, each [P]."""
+def above(one: Array, other: Array, terms: Array) -> Array:
+    """Whether `one` is above `other` by more than what rounding makes of two equal numbers, each a sum and difference of
+    numbers as large as `terms` together: 8 units of their last place. At the first step a policy is its reference, and what is
+    left of the difference of their log-probs says how ranks added up, not which answer is preferred."""
+    xp = array_api_compat.array_namespace(one, other, terms)
+    return one - other > ROUNDING * float(xp.finfo(terms.dtype).eps) * xp.abs(terms)
+
+
+def pair_stats(
+    rewards: tuple[Array, Array], logps: tuple[Array, Array], beta: float, *, per_token: bool = False
+) -> dict[str, Stat]:
+    """The metrics of pairs from (better, worse) rewards and log-probs, each [P]; a pair whose rewards are as good as equal
+    (`above`) is not in order. Rewards are beta times differences of the log-probs or, `per_token`, of means of theirs."""
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])
-    right = xp.astype(rewards[0] > rewards[1], rewards[0].dtype)
+    terms = rewards if per_token else (beta * logps[0], beta * logps[1])
+    right = xp.astype(above(*rewards, xp.abs(terms[0]) + xp.abs(terms[1])), rewards[0].dtype)
     return {
         "rewards/chosen": Sum(xp.sum(rewards[0]), count),
         "rewards/rejected": Sum(xp.sum(rewards[1]), count),

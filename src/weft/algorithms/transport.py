@@ -69,7 +69,7 @@ class TransportLoss(Loss):
                 self._each(xp.take(partner, worse) - xp.take(ratios, worse)),
             )
         rewards = self.beta * fixed(xp.take(ratios, better)), self.beta * fixed(xp.take(ratios, worse))
-        stats = pair_stats(rewards, (xp.take(logps, better), xp.take(logps, worse)))
+        stats = pair_stats(rewards, (xp.take(logps, better), xp.take(logps, worse)), self.beta)
         return xp.sum(each) / max(total["pairs"], 1.0), stats
 
     def _each(self, delta: Float[Array, "P"]) -> Float[Array, "P"]:

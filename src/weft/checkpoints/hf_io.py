@@ -210,7 +210,7 @@ def _check_names(reader: Reader) -> None:
     unknown = [n for n in reader.files.names if n not in known and not n.endswith(family.buffers)]
     if unknown:
         raise CheckpointError(
-            f"{where} holds {_listed(unknown)}, which a {family.name} model with this config.json has not; "
+            f"{where} holds {_listed(unknown)}, which a {family.name} model with this config.json does not have; "
             "is config.json the one that belongs to the weights?"
         )
     missing = [name for name in wanted if name not in reader and name != family.score]

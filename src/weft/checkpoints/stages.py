@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.checkpoints.hf_io import Reader
+from weft.checkpoints.hf_io import Reader, read_raw, resolve
 from weft.checkpoints.weight_files import INDEX, shard_name, write_safetensors, write_text
-from weft.errors import CheckpointError, ConfigError
-from weft.topology import stage_of, stages_of
+from weft.errors import CheckpointError, ConfigError, unknown_name
+from weft.registry import families
+from weft.topology import stages_of
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
@@ -24,8 +25,11 @@ def partition(source: str | Path, target: Path, num_stages: int, type: str | Non
     """
     if num_stages < 1:
         raise ConfigError(f"--num_stages {num_stages}: must be at least 1")
-    reader = Reader(source, type=type)
-    stage_of(reader.config.num_layers, num_stages, 0)
+    reader = _reader(source, type)
+    if num_stages > reader.config.num_layers:
+        raise ConfigError(
+            f"--num_stages {num_stages}: {source} has {reader.config.num_layers} layers, and every stage needs at least one"
+        )
     members = _members(reader, num_stages)
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(reader.directory.iterdir()):
@@ -41,6 +45,21 @@ def partition(source: str | Path, target: Path, num_stages: int, type: str | Non
         sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
     write_text(target / INDEX, json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": places}, indent=2))
     return sizes
+
+
+def _reader(source: str | Path, type: str | None) -> Reader:
+    """Raises `ConfigError` where the weights are of another family than `type`."""
+    own = read_raw(resolve(source)).get("model_type")
+    if type is None or type == own:
+        return Reader(source)
+    if type not in families.load_all():
+        raise ConfigError(f"--model_type: {unknown_name('model family', type, families.names())}")
+    try:
+        return Reader(source, type=type)
+    except CheckpointError:
+        raise ConfigError(
+            f"--model_type {type}: {source} is no such model, its config.json says {own!r}; leave --model_type out"
+        ) from None
 
 
 def _members(reader: Reader, num_stages: int) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""`weft convert`: checkpoints of other programs become Hugging Face directories, adapters are merged, files cut by stages."""
+"""Checkpoints of other programs become Hugging Face directories, adapters are merged, files cut by stages."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.cli.start import named_parser
+from weft.cli.parsing import Parser
 from weft.errors import ConfigError
 from weft.experiments import _checks as checks
 from weft.observe.logs import Failure, Follower, LogFile, failures, log_files
@@ -17,7 +17,10 @@ QUIET_POLLS = 4  # without a line, after which a run that nobody works on is ove
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0. Raises `UserError` where there is no such run or worker."""
-    parser = named_parser("weft logs", "Show the logs of a run, the first failure first.")
+    parser = Parser(prog="weft logs", description="Show the logs of a run, the first failure first.")
+    parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
+    parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")
+    parser.add_argument("--fileroot", help="folder of runs (./runs)")
     parser.add_argument("--worker", type=int, metavar="N", help="the process of one device alone")
     parser.add_argument("--lines", type=int, default=20, metavar="N", help="last lines of each log (20)")
     parser.add_argument("--follow", action="store_true", help="go on showing what is added until the run is over")
@@ -25,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     for flag, value in (("-e EXPERIMENT", given.experiment), ("-f TRIAL", given.trial)):
         if value is None:
             raise ConfigError(f"{flag} is missing; write weft logs -e EXPERIMENT -f TRIAL")
+    if given.lines < 0:
+        raise ConfigError(f"--lines {given.lines}: must be at least 0, which shows no lines")
     checks.check_names(experiment_name=given.experiment, trial_name=given.trial)
     from weft.launch.stop import run_directory
 

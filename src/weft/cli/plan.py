@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import Wanted, find
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LARGEST = 5  # parameters listed
+SIDES = {"source": "FROM", "target": "TO"}
 # The model where none is named: the shape of a Llama of 1.2 billion parameters.
 SMALL_LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -34,7 +37,7 @@ examples:
   weft plan search ppo actor.path=MODEL critic.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl n_gpus_per_node=8
   weft plan search sft model.path=MODEL dataset.train_path=sft.jsonl n_nodes=2 n_gpus_per_node=8 search.gpu=H100 --json"""
 
-EPILOG = """layouts: letters d f t p, each followed by its degree, such as d2f2t2; a letter that is left out is 1. A trained
+EPILOG = """layouts: letters d f t p c e, each followed by its degree, such as d2f2t2; a letter that is left out is 1. A trained
 role is sharded over its data-parallel ranks unless told otherwise: d4t2 of a trained actor is d4f4t2 here.
 
 columns, in bytes of one rank's parameters:
@@ -85,7 +88,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     made.add_argument("--dtype", choices=sorted(ITEMSIZE), default="bfloat16", help="of what is sent (%(default)s)")
     made.add_argument("--source-mesh", metavar="LIST", help="devices of FROM, such as 0-7 or 0,2 (the first ones)")
     made.add_argument("--target-mesh", metavar="LIST", help="devices of TO (the first ones)")
-    for side, name in (("source", "FROM"), ("target", "TO")):
+    for side, name in SIDES.items():
         made.add_argument(f"--{side}-schedule", default="1f1b", metavar="KIND",
                           help=f"pipeline_schedule of {name}, which says what stages a rank holds (%(default)s)")  # fmt: skip
         made.add_argument(f"--{side}-stages", type=int, metavar="N", help=f"pipeline_stages_per_rank of {name}")
@@ -125,11 +128,16 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
 def realloc(arguments: argparse.Namespace) -> None:
     """Plan the transfers between two layouts and print what they cost."""
     from weft.checkpoints.hf_io import parameter_shapes
+    from weft.engine.spec import ModelSpec
+    from weft.engine.torch.source import check_layout
     from weft.realloc.plan import holdings_of, plan
     from weft.realloc.traffic import least, traffic
 
-    meshes = [_mesh(arguments, side) for side in ("source", "target")]
+    meshes = [_mesh(arguments, side) for side in SIDES]
     config, per_node = _config(arguments.model), arguments.devices_per_node
+    for side, mesh in zip(SIDES, meshes, strict=True):
+        with _names(arguments, side):
+            check_layout(ModelSpec(pipeline_schedule=getattr(arguments, f"{side}_schedule")), mesh.layout, config)
 
     def node_of(rank: int) -> int:
         return rank // per_node
@@ -161,12 +169,23 @@ def _mesh(arguments: argparse.Namespace, side: str) -> Mesh:
     def given(name: str) -> Any:
         return getattr(arguments, f"{side}_{name}")
 
-    try:
+    with _names(arguments, side):
         layout = Layout.parse(getattr(arguments, side))
         spec = ModelSpec(pipeline_schedule=given("schedule"), pipeline_stages_per_rank=given("stages"))
         return parse_mesh(given("mesh"), spec.placed(layout))
+
+
+@contextmanager
+def _names(arguments: argparse.Namespace, side: str) -> Iterator[None]:
+    """Errors of one side begin with it as it was typed, `FROM p4: ...`, or with the option: `--source-mesh ...`."""
+    try:
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{side} of the reallocation: {error}") from None
+        rule = re.sub(r"^layout(=\w+)?: ", "", str(error))
+        for field, flag in (("device_mesh", "mesh"), ("pipeline_schedule", "schedule")):
+            if rule.startswith(f"{field}="):
+                raise ConfigError(rule.replace(f"{field}=", f"--{side}-{flag} ", 1)) from None
+        raise ConfigError(f"{SIDES[side]} {getattr(arguments, side)}: {rule}") from None
 
 
 def _config(model: str | None) -> TransformerConfig:

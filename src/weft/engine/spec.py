@@ -61,9 +61,8 @@ class OptimizerSpec:
     warmup_steps_proportion: float | None = option(
         None,
         "share of optimizer steps used for warm-up; absent: 0.02, unless another warm-up is set",
-        at_least=0.0,
-        at_most=1.0,
-    )
+        at_least=0.0, at_most=1.0,
+    )  # fmt: skip
     warmup_steps: int | None = option(
         None, "optimizer steps used for warm-up; excludes the other warm-up options", at_least=0
     )
@@ -250,10 +249,11 @@ class ModelSpec:
     tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer; the one in path when its path is absent")
     head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
     trained: bool = option(False, "", hidden=True)
+    allocated_by: str = option("", "", hidden=True)  # the option that gave it its layout, where it is not `layout`
     planned: bool = option(False, "", hidden=True)  # for a plan alone: its weights are not read
     mirrors: bool = option(False, "", hidden=True)  # a frozen copy, on a layout of its own, of a role that is trained
-    schedule: Any = option(None, "", hidden=True)
     # What the runtime fills in from the run's options, so that a backend is a function of (spec, layout) alone.
+    schedule: Any = option(None, "", hidden=True)
     device: str | None = option(None, "", hidden=True)
     notes: tuple[str, ...] = option((), "", hidden=True)  # what the plan says of path and backend
     seed: int = option(1, "", hidden=True)  # of new weights and dropout

@@ -43,7 +43,10 @@ def allocated(roles: Mapping[str, ModelSpec], mode: str, num_devices: int) -> di
     layout = f"d{num_devices}" if mode in (HEURISTIC, SEARCH) else None if mode in MODES else mode
     if layout is None:
         return dict(roles)
-    return {name: spec if is_placed(spec) else replace(spec, layout=layout) for name, spec in roles.items()}
+    by = f"allocation_mode={mode}"
+    return {
+        name: spec if is_placed(spec) else replace(spec, layout=layout, allocated_by=by) for name, spec in roles.items()
+    }
 
 
 def is_placed(spec: ModelSpec) -> bool:

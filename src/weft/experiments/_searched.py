@@ -59,7 +59,7 @@ class Searched:
         )
         lines = [
             f"allocation_mode=search: {_seconds(best.step)} per step on {self.rates.name} as estimated, {_seconds(first.step)} "
-            f"with allocation_mode=heuristic{fits}; {how} looked at"
+            f"with allocation_mode=heuristic{fits}; tried {how}"
         ]
         for call, mesh in best.meshes.items():
             load = self.loads[call]

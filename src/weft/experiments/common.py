@@ -13,6 +13,7 @@ from weft.experiment import Control, Experiment
 from weft.experiments import _checks as checks
 from weft.experiments._allocation import SearchSpec
 from weft.experiments._machines import LaunchSpec, SlurmSpec
+from weft.graph.mfc import HOOKS as NAMED_HOOKS
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
 from weft.options import option, read
 
@@ -123,12 +124,8 @@ def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
 def _parse_hook(hook: Any) -> Hook:
     if isinstance(hook, (Offload, Call)):
         return hook
-    if hook == "offload":
-        return Offload("weights")
-    if hook == "offload_optimizer":
-        return Offload("optimizer")
     if isinstance(hook, str) and hook:
-        return Call(hook)
+        return NAMED_HOOKS.get(hook) or Call(hook)
     if isinstance(hook, Mapping) and "function" in hook and set(hook) <= {"function", "args"}:
         return Call(str(hook["function"]), dict(hook.get("args") or {}))
     raise ConfigError(f"hook {hook!r} cannot be read; it is {HOOKS}")

@@ -39,6 +39,8 @@ class ParamSync:
 
 
 Hook = Offload | Call
+# The hooks that have a name of their own; any other is a user's function.
+HOOKS: Mapping[str, Offload] = {"offload": Offload("weights"), "offload_optimizer": Offload("optimizer")}
 
 
 def _on_edges(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ...]:

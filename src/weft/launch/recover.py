@@ -59,7 +59,7 @@ class Driven:
         while True:
             self._count(lost)
             attempt = f"restart {RESTARTS - self._left} of {RESTARTS}"
-            self._session.let_go(f"{lost}; going on with other devices ({attempt})")
+            self._session.let_go(f"{lost}; continuing with new processes ({attempt})")
             try:
                 made = self._anew()
                 try:

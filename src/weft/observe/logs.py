@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.errors import TRANSPORTS
+
 RUN_LOG, WORKERS, SLURM = "log.txt", "logs", "slurm"
 WORKER = re.compile(r"worker-(\d+)")
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
@@ -48,6 +50,11 @@ class Failure:
         """The line that names what happened."""
         return next((line for line in reversed(self.text) if line.strip()), "")
 
+    @property
+    def is_of_others(self) -> bool:
+        """Whether it says only that a neighbour is gone, which is what came of another failure."""
+        return any(sign in self.summary for sign in TRANSPORTS)
+
 
 def append(run: Path, line: str) -> None:
     """Add to the run's own log, with the time."""
@@ -87,10 +94,10 @@ def failure(file: LogFile) -> Failure | None:
 
 
 def failures(files: Iterable[LogFile]) -> list[Failure]:
-    """One of each file that failed, earliest first. A file without times is as old as its last line: who fails first falls
-    silent first."""
+    """One of each file that failed, earliest first, those that say only that a neighbour is gone last. A file without times is
+    as old as its last line: who fails first falls silent first."""
     found = [each for file in files if (each := failure(file)) is not None]
-    return sorted(found, key=lambda each: each.when)
+    return sorted(found, key=lambda each: (each.is_of_others, each.when))
 
 
 def _ends_traceback(line: str) -> bool:

@@ -159,7 +159,8 @@ HELP = (
     MetricHelp(
         "kendalltau", PREFERENCES, "-1 to 1", "(right - wrong) / pairs, within a group of answers.", "Rises from 0."
     ),
-    MetricHelp("rewards/accuracies", PREFERENCES, "share", "Pairs whose chosen answer has the higher implicit reward.",
+    MetricHelp("rewards/accuracies", PREFERENCES, "share",
+               "Pairs whose chosen answer has the higher implicit reward; equal up to rounding is not higher.",
                "Begins at 0, since both rewards are 0, and rises to 0.6 to 0.9."),
     MetricHelp("rewards/margins", PREFERENCES, "", "Implicit reward of the chosen answer less the rejected one's.", "Rises."),
     MetricHelp(

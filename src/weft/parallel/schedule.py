@@ -64,16 +64,21 @@ def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Pl
         raise ConfigError(f"pipeline_schedule={kind!r} is unknown; known: {', '.join(get_args(Kind))}")
     usual = STAGES_A_RANK.get(kind)
     if usual is not None and stages_a_rank not in (None, usual):
+        were = "was" if stages_a_rank == 1 else "were"
         raise ConfigError(
-            f"pipeline_schedule={kind} with {stages_a_rank} stages a rank: it has {usual}; interleaved_1f1b and "
-            "interleaved_zero_bubble take any number from 2"
+            f"pipeline_schedule={kind} has {_stages(usual)} per rank, and {stages_a_rank} {were} "
+            "asked for; interleaved_1f1b and interleaved_zero_bubble take any number from 2"
         )
     if usual is None and stages_a_rank is not None and stages_a_rank < 2:
         raise ConfigError(
-            f"pipeline_schedule={kind} with {stages_a_rank} stages a rank: it needs 2 at least; with 1 it is "
+            f"pipeline_schedule={kind} has at least 2 stages per rank, and {stages_a_rank} was asked for; with 1 it is "
             f"{kind.removeprefix('interleaved_')}"
         )
     return Placement(ranks, stages_a_rank or usual or 2, turns=kind == "zbv")
+
+
+def _stages(count: int) -> str:
+    return "one stage" if count == 1 else f"{count} stages"
 
 
 @cache

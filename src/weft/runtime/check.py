@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Mapping
 
 from weft.data.tokenizer import Tokenizer
-from weft.errors import ConfigError, GraphError
+from weft.errors import ConfigError, GraphError, UnknownName, nearest
 from weft.experiment import Experiment
-from weft.graph.mfc import Call, MFCDef
+from weft.graph.mfc import HOOKS, Call, MFCDef
 from weft.interfaces.base import Minibatches, ModelInterface
 from weft.registry import functions, interfaces
 from weft.runtime.group import EVALUATION
@@ -77,9 +77,20 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
         ) from error
     for hook in (*node.pre_hooks, *node.post_hooks):
         if isinstance(hook, Call):
-            functions.get(hook.function)
+            _check_hook(node, hook.function)
     if node.cache:
         _check_cache(experiment, node)
+
+
+def _check_hook(node: MFCDef, name: str) -> None:
+    try:
+        functions.get(name)
+    except UnknownName:
+        close = nearest(name, [*HOOKS, *functions.names()])
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise UnknownName(
+            f"{node.name}: unknown hook {name!r}{hint}; a hook is {', '.join(HOOKS)} or what register_function has named"
+        ) from None
 
 
 def _check_cache(experiment: Experiment, node: MFCDef) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from weft.data.sample import SequenceSample
 from weft.engine.device import peak_memory_gb, using
 from weft.engine.profile import Trace
-from weft.errors import DevicesLost, NotFinite, RunError, UserError, WeftError
+from weft.errors import TRANSPORTS, DevicesLost, NotFinite, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, backend_of
 from weft.realloc.execute import Reallocation
@@ -217,10 +217,6 @@ class DeviceProcess:
 
     def where(self, address: str) -> Where:
         return Where(self.rank, socket.gethostname(), os.getpid(), address)
-
-
-# How gloo and NCCL begin what they say: they raise it as a plain RuntimeError.
-TRANSPORTS = ("/gloo/", "gloo/transport", "NCCL error", "NCCL communicator was aborted", "Connection closed by peer")
 
 
 def is_of_others(error: BaseException) -> bool:

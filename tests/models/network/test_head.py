@@ -26,6 +26,13 @@ def test_gradients_reach_states_and_weight_in_their_dtype() -> None:
     assert head.weight.grad is not None and head.weight.grad.dtype == torch.bfloat16
 
 
+def test_no_output_of_a_network_is_a_view() -> None:
+    """FSDP2 warns of wrong gradients where one is."""
+    for kind, wanted in (("value", "values"), ("score", "scores"), ("lm", "logprobs")):
+        made = tiny("llama", kind)(pack(sequences([5, 3])), frozenset({wanted}))
+        assert made[wanted].requires_grad and made[wanted]._base is None, kind
+
+
 def test_mean_pooling_of_sequences_of_unequal_length() -> None:
     """Open-Assistant's multiplied [B, T, H] by a mask [B, T], an error of shapes (defect 5): here the mean of each sequence's
     states, times the head, by hand."""

@@ -142,6 +142,15 @@ class Source:
 
 def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
     """Raises `ConfigError` for a layout that this network, or this version, cannot have."""
+    try:
+        _check_layout(spec, layout, config)
+    except ConfigError as error:
+        if not spec.allocated_by or layout != spec.resolve_layout():
+            raise
+        raise ConfigError(f"{error} (this layout comes from {spec.allocated_by})") from None
+
+
+def _check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
     if layout.context > 1 and config.prefix_tokens:
         raise ConfigError(
             f"layout={layout}: ranks that share the tokens of a sequence (c) have no prefix, and {spec.path} is to have one of "
@@ -160,7 +169,7 @@ def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> 
     if count > config.num_layers:
         raise ConfigError(
             f"layout={layout}: pipeline_schedule={kind} with {layout.stages_a_rank} stages a rank makes {count} stages of a "
-            f"model with {config.num_layers} layers; every stage needs one at least: lower p, or pipeline_stages_per_rank"
+            f"model with {config.num_layers} layers; every stage needs at least one: lower p, or pipeline_stages_per_rank"
         )
 
 

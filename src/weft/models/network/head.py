@@ -64,9 +64,10 @@ class ValueHead(nn.Module):
 
 def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """[N, H] -> [N] float32, and computed in it: one value a row; `weight` is [1, H]. In bfloat16 two thousand rewards have
-    half as many values."""
+    half as many values. Memory of its own, no view: what is written to a view in place would go round the hooks that FSDP2
+    puts on a network's outputs, which it warns of."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0]
+    return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0].clone()
 
 
 def score_rows(x: Packed, padding: int | None) -> Tensor:
