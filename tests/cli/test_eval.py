@@ -56,6 +56,7 @@ def test_datasets_by_name_are_read_as_their_training_reads_them(
         return {name: each["all"]["rows"] for name, each in json.loads(out.read_text())["data"].items()}
 
     assert list(rows(*named).values()) == [4, 1]
+    assert "tokenizing anthropic_rlhf (valid): 1 rows" in capsys.readouterr().err
     ((name, count),) = rows(*named, "--split", "valid").items()
     assert name.endswith(" (valid)") and count == 1
     file = f"datasets.hh-rlhf.data_path={tmp_path / 'test.jsonl'}"

@@ -49,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
     opened = _models.scorer(given.model, given, "MODEL")
     figures: dict[str, Any] = {}
     for each in tried:
-        rows = {"category": given.category, "split": each.split, "args": each.args}
+        called = each.name if each.name != each.path else ""
+        rows = {"category": given.category, "split": each.split, "args": each.args, "name": called}
         with _models.progress(each.name) as bar:
             groups = evaluate(opened, each.path, each.kind, **rows, progress=bar)
         found = by_category(groups)
