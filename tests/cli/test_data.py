@@ -120,13 +120,16 @@ def test_lengths_without_a_chat_template(
         assert main(["lengths", str(tmp_path / f"{file}.jsonl"), "--tokenizer", gpt2, words[-1], *more]) == 0
         told[file, len(more)] = capsys.readouterr()
     assert told["chat", 1].err.count("note: ") == 1 == told["rows", 0].err.count("note: ")
-    assert "no chat template; messages are counted in the form chatml" in told["chat", 1].err
+    assert "no chat template; messages are read in the form chatml" in told["chat", 1].err
     assert "names no end token (tokenizer.eos_token)" in told["rows", 0].err
     assert told["chat", 0].err.count("note: ") == 2
     own = ["tokenizer.chat_template=chatml", "tokenizer.add_tokens=[template]", "tokenizer.eos_token='<|im_end|>'"]
     assert main(["lengths", str(tmp_path / "chat.jsonl"), "--tokenizer", gpt2, words[-1], *own]) == 0
     said = capsys.readouterr()
     assert said.out == told["chat", 0].out and "note: " not in said.err
+    assert main(["inspect", str(tmp_path / "chat.jsonl"), "--tokenizer", gpt2, words[-1]]) == 0
+    shown = capsys.readouterr().out
+    assert "<|im_start|>|user|" in shown and "no chat template; messages are read in the form chatml" in shown
 
 
 def test_scan(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,30 @@ def test_real_pairs(scorer: str, data_dir: Path, capsys: pytest.CaptureFixture[s
     assert "accuracy" in capsys.readouterr().out
 
 
+def test_datasets_by_name_are_read_as_their_training_reads_them(
+    scorer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pairs = [{"chosen": f"\n\nHuman: {n}?\n\nAssistant: It is {n}.", "rejected": f"\n\nHuman: {n}?\n\nAssistant: No."}
+             for n in range(4)]  # fmt: skip
+    for split, found in (("train", pairs), ("test", pairs[:1])):
+        write_jsonl(tmp_path / f"{split}.jsonl", found)
+    out, named = tmp_path / "scores.json", ["--datasets", "hh-rlhf", f"data_path={tmp_path}"]
+
+    def rows(*words: str) -> dict[str, int]:
+        assert main(["eval", "rm", scorer, *words, "--out", str(out)]) == 0
+        return {name: each["all"]["rows"] for name, each in json.loads(out.read_text())["data"].items()}
+
+    assert list(rows(*named).values()) == [4, 1]
+    assert "tokenizing anthropic_rlhf (valid): 1 rows" in capsys.readouterr().err
+    ((name, count),) = rows(*named, "--split", "valid").items()
+    assert name.endswith(" (valid)") and count == 1
+    file = f"datasets.hh-rlhf.data_path={tmp_path / 'test.jsonl'}"
+    assert list(rows("--datasets", "hh-rlhf", file, "max_replies=2").values()) == [1]
+    assert main(["eval", "rm", scorer, *named, "--split", "test"]) == 2
+    assert "--split test: of datasets by name must be train or valid" in capsys.readouterr().err
+
+
 def test_no_data_is_exit_2(scorer: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "rm", scorer, "max_replies=2"]) == 2
     assert "there are no data" in capsys.readouterr().err

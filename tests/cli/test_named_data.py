@@ -121,13 +121,16 @@ def test_languages_are_detected(
 def test_lengths_scan_and_inspect(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"dataset.cache_dir={here}", "--tokenizer", str(here / "tokenizer"), "--datasets", "gsm8k"]
     assert main(["lengths", *words, "--limit", "30"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr()
+    assert "tokenizing gsm8k (train): " in told.err and "tokenizing gsm8k (valid): " in told.err
+    lines = told.out.splitlines()
     longest = int(lines[0].split()[1])
     assert lines[0].startswith("gsm8k: ") and f"(p99 {longest}, >30: " in lines[0]
     above = int(lines[0].rstrip(")").split()[-1])
     assert above == min(10, max(0, longest - 30)) and lines[1].startswith("gsm8k (valid): ")
     assert main(["scan", f"dataset.cache_dir={here}", "--datasets", "vicuna"]) == 0
-    assert "vicuna: 1 rows" in (said := capsys.readouterr().out) and "As an AI model, well" in said
+    assert "vicuna: 1 rows" in (said := capsys.readouterr().out) and "    vicuna:1: As an AI model, well" in said
+    assert said.count("train.jsonl") == 1  # the file of its rows, in the first line
     assert main(["inspect", *words, "-n", "1"]) == 0 and "\u27e6a" in capsys.readouterr().out
     assert main(["inspect", *words, "-n", "1", "--mode", "rl"]) == 0 and "answer: 'a'" in capsys.readouterr().out
 

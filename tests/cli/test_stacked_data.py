@@ -117,6 +117,25 @@ def test_a_copy_is_named_on_the_command_line(here: Path, capsys: pytest.CaptureF
         main(["counts", "data_path=a", cache])
 
 
+def test_a_folder_of_copies_has_the_files_that_a_section_names(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the folder of the name, in the folder of all, and else any file of the name's folder."""
+    file = here / "configs/mine.yaml"
+    file.write_text("both:\n  datasets: [{gsm8k: {data_path: train.jsonl}}, {squad_v2: {data_path: squad.jsonl}}]\n")
+    place = here / "elsewhere"
+    place.mkdir()
+    (here / "gsm8k").rename(place / "gsm8k")
+    (here / "squad.jsonl").rename(place / "squad.jsonl")
+    words = ["counts", "--datasets", "both", f"dataset.cache_dir={here}/cache", "dataset.valid_split=0"]
+    assert main([*words, "data_path=elsewhere"]) == 0
+    assert table(capsys)[1:3] == [["gsm8k", "10", "0", "10"], ["squad_v2", "10", "0", "10"]]
+    (place / "gsm8k/train.jsonl").rename(place / "gsm8k/my-train.jsonl")
+    assert main([*words, "data_path=elsewhere"]) == 0
+    assert table(capsys)[1] == ["gsm8k", "10", "4", "14"]
+    (here / "one.jsonl").write_text((place / "gsm8k/my-train.jsonl").read_text())
+    assert main([*words, "data_path=elsewhere", "datasets.gsm8k.data_path=one.jsonl"]) == 0
+    assert table(capsys)[1] == ["gsm8k", "10", "0", "10"]
+
+
 def test_the_mode_is_that_of_the_sections(here: Path) -> None:
     assert stacked(["oasst_export_eu"], [], None, [])[1] == "sft"
     assert stacked(["defaults_rm", "oasst-rm-1-pythia-1.4b"], [], None, [])[1] == "rm"

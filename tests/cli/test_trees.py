@@ -39,6 +39,7 @@ def test_filter(trees: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     replies = [len(tree["prompt"]["replies"]) for tree in read(out)]
     assert 0 < len(replies) < 100 and max(replies) == 1  # trees that a model began are gone
     assert main(["trees", "filter", trees, str(out), "--lang", "de"]) == 0 and read(out) == []
+    assert "warning: no tree of " in capsys.readouterr().err
     for words, wrong in (
         (["--least", "quality"], r"must be LABEL=NUMBER"),
         (["--top-k", "0"], "must be at least 1"),

@@ -241,11 +241,12 @@ def test_open_assistant_trees(data_dir: Path, opened: Open, qwen: Tokenizer) -> 
     trees = [json.loads(line) for line in path.read_text().splitlines()]
 
     def nodes(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        return [node, *(n for reply in node["replies"] for n in nodes(reply))]
+        people = [reply for reply in node["replies"] if not reply["synthetic"]]
+        return [{**node, "replies": people}, *(n for reply in people for n in nodes(reply))]
 
-    every = [node for tree in trees for node in nodes(tree["prompt"])]
+    every = [node for tree in trees if not tree["prompt"]["synthetic"] for node in nodes(tree["prompt"])]
     groups = [[r for r in n["replies"] if r.get("rank") is not None] for n in every if n["role"] == "prompter"]
-    assert len(ranked) == sum(len(group) > 1 for group in groups)
+    assert len(ranked) == sum(len(group) > 1 for group in groups) == 207
     leaves = {
         n["message_id"] for n in every if n["role"] == "assistant" and all(not r["replies"] for r in n["replies"])
     }

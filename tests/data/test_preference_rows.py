@@ -185,6 +185,9 @@ def test_columns_that_are_not_used_are_said_once(tmp_path: Path, tokenizer: Toke
     path.write_text("\n".join(map(json.dumps, lines)))
     spec = DatasetSpec(path=str(path), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
     assert load_data(spec, "prompt_answer", tokenizer, seed=1, progress=False).notes == ()
+    path.write_text(json.dumps({"messages": [USER, GOOD, USER]}))
+    notes = load_data(spec, "chat", tokenizer, seed=1, progress=False).notes
+    assert notes == ("ultra: messages after the last reply of a row are not used",)
 
 
 def test_an_empty_last_turn_of_a_dialogue_is_a_reply(opened: Open, tokenizer: Tokenizer) -> None:

@@ -20,6 +20,7 @@ from weft.registry import datasets, import_user_code, import_user_folder
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from weft.data.loader import LoadedData
     from weft.data.tokenizer import Tokenizer
 
 USED_AS = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the type of a named dataset's rows, by mode
@@ -192,10 +193,9 @@ def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
 def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print rows in the order of their files."""
     from weft.cli.data_rows import shown_row
-    from weft.data.loader import load_data
 
     tokenizer, spec = _tokenizer(config), _spec(config, paths)
-    data = load_data(spec, _type(spec, paths, arguments.mode), tokenizer, seed=config.seed)
+    data, tokenizer, notes = _load(config, spec, _type(spec, paths, arguments.mode), tokenizer)
     console = _console(arguments)
     for number in range(arguments.skip + arguments.n):
         batch = data.train.next_batch()
@@ -204,7 +204,7 @@ def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
                 console.print(shown_row(sample, tokenizer, arguments.lines))
         if data.train.epoch_done:
             break
-    for note in data.notes:
+    for note in [*data.notes, *notes]:
         console.print(f"note: {note}", style="yellow", markup=False)
 
 
@@ -234,7 +234,6 @@ def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) 
 def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print a line a source, `name: longest (p99 N, >4096: rows above it)`; nothing is cut or left out."""
     from weft.cli.named_data import spread
-    from weft.data.loader import load_data
 
     spec = replace(
         _spec(config, paths), max_seqlen="auto", valid_max_seqlen=None, max_prompt_len=None, overlong="truncate"
@@ -244,19 +243,30 @@ def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
     if tokenizer.eos_id is None:
         tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, END], eos_token=END)
         notes.append(f"the tokenizer names no end token (tokenizer.eos_token); an end counts as one token, {END}")
-    try:
-        data = load_data(spec, kind, tokenizer, seed=config.seed)
-    except NoTemplate:
-        tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, TEMPLATE], chat_template=FORM)
-        notes.append(
-            f"the tokenizer has no chat template; messages are counted in the form {FORM} (tokenizer.chat_template=oasst, "
-            "or another, counts in that one)"
-        )
-        data = load_data(spec, kind, tokenizer, seed=config.seed)
+    data, _, more = _load(config, spec, kind, tokenizer)
     for line in spread(data, arguments.limit):
         print(line)
-    for note in notes:
+    for note in [*notes, *more]:
         print(f"note: {note}", file=sys.stderr)
+
+
+def _load(
+    config: DataConfig, spec: DatasetSpec, kind: str, tokenizer: Tokenizer
+) -> tuple[LoadedData, Tokenizer, list[str]]:
+    """(the data, the tokenizer that reads them, notes); where it has no chat template, messages are read in a form that is
+    named."""
+    from weft.data.loader import load_data
+
+    try:
+        return load_data(spec, kind, tokenizer, seed=config.seed), tokenizer, []
+    except NoTemplate:
+        end = {} if tokenizer.eos_id is not None else {"eos_token": END}
+        tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, TEMPLATE], chat_template=FORM, **end)
+    note = (
+        f"the tokenizer has no chat template; messages are read in the form {FORM} (for another write, say, "
+        "tokenizer.chat_template=oasst tokenizer.add_tokens=[template])"
+    )
+    return load_data(spec, kind, tokenizer, seed=config.seed), tokenizer, [note]
 
 
 def _with(config: DataConfig, **options: Any) -> Tokenizer:
@@ -283,9 +293,11 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
         named |= files_of(spec, arguments.mode)
     named |= {path: path for path in (spec.train_path or spec.path, spec.valid_path) if path}
     for path, title in ({path: path for path in paths} or named).items():
-        rows = [(str(place), row) for file in find_files(path) for place, row in read_rows(file)]
+        read = [each for file in find_files(path) for each in read_rows(file)]
+        rows = [(str(place if title == path else replace(place, file=title)), row) for place, row in read]
         found = look(rows, phrases)
-        console.print(f"{title}: {found.rows:,} rows", style="bold", markup=False)
+        where = "" if title == path else f" of {path}"
+        console.print(f"{title}: {found.rows:,} rows{where}", style="bold", markup=False)
         hits = sorted(found.phrases.items(), key=lambda item: -len(item[1]))
         _finding(console, "phrases", sum(len(places) for _, places in hits), [])
         for phrase, places in hits:

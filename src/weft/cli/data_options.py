@@ -28,8 +28,8 @@ class DataConfig:
     seed: int = option(1, "seed of the draws and the order")
 
 
-def named_options(command: argparse.ArgumentParser) -> None:
-    """The options of a command that reads datasets by name."""
+def named_options(command: argparse.ArgumentParser, *, modes: bool = True) -> None:
+    """The options of a command that reads datasets by name, `modes` for several uses."""
     command.add_argument(
         "--datasets",
         nargs="+",
@@ -37,9 +37,10 @@ def named_options(command: argparse.ArgumentParser) -> None:
         help="datasets by name, sections of settings that list some, or all (docs/named-datasets.md); "
         "data_path=FILE_OR_FOLDER is a copy, datasets.NAME.PARAMETER=value a parameter of one",
     )
-    command.add_argument(
-        "--mode", choices=MODES, help="what they are used for (default sft; with --configs by the sections' keys)"
-    )
+    if modes:
+        command.add_argument(
+            "--mode", choices=MODES, help="what they are used for (default sft; with --configs by the sections' keys)"
+        )
     command.add_argument("--yes", action="store_true", help="fetch what is not at hand without asking")
 
 
@@ -55,11 +56,7 @@ def stack_options(command: argparse.ArgumentParser) -> None:
 
 def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
     """(options, paths) of a command line. Raises `ConfigError` for unknown options and where there are no data."""
-    words = list(arguments.words)
-    for name in ("datasets", "configs"):  # assignments may stand behind the names
-        given = getattr(arguments, name) or []
-        words += [word for word in given if ASSIGNED.match(word)]
-        setattr(arguments, name, [word for word in given if not ASSIGNED.match(word)])
+    words = [*arguments.words, *assignments_behind(arguments, "datasets", "configs")]
     assigned = [word for word in words if ASSIGNED.match(word) and not word.startswith(COPY)]
     copies = [word.removeprefix(COPY) for word in words if word.startswith(COPY)]
     paths = [word for word in words if not ASSIGNED.match(word)]
@@ -79,6 +76,16 @@ def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
             "there are no data to look at: give a PATH, --datasets, --config, --configs, or dataset.sources=..."
         )
     return config, paths
+
+
+def assignments_behind(arguments: argparse.Namespace, *options: str) -> list[str]:
+    """The assignments that stand behind the names of options, which keep the names alone."""
+    words = list[str]()
+    for name in options:
+        given = getattr(arguments, name) or []
+        words += [word for word in given if ASSIGNED.match(word)]
+        setattr(arguments, name, [word for word in given if not ASSIGNED.match(word)])
+    return words
 
 
 def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:

@@ -15,7 +15,7 @@ def shown_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text
     prompt = sample.data["prompt"].tolist() if "prompt" in sample.keys else []
     text = Text().append(f"id {sample.ids[0]}", style="bold")
     text.append(f"  source {sample.metadata['source'][0]}", style="dim")
-    text.append(f"\nprompt, {len(prompt)} tokens\n", style="cyan")
+    text.append(f"\nprompt, {_tokens_in(prompt)}\n", style="cyan")
     text.append(_tokens(tokenizer, [], prompt, [False] * len(prompt), lines))
     for name in (name for name in sample.metadata if name != "source"):
         text.append(f"{name}: {sample.metadata[name][0]!r}\n", style="dim")
@@ -30,10 +30,14 @@ def shown_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text
             for key in ("rank", "comparison", "margin", "label")
             if key in sample.keys
         ]
-        title = f"completion {k + 1}, {len(ids)} tokens, {sum(mask)} trained"
+        title = f"completion {k + 1}, {_tokens_in(ids)}, {sum(mask)} trained"
         text.append(f"{', '.join([title, *facts])}\n", style="cyan")
         text.append(_tokens(tokenizer, prompt, ids, mask, lines))
     return text
+
+
+def _tokens_in(ids: Sequence[int]) -> str:
+    return f"{len(ids)} token{'' if len(ids) == 1 else 's'}"
 
 
 def _tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int], mask: Sequence[bool], lines: bool) -> Text:

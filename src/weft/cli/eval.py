@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weft.cli import _models
+from weft.cli.data_options import COPY, assignments_behind, named_options
 from weft.cli.parsing import Parser
 from weft.errors import ConfigError
 
 EPILOG = """examples:
   weft eval rm runs/E/T pairs.jsonl
   weft eval rm RM_DIR rewardbench.parquet --type preference --category subset --out scores.json
-  weft eval rm RM_DIR trees.jsonl.gz --type ranking max_replies=5"""
+  weft eval rm RM_DIR trees.jsonl.gz --type ranking max_replies=5
+  weft eval rm runs/E/T --datasets oasst_export data_path=trees.jsonl.gz
+  weft eval rm runs/E/T --datasets hh-rlhf --split valid"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,10 +29,11 @@ def parser() -> argparse.ArgumentParser:
     rm = commands.add_parser("rm", help="a reward model on pairs and rankings", epilog=EPILOG, formatter_class=form)
     rm.add_argument("model", metavar="MODEL", help="reward model or run of one")
     rm.add_argument(
-        "data", nargs="+", metavar="DATA|argument=value", help="files, folders or hub names; dataset.args of their form"
+        "data", nargs="*", metavar="DATA|argument=value", help="files, folders or hub names; dataset.args of their form"
     )
     rm.add_argument("--type", help="preference, paired_comparison or ranking (default: guessed from the first row)")
-    rm.add_argument("--split", help="the files of this split")
+    rm.add_argument("--split", help="the files of this split; of datasets by name train or valid (default: both)")
+    named_options(rm, modes=False)
     rm.add_argument("--category", metavar="COLUMN", help="column that groups the rows")
     rm.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     _models.add_options(rm)
@@ -41,27 +45,74 @@ def main(argv: Sequence[str]) -> int:
     given = parser().parse_args(list(argv))
     from weft.evaluation.reward_model import by_category, evaluate
 
-    paths = [word for word in given.data if "=" not in word]
-    args = _arguments([word for word in given.data if "=" in word])
-    if not paths:
-        raise ConfigError("weft eval rm: there are no data; name a file, a folder or a hub name")
-    kinds = [given.type or _kind(path, given.split) for path in paths]
+    tried = _tried(given)
     opened = _models.scorer(given.model, given, "MODEL")
     figures: dict[str, Any] = {}
-    for path, kind in zip(paths, kinds, strict=True):
-        with _models.progress(path) as bar:
-            groups = evaluate(opened, path, kind, category=given.category, split=given.split, args=args, progress=bar)
+    for each in tried:
+        called = each.name if each.name != each.path else ""
+        rows = {"category": given.category, "split": each.split, "args": each.args, "name": called}
+        with _models.progress(each.name) as bar:
+            groups = evaluate(opened, each.path, each.kind, **rows, progress=bar)
         found = by_category(groups)
         everything = by_category([replace(group, category="") for group in groups])[""]
-        figures[path] = {"type": kind, "all": asdict(everything)}
-        figures[path] |= {"categories": {name: asdict(each) for name, each in found.items()}} if given.category else {}
-        _print(path, {**(found if given.category else {}), "all": everything})
+        categories = {name: asdict(summary) for name, summary in found.items()}
+        figures[each.name] = {"type": each.kind, "all": asdict(everything)}
+        figures[each.name] |= {"categories": categories} if given.category else {}
+        _print(each.name, {**(found if given.category else {}), "all": everything})
     if given.out is not None:
         from weft.evaluation.sampling_report import write
 
         write(given.out, json.dumps({"model": opened.name, "data": figures}, indent=1) + "\n")
         print(given.out)
     return 0
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Rows that the model is tried on."""
+
+    name: str
+    path: str
+    kind: str
+    split: str | None
+    args: Mapping[str, Any]
+
+
+def _tried(given: argparse.Namespace) -> list[_Tried]:
+    """The files, and the datasets by name that are at hand. Raises `ConfigError` where there are none."""
+    words = [*given.data, *assignments_behind(given, "datasets")]
+    of_names = [word for word in words if word.startswith((COPY, "datasets."))]
+    args = _arguments([word for word in words if "=" in word and word not in of_names])
+    paths = [word for word in words if "=" not in word]
+    tried = [_Tried(path, path, given.type or _kind(path, given.split), given.split, args) for path in paths]
+    if given.datasets or of_names:
+        tried += _by_name(given, of_names, args)
+    if not tried:
+        raise ConfigError("weft eval rm: there are no data; name a file, a folder or a hub name, or --datasets NAME")
+    return tried
+
+
+def _by_name(given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]) -> list[_Tried]:
+    """Datasets by name as files of rows, as a reward model's training reads them."""
+    from weft.cli import named_data, overrides
+    from weft.cli.stacked_data import Settings, by_name
+    from weft.data.named.prepare import Split, cache_root, prepare
+    from weft.data.spec import DatasetSpec
+
+    copies = [word.removeprefix(COPY) for word in words if word.startswith(COPY)]
+    parameters, _ = by_name(overrides.parse([word for word in words if not word.startswith(COPY)]))
+    settings, spec = Settings((), copies[-1] if copies else None, parameters), DatasetSpec()
+    if given.split not in (None, "train", "valid"):
+        raise ConfigError(f"--split {given.split}: of datasets by name must be train or valid")
+    tried = []
+    for source in named_data.allow(named_data.sources(given.datasets or [], "rm", spec, settings), spec, given.yes):
+        own = replace(source, args={**args, **source.args})
+        made = prepare(own, "rm", cache_root(None), Split()).source
+        for split, path in (("train", made.path), ("valid", made.valid_path)):
+            if path and given.split in (None, split):
+                name = str(source.named) if split == "train" else f"{source.named} (valid)"
+                tried.append(_Tried(name, path, str(made.type), None, made.args))
+    return tried
 
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -70,7 +70,7 @@ class Settings:
                 + (f"did you mean datasets.{close[0]}?" if close else f"they are {', '.join(names)}")
             )
         made = [_changed(source, said[source.named]) if source.named in said else source for source in sources]
-        return made if self.data_path is None else _with_copies(made, self.data_path)
+        return made if self.data_path is None else _with_copies(made, self.data_path, _placed(said))
 
 
 NO_SETTINGS = Settings()
@@ -130,21 +130,45 @@ def _changed(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
     return SourceSpec.parse({name: value for name, value in made.items() if value not in (None, "", {})}, where)
 
 
-def _with_copies(sources: Sequence[SourceSpec], data_path: str) -> list[SourceSpec]:
-    """The sources with the copies in `data_path`: that of the only one, or a folder that has one for each name."""
+def _placed(said: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The data sets whose own files the command line names."""
+    return {
+        name for name, parameters in said.items() if any(datasets.PARAMETERS.get(key) == "path" for key in parameters)
+    }
+
+
+def _with_copies(sources: Sequence[SourceSpec], data_path: str, placed: Set[str] = frozenset()) -> list[SourceSpec]:
+    """The sources with the copies in `data_path`: that of the only one, or a folder that has one for each name; those of
+    `placed` stay where they are."""
     named = [source for source in sources if source.named]
-    if len(named) == 1:
-        return [replace(source, path=data_path) if source.named else source for source in sources]
     folder = Path(data_path).expanduser()
-    if not named or not any((folder / str(source.named)).exists() for source in named):
+    if len(named) == 1:
+        return [replace(each, path=_file_in(folder, each) or data_path) if each.named else each for each in sources]
+    copies = [_file_in(folder, each) or _folder_in(folder, each) if each.named else None for each in sources]
+    if not any(copies):
         asked = ", ".join(str(source.named) for source in named)
         why = f"has no folder of {asked}; write datasets.NAME.data_path=FILE for a copy of one" if named else (
             "is a copy of a data set by name; add --datasets NAME"
         )  # fmt: skip
         raise ConfigError(f"data_path={data_path}: {why}")
     return [
-        replace(source, path=str(folder / str(source.named)))
-        if source.named and not source.path and (folder / source.named).exists()
-        else source
-        for source in sources
+        replace(source, path=copy) if copy and source.named not in placed and not _is_elsewhere(source) else source
+        for source, copy in zip(sources, copies, strict=True)
     ]
+
+
+def _is_elsewhere(source: SourceSpec) -> bool:
+    return Path(source.path).expanduser().is_absolute()
+
+
+def _file_in(folder: Path, source: SourceSpec) -> str | None:
+    """The file that a section names for a data set, in the folder of its copies or in that of all."""
+    if not source.path or _is_elsewhere(source):
+        return None
+    places = (folder / str(source.named) / source.path, folder / source.path)
+    return next((str(place) for place in places if place.exists()), None)
+
+
+def _folder_in(folder: Path, source: SourceSpec) -> str | None:
+    place = folder / str(source.named)
+    return str(place) if place.exists() else None

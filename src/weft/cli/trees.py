@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,13 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(stats(trees)))
     elif arguments.command == "filter":
         kept = (made for tree in trees if (made := message_trees.pruned(tree, _wanted(arguments))) is not None)
-        print(f"{write(arguments.output, kept):,} trees in {arguments.output}")
+        count = write(arguments.output, kept)
+        print(f"{count:,} trees in {arguments.output}")
+        if not count:
+            print(
+                f"warning: no tree of {arguments.input} is wanted; weft data trees stats tells what it has",
+                file=sys.stderr,
+            )
     elif arguments.command == "split":
         _split(list(trees), arguments)
     elif arguments.command == "flatten":

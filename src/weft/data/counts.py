@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from weft.data.chat import UNTRAINED
 from weft.data.table import Report
 
 COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers cut", "dropped")
@@ -37,9 +38,15 @@ class SourceCount:
 
     def unused_notes(self) -> list[str]:
         """The columns of its rows that are not used."""
-        if self.report is None or not self.report.unused:
+        if self.report is None:
             return []
-        return [f"{self.label}: columns that rows of type {self.type} do not use: {', '.join(self.report.unused)}"]
+        columns = [name for name in self.report.unused if name != UNTRAINED]
+        notes = (
+            [f"{self.label}: columns that rows of type {self.type} do not use: {', '.join(columns)}"] if columns else []
+        )
+        if UNTRAINED in self.report.unused:
+            notes.append(f"{self.label}: messages after the last reply of a row are not used")
+        return notes
 
     def _left_out(self, limits: str) -> list[str]:
         done = self.report

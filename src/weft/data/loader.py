@@ -246,7 +246,8 @@ class SourceReader:
             raise ConfigError(
                 f"dataset.args of type {type!r}: {error}; its constructor is {make.__name__}{signature}"
             ) from error
-        dataset = make(util=replace(self.util, columns=source.columns), **arguments)
+        name = f"{source.named} ({Path(source.path).stem})" if source.named else ""
+        dataset = make(util=replace(self.util, columns=source.columns, name=name), **arguments)
         if not isinstance(dataset, MapDataset | StreamDataset):
             raise ConfigError(
                 f"dataset type {type!r}: {make.__name__} has neither __len__ and __getitem__ (samples by index) "

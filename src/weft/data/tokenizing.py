@@ -27,7 +27,7 @@ from weft.data.table import Report, TokenTable
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError, UserError
 
-VERSION = 3  # part of the cache's key; raised when the same rows give other ids
+VERSION = 4  # part of the cache's key; raised when the same rows give other ids
 PARALLEL_BYTES = 8 << 20  # smaller files are tokenized about as soon as a second process has started
 CHUNK = 512
 LACKS = re.compile(r"lacks the key '[^']*'")
@@ -72,6 +72,7 @@ class Source:
     num_workers: int | None = None
     progress: Reporter = show
     columns: Columns = field(default_factory=dict)  # as the form calls them -> as the file does
+    name: str = ""  # what to call it while it is read; "": by its path
 
 
 Chunk = list[tuple[str, Row | Unreadable]]  # (place, row)
@@ -146,7 +147,7 @@ def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTab
     if workers is None:
         workers = (os.cpu_count() or 1) if size >= PARALLEL_BYTES else 0
     chunks = [rows[at : at + CHUNK] for at in range(0, len(rows), CHUNK)]
-    with source.progress(f"tokenizing {Path(source.path).name}", len(rows)) as advance:
+    with source.progress(f"tokenizing {source.name or Path(source.path).name}", len(rows)) as advance:
         if workers > 1:
             outcomes = _in_processes(job, chunks, min(workers, len(chunks)), advance)
         else:

@@ -52,8 +52,8 @@ def _root(row: Row) -> Node:
 
 
 def _paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
-    """Paths from the root to each leaf, depth first; with `inner` to every node."""
-    stack: list[list[Node]] = [[root]]
+    """Paths from the root to each leaf, depth first; with `inner` to every node. None of a tree that a model began."""
+    stack: list[list[Node]] = [[root]] if _is_wanted(root) else []
     while stack:
         path = stack.pop()
         replies = _replies(path[-1])
@@ -63,4 +63,9 @@ def _paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
 
 
 def _replies(node: Node) -> list[Node]:
-    return [reply for reply in node.get("replies") or () if not reply.get("deleted")]
+    """The replies that people wrote and nobody took back, as datasets known by name take them."""
+    return [reply for reply in node.get("replies") or () if _is_wanted(reply)]
+
+
+def _is_wanted(node: Node) -> bool:
+    return not node.get("deleted") and not node.get("synthetic")

@@ -72,9 +72,11 @@ def evaluate(
     category: str | None = None,
     split: str | None = None,
     args: Mapping[str, Any] | None = None,
+    name: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Group]:
-    """Score every row of `path`, which is of the form `kind`; `category` is the column that groups rows.
+    """Score every row of `path`, which is of the form `kind`; `category` is the column that groups rows, `name` what
+    to call them while they are read.
 
     Raises `ConfigError` for a form without an order of replies, `DataError` for rows that cannot be used.
     """
@@ -82,7 +84,7 @@ def evaluate(
         raise ConfigError(f"--type {kind}: a reward model is tried on ordered replies; use {', '.join(ORDERED)}")
     made: type[TableDataset] = datasets.get(kind)
     limits = {} if opened.context is None else {"max_seqlen": opened.context}
-    table = made(DatasetUtility(opened.tokenizer), path=path, split=split, **limits, **(args or {})).table
+    table = made(DatasetUtility(opened.tokenizer, name=name), path=path, split=split, **limits, **(args or {})).table
     categories = _categories(path, split, category)
     groups = list[Group]()
     for start in range(0, len(table), IDS_AT_ONCE):
@@ -93,8 +95,8 @@ def evaluate(
         rank, comparison = host_array(batch.data["rank"]), host_array(batch.data["comparison"])
         for place, index in enumerate(indices):
             at = owner == place
-            name = categories[int(table.rows[index])] if categories else ""
-            groups += _groups(name, scores[at], rank[at], comparison[at])
+            of = categories[int(table.rows[index])] if categories else ""
+            groups += _groups(of, scores[at], rank[at], comparison[at])
         if progress is not None:
             progress(indices[-1] + 1, len(table))
     if not groups:

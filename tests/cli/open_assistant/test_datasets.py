@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,17 @@ from weft.cli.open_assistant.datasets import BadEntry, at_most, shrunk, sources
 )
 def test_an_entry(entry: Any, made: dict[str, Any]) -> None:
     assert sources([entry]) == [made]
+
+
+def test_a_copy_that_is_a_file_goes_before_the_file_of_the_entry(tmp_path: Path) -> None:
+    def path(data_path: str) -> Any:
+        return sources([{"oasst_export": {"data_path": data_path, "input_file_path": "a.jsonl.gz"}}])[0]["path"]
+
+    (tmp_path / "trees").write_text("")
+    (tmp_path / "of.json").mkdir()
+    assert path(f"{tmp_path}/trees") == f"{tmp_path}/trees"
+    assert path("missing/b.jsonl") == "missing/b.jsonl"  # so that the message names what was asked for
+    assert path(f"{tmp_path}/of.json") == f"{tmp_path}/of.json/a.jsonl.gz"
 
 
 def test_a_list_as_text() -> None:

@@ -76,6 +76,22 @@ def test_their_own_sizes_go_over_trlx_and_count_every_device() -> None:
     assert made["max_steps"].value == 2
 
 
+def test_of_two_keys_for_a_size_the_one_set_last_counts_and_is_named() -> None:
+    values = {**TRAINER, "num_rollouts": 16, "batch_size": 1, "total_steps": 100}
+    late = dict.fromkeys(TRAINER, 2)
+    made = map_keys(Mapped(PPOConfig(), values, {**dict.fromkeys(values, 1), **late})).options
+    assert (made["dataset.train_bs_n_seqs"].value, made["dataset.train_bs_n_seqs"].key) == (
+        1024,
+        "trlx.method.num_rollouts",
+    )
+    assert (made["ppo.mini_batch_size"].value, made["ppo.mini_batch_size"].key) == (18, "trlx.train.batch_size")
+    assert (made["max_steps"].value, made["max_steps"].key) == (44, "trlx.train.total_steps")
+    late = {"trlx.train.batch_size": 2}
+    made = map_keys(Mapped(PPOConfig(), values, {**dict.fromkeys(values, 1), **late})).options
+    assert (made["dataset.train_bs_n_seqs"].key, made["max_steps"].key) == ("num_rollouts", "total_steps")
+    assert (made["ppo.mini_batch_size"].value, made["max_steps"].value) == (16, 25)
+
+
 def test_trlx_has_no_value_normalisation_and_a_critic_of_the_policy() -> None:
     made = mapped(**TRAINER).options
     assert made["ppo.value_norm"].value is False and made["ppo.critic_init"].value == "actor"
@@ -98,6 +114,8 @@ def test_trlx_has_no_value_normalisation_and_a_critic_of_the_policy() -> None:
             {"trlx.train.total_steps": 10, "trlx.scheduler.kwargs.T_max": 99},
             "must equal total_steps=10, for a schedule ends",
         ),
+        ({"trlx.optimizer.kwargs.betas": 0.9}, "betas=0.9: must be a list of two numbers"),
+        ({"trlx.scheduler.kwargs.T_max": "long"}, "T_max=long: must be a number"),
         ({"trlx.train.seq_length": 100, "trlx.method.gen_kwargs.max_new_tokens": 100}, "leaves no room for a prompt"),
         ({"trlx.model.model_arch_type": "seq2seq"}, "policies are decoders"),
     ],

@@ -144,9 +144,15 @@ def test_copies_are_found_in_their_folder(tmp_path: Path) -> None:
     )
     assert len(rows(prepare(SourceSpec(str(tmp_path / "squad.json"), "ua_squad"), "sft", tmp_path, Split()))[0]) == 1
     with pytest.raises(
-        DataError, match=r"has no files 'train.json' \(it has train.jsonl\); give the file itself as path"
+        DataError, match=r"has no files 'train.json' \(it has train.jsonl\); give the file itself as data_path"
     ):
         prepare(SourceSpec(str(tmp_path / "datasets/gsm8k/main"), "prosocial_dialogue"), "sft", tmp_path, Split())
+    for name, hub in (
+        ("oasst_export", r", or take the hub's with datasets.oasst_export.input_file_path=null$"),
+        ("augment_oasst", "$"),
+    ):
+        with pytest.raises(DataError, match=rf"path=2023-trees.gz: .*datasets.{name}.data_path=FILE{hub}"):
+            prepare(SourceSpec("2023-trees.gz", name), "rm", tmp_path, Split())
     with pytest.raises(DataError, match=r"no such file or directory; did you mean .*squad.json"):
         prepare(SourceSpec(str(tmp_path / "sqad.json"), "ua_squad"), "sft", tmp_path, Split())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 # A parameter of every entry -> the key of a source. The others are the entry's own, and go into `args`.
@@ -15,6 +16,7 @@ PARAMETERS = {
     "data_path": "path",
     "input_file_path": "path",  # of oasst_export and augment_oasst: a local copy, which goes before the hub's
 }
+FILES = (".jsonl", ".json", ".gz", ".parquet")  # what a path that is not there ends in, where it means a file
 SHARES = ("fraction", "size", "weight")  # of which an entry has one
 SOURCE_KEYS = ("name", "path", "valid_path", "valid_split", "max_valid", "args")  # weft's own spellings
 # hf_dataset_name of oasst_export -> the data set that is fetched from there.
@@ -63,8 +65,8 @@ def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, An
     """A source of the data set `name` with the parameters that are set."""
     made: dict[str, Any] = {"named": name}
     given = {str(key): value for key, value in parameters.items() if value is not None}
-    if "data_path" in given and "input_file_path" in given:  # a folder, and a file in it
-        given["path"] = f"{given.pop('data_path')}/{given.pop('input_file_path')}"
+    if "data_path" in given and "input_file_path" in given:
+        given["path"] = _in_folder(str(given.pop("data_path")), str(given.pop("input_file_path")))
     hub = given.pop("hf_dataset_name", None)
     if hub is not None and not {"path", "data_path", "input_file_path"} & given.keys():  # a file goes before the hub
         if hub not in HUB:
@@ -80,6 +82,13 @@ def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, An
         else:
             made.setdefault("args", {})[key] = value
     return made
+
+
+def _in_folder(data_path: str, file: str) -> str:
+    """The file in the folder `data_path`; a `data_path` that is a file itself goes before it."""
+    place = Path(data_path).expanduser()
+    is_file = place.is_file() or (place.suffix in FILES and not place.is_dir())
+    return data_path if is_file else str(Path(data_path) / file)
 
 
 def shrunk(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from weft.cli.open_assistant.mapped import RL, Key, Mapped, anyway, never, shown, to
+from weft.cli.open_assistant.mapped import IMPLIED, RL, Key, Mapped, anyway, never, shown, to
 
 # Keys of rank_config (the reward model) and sft_config (the policy), as options of their roles.
 RANK = {"model_name": "rew.path", "pooling": "rew.pooling", "dtype": "rew.dtype"}
@@ -95,39 +95,43 @@ def _path(*targets: str) -> Key:
 # -- how long, how large: an update of trlX is one batch, a step of weft one round of rollouts
 
 
-def _first(done: Mapped, *keys: str, default: int) -> int:
-    """The number under the first of `keys` that is set; Open-Assistant's own go over trlX's."""
-    for key in keys:
-        value = done.get(key)
-        if value is None:
-            continue
-        if done.under(key).number(value, 1):
-            return int(value)
-    return default
+ROLLOUTS = ("num_rollouts", "trlx.method.num_rollouts")
+BATCH = ("batch_size", "trlx.train.batch_size")
+TOTAL = ("total_steps", "trlx.train.total_steps")
+
+
+def _latest(done: Mapped, keys: Sequence[str]) -> str:
+    """The key that was set last in the stack, of two in one section the first; `IMPLIED` where none is set."""
+    return max((key for key in keys if done.get(key) is not None), key=done.rank, default=IMPLIED)
+
+
+def _number(done: Mapped, keys: Sequence[str], default: int) -> int:
+    """The number under the key that was set last."""
+    key = _latest(done, keys)
+    return int(done.get(key)) if key != IMPLIED and done.under(key).number(done.get(key), 1) else default
 
 
 def _rollouts(done: Mapped) -> int:
-    return _first(done, "num_rollouts", "trlx.method.num_rollouts", default=128)
+    return _number(done, ROLLOUTS, 128)
 
 
 def _batch(done: Mapped) -> int:
-    return min(_first(done, "batch_size", "trlx.train.batch_size", default=1), _rollouts(done))
+    return min(_number(done, BATCH, 1), _rollouts(done))
 
 
 def _updates(done: Mapped) -> int:
     """Optimizer updates of a step: passes over the rollouts, a batch at a time."""
-    return _first(done, "trlx.method.ppo_epochs", default=4) * math.ceil(_rollouts(done) / _batch(done))
+    return _number(done, ("trlx.method.ppo_epochs",), 4) * math.ceil(_rollouts(done) / _batch(done))
 
 
 def _sizes(done: Mapped, value: Any) -> None:
     """Rollouts of a step, and the batch that an update takes; both are per device in trlX."""
-    done.put("dataset.train_bs_n_seqs", _rollouts(done) * done.data_ranks)
-    done.put("{algorithm}.mini_batch_size", _batch(done) * done.data_ranks)
+    done.under(_latest(done, ROLLOUTS)).put("dataset.train_bs_n_seqs", _rollouts(done) * done.data_ranks)
+    done.under(_latest(done, BATCH)).put("{algorithm}.mini_batch_size", _batch(done) * done.data_ranks)
 
 
 def _total(done: Mapped, value: Any) -> None:
-    total = _first(done, "total_steps", "trlx.train.total_steps", default=1)
-    done.put("max_steps", math.ceil(total / _updates(done)))
+    done.under(_latest(done, TOTAL)).put("max_steps", math.ceil(_number(done, TOTAL, 1) / _updates(done)))
 
 
 def _every(target: str) -> Key:
@@ -162,10 +166,12 @@ def _scheduler(done: Mapped, value: Any) -> None:
 
 
 def _period(done: Mapped, value: Any) -> None:
-    total = _first(done, "total_steps", "trlx.train.total_steps", default=int(value))
+    if not done.number(value, 1):
+        return
+    total = _number(done, TOTAL, int(value))
     if value == total:
         return
-    if done.rank("total_steps") > done.rank(done.key):
+    if done.rank(_latest(done, TOTAL)) > done.rank(done.key):
         done.note(f"the learning rate's schedule ends with the run, after total_steps={total}")
     else:
         done.refuse(value, f"must equal total_steps={total}, for a schedule ends with the run")
@@ -173,7 +179,7 @@ def _period(done: Mapped, value: Any) -> None:
 
 def _betas(done: Mapped, value: Any) -> None:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
-        done.refuse(value, "must be two numbers")
+        done.refuse(value, "must be a list of two numbers, such as [0.9, 0.95]")
         return
     for index, beta in enumerate(value, 1):
         done.put(f"{{model}}.optimizer.beta{index}", beta)

@@ -42,6 +42,7 @@ class DatasetUtility:
     progress: Reporter = show
     random_window: float = 0.0
     columns: Columns = field(default_factory=dict)  # of this source: as the form calls them -> as the file does
+    name: str = ""  # of this source, where it is known by one
 
     @property
     def redraws(self) -> bool:
@@ -80,7 +81,7 @@ def build_table(
 
     Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot be used.
     """
-    source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns)
+    source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns, util.name)
     job = Job(*configure(form, options), util.tokenizer)
     table = tokenize(job.form, job.lengths, job.tokenizer, source)
     if not (util.redraws or BAD in table.report.read):

@@ -59,7 +59,7 @@ def local(entry: Entry, path: str | None, cache: Path) -> Files | None:
         if not place.exists():
             siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
             close = nearest(place.name, siblings, 1)
-            hint = f"did you mean {place.parent / close[0]}?" if close else "check the spelling"
+            hint = f"did you mean {place.parent / close[0]}?" if close else _absent(entry, path)
             raise DataError(f"{entry.name}: path={path}: there is no such file or directory; {hint}")
         return chosen(entry, place)
     folder = copies(entry, cache)
@@ -76,6 +76,15 @@ def local(entry: Entry, path: str | None, cache: Path) -> Files | None:
     return None
 
 
+def _absent(entry: Entry, path: str) -> str:
+    """What to do where a file is not there; sections name files of other machines, without a folder."""
+    if Path(path).name != path:
+        return "check the spelling"
+    option = f"datasets.{entry.name}"
+    hub = f", or take the hub's with {option}.input_file_path=null" if entry.repo is not None else ""
+    return f"put it here, or give a copy with {option}.data_path=FILE{hub}"
+
+
 def chosen(entry: Entry, place: Path) -> Files:
     """The files of an entry in a folder; a file is all there is to train on. Raises `DataError` where the folder has none."""
     if place.is_file():
@@ -86,7 +95,7 @@ def chosen(entry: Entry, place: Path) -> Files:
     if not train:
         has = ", ".join(sorted(file.name for file in root.iterdir())[:8]) or "nothing"
         raise DataError(
-            f"{entry.name}: {root} has no files {entry.train!r} (it has {has}); give the file itself as path"
+            f"{entry.name}: {root} has no files {entry.train!r} (it has {has}); give the file itself as data_path"
         )
     valid: list[Path] = []
     if entry.valid is not None:
