@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
 
@@ -113,12 +113,17 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        needed, given = self.layout.num_devices, len(set(self.ranks))
-        if given != needed or len(self.ranks) != needed:
+        self.check(self.layout, self.ranks, ",".join(map(str, self.ranks)))
+
+    @staticmethod
+    def check(layout: Layout, ranks: Sequence[int], text: str) -> None:
+        """Raises `ConfigError` where the layout needs another number of devices; `text` is what the user wrote."""
+        needed, given = layout.num_devices, len(set(ranks))
+        if given != needed or len(ranks) != needed:
             wants = "one device" if needed == 1 else f"{needed:,} devices"
             was = "1 was" if given == 1 else f"{given:,} were"
-            rule = f"layout {self.layout} needs {wants}, and {was} given; name {wants}, or write another layout"
-            raise ConfigError(f"device_mesh='{','.join(map(str, self.ranks))}': {rule}")
+            rule = f"layout {layout} needs {wants}, and {was} given; name {wants}, or write another layout"
+            raise ConfigError(f"device_mesh={text!r}: {rule}")
 
     @classmethod
     def first(cls, layout: Layout) -> Mesh:
@@ -171,10 +176,8 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
         ranks += range(first, last + 1) if first <= last else range(first, last - 1, -1)
     if ranks != sorted(ranks):  # process groups number their ranks in this order
         raise ConfigError(f"device_mesh={text!r}: device numbers must rise; write {','.join(map(str, sorted(ranks)))}")
-    try:
-        return Mesh(layout, tuple(ranks))
-    except ConfigError as error:
-        raise ConfigError(f"device_mesh={text!r}: {str(error).partition(': ')[2]}") from None
+    Mesh.check(layout, ranks, str(text))
+    return Mesh(layout, tuple(ranks))
 
 
 def whole(shape: tuple[int, ...]) -> Slice:

@@ -67,7 +67,8 @@ class PairwiseLoss(Loss):
         each = kind.loss(xp.take(scores, better), xp.take(scores, worse), self)
         rewards = self.beta * fixed(xp.take(shown, better)), self.beta * fixed(xp.take(shown, worse))
         both = xp.take(logps, better), xp.take(logps, worse)
-        stats = pair_stats(rewards, both, self.beta, per_token=kind.score == "free")
+        terms = rewards if kind.score == "free" else (self.beta * both[0], self.beta * both[1])
+        stats = pair_stats(rewards, both, terms)
         if self.rpo_alpha:
             nll = -xp.take(per_token(completion_scores(logprobs, None, batch)[0], batch), better)
             each = each + self.rpo_alpha * nll

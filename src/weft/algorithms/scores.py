@@ -38,14 +38,11 @@ def above(one: Array, other: Array, terms: Array) -> Array:
     return one - other > ROUNDING * float(xp.finfo(terms.dtype).eps) * xp.abs(terms)
 
 
-def pair_stats(
-    rewards: tuple[Array, Array], logps: tuple[Array, Array], beta: float, *, per_token: bool = False
-) -> dict[str, Stat]:
-    """The metrics of pairs from (better, worse) rewards and log-probs, each [P]; a pair whose rewards are as good as equal
-    (`above`) is not in order. Rewards are beta times differences of the log-probs or, `per_token`, of means of theirs."""
+def pair_stats(rewards: tuple[Array, Array], logps: tuple[Array, Array], terms: tuple[Array, Array]) -> dict[str, Stat]:
+    """The metrics of pairs from (better, worse) rewards and log-probs, each [P]. `terms` are as large as the numbers that the
+    rewards are sums and differences of: a pair whose rewards are equal but for rounding (`above`) is not in order."""
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])
-    terms = rewards if per_token else (beta * logps[0], beta * logps[1])
     right = xp.astype(above(*rewards, xp.abs(terms[0]) + xp.abs(terms[1])), rewards[0].dtype)
     return {
         "rewards/chosen": Sum(xp.sum(rewards[0]), count),

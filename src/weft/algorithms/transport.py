@@ -69,7 +69,8 @@ class TransportLoss(Loss):
                 self._each(xp.take(partner, worse) - xp.take(ratios, worse)),
             )
         rewards = self.beta * fixed(xp.take(ratios, better)), self.beta * fixed(xp.take(ratios, worse))
-        stats = pair_stats(rewards, (xp.take(logps, better), xp.take(logps, worse)), self.beta)
+        both = xp.take(logps, better), xp.take(logps, worse)
+        stats = pair_stats(rewards, both, (self.beta * both[0], self.beta * both[1]))
         return xp.sum(each) / max(total["pairs"], 1.0), stats
 
     def _each(self, delta: Float[Array, "P"]) -> Float[Array, "P"]:

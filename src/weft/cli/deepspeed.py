@@ -32,7 +32,8 @@ KNOWN: dict[str, dict[str, object]] = {
     "zero3_config_falcon.json": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
     "deepspeed_rl.json": {"stage": 2, "offload_optimizer": _CPU},
 }
-# What Hugging Face's Trainer fills in, by the options of weft that say it; those of a trained role begin with a dot. None: 0.
+# What Hugging Face's Trainer fills in, and the options of weft that say it (none: it is 0); those of a trained role begin with
+# a dot.
 AUTOS: dict[str, tuple[str, ...]] = {
     "train_batch_size": ("dataset.train_bs_n_seqs",),
     "train_micro_batch_size_per_gpu": ("max_tokens_per_microbatch",),

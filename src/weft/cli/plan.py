@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import Wanted, find
 from weft.cli import plan_memory
+from weft.engine.memory import BYTES
 from weft.errors import ConfigError
 from weft.topology import Layout, Mesh, parse_mesh
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
     from weft.realloc.traffic import Traffic
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LARGEST = 5  # parameters listed
 SIDES = {"source": "FROM", "target": "TO"}
 # The model where none is named: the shape of a Llama of 1.2 billion parameters.
@@ -85,7 +85,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     made.add_argument("source", metavar="FROM", help="layout that has the parameters, such as d4f4t2")
     made.add_argument("target", metavar="TO", help="layout that gets them, such as t4p2")
     made.add_argument("--model", metavar="DIR", help="model directory, run or hub name; only its config.json is read")
-    made.add_argument("--dtype", choices=sorted(ITEMSIZE), default="bfloat16", help="of what is sent (%(default)s)")
+    made.add_argument("--dtype", choices=sorted(BYTES), default="bfloat16", help="of what is sent (%(default)s)")
     made.add_argument("--source-mesh", metavar="LIST", help="devices of FROM, such as 0-7 or 0,2 (the first ones)")
     made.add_argument("--target-mesh", metavar="LIST", help="devices of TO (the first ones)")
     for side, name in SIDES.items():
@@ -144,7 +144,7 @@ def realloc(arguments: argparse.Namespace) -> None:
 
     shapes = parameter_shapes(config)
     source, target = (holdings_of(shapes, config, mesh, tied=config.tied) for mesh in meshes)
-    itemsize = dict.fromkeys(shapes, ITEMSIZE[arguments.dtype])
+    itemsize = dict.fromkeys(shapes, BYTES[arguments.dtype])
     transfers = plan(source, target, node_of=node_of)
     cost = traffic(transfers, source, target, itemsize=itemsize, node_of=node_of)
     found = {

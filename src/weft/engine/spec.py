@@ -368,7 +368,7 @@ class GenerationSpec:
     )
     max_support: int = option(
         1024,
-        "most ids that top-k/top-p/min-p keep at a position in training, where all of them are recorded",
+        "in training, the most ids that top-k/top-p/min-p keep at a position (the likeliest); all of them are recorded",
         at_least=1,
     )
     kv_cache_gb: float | None = option(

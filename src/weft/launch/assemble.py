@@ -59,18 +59,20 @@ def assemble(
 ) -> Session:
     """The session of a run; see `parts_of`. `show`: how it is shown. The plan of several devices is shown before they start."""
     show = show or Show()
-    tell = None if anew else show.before
-    return Session(parts_of(experiment, directory, mode, anew=anew, quiet=show.view is not None, tell=tell), show)
+    announce = None if anew else show.announce
+    return Session(
+        parts_of(experiment, directory, mode, anew=anew, quiet=show.view is not None, announce=announce), show
+    )
 
 
 def parts_of(
     experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False, quiet: bool = False,
-    tell: Callable[[Plan, str], None] | None = None,
+    announce: Callable[[Plan, str], None] | None = None,
 ) -> Parts:  # fmt: skip
     """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing.
 
     `mode` local with one device is this process; else there is a process a device. `anew`: in place of devices that were lost.
-    `quiet`: reading the data shows no progress. `tell` gets the plan of devices, and what comes next, before they start.
+    `quiet`: reading the data shows no progress. `announce` gets the plan of several devices, and what comes next.
     """
     control = experiment.control
     experiment = replace(experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()})
@@ -91,8 +93,8 @@ def parts_of(
     check_steps(control.profile_steps, horizon.steps)
     specs, cache = horizon.specs(experiment), _cache(experiment, directory)
     baseline = held_memory(device) if alone else 0.0
-    if not alone and tell is not None:
-        tell(plan_before(experiment, mode, horizon, tokenizers, data), starting(experiment))
+    if not alone and announce is not None:
+        announce(plan_before(experiment, mode, horizon, tokenizers, data), starting(experiment))
     start = None if alone else start_devices_anew if anew else start_devices
     build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
     group: WorkerGroup = (
@@ -118,7 +120,7 @@ def parts_of(
             hardware=hardware,
             ending=next_lines(experiment, directory.path),
             farewell=farewell(expected, room) if alone else None,
-            is_told=not alone and tell is not None,
+            plan_shown=not alone and announce is not None,
         )
     except BaseException:
         group.close(0.0)

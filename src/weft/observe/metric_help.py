@@ -160,7 +160,7 @@ HELP = (
         "kendalltau", PREFERENCES, "-1 to 1", "(right - wrong) / pairs, within a group of answers.", "Rises from 0."
     ),
     MetricHelp("rewards/accuracies", PREFERENCES, "share",
-               "Pairs whose chosen answer has the higher implicit reward; equal up to rounding is not higher.",
+               "Pairs whose chosen answer has the higher implicit reward; a difference of rounding is none.",
                "Begins at 0, since both rewards are 0, and rises to 0.6 to 0.9."),
     MetricHelp("rewards/margins", PREFERENCES, "", "Implicit reward of the chosen answer less the rejected one's.", "Rises."),
     MetricHelp(

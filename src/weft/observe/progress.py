@@ -65,7 +65,7 @@ class Show:
         for line in plan.whole(view.width) if self.verbose else plan.short(view.width):
             view.note(line)
 
-    def before(self, plan: Plan, line: str) -> None:
+    def announce(self, plan: Plan, line: str) -> None:
         """The plan, and what comes next, while the run has no view of its own."""
         view = self.view or make_view("", progress=False)
         self.plan(plan, view)

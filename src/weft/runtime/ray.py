@@ -79,7 +79,7 @@ def _take(promises: Sequence[Any], seconds: float) -> list[bytes]:
     except RayTaskError as error:
         raise RunError(f"tensors that another device should hold: {error.cause}") from error
     except RayError as error:
-        raise DevicesLost(f"tensors that another device holds are lost ({_first_line(error)})") from error
+        raise DevicesLost(f"tensors that another device holds are lost ({_reason(error)})") from error
 
 
 def _late(seconds: float) -> DevicesLost:
@@ -180,7 +180,7 @@ class RayDevices:
             except RayError as error:
                 self._cluster.answers()
                 self._cluster.check_there()  # what became of it says more than what became of a device
-                found.append((rank, Lost(_first_line(error))))
+                found.append((rank, Lost(_reason(error))))
         for each, (rank, since) in list(self._polls.items()):
             if time.monotonic() - since > self._cluster.silent_s:
                 del self._polls[each]
@@ -273,7 +273,7 @@ class Cluster:
         except Exception as error:  # Ray has no class of its own for it
             kill(descendants() - before)
             scratch.remove()
-            raise RunError(f"Ray did not start on this machine: {_first_line(error)}") from error
+            raise RunError(f"Ray did not start on this machine: {_reason(error)}") from error
         return cls(scratch, before)
 
     @classmethod
@@ -285,7 +285,7 @@ class Cluster:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (OSError, RayError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"ray_address={address!r}: no Ray cluster answers there ({_first_line(error)}); start one with "
+                f"ray_address={address!r}: no Ray cluster answers there ({_reason(error)}); start one with "
                 "`ray start --head` and give its address, or write mode=local"
             ) from error
         return cls()
@@ -375,7 +375,7 @@ def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -
                 raise ConfigError(f"device {rank}: {error.cause}") from error
             raise RunError(f"device {rank} failed: {type(error.cause).__name__}: {error.cause}") from error
         except RayActorError as error:
-            raise DevicesLost(f"device {rank} died: {_first_line(error)}") from error
+            raise DevicesLost(f"device {rank} died: {_reason(error)}") from error
     return found
 
 
@@ -383,7 +383,7 @@ def _numbers(address: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", address)]
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, RayActorError):
         return "its process ended (killed, out of memory, or crashed; see weft logs)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -41,8 +41,8 @@ LAST_BITS = "its numbers may differ in their last bits from those of a run that 
 @dataclass(frozen=True)
 class Parts:
     """What a session is made of. `plan` is shown before the first step; `farewell` makes of the run's peak of memory, in GiB, a
-    line for its end, and says whether people need to see it; `ending` are the last lines of a run that is finished. `is_told`:
-    people have seen the plan, before the devices were there."""
+    line for its end, and says whether people need to see it; `ending` are the last lines of a run that is finished.
+    `plan_shown`: people have seen the plan already, before the devices started."""
 
     experiment: Experiment
     directory: RunDirectory
@@ -55,7 +55,7 @@ class Parts:
     farewell: Callable[[float], tuple[str, bool]] | None = None
     ending: Sequence[str] = ()
     hardware: str = ""  # a line on what a device is, for the report
-    is_told: bool = False
+    plan_shown: bool = False
 
 
 class Session:
@@ -193,7 +193,7 @@ class Session:
         self._recorder.truncate(self.step)
         if plan:
             observer.log_plan(self.plan)
-            if not parts.is_told:
+            if not parts.plan_shown:
                 self._show.plan(self.plan, observer.view)
         for note in self._notes:
             observer.note(note)

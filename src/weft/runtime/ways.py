@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from weft.engine.memory import BYTES
 from weft.experiment import Experiment
 from weft.realloc.plan import Transfer, plan
 from weft.realloc.traffic import traffic
@@ -12,8 +13,6 @@ from weft.runtime.commands import Built, Prepare
 from weft.runtime.dispatch import Dispatch, Given, Job
 from weft.runtime.roles import Place, common
 from weft.topology import Slice
-
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Ways:
     def _itemsize(self, source: str, target: Place, eta: float) -> int:
         """Bytes of an element on its way: float32 masters of what is trained, rounded first where the target would do it."""
         trained = self._experiment.roles[source].trained
-        own, wanted = (ITEMSIZE[self._experiment.roles[role].dtype or "float32"] for role in (source, target[0]))
+        own, wanted = (BYTES[self._experiment.roles[role].dtype or "float32"] for role in (source, target[0]))
         given = 4 if trained else own
         own_engine = target[1] == self._meshes[target[0]]
         taken = 4 if self._experiment.roles[target[0]].trained and own_engine else wanted
