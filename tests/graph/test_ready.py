@@ -72,7 +72,7 @@ class Simulation:
         left_over = surplus(self.graph, self.buffer, firing.node)
         self.surplus += left_over
         self.buffer.drop(left_over)
-        here = self.buffer.entries.values()
+        here = [entry for _, entry in self.buffer.entries.items()]
         assert +self.buffer.taken == Counter(node for entry in here for node in entry.started)
         assert +self.buffer.through == Counter(node for entry in here for node in entry.done)
 
@@ -105,7 +105,7 @@ def test_every_id_goes_through_every_node_once_and_weights_are_never_too_old(
                 edge.producer, 0
             )
             assert 0 <= age <= edge.max_staleness
-    assert done.buffer.entries == {}
+    assert not done.buffer.entries
     for name in NAMES:
         steps = [f.step for f in done.log if f.node == name]
         assert steps == list(range(len(steps)))
@@ -188,7 +188,7 @@ def test_no_weights_are_too_old_behind_a_filter_that_refills(staleness, num_ids,
                 edge.producer, 0
             )
             assert 0 <= age <= edge.max_staleness
-    assert done.buffer.entries == {}
+    assert not done.buffer.entries
 
 
 def test_generation_waits_for_the_weights_of_the_step_before():
@@ -238,7 +238,7 @@ def test_batch_size_0_takes_the_batches_of_the_loader(sizes, staleness):
             buffer.finish(firing, firing.ids, graph.node(firing.node).outputs, 8)
             versions[firing.node] = versions.get(firing.node, 0) + 1
             seen.append(firing)
-    assert buffer.entries == {}
+    assert not buffer.entries
     for name in NAMES:
         assert [len(f.ids) for f in seen if f.node == name] == sizes
 
@@ -268,24 +268,21 @@ def pass_through(num_ids: int) -> None:
         buffer.start(firing)
         buffer.finish(firing, firing.ids, graph.node(firing.node).outputs, 8)
         versions[firing.node] = 1
-    assert buffer.entries == {}
+    assert not buffer.entries
 
 
 def test_ids_that_go_together_cost_as_much_as_one():
     assert calls_of(lambda: pass_through(1_000)) == calls_of(lambda: pass_through(10))
 
 
-def test_groups_are_split_where_nodes_take_parts_of_them_and_keep_the_loaders_order():
+def test_blocks_are_split_where_nodes_take_parts_of_them_and_keep_the_loaders_order():
     graph, buffer = ppo({**dict.fromkeys(NAMES, 4), "gen": 2}), Buffer()
     buffer.add(["a", "b", "c", "d"], ["prompt"])
     for _ in range(2):
         firing = ready(graph, buffer, {}, [])[0]
         buffer.start(firing)
         buffer.finish(firing, firing.ids, ["completion"], 8)
-    assert [list(group.ids) for group in sorted(buffer.groups, key=lambda group: min(group.ids))] == [
-        ["a", "b"],
-        ["c", "d"],
-    ]
+    assert sorted("".join(block.ids) for block in buffer.entries.blocks) == ["ab", "cd"]
     firing = next(each for each in ready(graph, buffer, {}, []) if each.node == "reward")
     assert firing.ids == ("a", "b", "c", "d")
     buffer.start(firing)
@@ -297,3 +294,5 @@ def test_a_loader_that_repeats_an_id_is_caught():
     buffer.add(["a"], ["prompt"])
     with pytest.raises(AssertionError, match="'a' twice"):
         buffer.add(["a"], ["prompt"])
+    with pytest.raises(AssertionError, match="'b' twice"):
+        Buffer().add(["a", "b", "b"], ["prompt"])

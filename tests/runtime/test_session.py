@@ -72,7 +72,7 @@ def test_a_row_shows_its_prompt_without_the_tokenizers_bos(tmp_path, monkeypatch
 def test_tensors_of_consumed_ids_are_let_go(tmp_path):
     session = Toy(tmp_path, drop=0.3, staleness=1).run()
     assert len(session._group._worker.store) == 0 and len(session._master._metas) == 0
-    assert session._master._buffer.entries == {}
+    assert not session._master._buffer.entries
 
 
 def test_filters_are_refilled_and_every_training_batch_is_whole(tmp_path):

@@ -54,7 +54,9 @@ class Agenda:
         node = self._graph.node(firing.node)
         after = {firing.node: firing.step}
         for producer in self._graph.producers(firing.node):
-            after[producer] = 1 + max(group.started[producer] for group in buffer.groups_of(firing.ids))
+            after[producer] = 1 + max(
+                block.known.started[producer] for block in buffer.entries.parts(firing.ids) if block
+            )
         for edge in self._graph.waits_for(firing.node):
             after[edge.producer] = buffer.fired.get(edge.producer, 0)
         lane = (node.role if self._by_role else "") if isinstance(node, MFCDef) else None

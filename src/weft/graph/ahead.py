@@ -31,8 +31,9 @@ def may_load(
     """Whether another batch of rows would let a call run further ahead. None beyond those that the node `follow` takes in
     the steps that are left."""
     size = graph.node(follow).batch_size
-    waiting = [group for group in buffer.groups if follow not in group.started]
-    firings = sum(len(group.ids) for group in waiting) // size if size else len({group.batch for group in waiting})
+    waiting = [block for block in buffer.entries.blocks if follow not in block.known.started]
+    count = sum(len(block.ids) for block in waiting)
+    firings = count // size if size else len({block.known.batch for block in waiting})
     if steps_left is not None and firings >= steps_left:
         return False
     return wants_rows(graph, buffer, versions, _lagging(graph))
@@ -40,11 +41,8 @@ def may_load(
 
 def oldest(buffer: Buffer, firings: Sequence[Firing]) -> Firing:
     """The firing on the ids that came first, so that what is sampled ahead holds nothing up; else the one decided on first."""
-
-    def place(id: str) -> int:
-        return buffer.entries[id].ids[id] if id in buffer.entries else -1
-
-    return min(firings, key=lambda firing: min(map(place, firing.ids)))
+    position = {id: number for number, id in enumerate(buffer.entries)}
+    return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))
 
 
 def _lagging(graph: DataflowGraph) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weft.runtime.blocks import Blocks
+from weft.graph.blocks import Blocks
 from weft.runtime.device_process import Want
 
 DRIVER = -1  # the driver's own store: the loader's rows, and what host functions made

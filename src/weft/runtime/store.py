@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.data.sample import SequenceSample
 from weft.errors import DataError, nearest
-from weft.runtime.blocks import Blocks
+from weft.graph.blocks import Blocks
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.runtime.blocks import Blocks
+from weft.graph.blocks import Blocks
 
 IDS = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -23,6 +23,11 @@ class Blocks(Generic[T]):
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:
         self._new, self._copy = new, copy
         self._of: dict[str, Block[T]] = {}
+        self._all: dict[Block[T], None] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        """The ids, in the order in which they came."""
+        return iter(self._of)
 
     def __contains__(self, id: object) -> bool:
         return id in self._of
@@ -37,11 +42,23 @@ class Blocks(Generic[T]):
         """Every id with what is known of it, in the order in which they came."""
         return ((id, block.known) for id, block in self._of.items())
 
+    @property
+    def blocks(self) -> Collection[Block[T]]:
+        return self._all.keys()
+
+    def ids_of(self, blocks: Collection[Block[T]]) -> list[str]:
+        """The ids that these blocks hold, in the order in which they came."""
+        if len(blocks) == 1:
+            return [id for block in blocks for id in block.ids]
+        held = set(blocks)
+        return [id for id, block in self._of.items() if block in held] if held else []
+
     def parts(self, ids: Sequence[str]) -> dict[Block[T] | None, list[str]]:
         """The blocks that hold these ids, each with those that it holds, in their order; under None those that none holds."""
         get, parts = self._of.get, dict[Block[T] | None, list[str]]()
         first = get(ids[0]) if ids else None
-        if first is not None and first.ids.keys() >= set(ids):
+        together = self._of.keys().isdisjoint(ids) if first is None else first.ids.keys() >= set(ids)
+        if ids and together:
             return {first: list(ids)}
         for id in ids:
             block = get(id)
@@ -58,12 +75,13 @@ class Blocks(Generic[T]):
             if block is not None and len(chosen) == len(block.ids):
                 found.append(block.known)
                 continue
-            known = self._new() if block is None else self._copy(block.known)
-            self._of.update(dict.fromkeys(chosen, Block(dict.fromkeys(chosen), known)))
+            own = Block(dict.fromkeys(chosen), self._new() if block is None else self._copy(block.known))
+            self._all[own] = None
+            self._of.update(dict.fromkeys(chosen, own))
             if block is not None:
                 for id in chosen:
                     del block.ids[id]
-            found.append(known)
+            found.append(own.known)
         return found
 
     def discard(self, ids: Iterable[str]) -> Iterator[tuple[T, list[str], bool]]:
@@ -72,4 +90,6 @@ class Blocks(Generic[T]):
             assert block is not None
             for id in chosen:
                 del self._of[id], block.ids[id]
+            if not block.ids:
+                del self._all[block]
             yield block.known, chosen, not block.ids
