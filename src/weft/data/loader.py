@@ -282,9 +282,8 @@ def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
 
 
 def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
-    """Each source with its name. Sources of one file name take their folder's too; still equal ones are an error. A dataset
-    that is
-    named twice is numbered."""
+    """Each source with its name. Sources of one file name take their folder's too; if they are still equal, it is an error. A
+    dataset that is named twice is numbered."""
     names = [source.name or source.named or _name(source.path) for source in sources]
     for index, source in enumerate(sources):
         if source.named is not None and source.name is None:

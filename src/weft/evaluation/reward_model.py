@@ -95,8 +95,8 @@ def evaluate(
         rank, comparison = host_array(batch.data["rank"]), host_array(batch.data["comparison"])
         for place, index in enumerate(indices):
             at = owner == place
-            of = categories[int(table.rows[index])] if categories else ""
-            groups += _groups(of, scores[at], rank[at], comparison[at])
+            group = categories[int(table.rows[index])] if categories else ""
+            groups += _groups(group, scores[at], rank[at], comparison[at])
         if progress is not None:
             progress(indices[-1] + 1, len(table))
     if not groups:
