@@ -47,3 +47,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(4, tmp_path_factory.mktemp("ranks")) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def forked_devices() -> Iterator[None]:
+    """Let the runs of a module take forked processes as their devices, in place of Ray's actors, which start slowly."""
+    from tests.runtime.forked_devices import ForkedDevices
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("start_devices", "start_devices_anew"):
+            patch.setattr(f"weft.launch.assemble.{name}", ForkedDevices.start)
+        yield

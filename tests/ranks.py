@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,12 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.processes import fork_server
+
 DEADLINE = 120.0  # seconds that a function may take, and a rank to start
 
 
 class Ranks:
     def __init__(self, size: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_server()
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,34 +36,67 @@ CASES = {
 }
 
 
-def compare(case: Case, layout: str, ranks: Ranks, folder: Path) -> None:
-    path = layouts.write_model(case, folder / "hf")
-    alone = layouts.run(path, "d1", case, folder / "alone")
-    assert alone is not None
-    layouts.check(ranks.run(layouts.run, path, layout, case, folder / "many"), alone, folder / "many", folder / "alone")
+Compare = Callable[[Case, str, Ranks], None]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model of a case and the results of one process, shared by all layouts of the module; nothing writes to it."""
+
+    model: Path
+    found: layouts.Found
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Reference]:
+    """Return the function that computes the reference of a case, once per case."""
+    made: dict[str, Reference] = {}
+
+    def of(case: Case) -> Reference:
+        if repr(case) not in made:
+            folder = tmp_path_factory.mktemp("alone")
+            path = layouts.write_model(case, folder / "hf")
+            found = layouts.run(path, "d1", case, folder)
+            assert found is not None
+            made[repr(case)] = Reference(path, found, folder)
+        return made[repr(case)]
+
+    return of
+
+
+@pytest.fixture
+def compare(reference: Callable[[Case], Reference], tmp_path: Path) -> Compare:
+    """Return the function that runs a case on a layout and compares it with one process."""
+
+    def run(case: Case, layout: str, ranks: Ranks) -> None:
+        one = reference(case)
+        layouts.check(ranks.run(layouts.run, one.model, layout, case, tmp_path), one.found, tmp_path, one.folder)
+
+    return run
 
 
 @pytest.mark.parametrize("layout", TWO)
 @pytest.mark.parametrize("name", ["llama", "lora", "mixtral"])
-def test_two_processes_are_as_one(name: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
-    compare(CASES[name], layout, ranks, tmp_path)
+def test_two_processes_are_as_one(name: str, layout: str, ranks: Ranks, compare: Compare) -> None:
+    compare(CASES[name], layout, ranks)
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2", "p2"])
-def test_a_prefix_of_two_processes(layout: str, ranks: Ranks, tmp_path: Path) -> None:
-    compare(Case(prefix=3), layout, ranks, tmp_path)
+def test_a_prefix_of_two_processes(layout: str, ranks: Ranks, compare: Compare) -> None:
+    compare(Case(prefix=3), layout, ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["t4", "d2t2", "t2p2"])
-def test_a_prefix_of_four_processes(layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_prefix_of_four_processes(layout: str, four_ranks: Ranks, compare: Compare) -> None:
     """Of t4 two ranks each hold one head of the keys."""
-    compare(Case(prefix=3), layout, four_ranks, tmp_path)
+    compare(Case(prefix=3), layout, four_ranks)
 
 
 @pytest.mark.slow
-def test_a_prefix_beside_experts(ranks: Ranks, tmp_path: Path) -> None:
-    compare(Case("mixtral", prefix=3), "d2e2", ranks, tmp_path)
+def test_a_prefix_beside_experts(ranks: Ranks, compare: Compare) -> None:
+    compare(Case("mixtral", prefix=3), "d2e2", ranks)
 
 
 def test_ranks_that_share_tokens_have_no_prefix(tmp_path: Path) -> None:
@@ -76,14 +110,14 @@ def test_ranks_that_share_tokens_have_no_prefix(tmp_path: Path) -> None:
 WHOLE = Case(options={"sequence_parallel": False})
 
 
-def test_tensor_ranks_that_share_no_rows(ranks: Ranks, tmp_path: Path) -> None:
-    compare(WHOLE, "t2", ranks, tmp_path)
+def test_tensor_ranks_that_share_no_rows(ranks: Ranks, compare: Compare) -> None:
+    compare(WHOLE, "t2", ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in FOUR if "t" in layout])
-def test_tensor_ranks_that_share_no_rows_more(layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    compare(WHOLE, layout, four_ranks, tmp_path)
+def test_tensor_ranks_that_share_no_rows_more(layout: str, four_ranks: Ranks, compare: Compare) -> None:
+    compare(WHOLE, layout, four_ranks)
 
 
 EXPERTS = {
@@ -96,26 +130,26 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_of_two_processes(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    compare(EXPERTS[name], "d2e2", ranks, tmp_path)
+def test_experts_of_two_processes(name: str, ranks: Ranks, compare: Compare) -> None:
+    compare(EXPERTS[name], "d2e2", ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["balanced", "lora", "recomputed"])
-def test_experts_of_two_processes_more(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    compare(EXPERTS[name], "d2e2", ranks, tmp_path)
+def test_experts_of_two_processes_more(name: str, ranks: Ranks, compare: Compare) -> None:
+    compare(EXPERTS[name], "d2e2", ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d4e2", "d4e4", "d2t2e2", "d2c2e2"])
 @pytest.mark.parametrize("name", list(EXPERTS))
-def test_experts_of_four_processes(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    compare(EXPERTS[name], layout, four_ranks, tmp_path)
+def test_experts_of_four_processes(name: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
+    compare(EXPERTS[name], layout, four_ranks)
 
 
 @pytest.mark.parametrize("layout", ["c2p2", "d2p2e2", "d4f4e2"])
-def test_combinations_of_four_processes(layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    compare(CASES["balanced"], layout, four_ranks, tmp_path)
+def test_combinations_of_four_processes(layout: str, four_ranks: Ranks, compare: Compare) -> None:
+    compare(CASES["balanced"], layout, four_ranks)
 
 
 def test_ranks_that_share_packs_sample_the_same(ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
@@ -126,44 +160,44 @@ def test_ranks_that_share_packs_sample_the_same(ranks: Ranks, four_ranks: Ranks,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2f2p2c2e2", "d4f4p2e2", "d4f4c2e2", "d2f2t2p2"])
-def test_eight_processes_are_as_one(layout: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_eight_processes_are_as_one(layout: str, tmp_path_factory: pytest.TempPathFactory, compare: Compare) -> None:
     with Ranks(8, tmp_path_factory.mktemp("ranks")) as eight:
-        compare(CASES["balanced"], layout, eight, tmp_path)
+        compare(CASES["balanced"], layout, eight)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
-def test_stages_that_share_packs(name: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    compare(CASES[name], "c2p2", four_ranks, tmp_path)
+def test_stages_that_share_packs(name: str, four_ranks: Ranks, compare: Compare) -> None:
+    compare(CASES[name], "c2p2", four_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2p2e2", "d4f2e2", "d4f4e2", "d4f4e4", "d4f2e4", "d2f2c2e2", "d2f2t2e2"])
 @pytest.mark.parametrize("name", list(EXPERTS))
-def test_experts_in_stages_and_shards(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    compare(EXPERTS[name], layout, four_ranks, tmp_path)
+def test_experts_in_stages_and_shards(name: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
+    compare(EXPERTS[name], layout, four_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["c2p2", "d2p2e2"])
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-def test_schedules_of_combinations(schedule: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_schedules_of_combinations(schedule: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
     case = Case("mixtral", options={"pipeline_schedule": schedule, "router_aux_loss_coef": 0.1})
-    compare(case, layout, four_ranks, tmp_path)
+    compare(case, layout, four_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_stages_with_experts(stage: int, ranks: Ranks, tmp_path: Path) -> None:
+def test_zero_stages_with_experts(stage: int, ranks: Ranks, compare: Compare) -> None:
     layout = "d2f2e2" if stage else "d2f1e2"
-    compare(Case("mixtral", options={"zero_stage": stage}), layout, ranks, tmp_path)
+    compare(Case("mixtral", options={"zero_stage": stage}), layout, ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TWO)
 @pytest.mark.parametrize("name", ["tied", "gpt2", "gemma2", "dropout", "recomputed", "balanced"])
-def test_two_processes_are_as_one_more(name: str, layout: str, ranks: Ranks, tmp_path: Path) -> None:
-    compare(CASES[name], layout, ranks, tmp_path)
+def test_two_processes_are_as_one_more(name: str, layout: str, ranks: Ranks, compare: Compare) -> None:
+    compare(CASES[name], layout, ranks)
 
 
 def staged(schedule: str, layers: int = 5, family: str = "llama", **case: Any) -> Case:
@@ -174,8 +208,8 @@ def staged(schedule: str, layers: int = 5, family: str = "llama", **case: Any) -
 
 
 @pytest.mark.parametrize("case", [staged("interleaved_1f1b"), staged("zbv", changes={"tie_word_embeddings": True})])
-def test_several_stages_on_each_of_two_processes(case: Case, ranks: Ranks, tmp_path: Path) -> None:
-    compare(case, "p2", ranks, tmp_path)
+def test_several_stages_on_each_of_two_processes(case: Case, ranks: Ranks, compare: Compare) -> None:
+    compare(case, "p2", ranks)
 
 
 TIED = {"tie_word_embeddings": True}
@@ -195,15 +229,15 @@ SEVERAL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SEVERAL))
-def test_several_stages_on_each_of_two_processes_more(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    compare(SEVERAL[name], "p2", ranks, tmp_path)
+def test_several_stages_on_each_of_two_processes_more(name: str, ranks: Ranks, compare: Compare) -> None:
+    compare(SEVERAL[name], "p2", ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2p2", "d2f1p2", "t2p2", "c2p2"])
 @pytest.mark.parametrize("name", list(SEVERAL))
-def test_several_stages_beside_other_degrees(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    compare(SEVERAL[name], layout, four_ranks, tmp_path)
+def test_several_stages_beside_other_degrees(name: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
+    compare(SEVERAL[name], layout, four_ranks)
 
 
 HALVED = {
@@ -220,63 +254,63 @@ HALVED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(HALVED))
-def test_halved_passes_of_sharded_stages(name: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    compare(HALVED[name], "d2p2", four_ranks, tmp_path)
+def test_halved_passes_of_sharded_stages(name: str, four_ranks: Ranks, compare: Compare) -> None:
+    compare(HALVED[name], "d2p2", four_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d4f2p2", "d2f2t2p2"])
 def test_halved_passes_of_eight_processes(
-    layout: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    layout: str, tmp_path_factory: pytest.TempPathFactory, compare: Compare
 ) -> None:
     with Ranks(8, tmp_path_factory.mktemp("ranks")) as eight:
-        compare(HALVED["tied"], layout, eight, tmp_path)
+        compare(HALVED["tied"], layout, eight)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
-def test_halved_passes_of_sharded_experts(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_halved_passes_of_sharded_experts(schedule: str, four_ranks: Ranks, compare: Compare) -> None:
     case = staged(schedule, family="mixtral", options={"router_aux_loss_coef": 0.1})
-    compare(case, "d2f2p2e2", four_ranks, tmp_path)
+    compare(case, "d2f2p2e2", four_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
-def test_several_stages_whose_experts_are_spread(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_several_stages_whose_experts_are_spread(schedule: str, four_ranks: Ranks, compare: Compare) -> None:
     case = staged(schedule, family="mixtral", options={"router_aux_loss_coef": 0.1})
-    compare(case, "d2p2e2", four_ranks, tmp_path)
+    compare(case, "d2p2e2", four_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FOUR)
 @pytest.mark.parametrize("name", list(CASES))
-def test_four_processes_are_as_one(name: str, layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    compare(CASES[name], layout, four_ranks, tmp_path)
+def test_four_processes_are_as_one(name: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
+    compare(CASES[name], layout, four_ranks)
 
 
 @pytest.mark.slow
-def test_a_transformers_module_on_two_processes(ranks: Ranks, tmp_path: Path) -> None:
-    compare(Case(options={"backend": "hf"}), "d2f1", ranks, tmp_path)
+def test_a_transformers_module_on_two_processes(ranks: Ranks, compare: Compare) -> None:
+    compare(Case(options={"backend": "hf"}), "d2f1", ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_stages(stage: int, ranks: Ranks, tmp_path: Path) -> None:
-    compare(Case(options={"zero_stage": stage}), "d2", ranks, tmp_path)
+def test_zero_stages(stage: int, ranks: Ranks, compare: Compare) -> None:
+    compare(Case(options={"zero_stage": stage}), "d2", ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", get_args(Kind))
-def test_four_ranks_of_a_pipeline(schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
-    compare(staged(schedule, 9), "p4", four_ranks, tmp_path)
+def test_four_ranks_of_a_pipeline(schedule: str, four_ranks: Ranks, compare: Compare) -> None:
+    compare(staged(schedule, 9), "p4", four_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 @pytest.mark.parametrize("name", ["gpt2", "recomputed"])
-def test_stages_of_tensor_ranks(name: str, schedule: str, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_stages_of_tensor_ranks(name: str, schedule: str, four_ranks: Ranks, compare: Compare) -> None:
     case = replace(CASES[name], options={**CASES[name].options, "pipeline_schedule": schedule})
-    compare(case, "d1t2p2", four_ranks, tmp_path)
+    compare(case, "d1t2p2", four_ranks)
 
 
 @pytest.mark.parametrize(

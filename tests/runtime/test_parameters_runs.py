@@ -1,4 +1,4 @@
-"""Calls on layouts of their own under a real Ray: the numbers of one process, whatever weights have to go where for it."""
+"""Calls on layouts of their own: the numbers of one process, whatever weights have to go where for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tiny import make_llama
 from weft.experiments import PPOConfig
 from weft.launch import run
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("forked_devices")
 STEPS = 3
 
 
