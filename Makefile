@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST ?= $(BIN)/python -m pytest -n auto --dist loadfile
+PYTEST ?= $(BIN)/python -m pytest -n auto --dist loadfile --durations=10
 STAMP := $(VENV)/.installed-
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+unexport PYTHONDONTWRITEBYTECODE # hundreds of processes of the tests would compile every file again
 
 .PHONY: help demo test test-slow bench gpu docs docs-serve check format format-check lint types install install-dev clean
 

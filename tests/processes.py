@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 from functools import cache
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 
 # Imported by the fork server. None of them starts a thread or opens a device; a name that is missing is imported on first use.
@@ -31,3 +32,8 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def inherit_fork_server() -> None:
+    """Let this process, which is forked itself, fork from the same server; Python would start another one for it."""
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined, method-assign]

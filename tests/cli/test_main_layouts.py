@@ -14,8 +14,7 @@ from tests.tiny import make_llama, prompt_answer_rows, write_jsonl
 from weft.cli.main import main
 from weft.topology import Layout
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_devices")]
 
 
 @pytest.fixture(scope="module")

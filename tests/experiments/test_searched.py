@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.launch.cases import prepare
-from tests.runtime.placed import Command
+from tests.runtime.placed import run_forked
 from weft.engine.planned import planned_facts
 from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
@@ -147,14 +147,12 @@ def test_a_model_that_is_not_here_is_named_in_place_of_a_placement(
 
 @pytest.mark.slow
 def test_a_run_on_two_devices_that_the_search_has_placed(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     prepare(tmp_path)
-    command = Command(
+    code, out = run_forked(
         "ppo", "experiment_name=e", "trial_name=t", f"fileroot={tmp_path}/runs", f"actor.path={tmp_path}/model",
         f"critic.path={tmp_path}/model", f"rew.path={tmp_path}/model", f"dataset.path={tmp_path}/prompts.jsonl",
         "dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=6", "max_steps=2", "allocation_mode=search", "n_gpus_per_node=2",
         "device=cpu", cwd=tmp_path,
     )  # fmt: skip
-    code, out = command.end(400.0)
     assert code == 0 and "allocation_mode=search:" in " ".join(out.split()), out
     assert "actor_train: d" in (tmp_path / "runs" / "e" / "t" / "log.txt").read_text()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine import layouts
 from tests.launch.cases import grpo, ppo, prepare
-from tests.runtime.placed import Command, timeless, write_hooks
+from tests.runtime.placed import Command, run_forked, timeless, write_hooks
 from weft.errors import ConfigError
 from weft.experiments.common import RunConfig
 from weft.launch import run
@@ -20,6 +20,7 @@ from weft.observe.timeline import read_spans
 from weft.runtime import disk
 
 STEPS = 4
+pytestmark = pytest.mark.usefixtures("forked_devices")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -121,7 +122,6 @@ def elsewhere(case: Any, root: Path, folder: str, nap: float, staleness: int = 1
 
 @pytest.mark.slow
 def test_on_two_devices_a_batch_is_sampled_while_the_one_before_it_is_trained(root: Path) -> None:
-    pytest.importorskip("ray")
     path = run(elsewhere(grpo, root, "two", 0.5)).directory
     spans = read_spans(path / "timeline.json")
     samples, trains = ([span for span in spans if span.name == name] for name in ("actor_gen", "actor_train"))
@@ -137,7 +137,6 @@ def test_on_two_devices_a_batch_is_sampled_while_the_one_before_it_is_trained(ro
 @pytest.mark.slow
 def test_on_two_devices_completions_take_up_new_weights_in_their_middle(root: Path) -> None:
     """Each sampling but the first begins with a training step beside it, and is long enough to see its end."""
-    pytest.importorskip("ray")
     config = elsewhere(grpo, root, "updated", 0.0)
     config.grpo.gen.max_new_tokens, config.grpo.interrupt_generation = 400, True
     done = lines(run(config).directory)
@@ -152,7 +151,6 @@ def test_on_two_devices_kept_weights_and_adapters_give_the_numbers_of_one_proces
     root: Path, staleness: int, rank: int
 ) -> None:
     """Training takes no time and sampling some, so that several versions are kept; only what is trained goes to the copy."""
-    pytest.importorskip("ray")
     runs = []
     for name in ("apart", "here"):
         folder = f"{name}-{staleness}-{rank}"
@@ -183,10 +181,9 @@ def words(root: Path, folder: str, algorithm: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def finished(*asked: str, **environment: str | None) -> str:
-    command = Command(*asked, cwd=REPOSITORY, **environment)
-    code, out = command.end(900.0)
-    assert code == 0 and command.none_left(), out
+def finished(*asked: str, **environment: str) -> str:
+    code, out = run_forked(*asked, cwd=REPOSITORY, **environment)
+    assert code == 0, out
     return out
 
 
@@ -195,7 +192,6 @@ def finished(*asked: str, **environment: str | None) -> str:
 def test_a_device_that_dies_while_batches_are_sampled_ahead_leaves_no_trace(
     root: Path, call: str, staleness: int
 ) -> None:
-    pytest.importorskip("ray")
     asked = (
         "max_steps=6", f"grpo.max_staleness={staleness}", "actor_gen.device_mesh=1", "recover_freq_steps=2",
         "recover_mode=auto", f"imports=[{root}/placed_hooks.py]",
@@ -252,7 +248,6 @@ def test_new_weights_in_the_middle_whatever_the_layout_that_samples(
     root: Path, on_one: Any, experts: str, algorithm: str, layout: str
 ) -> None:
     """In float64, on devices of its own: the tokens of one process, each of the same version."""
-    pytest.importorskip("ray")
     sparse = "e" in layout
     one, expected = on_one(algorithm, sparse)
     more = [f"actor.path={experts}"] if sparse else []
@@ -277,7 +272,9 @@ def test_more_devices_than_cores_have_a_thread_each_at_least(root: Path) -> None
     one, several = (f"layouts-{name}" for name in ("d1", "d4"))
     finished(*words(root, one, "grpo", "max_steps=2"))
     asked = ("max_steps=2", f"actor.layout=d{devices}", f"imports=[{root}/placed_hooks.py]", count)
-    finished(*words(root, several, "grpo", *asked), OMP_NUM_THREADS=None)
+    command = Command(*words(root, several, "grpo", *asked), cwd=REPOSITORY, OMP_NUM_THREADS=None)
+    code, out = command.end()
+    assert code == 0 and command.none_left(), out
     told = [path.read_text() for path in (root / "threads").iterdir()]
     assert told == [str(max(1, cores // devices))] * devices
     for ours, theirs in zip(timeless(root / several / "e" / "t"), timeless(root / one / "e" / "t"), strict=True):

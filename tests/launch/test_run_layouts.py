@@ -1,4 +1,4 @@
-"""Whole runs of every algorithm on several devices under a real Ray: the numbers, and the tokens, of one process."""
+"""Whole runs of every algorithm on several devices: the numbers, and the tokens, of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.experiments import DPOConfig, GenConfig, OnlineDPOConfig, RWConfig, SF
 from weft.experiments.common import RunConfig
 from weft.launch import run
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("forked_devices")
 STEPS = 2
 
 

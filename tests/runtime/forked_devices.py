@@ -38,10 +38,13 @@ class _Line:
         self._lock = threading.Lock()
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a method of `DeviceProcess`, or raise its error; `EOFError` if the process ended."""
-        with self._lock:
-            self._connection.send_bytes(pickle.dumps((method, arguments)))
-            good, found = pickle.loads(self._connection.recv_bytes())
+        """Return the result of a method of `DeviceProcess`, or raise its error; `DevicesLost` if the process ended."""
+        try:
+            with self._lock:
+                self._connection.send_bytes(pickle.dumps((method, arguments)))
+                good, found = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise DevicesLost("a device's process ended") from error
         if not good:
             raise found
         return found
@@ -51,7 +54,10 @@ class _Line:
 
 
 def _export(folder: Path, want: Want) -> bytes:
-    line = _Line(folder, want.rank)
+    try:
+        line = _Line(folder, want.rank)
+    except OSError as error:
+        raise DevicesLost(f"device {want.rank} ended") from error
     try:
         found: bytes = line.ask("export", want.ids, want.keys)
         return found
@@ -71,8 +77,8 @@ class _Peers:
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]:
         try:
             return [each.result(seconds) if isinstance(each, Future) else each for each in promises]
-        except (EOFError, OSError, TimeoutError) as error:
-            raise DevicesLost(f"tensors that another device holds are lost ({error})") from error
+        except TimeoutError:
+            raise DevicesLost(f"tensors that another device holds did not come within {seconds:g} s") from None
 
 
 def _serve(rank: int, folder: Path, environment: Mapping[str, str], ready: Connection) -> None:
@@ -98,11 +104,11 @@ def _answer(process: DeviceProcess, connection: Connection) -> None:
 
 
 class ForkedDevices:
-    """Implements `weft.runtime.dispatch.Devices`. `environment` is added to that of the devices."""
+    """Implements `weft.runtime.dispatch.Devices`. The devices have the environment of this process, and `environment`."""
 
     def __init__(self, world: int, environment: Mapping[str, str] | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="devices-"))
-        given = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(environment or {})}
+        given = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
         context, pipes = fork_server(), []
         self._processes = []
         for rank in range(world):
@@ -128,7 +134,7 @@ class ForkedDevices:
         return cls(experiment.num_devices, experiment.control.env)
 
     def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
-        with suppress(EOFError, OSError):  # a device that ended is reported by `receive`
+        with suppress(DevicesLost):  # a device that ended is reported by `receive`
             self._lines[rank].ask("receive", place, number, command, ranks, given.wants, given.shared)
 
     def receive(self) -> list[tuple[int, list[Report] | Lost]]:
@@ -165,5 +171,5 @@ class ForkedDevices:
                 reports = line.ask("next_reports", POLL_SECONDS)
                 if reports:
                     self._told.put((rank, reports))
-        except (EOFError, OSError):
+        except (DevicesLost, OSError):
             self._told.put((rank, Lost("its process ended")))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cases import ppo, prepare
-from tests.runtime.placed import Command, timeless
+from tests.runtime.placed import run_forked, timeless
 from tests.tiny import make_llama
 from weft.experiments import PPOConfig
 from weft.launch import run
@@ -154,7 +154,7 @@ def test_sft_with_several_stages_on_a_device_from_the_command_line(root, deep, t
         }
         set_ = {"model.path": root / "deep", "model.optimizer.lr": 1e-3, "dataset.train_path": root / "sft.jsonl"}
         words = [f"{key}={value}" for key, value in (fixed | set_).items()]
-        code, said = Command("sft", *words, "dataset.train_bs_n_seqs=6", *more, cwd=tmp_path).end()
+        code, said = run_forked("sft", *words, "dataset.train_bs_n_seqs=6", *more, cwd=tmp_path)
         assert code == 0, said
         folders.append(next((root / name).rglob("metrics.jsonl")).parent)
     ours, theirs = (lines(folder) for folder in reversed(folders))
