@@ -7,6 +7,7 @@ line, a YAML file), `leaves` lists its options for `--help`, `validate` checks t
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 import types
@@ -293,8 +294,10 @@ def _wrong(name: str, value: Any, rule: str) -> ConfigError:
     return ConfigError(f"{name}={shortened(repr(value), LONGEST_VALUE)}: {rule}")
 
 
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+@functools.cache
+def _hints(cls: type[Any]) -> Mapping[str, Any]:
+    """Return the types of a configuration class's fields; evaluating their texts is slow."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
 
 
 def _wants_text(hint: Any) -> bool:

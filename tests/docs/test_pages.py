@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run_weft
 from tests.tiny import make_llama, pair_rows, prompt_answer_rows, prompt_rows, write_jsonl
 from weft.cli.main import main
 
@@ -67,8 +68,13 @@ def prepare(folder: Path, page: Page, model: Path) -> None:
 def run_commands(folder: Path, commands: list[str]) -> None:
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     for command in commands:
-        words = shlex.split(command)
-        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
+        program, *words = shlex.split(command)
+        if program == "weft":
+            done = run_weft(words, folder, env)
+        else:
+            done = subprocess.run(
+                [program, *words], cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300
+            )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.processes import fork_server, inherit_fork_server
+from tests.processes import run_weft
 
 HOOKS = '''
 import os
@@ -153,37 +153,15 @@ def run_forked(*words: str, cwd: Path, **environment: str) -> tuple[int, str]:
 
     For tests of a run's numbers. Tests of the command itself, of its signals and of what it leaves behind take `Command`.
     """
-    output = Path(tempfile.mkdtemp(prefix="forked-")) / "output"
     asked = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    process = fork_server().Process(target=_command, args=(words, cwd, asked, output))
-    process.start()
-    process.join(240.0)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    assert process.exitcode is not None
-    return process.exitcode, output.read_text()
+    done = run_weft(["quickstart", *words], cwd, asked, _fork_devices)
+    return done.returncode, done.stdout + done.stderr
 
 
-def _command(words: tuple[str, ...], cwd: Path, environment: dict[str, str], output: Path) -> None:
-    import torch
-
+def _fork_devices() -> None:
     import weft.launch.assemble
     import weft.launch.supervise
     from tests.runtime.forked_devices import ForkedDevices
-    from weft.cli.main import main
 
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    inherit_fork_server()
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     weft.launch.supervise.uses_ray = lambda experiment, mode: False
     weft.launch.assemble.start_devices = weft.launch.assemble.start_devices_anew = ForkedDevices.start  # type: ignore
-    code = main(["quickstart", *words])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    raise SystemExit(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -161,14 +162,15 @@ def _contents(values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Pat
     return Contents(sections, tuple((name, lines.get((name,), 1)) for name in plain), shown)
 
 
-def _option_groups() -> set[str]:
+@cache
+def _option_groups() -> frozenset[str]:
     """The groups that options of the shipped quickstarts stand in, such as `model` and `dataset`."""
     from weft import registry
     from weft.cli.reference import SHIPPED as QUICKSTARTS
     from weft.options import leaves
 
     configs = [registry.quickstarts.get(name)() for name in QUICKSTARTS]
-    return {leaf.name.split(".")[0] for config in configs for leaf in leaves(config) if "." in leaf.name}
+    return frozenset(leaf.name.split(".")[0] for config in configs for leaf in leaves(config) if "." in leaf.name)
 
 
 def _lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath, int]]:
