@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes of the tests would compile every file again
 
-.PHONY: help demo test test-slow bench gpu docs docs-serve check format format-check lint types install install-dev clean
+.PHONY: help demo test test-shuffled test-slow bench gpu docs docs-serve check format format-check lint types install install-dev clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,10 @@ demo: install ## a small model learns under SFT, PPO and GRPO on this CPU; minut
 
 test: install-dev ## the default tests
 	$(PYTEST) -m "not slow"
+
+SEED ?= $(shell date +%s)
+test-shuffled: install-dev ## the default tests in a random order of files, and of tests in each; SEED=N repeats one
+	$(PYTEST) -m "not slow" --random-order-bucket=module --random-order-seed=$(SEED)
 
 test-slow: install-dev ## the tests that take minutes: real runs, kills, benchmarks on tiny sizes
 	$(PYTEST) -m slow
