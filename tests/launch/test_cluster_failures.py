@@ -18,15 +18,14 @@ from tests import ray_cluster
 from tests.launch.cases import prepare
 from tests.launch.test_recover import beyond, restarted, restarts, status_of, steps, until, words
 from tests.ray_cluster import WORKER, Nodes
-from tests.runtime.placed import Command, timeless, write_hooks
+from tests.runtime.placed import Command, run_forked, timeless, write_hooks
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 # Long enough for something to happen to it, and every call with a deadline.
 NAP = "ref_inf.pre_hooks=[{function: nap, args: {seconds: 1.0}}]"
-LONG_NAP = NAP.replace("1.0", "20.0")
 CALLS = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train")
-SLOW = ("max_steps=8", "total_train_epochs=3", NAP)
+LONG = ("max_steps=8", "total_train_epochs=3")
 SECONDS = 400.0  # for a run to end, on a busy machine
 
 
@@ -40,9 +39,8 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(root) -> Path:
-    """A run of the same length that nothing happens to, slowed down as the others."""
-    command = Command(*words(root, "whole", *SLOW), cwd=root)
-    code, out = command.end(SECONDS)
+    """A run of the same length that nothing happens to."""
+    code, out = run_forked(*words(root, "whole", *LONG), cwd=root)
     assert code == 0, out
     return root / "whole" / "e" / "t"
 
@@ -51,10 +49,25 @@ def on(nodes: Nodes, root: Path, folder: str, *more: str, monkeypatch: pytest.Mo
     """The run on the cluster, once it has made its first step."""
     for name, value in nodes.environment.items():
         monkeypatch.setenv(name, value)
-    command = Command(*words(root, folder, "mode=ray", f"ray_address={nodes.address}", *SLOW, *more), cwd=root)
+    command = Command(*words(root, folder, "mode=ray", f"ray_address={nodes.address}", *LONG, NAP, *more), cwd=root)
     run = root / folder / "e" / "t"
     command.after(run / "metrics.jsonl")
     return command, run
+
+
+def in_call(nodes: Nodes, root: Path, folder: str, *more: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Command, Path]:
+    """The run on the cluster, which waits in its second reference call."""
+    flag = root / f"{folder}-waits"
+    hang = f"ref_inf.pre_hooks=[{{function: hang, args: {{step: 1, flag: {flag}}}}}]"
+    command, run = on(nodes, root, folder, hang, *more, monkeypatch=monkeypatch)
+    command.after(flag)
+    return command, run
+
+
+def noticed(run: Path) -> bool:
+    """Return whether the run has lost its devices and looks for others."""
+    log = (run / "log.txt").read_text()
+    return "continuing with new processes" in log or "going on with another process" in log
 
 
 def errors(out: str) -> list[str]:
@@ -91,8 +104,7 @@ def test_a_node_that_is_lost_gives_way_to_another(root, whole, monkeypatch):
 
 def test_where_no_node_is_left_one_message_says_who_and_in_which_call(root, monkeypatch):
     with ray_cluster.cluster() as nodes:
-        command, run = on(nodes, root, "off", "recover_mode=disabled", LONG_NAP, monkeypatch=monkeypatch)
-        time.sleep(2.0)  # it is in that call
+        command, run = in_call(nodes, root, "off", "recover_mode=disabled", monkeypatch=monkeypatch)
         nodes.lose(1)
         code, out = command.end(SECONDS)
         assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
@@ -104,7 +116,7 @@ def test_a_head_that_is_lost_and_comes_again_costs_no_step(root, whole, monkeypa
     with ray_cluster.cluster() as nodes:
         command, run = on(nodes, root, "head", monkeypatch=monkeypatch)
         nodes.lose(0)
-        time.sleep(30)
+        until(command, partial(noticed, run))
         nodes.start_head()
         nodes.add()
         code, out = command.end(SECONDS)
@@ -114,8 +126,7 @@ def test_a_head_that_is_lost_and_comes_again_costs_no_step(root, whole, monkeypa
 
 def test_a_head_that_is_lost_ends_the_run_with_one_message(root, monkeypatch):
     with ray_cluster.cluster() as nodes:
-        command, run = on(nodes, root, "headless", "recover_mode=disabled", LONG_NAP, monkeypatch=monkeypatch)
-        time.sleep(2.0)  # it is in that call
+        command, run = in_call(nodes, root, "headless", "recover_mode=disabled", monkeypatch=monkeypatch)
         nodes.lose(0)
         code, out = command.end(SECONDS)
         assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out

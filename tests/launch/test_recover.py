@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cases import prepare
-from tests.runtime.placed import Command, timeless, write_hooks
+from tests.runtime.placed import Command, run_forked, timeless, write_hooks
 from weft.runtime import disk
 
 pytest.importorskip("ray")
 DEVICE = "ray::_Device"
-SLOW = ("max_steps=26", "total_train_epochs=8", "ref_inf.pre_hooks=[{function: nap, args: {seconds: 0.5}}]")
+LONG = ("max_steps=26", "total_train_epochs=8")
+SLOW = (*LONG, "ref_inf.pre_hooks=[{function: nap, args: {seconds: 0.5}}]")
 
 
 def until(command: Command, there: Callable[[], bool], seconds: float = 180.0) -> None:
@@ -71,8 +72,7 @@ def die(root: Path, call: str, step: int, flag: str) -> str:
 
 @pytest.fixture(scope="module")
 def whole(root) -> Path:
-    command = Command(*words(root, "whole"), cwd=root)
-    code, out = command.end()
+    code, out = run_forked(*words(root, "whole"), cwd=root)
     assert code == 0, out
     return root / "whole" / "e" / "t"
 
@@ -95,8 +95,7 @@ def test_a_device_that_dies_is_replaced_and_the_numbers_stay(root, whole):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_devices_killed_at_random_moments_leave_no_trace(root, seed):
     """Five times; a kill comes up to two seconds after a step that was made since the last restart."""
-    plain = Command(*words(root, f"plain{seed}", *SLOW), cwd=root)
-    assert plain.end()[0] == 0
+    assert run_forked(*words(root, f"plain{seed}", *LONG), cwd=root)[0] == 0
     draw, run = random.Random(seed), root / f"shot{seed}" / "e" / "t"
     command = Command(*words(root, f"shot{seed}", *SLOW), cwd=root)
     seen = 0

@@ -13,11 +13,10 @@ import pytest
 
 from tests.launch.cases import prepare
 from tests.launch.test_recover import status_of, words
-from tests.runtime.placed import Command, timeless, write_hooks
+from tests.runtime.placed import Command, run_forked, timeless, write_hooks
 from weft.launch.supervise import _told_by, uses_ray
 
 pytest.importorskip("ray")
-NAP = "ref_inf.pre_hooks=[{function: nap, args: {seconds: 5.0}}]"
 SECONDS = 400.0
 
 
@@ -30,13 +29,17 @@ def root(tmp_path_factory) -> Path:
 
 
 def under_way(root: Path, folder: str, *more: str) -> tuple[Command, Path, int]:
-    """The run in its second reference call, and the process that drives it."""
-    command = Command(*words(root, folder, "max_steps=3", NAP, *more), cwd=root)
-    run = root / folder / "e" / "t"
-    command.after(run / "metrics.jsonl", 300.0)
-    time.sleep(2.0)
+    """The run, which waits in its second reference call for `go_on`, and the process that drives it."""
+    flag = root / f"{folder}-waits"
+    hang = f"ref_inf.pre_hooks=[{{function: hang, args: {{step: 1, flag: {flag}}}}}]"
+    command = Command(*words(root, folder, "max_steps=3", hang, *more), cwd=root)
+    command.after(flag, 300.0)
     (child,) = children(command.process.pid)
-    return command, run, child
+    return command, root / folder / "e" / "t", child
+
+
+def go_on(root: Path, folder: str) -> None:
+    (root / f"{folder}-waits.go").touch()
 
 
 def children(pid: int) -> list[int]:
@@ -45,8 +48,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_another_process_goes_on_and_the_numbers_stay(root):
-    plain = Command(*words(root, "plain", "max_steps=3", NAP), cwd=root)
-    assert plain.end(SECONDS)[0] == 0
+    assert run_forked(*words(root, "plain", "max_steps=3"), cwd=root)[0] == 0
     command, run, child = under_way(root, "lost")
     os.kill(child, signal.SIGKILL)
     code, out = command.end(SECONDS)
@@ -74,6 +76,8 @@ def test_without_recovery_one_message_says_what_was_lost(root):
 def test_a_signal_to_the_command_comes_to_the_run_once(root, number, code):
     command, run, _ = under_way(root, f"asked{code}")
     command.signal(number)
+    command.says("finishing step 2, then stopping")
+    go_on(root, f"asked{code}")
     ended, out = command.end(SECONDS)
     assert ended == code and "after step 2" in out and "stopped at once" not in out and command.none_left(20), out
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 and status_of(run) == "stopped"

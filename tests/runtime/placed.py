@@ -41,10 +41,12 @@ def die(model, step, flag=None):
 
 @register_function("hang")
 def hang(model, step, flag):
-    """Once, as `die`."""
+    """Once, as `die`; until the file `flag`.go is there."""
     if model.step == step and not os.path.exists(flag):
-        open(flag, "w").close()
-        time.sleep(3600)
+        with open(flag, "w") as file:
+            file.write("hangs")
+        while not os.path.exists(f"{flag}.go"):
+            time.sleep(0.05)
 
 
 @register_function("count_threads")
@@ -98,6 +100,7 @@ class Command:
         self.process = subprocess.Popen(
             line, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
+        self._printed = ""
 
     def end(self, seconds: float = 240.0) -> tuple[int, str]:
         """(exit code, all that it printed)."""
@@ -106,7 +109,15 @@ class Command:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        return self.process.returncode, out
+        return self.process.returncode, self._printed + out
+
+    def says(self, text: str) -> None:
+        """Wait until it has printed a line with the text."""
+        assert self.process.stdout is not None
+        while text not in self._printed:
+            line = self.process.stdout.readline()
+            assert line, f"it ended without {text!r}:\n{self._printed}"
+            self._printed += line
 
     def after(self, path: Path, seconds: float = 120.0) -> None:
         """Wait until there is something in a file."""
