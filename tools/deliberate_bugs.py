@@ -144,11 +144,12 @@ def run_clean(patches: Sequence[Patch], seconds: float) -> Outcome:
 
 
 def update_table(output: Path, patch: Patch, outcome: Outcome) -> None:
-    """Put the row of a patch into the table; other rows stay."""
+    """Put the row of a patch into the table; rows of other patches stay."""
     lines = output.read_text().splitlines() if output.exists() else []
     rows = {found["name"]: line for line in lines if (found := ROW.fullmatch(line))}
     rows[patch.name] = outcome.row(patch)
-    output.write_text(HEAD + "".join(f"{rows[name]}\n" for name in sorted(rows)))
+    there = sorted(path.stem for path in PATCHES.glob("*.patch"))
+    output.write_text(HEAD + "".join(f"{rows[name]}\n" for name in there if name in rows))
 
 
 def main() -> int:
