@@ -156,9 +156,11 @@ def speaks() -> bool:
 
 def tell_start(experiment: Experiment, *, several: bool) -> None:
     """Show that the options are understood, before what takes seconds."""
+    from weft.observe.progress import make_view
+
     if speaks():
         ray = f" and Ray, for {experiment.num_devices} devices" if several else ""
-        print(f"starting {experiment.control.trial_name}: loading torch{ray}", file=sys.stderr, flush=True)
+        make_view("", progress=False).note(f"starting {experiment.control.trial_name}: loading torch{ray}")
 
 
 def tell(notes: Sequence[str]) -> None:
