@@ -18,7 +18,7 @@ from weft.experiments import GenConfig, PPOConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
 from weft.launch.assemble import load_tokenizers, parts_of
-from weft.launch.cluster import start_devices
+from weft.launch.cluster import launch_devices
 from weft.runtime.commands import Build
 from weft.runtime.device_group import BYTES_MOVED, DeviceGroup
 from weft.runtime.directory import RunDirectory
@@ -123,7 +123,9 @@ def make_group(
     specs, cache = horizon.specs(experiment), folder / "cache"
     if devices:
         return DeviceGroup(
-            start_devices(experiment, "local"), experiment, Build(experiment, specs, tokenizers, cache, "cpu")
+            launch_devices(experiment, "local").devices(),
+            experiment,
+            Build(experiment, specs, tokenizers, cache, "cpu"),
         )
     return LocalGroup(lambda: Worker(experiment, specs, tokenizers, "cpu", cache), torch.device("cpu"))
 

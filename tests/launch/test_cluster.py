@@ -12,10 +12,10 @@ import torch
 from tests import ray_cluster
 from tests.launch.cases import dpo, prepare
 from tests.runtime.placed import Command, timeless
-from weft.errors import ConfigError, RunError
+from weft.errors import ConfigError, RunError, UserError
 from weft.experiment import Control
 from weft.launch import cluster, dry_run, run
-from weft.launch.cluster import check_enough, check_processes, device_kind, environment, local_resources, start_devices
+from weft.launch.cluster import check_enough, check_processes, device_kind, environment, launch_devices, local_resources
 
 ray = pytest.importorskip("ray")
 from weft.runtime.ray import Node  # noqa: E402  # with ray alone
@@ -78,7 +78,7 @@ def test_a_name_of_one_device_is_refused(root):
 def test_without_ray_the_error_says_how_to_get_it(root, monkeypatch):
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"takes 2 devices.*pip install '.*\[ray\]'"):
-        start_devices(placed(root, "none").build(), "local")
+        launch_devices(placed(root, "none").build(), "local")
 
 
 def test_secrets_go_with_the_environment_and_others_stay(monkeypatch):
@@ -104,7 +104,7 @@ def test_processes_of_devices_are_told_how_torch_allocates(root, monkeypatch, ow
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     experiment = placed(root, "told").build()
-    start_devices(replace(experiment, control=replace(experiment.control, env=own)), "local")
+    launch_devices(replace(experiment, control=replace(experiment.control, env=own)), "local")
     found = {name: value for name, value in told[0].items() if name.startswith("PYTORCH_")}
     assert found == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
@@ -174,20 +174,77 @@ def test_a_ray_that_does_not_start_is_tried_twice(root, monkeypatch):
 
     monkeypatch.setattr("weft.runtime.ray.Cluster.start", start)
     with pytest.raises(RunError, match="Ray did not start on this machine"):
-        start_devices(placed(root, "twice").build(), "local")
+        launch_devices(placed(root, "twice").build(), "local")
     assert len(tried) == 2
 
 
-def test_the_plan_is_shown_before_the_devices_start(root, monkeypatch, capsys):
-    def start(*_: object) -> object:
+class Starting:
+    """Ray that runs, and devices that never come."""
+
+    def __init__(self) -> None:
+        self.cluster, self.closed = self, 0
+
+    def devices(self) -> object:
         raise RunError("no devices today")
 
-    monkeypatch.setattr("weft.launch.assemble.start_devices", start)
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_the_plan_is_shown_before_the_devices_are_waited_for(root, monkeypatch, capsys):
+    started = Starting()
+    monkeypatch.setattr("weft.launch.cluster.start_early", lambda _: started)
+    monkeypatch.setattr("weft.launch.assemble.launch_devices", lambda _, mode, cluster: cluster)
     with pytest.raises(RunError, match="no devices today"):
         run(placed(root, "early"))
+    assert started.closed
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "starting 2 processes, one for each device"
     labels = [line.split()[0] for line in lines]
     assert labels[0] == "nodes" and {"memory", "layouts", "devices"} <= set(labels)
     memory = next(line for line in lines if line.startswith("memory"))
     assert "GiB on each device, of" in memory and "GiB in all" in memory
+
+
+def test_devices_start_after_the_checks_that_need_no_data(root, monkeypatch):
+    started, order = Starting(), []
+    monkeypatch.setattr("weft.launch.cluster.start_early", lambda _: started)
+    monkeypatch.setattr("weft.launch.assemble.launch_devices", lambda *_: order.append("devices") or started)
+    config = placed(root, "checks")
+    config.actor.layout = "t3"
+    with pytest.raises(ConfigError, match="layout"):
+        run(config)
+    assert not order and started.closed == 1
+    config = placed(root, "rows")
+    config.dataset.train_path = str(root / "missing.jsonl")
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
+        run(config)
+    assert not order
+
+
+def test_devices_are_ended_where_the_data_are_wrong(root, tmp_path, monkeypatch):
+    started = Starting()
+    monkeypatch.setattr("weft.launch.cluster.start_early", lambda _: started)
+    monkeypatch.setattr("weft.launch.assemble.launch_devices", lambda *_: started)
+    config = placed(root, "wrong")
+    config.dataset.train_path = str(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": 1}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl"):
+        run(config)
+    assert started.closed
+
+
+@pytest.mark.parametrize(("device", "layout", "mode", "early"), [
+    (None, "d2", "local", True), ("cpu", "d2", "local", True), ("cuda", "d2", "local", False), (None, "d1", "local", False),
+    (None, "d2", "ray", False),
+])  # fmt: skip
+def test_ray_starts_before_torch_is_loaded_where_all_devices_are_cpus(root, monkeypatch, device, layout, mode, early):
+    monkeypatch.setattr(cluster, "GPU_FILES", ())
+    config = placed(root, "where")
+    config.device, config.actor.layout, config.ref.device_mesh = device, layout, None
+    assert cluster.starts_early(config.build(), mode) == early
+
+
+def test_a_machine_with_a_gpu_waits_for_torch(root, monkeypatch):
+    monkeypatch.setattr(cluster, "GPU_FILES", ("null",))
+    assert not cluster.starts_early(placed(root, "gpu").build(), "local")

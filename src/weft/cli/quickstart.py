@@ -22,6 +22,7 @@ from weft.runtime.supervised import Wire
 if TYPE_CHECKING:
     from weft.cli.deepspeed import Taken
     from weft.cli.stack import Stack
+    from weft.experiment import Experiment
 
 CONFIG = "config"  # --dry-run=config
 FLAGS = (
@@ -140,7 +141,9 @@ def _run(
         command = ["quickstart", *(word for word in argv if word not in here), "mode=ray"]
         print(slurm.start(config, command, print_only=words.print_script))
         return 0
-    if supervise and uses_ray(experiment := config.build(), config.mode):
+    several = uses_ray(experiment := config.build(), config.mode)
+    tell_start(experiment, several=several)
+    if supervise and several:
         return Supervisor(experiment).run()
     run(config, show=Show(verbose=words.verbose))
     return 0
@@ -149,6 +152,15 @@ def _run(
 def speaks() -> bool:
     """Whether this process is the one to say what is known before a run: its supervisor has said it already."""
     return not Wire.of(os.environ).supervised
+
+
+def tell_start(experiment: Experiment, *, several: bool) -> None:
+    """Show that the options are understood, before what takes seconds."""
+    from weft.observe.progress import make_view
+
+    if speaks():
+        ray = f" and Ray, for {experiment.num_devices} devices" if several else ""
+        make_view("", progress=False).note(f"starting {experiment.control.trial_name}: loading torch{ray}")
 
 
 def tell(notes: Sequence[str]) -> None:

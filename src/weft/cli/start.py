@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from weft import registry
 from weft.cli.parsing import Parser
-from weft.cli.quickstart import tell
+from weft.cli.quickstart import tell, tell_start
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
@@ -58,7 +58,9 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     if given.dry_run is not None:
         print("\n".join(dry_run(experiment, mode=given.mode, data=reads, width=terminal_width())))
         return 0
-    if supervise and uses_ray(experiment, given.mode):
+    several = uses_ray(experiment, given.mode)
+    tell_start(experiment, several=several)
+    if supervise and several:
         return Supervisor(experiment).run()
     run(experiment, mode=given.mode, show=Show(verbose=given.verbose))
     return 0

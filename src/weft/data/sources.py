@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import huggingface_hub
-import pyarrow.parquet
 
 from weft.data import hub
 from weft.errors import DataError, nearest
@@ -204,6 +203,8 @@ def _after(blank: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow.parquet  # a quarter of a second, so only where a file is of this form
+
     number = 0
     with reading(f"{file}: not Parquet, or damaged", DataError):
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import AddedToken, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from weft.data import hub, spm
@@ -91,13 +91,27 @@ def read(
             place = hub.folder(path)
         source = str(place) if place.is_dir() else path
         try:
-            hf = _tried(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
+            own_config = _plain_config(source)
+            hf = _tried(AutoTokenizer.from_pretrained(source, config=own_config, trust_remote_code=trust_remote_code))
         except (
             StrictDataclassError
         ) as wrong:  # a value in config.json, which the library reads for the tokenizer's class
             raise UserError(f"{asked}/config.json: {reason(wrong)}") from wrong
         hf.name_or_path = path
         return hf
+
+
+def _plain_config(source: str) -> PreTrainedConfig | None:
+    """A model's config.json, where a tokenizer's files name their class, which then depends on nothing but the model's type and
+    name; otherwise None. By itself `AutoTokenizer` imports the model's own configuration, and with it most of `transformers`:
+    a second."""
+    files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
+    if not all(file.is_file() for file in files):
+        return None
+    model, tokenizer = (read_object(file, str(file)) for file in files)
+    if "auto_map" in model or "auto_map" in tokenizer or not isinstance(tokenizer.get("tokenizer_class"), str):
+        return None
+    return PreTrainedConfig.from_dict(model, name_or_path=source)
 
 
 def _named(path: str, option: str, *, own: bool) -> str:

@@ -120,7 +120,8 @@ def set_deterministic(enabled: bool) -> None:
     """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(enabled)
+    if enabled != torch.are_deterministic_algorithms_enabled():  # torch loads its compiler to set this: over a second
+        torch.use_deterministic_algorithms(enabled)
 
 
 def keep_sums_wide(device: torch.device) -> None:

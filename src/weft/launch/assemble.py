@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +26,7 @@ from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._models import option_of
-from weft.launch.cluster import device_kind, start_devices, start_devices_anew
+from weft.launch.cluster import device_kind, launch_devices, launch_devices_anew
 from weft.launch.facts import facts_of
 from weft.launch.memory import forecast, held_memory
 from weft.launch.next_steps import next_lines
@@ -48,6 +49,9 @@ from weft.runtime.schedule import Horizon
 from weft.runtime.session import Parts, Session
 from weft.runtime.worker import Worker
 
+if TYPE_CHECKING:
+    from weft.runtime.ray import Cluster, Launch
+
 
 def assemble(
     experiment: Experiment,
@@ -56,59 +60,64 @@ def assemble(
     *,
     anew: bool = False,
     show: Show | None = None,
+    cluster: Cluster | None = None,
 ) -> Session:
     """The session of a run; see `parts_of`. `show`: how it is shown. The plan of several devices is shown before they start."""
     show = show or Show()
-    announce = None if anew else show.announce
-    return Session(
-        parts_of(experiment, directory, mode, anew=anew, quiet=show.view is not None, announce=announce), show
-    )
+    announce, quiet = None if anew else show.announce, show.view is not None
+    parts = parts_of(experiment, directory, mode, anew=anew, quiet=quiet, announce=announce, cluster=cluster)
+    return Session(parts, show)
 
 
 def parts_of(
     experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False, quiet: bool = False,
-    announce: Callable[[Plan, str], None] | None = None,
+    announce: Callable[[Plan, str], None] | None = None, cluster: Cluster | None = None,
 ) -> Parts:  # fmt: skip
     """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing.
 
-    `mode` local with one device is this process; else there is a process a device. `anew`: in place of devices that were lost.
-    `quiet`: reading the data shows no progress. `announce` gets the plan of several devices, and what comes next.
+    `mode` local with one device is this process; else there is a process a device, and they start while the data are read.
+    `anew`: in place of devices that were lost. `quiet`: reading the data shows no progress. `announce` gets the plan of several
+    devices, and what comes next. `cluster`: the Ray to start them in, if it runs already; closed where anything is wrong.
     """
     control = experiment.control
-    experiment = replace(experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()})
     alone = mode == "local" and experiment.num_devices == 1
-    device = resolve_device(control.device) if alone else torch.device(device_kind(experiment))
-    set_deterministic(control.deterministic)
-    set_tf32(control.tf32, device)
-    check_calls(experiment)
-    tokenizers = checked_tokenizers(experiment)
-    experiment = with_dtypes(experiment, device)
-    check_layouts(experiment)
-    data = load_data(
-        experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed,
-        progress=False if quiet else None,
-    )  # fmt: skip
-    check_longest(experiment, data.longest)
-    horizon = Horizon.of(experiment, data.train)
-    check_steps(control.profile_steps, horizon.steps)
-    specs, cache = horizon.specs(experiment), _cache(experiment, directory)
-    baseline = held_memory(device) if alone else 0.0
-    if not alone and announce is not None:
-        announce(plan_before(experiment, mode, horizon, tokenizers, data), starting(experiment))
-    start = None if alone else start_devices_anew if anew else start_devices
-    build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
-    group: WorkerGroup = (
-        LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
-        if start is None
-        else DeviceGroup(start(experiment, mode), experiment, build, directory.path.absolute() / LOGS)
-    )
-    try:
+    with ExitStack() as undo:
+        if cluster is not None:
+            undo.callback(cluster.close)
+        experiment = replace(experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()})
+        device = resolve_device(control.device) if alone else torch.device(device_kind(experiment))
+        set_deterministic(control.deterministic)
+        set_tf32(control.tf32, device)
+        check_calls(experiment)
+        tokenizers = checked_tokenizers(experiment)
+        experiment = with_dtypes(experiment, device)
+        check_layouts(experiment)
+        launch = None if alone else _launch(experiment, mode, undo, cluster, anew=anew)
+        data = load_data(
+            experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed,
+            progress=False if quiet else None,
+        )  # fmt: skip
+        check_longest(experiment, data.longest)
+        horizon = Horizon.of(experiment, data.train)
+        check_steps(control.profile_steps, horizon.steps)
+        specs, cache = horizon.specs(experiment), _cache(experiment, directory)
+        baseline = held_memory(device) if alone else 0.0
+        if not alone and announce is not None:
+            announce(plan_before(experiment, mode, horizon, tokenizers, data), starting(experiment))
+        build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
+        group: WorkerGroup = (
+            LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
+            if launch is None
+            else DeviceGroup(launch.devices(), experiment, build, directory.path.absolute() / LOGS)
+        )
+        undo.pop_all()
+        undo.callback(group.close, 0.0)
         facts = group.describe()
         numerics, machine = group.numerics(), group.hardware()
         hardware, room = hardware_line(machine, numerics["device"]), machine["memory"]
         known = {**numerics, "hardware": hardware, "memory": room}
         expected = forecast(experiment, facts, data.train.large_batches(), device, baseline)
-        return Parts(
+        parts = Parts(
             experiment=experiment,
             directory=directory,
             group=group,
@@ -122,9 +131,15 @@ def parts_of(
             farewell=farewell(expected, room) if alone else None,
             plan_shown=not alone and announce is not None,
         )
-    except BaseException:
-        group.close(0.0)
-        raise
+        undo.pop_all()
+    return parts
+
+
+def _launch(experiment: Experiment, mode: str, undo: ExitStack, cluster: Cluster | None, *, anew: bool) -> Launch:
+    """Begin to start the devices, which `undo` ends."""
+    launch = launch_devices_anew(experiment, mode) if anew else launch_devices(experiment, mode, cluster)
+    undo.callback(launch.cluster.close)
+    return launch
 
 
 def _cache(experiment: Experiment, directory: RunDirectory) -> Path:

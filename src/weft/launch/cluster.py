@@ -6,9 +6,8 @@ import importlib.util
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from weft.errors import ConfigError, RunError
 from weft.experiment import Control, Experiment
@@ -16,7 +15,7 @@ from weft.extras import install
 from weft.observe.memory import ALLOCATOR, growing_segments
 
 if TYPE_CHECKING:
-    from weft.runtime.ray import Node, RayDevices
+    from weft.runtime.ray import Cluster, Launch, Node
 
 # What processes on other machines get of this one's environment; nothing of it is ever printed.
 PASSED = (
@@ -34,38 +33,41 @@ MOST_A_CORE = 64  # processes, one a device, that a processor's core is given
 RETURN_SECONDS, RETURN_POLL_SECONDS = 300.0, 5.0  # that a cluster has to give devices again in place of lost ones
 
 
-def start_devices_anew(experiment: Experiment, mode: str) -> RayDevices:
-    """As `start_devices`, in place of devices that were lost: a cluster may take its time to have enough of them again. Raises
+# What the package ray reads when it is imported: its processes' messages stay in their logs; nobody waits for its dashboard,
+# which would only gather statistics of use, and those are off.
+RAY_READS = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "0"}
+
+# What there is of a GPU in /dev: by NVIDIA's driver, by AMD's, under Windows.
+GPU_FILES = ("nvidia*", "kfd", "dxg")
+
+
+def launch_devices_anew(experiment: Experiment, mode: str) -> Launch:
+    """As `launch_devices`, in place of devices that were lost: a cluster may take its time to have enough of them again. Raises
     `RunError` where it does not."""
     end = time.monotonic() + RETURN_SECONDS
     while True:
         try:
-            return start_devices(experiment, mode)
+            return launch_devices(experiment, mode)
         except ConfigError as error:
             if mode == "local" or time.monotonic() > end:
                 raise RunError(f"no devices in place of those: {error}") from error
         time.sleep(RETURN_POLL_SECONDS)
 
 
-def start_devices(experiment: Experiment, mode: str) -> RayDevices:
-    """A process for each device of the experiment. Raises `ConfigError` before any starts where there are too few devices."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            f"the run takes {experiment.num_devices} devices, and more than one, or mode=ray, needs the package ray; "
-            f"run: {install('ray')}"
-        )
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # its processes' messages stay in their logs
-    from weft.runtime.ray import LEAST_SILENT_SECONDS, SILENT_SECONDS, Cluster
-
+def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = None) -> Launch:
+    """Begin to start a process for each device of the experiment, in `cluster` if `start_early` has started one. Raises
+    `ConfigError` before any process starts where there are too few devices; the cluster is closed then."""
     count, kind, control = experiment.num_devices, device_kind(experiment), experiment.control
-    if mode == "local":
-        resources = local_resources(count, kind, control)
-        try:
-            cluster = Cluster.start(*resources)
-        except RunError:  # its own wait of 30 s is short for a machine that is busy
-            cluster = Cluster.start(*resources)
-    else:
-        cluster = Cluster.join(str(control.ray_address or os.environ.get("RAY_ADDRESS") or "auto"))
+    if cluster is None:
+        check_ray(experiment)
+        if mode == "local":
+            cluster = _own_cluster(local_resources(count, kind, control))
+        else:
+            from weft.runtime.ray import Cluster
+
+            cluster = Cluster.join(str(control.ray_address or os.environ.get("RAY_ADDRESS") or "auto"))
+    from weft.runtime.ray import LEAST_SILENT_SECONDS, SILENT_SECONDS
+
     try:
         nodes = cluster.nodes()
         if kind == "cpu" and control.device is None and any(node.gpus for node in nodes):
@@ -82,11 +84,48 @@ def start_devices(experiment: Experiment, mode: str) -> RayDevices:
         raise
 
 
+def starts_early(experiment: Experiment, mode: str) -> bool:
+    """Whether the run has several devices and all are CPUs of this machine, as far as can be known without torch."""
+    device = experiment.control.device
+    if mode != "local" or experiment.num_devices == 1:
+        return False
+    return device == "cpu" or (device is None and not any(True for each in GPU_FILES for _ in Path("/dev").glob(each)))
+
+
+def start_early(experiment: Experiment) -> Cluster:
+    """Start the Ray of a run that `starts_early`, without a process of a device. Raises `ConfigError` for too many devices."""
+    return _own_cluster(local_resources(experiment.num_devices, "cpu", experiment.control))
+
+
+def check_ray(experiment: Experiment) -> None:
+    """Raises `ConfigError` where the package ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            f"the run takes {experiment.num_devices} devices, and more than one, or mode=ray, needs the package ray; "
+            f"run: {install('ray')}"
+        )
+    for name, value in RAY_READS.items():
+        os.environ.setdefault(name, value)
+
+
+def _own_cluster(resources: tuple[int, int]) -> Cluster:
+    from weft.runtime.ray import Cluster
+
+    try:
+        return Cluster.start(*resources)
+    except RunError:  # its own wait of 30 s is short for a machine that is busy
+        return Cluster.start(*resources)
+
+
 def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
     """(CPUs, GPUs) of this machine that a Ray of the run's own is told of. Raises `ConfigError` where they are too few."""
     if kind == "cpu":
         check_processes(count)
-    there = torch.cuda.device_count() if kind == "cuda" else 0
+    there = 0
+    if kind == "cuda":
+        import torch  # not before: a run on CPUs starts Ray while torch is loaded
+
+        there = torch.cuda.device_count()
     gpus = there if control.n_gpus_per_node is None else min(there, control.n_gpus_per_node)
     if kind == "cuda" and gpus < count:
         raise ConfigError(
@@ -110,6 +149,8 @@ def device_kind(experiment: Experiment) -> str:
     """`cuda` or `cpu`: what every device of a run of several is. Raises `ConfigError` for a name of one device."""
     name = experiment.control.device
     if name is None:
+        import torch  # as above
+
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
         raise ConfigError(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -21,6 +24,7 @@ from weft.registry import import_user_code
 if TYPE_CHECKING:
     from weft.observe.progress import Show
     from weft.runtime.directory import RunDirectory
+    from weft.runtime.ray import Cluster
 
 MODES = ("local", "ray", "slurm")
 
@@ -163,14 +167,40 @@ def check_mode(mode: str) -> None:
 
 
 def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool, show: Show | None) -> RunResult:
-    from weft.launch.assemble import assemble
-    from weft.launch.damaged import damaged_weights
     from weft.runtime.supervised import Wire
 
+    anew = Wire.of(os.environ).restarts > 0
+    cluster = None if anew else ray_while_torch_loads(experiment, mode)
+    from weft.launch.assemble import assemble
+    from weft.launch.damaged import damaged_weights
+
     driven = Driven(
-        assemble(experiment, directory, mode, anew=Wire.of(os.environ).restarts > 0, show=show),
+        assemble(experiment, directory, mode, anew=anew, show=show, cluster=cluster),
         lambda: assemble(experiment, directory, mode, anew=True, show=show),
         comes_back=experiment.control.recover_mode == "auto",
         damaged=lambda: damaged_weights(experiment),
     )
     return RunResult(driven.run(goes_on=goes_on), directory.path)
+
+
+def ray_while_torch_loads(experiment: Experiment, mode: str) -> Cluster | None:
+    """Start the Ray of a run on several CPUs while another thread imports `weft.launch.assemble`; None for other runs.
+
+    Ray has to start in the main thread: it ends with the thread that starts it."""
+    from weft.launch.cluster import check_ray, start_early, starts_early
+
+    if not starts_early(experiment, mode):
+        return None
+    check_ray(experiment)
+    import_module("weft.runtime.ray")  # first: two threads that import one package may get in each other's way
+
+    def load() -> None:
+        with suppress(Exception):  # who imports it next gets the error
+            import_module("weft.launch.assemble")
+
+    loader = threading.Thread(target=load, name="weft-imports")
+    loader.start()
+    try:
+        return start_early(experiment)
+    finally:
+        loader.join()

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -22,6 +20,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weft.errors import ConfigError, DevicesLost, RunError
+from weft.runtime.nodes import Node, by_rank, in_order, threads_of
 from weft.runtime.processes import Process, descendants, kill
 from weft.runtime.scratch import Scratch, remove_leftovers
 from weft.runtime.signals import quiet
@@ -44,17 +43,6 @@ HERE = "Ray's raylet on this machine"
 OWN_GONE_SECONDS, GONE_SECONDS = 2.0, 20.0
 # A device's threads: commands come in one by one; others fetch tensors, and the driver hears reports, whatever it computes.
 THREADS = {"control": 1, "io": 4, "poll": 1}
-
-
-@dataclass(frozen=True)
-class Node:
-    """A machine of the cluster."""
-
-    id: str
-    host: str
-    address: str
-    cpus: int
-    gpus: int
 
 
 class _Peers:
@@ -274,7 +262,9 @@ class Cluster:
             kill(descendants() - before)
             scratch.remove()
             raise RunError(f"Ray did not start on this machine: {_reason(error)}") from error
-        return cls(scratch, before)
+        cluster = cls(scratch, before)
+        cluster.remember()
+        return cluster
 
     @classmethod
     def join(cls, address: str) -> Cluster:
@@ -292,55 +282,16 @@ class Cluster:
 
     def nodes(self) -> list[Node]:
         """The machines that are up: this one first, then by address, so that device 0 is where the run was started."""
-        here = ray.get_runtime_context().get_node_id()
-        up = [node for node in ray.nodes() if node["Alive"]]
-        return [
-            Node(
-                id=node["NodeID"],
-                host=node["NodeManagerHostname"],
-                address=node["NodeManagerAddress"],
-                cpus=int(node["Resources"].get("CPU", 0)),
-                gpus=int(node["Resources"].get("GPU", 0)),
-            )
-            for node in sorted(up, key=lambda node: (node["NodeID"] != here, _numbers(node["NodeManagerAddress"])))
-        ]
+        up = [Node.of(node) for node in ray.nodes() if node["Alive"]]
+        return in_order(up, ray.get_runtime_context().get_node_id())
 
-    def launch(self, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]) -> RayDevices:
-        """Start a process for each of `count` devices, neighbours on one node where that can be.
+    def launch(self, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]) -> Launch:
+        """Begin to start a process for each of `count` devices, neighbours on one node where that can be; see `Launch`."""
+        return Launch(self, count, device, environment, chosen)
 
-        Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. Raises `RunError` where they do not
-        start in time.
-        """
-        bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
-        group = placement_group([bundle] * count, strategy="PACK")
-        if self.wait([group.ready()], PLACE_SECONDS):
-            remove_placement_group(group)
-            raise RunError(f"the cluster had no {count} devices free within {PLACE_SECONDS:g} s; others use it")
-        on = placement_group_table(group)["bundles_to_node_id"]
-        order = [node.id for node in chosen]
-        bundles = sorted(range(count), key=lambda index: (order.index(on[index]), index))
-        actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(_Device)
-        actors = [
-            actor_class.options(
-                num_cpus=1,
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            ).remote(rank)
-            for rank, index in enumerate(bundles)
-        ]
-        shares = {node.id: max(1, node.cpus // max(1, list(on.values()).count(node.id))) for node in chosen}
-        asked = []
-        for actor, index in zip(actors, bundles, strict=True):
-            threads = os.environ.get("OMP_NUM_THREADS") or str(shares[on[index]])
-            told = {**environment, "OMP_NUM_THREADS": threads}
-            asked.append(actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path]))
-        where = _ask(self, asked, "its process", START_SECONDS)
-        address = where[0].address
-        (port,) = _ask(self, [actors[0].open_store.remote(address, count)], "its process", START_SECONDS)
-        asked = [actor.join.remote(actors, address, port, device) for actor in actors]
-        _ask(self, asked, "the other ranks", START_SECONDS)
+    def remember(self) -> None:
+        """Note which processes there are now, for `close`."""
         self._processes = descendants() - self._before
-        return RayDevices(actors, where, self, group)
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
         """Those that are late. Raises `DevicesLost` as soon as Ray itself is gone."""
@@ -360,6 +311,64 @@ class Cluster:
             self._scratch.remove()
 
 
+class Launch:
+    """Processes for `count` devices that start while the caller does something else; `devices` waits for them.
+
+    Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. Who does not want them any more closes
+    the `cluster`.
+    """
+
+    def __init__(
+        self, cluster: Cluster, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]
+    ) -> None:
+        self.cluster, self._device, self._environment, self._nodes = cluster, device, environment, chosen
+        self._actors: list[Any] = []
+        self._asked: list[Any] = []  # where each of them is
+        bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+        self._group = placement_group([bundle] * count, strategy="PACK")
+        if self._has_place(POLL_SECONDS):
+            self._begin()
+
+    def devices(self) -> RayDevices:
+        """Wait until all are there and have met. Raises `RunError` where they do not start in time."""
+        if not self._actors:
+            if not self._has_place(PLACE_SECONDS):
+                remove_placement_group(self._group)
+                count = self._group.bundle_count
+                raise RunError(f"the cluster had no {count} devices free within {PLACE_SECONDS:g} s; others use it")
+            self._begin()
+        cluster, actors = self.cluster, self._actors
+        where = _ask(cluster, self._asked, "its process", START_SECONDS)
+        address = where[0].address
+        (port,) = _ask(cluster, [actors[0].open_store.remote(address, len(actors))], "its process", START_SECONDS)
+        asked = [actor.join.remote(actors, address, port, self._device) for actor in actors]
+        _ask(cluster, asked, "the other ranks", START_SECONDS)
+        cluster.remember()
+        return RayDevices(actors, where, cluster, self._group)
+
+    def _has_place(self, seconds: float) -> bool:
+        """Wait until the devices are free for this run. (`PlacementGroup.ready` would start a process to find out.)"""
+        end = time.monotonic() + seconds
+        while not (found := self._group.wait(POLL_SECONDS)) and time.monotonic() < end:
+            self.cluster.check_there()
+        return found
+
+    def _begin(self) -> None:
+        """Start the actors, and ask each where it is: it imports what a device needs before it answers."""
+        on = placement_group_table(self._group)["bundles_to_node_id"]
+        actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(_Device)
+        for rank, index in enumerate(by_rank(on, self._nodes)):
+            actor = actor_class.options(
+                num_cpus=1,
+                num_gpus=int(self._device == "cuda"),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+            ).remote(rank)
+            threads = os.environ.get("OMP_NUM_THREADS") or str(threads_of(on, self._nodes)[on[index]])
+            told = {**self._environment, "OMP_NUM_THREADS": threads}
+            self._actors.append(actor)
+            self._asked.append(actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path]))
+
+
 def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -> list[Any]:
     """One answer a rank. Raises `DevicesLost` naming the ranks that gave none, or what the device raised."""
     late = cluster.wait(promises, seconds)
@@ -377,10 +386,6 @@ def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -
         except RayActorError as error:
             raise DevicesLost(f"device {rank} died: {_reason(error)}") from error
     return found
-
-
-def _numbers(address: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", address)]
 
 
 def _reason(error: BaseException) -> str:

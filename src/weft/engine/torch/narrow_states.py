@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from weft.engine.spec import STATE_LIBRARY
 from weft.engine.torch.states import SCALES, State, blocks
+from weft.engine.torch.update_rules import Eager
 from weft.randomness import key
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -170,7 +171,7 @@ class CodedMoments:
         return made
 
 
-class NarrowAdamW(torch.optim.Optimizer):
+class NarrowAdamW(Eager):
     """AdamW without weight decay; `moments_of` says how those of each parameter are kept."""
 
     def __init__(

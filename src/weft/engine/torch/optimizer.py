@@ -17,6 +17,7 @@ from weft.engine.torch import narrow_states, states
 from weft.engine.torch.host_memory import HostMemory
 from weft.engine.torch.narrow_states import BLOCK, NarrowAdamW
 from weft.engine.torch.states import State
+from weft.engine.torch.update_rules import SGD, AdamW, Lion
 from weft.errors import CheckpointError
 from weft.kernels import Lane
 from weft.models.network.parameters import StoredParameter, canonical
@@ -69,25 +70,6 @@ def embeddings(network: nn.Module) -> frozenset[str]:
     return frozenset(n for n, part in canonical(network).items() if id(part.parameter) in found)
 
 
-class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
-
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float]) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """p <- p - lr sign(b1 m + (1 - b1) g); m <- b2 m + (1 - b2) g."""
-        loss = closure() if closure else None
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.add_(momentum.lerp(p.grad, 1.0 - beta1).sign_(), alpha=-group["lr"])
-                momentum.lerp_(p.grad, 1.0 - beta2)
-        return loss
-
-
 def make(
     spec: OptimizerSpec, names: Mapping[nn.Parameter, str], embeddings: Collection[nn.Parameter]
 ) -> torch.optim.Optimizer:
@@ -100,10 +82,10 @@ def make(
         spec.check_library()
         return narrow_states.make(spec.state_dtype, names, embeddings, spec.peak_lr, betas, spec.eps)
     if spec.type == "adamw":
-        return torch.optim.AdamW(parameters, lr=spec.peak_lr, betas=betas, eps=spec.eps, weight_decay=0.0, fused=fused)
+        return AdamW(parameters, lr=spec.peak_lr, betas=betas, eps=spec.eps, weight_decay=0.0, fused=fused)
     if spec.type == "lion":
         return Lion(parameters, lr=spec.peak_lr, betas=betas)
-    return torch.optim.SGD(parameters, lr=spec.peak_lr, momentum=spec.beta1, fused=fused)
+    return SGD(parameters, lr=spec.peak_lr, momentum=spec.beta1, fused=fused)
 
 
 class Optimizer:
@@ -206,7 +188,7 @@ class Optimizer:
 
     def _clip(self, norm: Tensor) -> None:
         """To `max_grad_norm`. A GPU's fused AdamW divides by a number as it reads the gradients, which saves a pass."""
-        if isinstance(self._optimizer, torch.optim.AdamW) and self._parameters[0].device.type == "cuda":
+        if isinstance(self._optimizer, AdamW) and self._parameters[0].device.type == "cuda":
             self._optimizer.grad_scale = clip_divisor(norm, self.spec.max_grad_norm)  # type: ignore[attr-defined]
         else:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)

@@ -159,14 +159,21 @@ def hold(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
 
 
 def give_memory(network: nn.Module, device: torch.device) -> None:
-    """`network.to_empty(device)`, of one some of whose matrices are held in few bits."""
+    """Do what `network.to_empty(device)` does, also where some of the matrices are held in few bits."""
     held = [module for module in network.modules() if isinstance(getattr(module, "weight", None), Quantized)]
     made = [(module, cast(Quantized, cast(Tensor, module.weight).detach()).on(device)) for module in held]
     for module in held:
         module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
-    network.to_empty(device=device)
+    network._apply(lambda tensor: _empty(tensor, device))
     for module, weight in made:
         module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor of the meta device. Its `empty_like` loads sympy, which takes a third of a second."""
+    if type(like) in (Tensor, nn.Parameter):
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return torch.empty_like(like, device=device)  # shards of FSDP2
 
 
 def num_bytes(network: nn.Module) -> tuple[int, int]:

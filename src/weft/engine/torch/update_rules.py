@@ -1,0 +1,51 @@
+"""Update rules in torch's form: its own AdamW and SGD, and Lion.
+
+torch decorates optimizers for `torch.compile`, and the decorators load the compiler at the first call, which takes a second.
+Blocks may be compiled, optimizers never are, so the classes here call what is beneath the decorators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from inspect import unwrap
+
+import torch
+from torch import nn
+
+
+class Eager(torch.optim.Optimizer):
+    """torch's base class of optimizers, which never loads the compiler."""
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(Eager, torch.optim.AdamW):
+    """torch's AdamW."""
+
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
+class SGD(Eager, torch.optim.SGD):
+    """torch's SGD."""
+
+    step = torch.no_grad()(unwrap(torch.optim.SGD.step))
+
+
+class Lion(Eager):
+    """The sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """p <- p - lr sign(b1 m + (1 - b1) g); m <- b2 m + (1 - b2) g."""
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.add_(momentum.lerp(p.grad, 1.0 - beta1).sign_(), alpha=-group["lr"])
+                momentum.lerp_(p.grad, 1.0 - beta2)
+        return loss
