@@ -52,9 +52,8 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def forked_devices() -> Iterator[None]:
     """Let the runs of a module take forked processes as their devices, in place of Ray's actors, which start slowly."""
-    from tests.runtime.forked_devices import ForkedDevices
+    from tests.runtime.forked_devices import fork_devices
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("start_devices", "start_devices_anew"):
-            patch.setattr(f"weft.launch.assemble.{name}", ForkedDevices.start)
+        fork_devices(patch.setattr)
         yield

@@ -128,11 +128,6 @@ class ForkedDevices:
         for rank in range(world):
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
 
-    @classmethod
-    def start(cls, experiment: Experiment, mode: str) -> ForkedDevices:
-        """Start a process per device, in the place of `weft.launch.cluster.start_devices`."""
-        return cls(experiment.num_devices, experiment.control.env)
-
     def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
         with suppress(DevicesLost):  # a device that ended is reported by `receive`
             self._lines[rank].ask("receive", place, number, command, ranks, given.wants, given.shared)
@@ -173,3 +168,24 @@ class ForkedDevices:
                     self._told.put((rank, reports))
         except (DevicesLost, OSError):
             self._told.put((rank, Lost("its process ended")))
+
+
+class ForkedLaunch:
+    """Starts a forked process per device in the place of `weft.runtime.ray.Launch`; it is its own cluster, too."""
+
+    def __init__(self, experiment: Experiment, mode: str, cluster: None = None) -> None:
+        self.cluster = self
+        self._devices = ForkedDevices(experiment.num_devices, experiment.control.env)
+
+    def devices(self) -> ForkedDevices:
+        return self._devices
+
+    def close(self) -> None:
+        self._devices.close(0.0)
+
+
+def fork_devices(set_attribute: Callable[[str, Any], object]) -> None:
+    """Let runs in this process start forked devices; `set_attribute` is `MonkeyPatch.setattr`."""
+    set_attribute("weft.launch.assemble.launch_devices", ForkedLaunch)
+    set_attribute("weft.launch.assemble.launch_devices_anew", ForkedLaunch)
+    set_attribute("weft.launch.cluster.starts_early", lambda experiment, mode: False)

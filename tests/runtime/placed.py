@@ -170,9 +170,10 @@ def run_forked(*words: str, cwd: Path, **environment: str) -> tuple[int, str]:
 
 
 def _fork_devices() -> None:
-    import weft.launch.assemble
-    import weft.launch.supervise
-    from tests.runtime.forked_devices import ForkedDevices
+    import pytest
 
-    weft.launch.supervise.uses_ray = lambda experiment, mode: False
-    weft.launch.assemble.start_devices = weft.launch.assemble.start_devices_anew = ForkedDevices.start  # type: ignore
+    from tests.runtime.forked_devices import fork_devices
+
+    patch = pytest.MonkeyPatch()  # for as long as the process lives
+    fork_devices(patch.setattr)
+    patch.setattr("weft.launch.supervise.uses_ray", lambda experiment, mode: False)
