@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine
 from weft.errors import ConfigError
 from weft.interfaces.base import Model
-from weft.interfaces.infer import Infer, same_tokens
+from weft.interfaces.infer import Infer, Part, same_tokens
 from weft.models.network.packed import TopIds
 
 
@@ -57,6 +58,13 @@ class Scores:
         )
 
 
+class ScoresOfTwoRanks(Scores):
+    """The rank beside this one has scored one completion of a third id with 10."""
+
+    def gather(self, own: Part) -> list[Part]:
+        return [own, Part(sums={}, scores=np.array([10.0]), owners=["c"], ids=1, cut=None)]
+
+
 def model_of(engine: Scores, own: Tokenizer, data: Tokenizer) -> Model:
     return Model("rew", cast(Engine, engine), own, data, "cpu", "float32")
 
@@ -74,6 +82,16 @@ def batch_of(tokenizer: Tokenizer) -> SequenceSample:
         {"prompt": [[len(p)] for p in prompts], "completion": [[len(c) for c in g] for g in completions]},
         {"prompt": [t for p in prompts for t in p], "completion": [t for g in completions for c in g for t in c]},
     )
+
+
+def test_metrics_are_those_of_all_ranks(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    first, _ = tokenizers
+    batch = batch_of(first)
+    own = [float(n) for group in batch.seqlens["completion"] for n in group]
+    made = Infer(["scores"]).inference(model_of(ScoresOfTwoRanks(), first, first), batch)
+    assert made.metrics["reward"] == pytest.approx(np.mean([*own, 10.0]))
+    alone = Infer(["scores"]).inference(model_of(Scores(), first, first), batch)
+    assert alone.metrics["reward"] == pytest.approx(np.mean(own))
 
 
 def test_a_role_of_the_same_tokens_reads_the_batch_as_it_is(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:

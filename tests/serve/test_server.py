@@ -246,6 +246,9 @@ def test_prompts_that_do_not_fit(client: httpx.Client) -> None:
     for prompt, more in (([5] * 600, {}), ([5] * 500, {"max_tokens": 100})):  # the context is 512
         reply = client.post("/v1/completions", json={"model": "policy", "prompt": prompt, **more})
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    for length, status in ((511, 200), (512, 400)):
+        reply = client.post("/v1/completions", json={"model": "policy", "prompt": [5] * length, "max_tokens": 1})
+        assert reply.status_code == status, "the last token of the context can be sampled, and no further one"
     for prompt in (None, 5, [], [5, "x"], [[]], [10**6], [-1], [1.5], {"a": 1}, [5, None]):
         assert client.post("/v1/completions", json={"model": "policy", "prompt": prompt}).status_code == 400, prompt
 
