@@ -118,12 +118,6 @@ def serves(*tensors: Tensor) -> bool:
     return all(is_plain(x) and x.dtype == torch.float32 for x in tensors) and library() is not None
 
 
-def in_tiles() -> bool:
-    """Whether products are computed in the processor's tiles (`amx.h`)."""
-    kernels = library()
-    return kernels is not None and bool(kernels.weft_tiles(1))
-
-
 def call(name: str, *arguments: Any) -> int:
     """A kernel on structures, or on contiguous tensors and numbers; None is a null pointer. The last argument of those on
     tensors, the number of threads, is added here. The return value has a meaning only where the kernel documents one."""
