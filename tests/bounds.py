@@ -23,6 +23,13 @@ def gamma(roundings: float, dtype: torch.dtype = torch.float32) -> float:
     return lost / (1 - lost)
 
 
+def probable_gamma(roundings: float, dtype: torch.dtype = torch.float32) -> float:
+    """As `gamma`, for so many roundings that their signs differ: 6 sqrt(n) u + n u^2. A product of n factors exceeds it with a
+    probability below 2 exp(-18) (Higham and Mary 2019, "A New Approach to Probabilistic Rounding Error Analysis", lambda = 6).
+    For whole networks, where n u would allow mistakes."""
+    return 6 * roundings**0.5 * unit(dtype) + roundings * unit(dtype) ** 2
+
+
 def product_bound(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32, more: int = 0) -> Tensor:
     """Largest error of each element of left @ right: gamma(K + more) |left| @ |right|. Each of a sum's K products meets at most
     K roundings whatever the order, and `more` in its factors or after the sum."""
