@@ -1,6 +1,11 @@
-"""Fixtures for all tests: where the real data lies, and one thread so that results repeat."""
+"""Fixtures for all tests, and their environment, which is made before anything else is imported."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from tests import environment
+
+environment.prepare()
 
 import os
 from collections.abc import Iterator
@@ -15,6 +20,10 @@ hypothesis.settings.register_profile("weft", deadline=None)  # a busy machine is
 hypothesis.settings.load_profile("weft")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure() -> None:
+    environment.reset_warnings()
 
 
 def _data_dir() -> Path:

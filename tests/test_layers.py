@@ -44,7 +44,7 @@ NEIGHBOURS = {
     ("registry", "errors"), ("reading", "errors"), ("options", "errors"), ("options", "reading"),
     ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),
     ("observe", "extras"), ("observe", "errors"), ("observe", "registry"), ("observe", "options"), ("observe", "reading"),
-    ("protocol", "errors"),
+    ("protocol", "errors"), ("kernels", "errors"),
     ("algorithms", "errors"), ("algorithms", "registry"), ("algorithms", "options"),
     ("host", "data"), ("apps", "cli"), ("scripts", "cli"),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import re
@@ -22,8 +23,10 @@ from weft.engine import memory
 from weft.engine.memory import NetworkShape, RoleMemory
 from weft.engine.spec import LoRASpec
 from weft.experiments import DPOConfig, SFTConfig
+from weft.launch import memory as launch_memory
 from weft.launch import run
 from weft.launch.memory import Forecast, forecast
+from weft.observe.memory import file_pages_gb, peak_memory_gb
 from weft.observe.progress import Show
 
 SHAPE = {
@@ -192,6 +195,20 @@ def test_a_total_without_activations_is_no_upper_limit() -> None:
     assert list(part.lines())[-1] == "memory: about 1.00 GiB without activations of actor"
     assert part.compared(2.0).endswith("1.00 GiB without activations of actor were expected (200%)")
     assert whole.compared(2.0).endswith("1.00 GiB were expected (200%)")
+
+
+def test_pages_of_files_are_not_what_a_run_needs(tmp_path: Path) -> None:
+    """They are code of libraries, more or less of it by the processor; here those of a file that is read in memory."""
+    path, cpu = tmp_path / "file", torch.device("cpu")
+    path.write_bytes(bytes(64 * 2**20))
+    before, files = launch_memory.held_memory(cpu), file_pages_gb()
+    alone, apart = (Forecast({}, cpu, (), before, process=process) for process in (0.0, 2.0**29))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert sum(pages[:: mmap.PAGESIZE]) == 0
+        assert file_pages_gb() - files == pytest.approx(1 / 16, abs=0.01)
+        assert launch_memory.held_memory(cpu) == pytest.approx(before, abs=0.01)
+        assert alone.needed(peak_memory_gb()) == pytest.approx(peak_memory_gb() - file_pages_gb() - before)
+        assert apart.needed(2.0) == 2.0 - before, "of other processes these pages say nothing"
 
 
 def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -172,7 +173,17 @@ def test_sbatch_s_refusal_is_one_message(on_cluster: SlurmCluster, tmp_path: Pat
 
 @pytest.mark.slow
 def test_nodes_that_do_not_join_in_time_end_the_job(on_cluster: SlurmCluster, tmp_path: Path) -> None:
-    asked = request(tmp_path / "e" / "t", "count", str(tmp_path / "out.json"), spec=SlurmSpec(join_timeout_s=1))
+    """The second node's Ray never starts: its Python sleeps instead, so no timeout is long enough."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/bash
+        case "$*" in *ray.scripts.scripts*) [ "$SLURM_NODEID" = 0 ] || exec sleep 600 ;; esac
+        exec {shlex.quote(sys.executable)} "$@"
+        """
+    )
+    python.chmod(0o755)
+    spec = SlurmSpec(join_timeout_s=1, python=str(python))
+    asked = request(tmp_path / "e" / "t", "count", str(tmp_path / "out.json"), spec=spec)
     job = slurm.submit(asked)
     until(lambda: slurm.running_job(asked.run) is None, 60, asked.folder)
     log = (asked.folder / f"{job}.log").read_text()

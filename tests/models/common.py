@@ -53,6 +53,18 @@ def logits(network: Transformer, row: Tensor) -> Tensor:
     return network.next_token_logits(network.hidden(pack([row])))
 
 
+def roundings(network: Transformer, tokens: int) -> int:
+    """The most that one number meets on its way through all blocks, for `tests.bounds`.
+
+    A block adds up `hidden` products in two norms, in q, k, v and in gate and up; as many in its scores as heads are wide (at
+    most `hidden`); `tokens` in the softmax, in what it weighs and, on the way back, in a parameter's gradient; the heads' width
+    together in o and `inner` in down; some 10 more in the exponentials and the activation.
+    """
+    config = network.config
+    block = 5 * config.hidden_size + config.num_heads * config.head_dim + config.intermediate_size + 3 * tokens + 10
+    return config.num_layers * block
+
+
 def sequences(lengths: list[int], *, vocab: int = 131, seed: int = 5) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]

@@ -26,7 +26,7 @@ from weft.kernels.cpu.cached_forward import serves as serves_network
 from weft.kernels.cpu.library import library as cpu_library
 from weft.kernels.cpu.library import serves
 from weft.kernels.cpu.rows import store as store_keys
-from weft.kernels.cpu.sizes import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors, kernel_bytes
+from weft.kernels.cpu.sizes import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors
 from weft.kernels.cpu.softmax import draw
 from weft.kernels.fp8 import Fp8Product, NarrowProduct
 from weft.kernels.fp8 import obstacle as fp8_obstacle
@@ -55,7 +55,7 @@ __all__ = [
     "Lane", "LinearWeights", "Mark", "NarrowProduct", "NetworkWeights", "PrefixRows", "Statistics", "VarlenLengths",
     "VarlenSegments", "activate", "activated", "activated_linear", "add_product", "address", "attend_cache", "attend_rows",
     "attend_segments", "compiled_by_rows", "compiling_obstacle", "cpu_library", "draw", "flash", "flex", "fp8_obstacle",
-    "grouped_linear", "in_vectors", "kept_wide", "kernel_bytes", "lane_of", "linear", "merge_rows", "product", "put",
+    "grouped_linear", "in_vectors", "kept_wide", "lane_of", "linear", "merge_rows", "product", "put",
     "resize_storage", "rms_norm", "rotate", "rotate_heads", "serves", "serves_attention", "serves_groups", "serves_network",
     "statistics", "storage_of", "store_keys", "to_gradients", "weight_gradient", "wide_product",
 ]  # fmt: skip

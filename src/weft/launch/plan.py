@@ -176,7 +176,7 @@ def memory_row(expected: Forecast, on: Mapping[int, Sequence[str]], room: int) -
 
 def farewell(expected: Forecast, room: int) -> Callable[[float], tuple[str, bool]]:
     """What to say at the end of a run that held so many GiB of a device of `room` bytes, and whether people need to hear it."""
-    return lambda most: (expected.compared(most), (most - expected.baseline) * GIB >= WORTH_TELLING * room)
+    return lambda most: (expected.compared(most), expected.needed(most) * GIB >= WORTH_TELLING * room)
 
 
 def _held(experiment: Experiment) -> dict[int, list[str]]:

@@ -31,6 +31,14 @@ def peak_memory_gb() -> float:
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
 
 
+def file_pages_gb() -> float:
+    """GiB of this process's memory that are pages of files, mostly the code of libraries; 0 where the system does not tell."""
+    if sys.platform == "linux" and STATUS.exists():
+        _, found, rest = STATUS.read_text().partition("RssFile:")
+        return 1024 * int(rest.split(maxsplit=1)[0]) / GIB if found else 0.0
+    return 0.0
+
+
 def keep_freed_memory() -> None:
     """Have this process keep what it frees, in one heap for all threads, where the C library is glibc.
 

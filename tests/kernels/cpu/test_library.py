@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.errors import ConfigError
 from weft.kernels import product
 from weft.kernels.cpu import library as native
 from weft.kernels.cpu import structures
@@ -25,6 +26,7 @@ SOURCES = native.FOLDER
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache folder, and a library that was not asked for yet: of one source, since the others take long."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("WEFT_NATIVE", raising=False)
     monkeypatch.setattr(native, "library", native.library.__wrapped__)
     monkeypatch.setattr(native, "FOLDER", few_sources(tmp_path))
     yield tmp_path / "weft" / "kernels"
@@ -91,6 +93,39 @@ def test_the_kernels_can_be_left_out(fresh: Path, monkeypatch: pytest.MonkeyPatc
         assert native.library() is None
     x, weight = torch.randn(5, 7), torch.randn(3, 7)
     torch.testing.assert_close(product(x, weight), x @ weight.T)
+
+
+@pytest.mark.parametrize("asked", [name for name in native.VARIANTS if not native.lacks(name)])
+def test_a_variant_is_compiled_for_its_instructions_alone(
+    asked: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lies in a file of its own; the compiler is told no other instruction set."""
+    commands: list[list[str]] = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **more: commands.append(command) or run(command, **more))
+    for value in ("native", asked.upper()):
+        monkeypatch.setenv("WEFT_NATIVE", value)
+        assert native.library() is not None
+    assert len(list(fresh.iterdir())) == 2
+    told = [[word for word in command if word.startswith("-m")] for command in commands if "-c" in command]
+    assert told[0] == ["-march=native"] and told[-1][0] == "-march=x86-64"
+    assert [f"-m{name}" in told[-1] for name in ("avx2", "avx512f", "amx-bf16")] == [
+        asked != "sse2", asked in ("avx512", "amx"), asked == "amx"
+    ]  # fmt: skip
+
+
+def test_an_unknown_variant_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_NATIVE", "avx3")
+    with pytest.raises(ConfigError, match=r"WEFT_NATIVE=avx3 names no variant .*sse2, avx2, avx512, amx, or 0"):
+        native.library()
+
+
+def test_a_variant_that_the_processor_lacks_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_processor", lambda: ["flags\t\t: sse2 avx2 fma f16c bmi1 bmi2", "model name : a"])
+    monkeypatch.setenv("WEFT_NATIVE", "avx512")
+    with pytest.raises(ConfigError, match=r"WEFT_NATIVE=avx512 needs avx512f, avx512bw.* does not have"):
+        native.library()
+    assert native.lacks("avx2") == []
 
 
 def test_processes_that_compile_at_once_all_get_the_kernels(fresh: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.bounds import assert_within, gamma, product_bound, softmax_bound, unit
 from tests.models.common import sequences, tiny
-from tests.models.network.test_token_outputs import N, V, inputs, support
+from tests.models.network.test_token_outputs import H, N, V, inputs, support
 from weft.algorithms.base import Output
 from weft.models.network import token_outputs as by_token
 from weft.models.network.event_outputs import given_outputs, outputs, top_outputs
@@ -42,6 +43,63 @@ def naive(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([own, others], dim=1).log()
 
 
+class Exactly:
+    """The formulas in float64 from float32 or float64 inputs, and the largest error that their arithmetic in `dtype` may make.
+
+    Bounds are first-order in u; the terms in u^2 are below the slack that `gamma(K + 8)` leaves for K + 4 roundings.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        projection: Projection,
+        temperature: float,
+        ids: Tensor,
+        labels: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        self.dtype, self.ids, self.labels, self.temperature = dtype, ids.long(), labels, temperature
+        self.hidden, self.weight = hidden.detach().double(), projection.weight.detach().double()
+        bias = torch.zeros(V).double() if projection.bias is None else projection.bias.detach().double()
+        logits = self.hidden @ self.weight.T + bias
+        # H products and the bias are added up; dividing by the temperature or the cap rounds once or twice more.
+        error = gamma(H + 3, dtype) * (self.hidden.abs() @ self.weight.abs().T + bias.abs())
+        self.slope, slope_error = torch.ones_like(logits), torch.zeros_like(logits)
+        if (cap := projection.softcap) is not None:
+            bent = torch.tanh(logits / cap)
+            # tanh moves by no more than its argument, is right within 2 u and is multiplied once.
+            bent_error = error / cap + 4 * unit(dtype)
+            # The slope is 1 - tanh^2: it moves by 2 |tanh| times the error of tanh, and its own operations round at 1 or less.
+            self.slope, slope_error = 1 - bent.square(), 2 * bent.abs() * bent_error + 3 * unit(dtype)
+            logits, error = cap * bent, cap * bent_error
+        self.slope_error, self.logits = slope_error, logits / temperature
+        self.lost = softmax_bound(self.logits, error / temperature + unit(dtype) * self.logits.abs(), dtype)  # [N, 1]
+        logp = self.logits.log_softmax(-1)
+        self.values = {"given_logprobs": naive(self.logits, ids), "logprobs": logp.gather(1, labels[:, None])[:, 0]}
+        self.p = logp.exp()
+
+    def gradients(self, by_event: Tensor, by_square: float) -> list[tuple[Tensor, Tensor]]:
+        """Of sum(by_event * given) + by_square * sum(logprobs^2) by hidden, weight and bias: each exact, with its bound.
+
+        By a logit it is d = sum over events of g (own share - p). Each term's factors, g of the label among them, are wrong by
+        at most twice `lost` relatively (of g 2 |by_square| (|logprob| + 1) counts as the size), and K + 4 roundings join them.
+        """
+        rest = self.p.scatter(1, self.ids, 0.0)
+        share = torch.zeros(N, K + 1, V).double().scatter(2, torch.cat([self.ids, self.ids[:, :1]], 1)[..., None], 1.0)
+        share[:, -1] = rest / rest.sum(-1, keepdim=True)
+        label = torch.nn.functional.one_hot(self.labels, V).double()[:, None]
+        own, by = torch.cat([share, label], 1), by_event.double()
+        logprob = self.values["logprobs"][:, None]
+        g = torch.cat([by, 2 * by_square * logprob], 1)[..., None]  # [N, K + 2, 1]
+        size = torch.cat([by.abs(), 2 * abs(by_square) * (logprob.abs() + 1)], 1)[..., None]
+        d = (g * (own - self.p[:, None])).sum(1)
+        d_error = (size * (own + self.p[:, None])).sum(1) * (2 * self.lost + gamma(K + 8, self.dtype))
+        d_error = d_error * self.slope + d.abs() * self.slope_error
+        d, d_error = d * self.slope / self.temperature, d_error / self.temperature
+        sums = ((d, d_error, self.weight), (d.T, d_error.T, self.hidden), (d.T, d_error.T, torch.ones(N).double()))
+        return [(left @ right, product_bound(left, right, self.dtype, 3) + e @ right.abs()) for left, e, right in sums]
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -53,25 +111,17 @@ def test_given_logprobs_and_gradients_are_the_formula(
     hidden, weight, bias, labels = inputs(dtype)
     projection, ids = Projection(weight, bias if with_bias else None, softcap), some_ids()
     ours = given_outputs(hidden, labels, ids, projection, temperature=temperature, labelled=True, chunk=chunk)
-    logits = naive_logits(hidden, projection, temperature)
-    theirs = {"given_logprobs": naive(logits, ids), "logprobs": logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]}
-    for name, value in theirs.items():
+    exact = Exactly(hidden, projection, temperature, ids, labels, dtype)
+    for name, value in exact.values.items():
         assert ours[name].dtype == dtype
-        assert_close(ours[name], value)
-    assert_close(ours["given_logprobs"].exp().sum(-1), torch.ones(N, dtype=dtype))
+        assert_within(ours[name], value, exact.lost if value.ndim == 2 else exact.lost[:, 0], name)
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
     by_event = torch.randn(N, K + 1, generator=torch.Generator().manual_seed(2), dtype=dtype)
-    for mix in ((1.0, 0.0), (0.0, 1.0), (0.3, -2.0)):
-        made = [
-            torch.autograd.grad(
-                (mix[0] * by_event * o["given_logprobs"]).sum() + mix[1] * o["logprobs"].square().sum(),
-                leaves,
-                retain_graph=True,
-            )
-            for o in (ours, theirs)
-        ]
-        for one, other in zip(*made, strict=True):
-            assert_close(one, other)
+    for by_given, by_label in ((1.0, 0.0), (0.0, 1.0), (0.3, -2.0)):
+        loss = (by_given * by_event * ours["given_logprobs"]).sum() + by_label * ours["logprobs"].square().sum()
+        made = torch.autograd.grad(loss, leaves, retain_graph=True)
+        for value, (right, bound) in zip(made, exact.gradients(by_given * by_event, by_label), strict=False):
+            assert_within(value, right, bound)
 
 
 def test_gradcheck() -> None:
@@ -112,7 +162,10 @@ def test_what_is_left_over_keeps_its_digits() -> None:
     assert out[0].tolist() == pytest.approx([0.0, -65.0, exact], abs=1e-4)
     out[0, 2].backward()  # d log(rest) / d hidden = W^T (q - p), and q is uniform over the nine others
     assert hidden.grad is not None
-    assert hidden.grad[0, 0].item() == pytest.approx(-60.0 - 5.0, rel=1e-6)
+    # q = exp(-60 - lse) of an lse of -60 + log 9, rounded by u |lse|, which is then q's relative error: of what sums to 60. The
+    # difference, exp (within 4 u), lse's own sum of nine and the sum of eleven products round too, at 65 at most.
+    bound = 60 * unit(torch.float32) * (60 - math.log(9.0)) + 65 * gamma(1 + 4 + 9 + V)
+    assert_within(hidden.grad[0, 0], torch.tensor(-65.0), bound)
 
 
 @pytest.mark.parametrize("below", [None, 6])

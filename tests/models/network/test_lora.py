@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.bounds import assert_within, probable_gamma
 from tests.models import common
-from tests.models.common import adapted, sequences, tiny
+from tests.models.common import adapted, roundings, sequences, tiny
 from weft.checkpoints import hf_io
 from weft.errors import ConfigError
 from weft.models.network import lora
@@ -64,13 +65,16 @@ def test_off_is_the_base_and_on_again_is_not() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "mixtral", "qwen3_moe"])
 def test_merged_is_adapted(name: str) -> None:
+    """As far as two passes in float32 can agree, each of which loses a share of the largest logit to its roundings; that of a
+    sum of weights is one more in each of a block's seven products."""
     network = adapted(name)
     merged = hf_io.init_random(network.config, seed=0)
     sums, read = lora.merge(values(network), lora.scales(network)), values(merged)
     assert sums.keys() == read.keys()
     for name, value in sums.items():
         read[name].copy_(value)
-    assert_close(logits(merged), logits(network))
+    wanted, n = logits(network), roundings(network, len(ROW)) + 7 * network.config.num_layers
+    assert_within(logits(merged), wanted, 2 * probable_gamma(n) * float(wanted.abs().max()))
 
 
 def test_targets() -> None:

@@ -1,8 +1,9 @@
 """Compiles the C++ of this folder for the processor at hand, once, and loads it.
 
 The compiled file lies in the user's cache (`weft/kernels` in `$XDG_CACHE_HOME`, else in `~/.cache`), under a name that is the
-hash of the sources, the compiler, torch's version and the processor. Without a compiler, and with `WEFT_NATIVE=0`, there is no
-library and torch's own kernels do the work.
+hash of the sources, the flags, the compiler, torch's version and the processor. `WEFT_NATIVE` chooses the instructions: all of
+the processor's (`native`, the default), or those of one variant in `VARIANTS`. Without a compiler, and with `WEFT_NATIVE=0`,
+there is no library and torch's own kernels do the work.
 """
 
 from __future__ import annotations
@@ -25,23 +26,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.errors import ConfigError
 from weft.kernels.cpu.structures import SHARED
 
 FOLDER = Path(__file__).parent
 # Sums are fused multiply-adds wherever they can be: for some processors GCC takes others in some loops, and so other bits.
 FUSED = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
-FLAGS = ("-std=c++17", "-O3", "-march=native", *FUSED, "-fopenmp", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", *FUSED, "-fopenmp", "-fPIC")
+SWITCH = "WEFT_NATIVE"
+# Instructions by variant, as GCC's options and /proc/cpuinfo name them. Compiled for x86-64 in general and these instructions
+# alone, so a variant's code is the same on every processor that has them.
+AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+VARIANTS = {"sse2": ("sse2",), "avx2": AVX2, "avx512": AVX512, "amx": (*AVX512, "amx_tile", "amx_bf16")}
+IN_GCC = {"bmi1": "bmi", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}  # where its name is another
 PLAIN = (Tensor, nn.Parameter)  # no subclass: a DTensor has no memory of its own, and a fake one none at all
 PATIENCE = 120  # seconds for a run of the compiler, which takes a few
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they are not to be had, which is said once."""
-    if os.environ.get("WEFT_NATIVE") == "0" or sys.platform != "linux":
+    """The compiled kernels; None where they are not to be had, which is said once.
+
+    Raises `ConfigError` for a `WEFT_NATIVE` that names no variant, or one whose instructions the processor lacks.
+    """
+    variant = _variant()
+    if variant is None or sys.platform != "linux":
         return None
     try:
-        return _checked(_load(*_working(_compilers()), _cache()))
+        return _checked(_load(*_working(_compilers()), _flags(variant), _cache()))
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"weft's CPU kernels were not compiled ({_reason(error)}): generation takes about twice as long without them. "
@@ -50,6 +63,40 @@ def library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
+
+
+def _variant() -> str | None:
+    """What `WEFT_NATIVE` asks for: `native`, a variant, or None for no kernels."""
+    asked = os.environ.get(SWITCH, "").strip().lower()
+    if asked in ("", "1", "native"):
+        return "native"
+    if asked == "0":
+        return None
+    if asked not in VARIANTS:
+        raise ConfigError(
+            f"{SWITCH}={asked} names no variant of weft's kernels; leave it unset for all instructions of the processor, or "
+            f"set one of {', '.join(VARIANTS)}, or 0 for torch's own kernels"
+        )
+    lacking = lacks(asked)
+    if lacking:
+        raise ConfigError(
+            f"{SWITCH}={asked} needs {', '.join(lacking)}, which this processor does not have; leave {SWITCH} unset for all "
+            "instructions that it has"
+        )
+    return asked
+
+
+def lacks(variant: str) -> list[str]:
+    """Instructions of a variant that this processor does not have."""
+    found = {word for line in _processor() if line.startswith("flags") for word in line.split()}
+    return [name for name in VARIANTS[variant] if name not in found]
+
+
+def _flags(variant: str) -> tuple[str, ...]:
+    """The compiler's options for a variant."""
+    if variant == "native":
+        return (*FLAGS, "-march=native")
+    return (*FLAGS, "-march=x86-64", *(f"-m{IN_GCC.get(name, name)}" for name in VARIANTS[variant]))
 
 
 def _checked(kernels: ctypes.CDLL) -> ctypes.CDLL:
@@ -69,12 +116,6 @@ def is_plain(x: Tensor) -> bool:
 def serves(*tensors: Tensor) -> bool:
     """Whether the kernels work on tensors like these: plain, float32, on a CPU, where they are compiled."""
     return all(is_plain(x) and x.dtype == torch.float32 for x in tensors) and library() is not None
-
-
-def in_tiles() -> bool:
-    """Whether products are computed in the processor's tiles (`amx.h`)."""
-    kernels = library()
-    return kernels is not None and bool(kernels.weft_tiles(1))
 
 
 def call(name: str, *arguments: Any) -> int:
@@ -112,14 +153,14 @@ def _working(commands: list[list[str]]) -> tuple[list[str], str]:
     raise FileNotFoundError(f"none of {', '.join(command[0] for command in commands)} is GCC's C++ compiler")
 
 
-def _load(compiler: list[str], version: str, cache: Path | None) -> ctypes.CDLL:
+def _load(compiler: list[str], version: str, flags: tuple[str, ...], cache: Path | None) -> ctypes.CDLL:
     if cache is not None:
-        kept = cache / f"kernels-{_fingerprint(version)}.so"
+        kept = cache / f"kernels-{_fingerprint(version, flags)}.so"
         if kept.is_file() and _is_ours(kept):
             with contextlib.suppress(OSError):  # no library: compiled again
                 return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(prefix="weft-", dir=cache) as folder:
-        built = _compile(compiler, Path(folder))
+        built = _compile([*compiler, *flags], Path(folder))
         built.chmod(0o700)
         if cache is not None:
             built = built.rename(kept)  # in one step: another process may do the same
@@ -132,11 +173,11 @@ def _compile(compiler: list[str], folder: Path) -> Path:
     parts = [folder / f"{source.stem}.o" for source in sources]
 
     def compile(source: Path, part: Path) -> None:
-        _run([*compiler, *FLAGS, "-c", str(source), "-o", str(part)])
+        _run([*compiler, "-c", str(source), "-o", str(part)])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile, sources, parts))
-    _run([*compiler, *FLAGS, "-shared", *map(str, parts), "-o", str(built)])
+    _run([*compiler, "-shared", *map(str, parts), "-o", str(built)])
     return built
 
 
@@ -147,8 +188,8 @@ def _run(command: list[str]) -> str:
     return str(subprocess.run(command, check=True, env=environment, **options).stderr)
 
 
-def _fingerprint(version: str) -> str:
-    parts = [" ".join(FLAGS), version, torch.__version__, *_processor()]
+def _fingerprint(version: str, flags: tuple[str, ...]) -> str:
+    parts = [" ".join(flags), version, torch.__version__, *_processor()]
     parts += [path.read_text() for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
