@@ -120,7 +120,7 @@ def set_deterministic(enabled: bool) -> None:
     """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if enabled != torch.are_deterministic_algorithms_enabled():  # torch loads its compiler to set this: over a second
+    if enabled or torch.are_deterministic_algorithms_enabled():  # torch loads its compiler to set this: over a second
         torch.use_deterministic_algorithms(enabled)
 
 

@@ -58,6 +58,9 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
     """Begin to start a process for each device of the experiment, in `cluster` if `start_early` has started one. Raises
     `ConfigError` before any process starts where there are too few devices; the cluster is closed then."""
     count, kind, control = experiment.num_devices, device_kind(experiment), experiment.control
+    if cluster is not None and kind == "cuda":  # torch has found a GPU of which the system shows no file
+        cluster.close()
+        cluster = None
     if cluster is None:
         check_ray(experiment)
         if mode == "local":

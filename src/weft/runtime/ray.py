@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -206,9 +206,8 @@ class Cluster:
     """A Ray that this process is joined to. `scratch` is the folder of one that it started itself. A device that says nothing
     for `silent_s` counts as dead."""
 
-    def __init__(self, scratch: Scratch | None = None, before: frozenset[Process] = frozenset()) -> None:
-        self._scratch, self._before, self.silent_s = scratch, before, SILENT_SECONDS
-        self._processes: set[Process] = set()
+    def __init__(self, scratch: Scratch | None = None, processes: Iterable[Process] = ()) -> None:
+        self._scratch, self._processes, self.silent_s = scratch, set(processes), SILENT_SECONDS
         context = ray.get_runtime_context()
         here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         host, _, port = context.gcs_address.rpartition(":")
@@ -262,9 +261,7 @@ class Cluster:
             kill(descendants() - before)
             scratch.remove()
             raise RunError(f"Ray did not start on this machine: {_reason(error)}") from error
-        cluster = cls(scratch, before)
-        cluster.remember()
-        return cluster
+        return cls(scratch, descendants() - before)
 
     @classmethod
     def join(cls, address: str) -> Cluster:
@@ -289,9 +286,9 @@ class Cluster:
         """Begin to start a process for each of `count` devices, neighbours on one node where that can be; see `Launch`."""
         return Launch(self, count, device, environment, chosen)
 
-    def remember(self) -> None:
-        """Note which processes there are now, for `close`."""
-        self._processes = descendants() - self._before
+    def remember(self, pids: Collection[int]) -> None:
+        """Note processes of devices, for `close`: those of this machine that Ray has started."""
+        self._processes |= {process for process in descendants() if process.pid in pids}
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
         """Those that are late. Raises `DevicesLost` as soon as Ray itself is gone."""
@@ -343,14 +340,20 @@ class Launch:
         (port,) = _ask(cluster, [actors[0].open_store.remote(address, len(actors))], "its process", START_SECONDS)
         asked = [actor.join.remote(actors, address, port, self._device) for actor in actors]
         _ask(cluster, asked, "the other ranks", START_SECONDS)
-        cluster.remember()
+        cluster.remember([each.pid for each in where])
         return RayDevices(actors, where, cluster, self._group)
 
     def _has_place(self, seconds: float) -> bool:
         """Wait until the devices are free for this run. (`PlacementGroup.ready` would start a process to find out.)"""
-        end = time.monotonic() + seconds
-        while not (found := self._group.wait(POLL_SECONDS)) and time.monotonic() < end:
+        end, found = time.monotonic() + seconds, False
+        while not found and time.monotonic() < end:
             self.cluster.check_there()
+            try:
+                found = self._group.wait(POLL_SECONDS)
+            except RayError:
+                self.cluster.answers()
+                self.cluster.check_there()  # what became of Ray says more
+                raise
         return found
 
     def _begin(self) -> None:
