@@ -7,7 +7,6 @@ line, a YAML file), `leaves` lists its options for `--help`, `validate` checks t
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import re
 import types
@@ -294,10 +293,14 @@ def _wrong(name: str, value: Any, rule: str) -> ConfigError:
     return ConfigError(f"{name}={shortened(repr(value), LONGEST_VALUE)}: {rule}")
 
 
-@functools.cache
+_HINTS: dict[type[Any], Mapping[str, Any]] = {}  # of each class that was asked for: evaluating the texts is slow
+
+
 def _hints(cls: type[Any]) -> Mapping[str, Any]:
-    """Return the types of a configuration class's fields; evaluating their texts is slow."""
-    return types.MappingProxyType(typing.get_type_hints(cls))
+    """Return the types of a configuration class's fields."""
+    if cls not in _HINTS:
+        _HINTS[cls] = types.MappingProxyType(typing.get_type_hints(cls))
+    return _HINTS[cls]
 
 
 def _wants_text(hint: Any) -> bool:
