@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-slow bench gpu docs docs-serve check format format-check lint types install install-dev clean
+.PHONY: help demo test test-slow test-processors bench gpu docs docs-serve check format format-check lint types install install-dev clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,10 @@ test: install-dev ## the default tests
 
 test-slow: install-dev ## the tests that take minutes: real runs, kills, benchmarks on tiny sizes
 	$(PYTEST) -m slow
+
+PROCESSORS ?=
+test-processors: install-dev ## the numerical tests as other processors, thread counts and versions of torch compute; PROCESSORS="--only NAME"
+	$(BIN)/python tools/processors.py -n auto --dist loadfile $(PROCESSORS)
 
 bench: install-dev ## every benchmark, against TRL and transformers; an hour; needs a clean tree and WEFT_BENCH_TRL_PPO
 	for name in sft rw dpo grpo ppo generate limit realloc runtime layouts scale; do $(BIN)/python -m benchmarks.$$name || exit; done
