@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes of the tests would compile every file again
 
-.PHONY: help demo test test-shuffled test-slow bench gpu docs docs-serve check format format-check lint types install install-dev clean
+.PHONY: help demo test test-shuffled test-slow test-processors bench gpu docs docs-serve check format format-check lint types install install-dev clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,10 @@ test-shuffled: install-dev ## the default tests in a random order of files, and 
 
 test-slow: install-dev ## the tests that take minutes: real runs, kills, benchmarks on tiny sizes
 	$(PYTEST) -m slow
+
+PROCESSORS ?=
+test-processors: install-dev ## the numerical tests as other processors, thread counts and versions of torch compute; PROCESSORS="--only NAME"
+	$(BIN)/python tools/processors.py -n auto --dist loadfile $(PROCESSORS)
 
 bench: install-dev ## every benchmark, against TRL and transformers; an hour; needs a clean tree and WEFT_BENCH_TRL_PPO
 	for name in sft rw dpo grpo ppo generate limit realloc runtime startup layouts scale; do $(BIN)/python -m benchmarks.$$name || exit; done

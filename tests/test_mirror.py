@@ -9,7 +9,7 @@ SRC = TESTS.parent / "src" / "weft"
 
 # About no folder of weft: pages, benchmarks, real runs, and runs on a device that a CPU stands in for.
 OWN_FOLDERS = {"benchmarks", "cuda", "docs", "e2e"}
-OF_THE_WHOLE_TREE = {"test_budgets.py", "test_environment.py", "test_layers.py", "test_mirror.py"}
+OF_THE_WHOLE_TREE = {"test_budgets.py", "test_environment.py", "test_layers.py", "test_mirror.py", "test_processors.py"}
 
 
 def strangers(tests: Path, src: Path) -> list[str]:

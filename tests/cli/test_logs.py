@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from weft.cli import logs
 from weft.cli import main as weft
 from weft.runtime.directory import RunLock
 
@@ -57,23 +57,27 @@ def test_the_first_failure_comes_first(run: Path, capsys: pytest.CaptureFixture[
     assert "workers: 0, 1" in capsys.readouterr().err
 
 
-def test_following_ends_with_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = RunLock(run)
+def test_following_ends_with_the_run(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run writes after the first look at its files, and ends after the second."""
+    lock, looks = RunLock(run), 0
     lock.take()
     (run / "log.txt").write_text("begins\n")
 
-    def works() -> None:
-        time.sleep(0.7)
-        with (run / "log.txt").open("a") as file:
-            file.write("goes on\n")
-        (run / "logs" / "worker-0.log").write_text("is there\n")
-        time.sleep(0.7)
-        lock.release()
+    def works(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            with (run / "log.txt").open("a") as file:
+                file.write("goes on\n")
+            (run / "logs" / "worker-0.log").write_text("is there\n")
+        elif looks == 2:
+            lock.release()
 
-    worker = threading.Thread(target=works)
-    worker.start()
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=works))
     assert weft.main([*NAMED, "--follow"]) == 0
-    worker.join()
+    assert looks >= 2
     assert set(capsys.readouterr().out.splitlines()[-2:]) == {"[run] goes on", "[worker-0] is there"}
 
 

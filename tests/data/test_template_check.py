@@ -47,9 +47,9 @@ def test_templates_that_refuse_a_greeting_or_mark_replies_are_none_of_these() ->
 
 
 def test_what_ends_in_time_is_left_alone() -> None:
-    with within(0.02):
+    with within(0.5):
         pass
-    time.sleep(0.04)
+    time.sleep(0.6)
     with pytest.raises(TookTooLong), within(0.02):
         while True:
             pass

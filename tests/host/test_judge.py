@@ -230,7 +230,7 @@ def test_costs_are_counted(stub: Stub) -> None:
 
 
 def test_no_more_requests_are_in_flight_than_allowed(stub: Stub) -> None:
-    together = threading.Barrier(3, timeout=5)
+    together = threading.Barrier(3, timeout=120)
 
     def reply(text: str, number: int) -> Reply:
         together.wait()
@@ -302,19 +302,19 @@ def test_failures_name_url_status_and_fix(
 
 def test_one_failure_ends_what_is_still_asked(stub: Stub) -> None:
     """It does not wait for requests that hang."""
-    gone = threading.Event()
+    gone, answered = threading.Event(), []
 
     def reply(text: str, number: int) -> Reply:
         if text == "a":
             return 400, {}, {}
-        gone.wait(60)
+        gone.wait(120)
+        answered.append(text)
         return said("5")
 
     stub.reply = reply
-    begin = time.monotonic()
     with pytest.raises(UserError, match="status 400"):
         judged(stub.url, "b", "c", "a", prompt="{completion}")
-    assert time.monotonic() - begin < 30
+    assert not answered
     gone.set()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -242,18 +242,24 @@ def test_programs_that_do() -> None:
     "program", ["while True: pass", "import time; time.sleep(60)", "input('?')\nimport time; time.sleep(60)"]
 )
 def test_endless_programs_are_killed(program: str) -> None:
-    begin = time.monotonic()
-    assert not runs_to_its_end(program, Limits(seconds=0.5))
-    assert time.monotonic() - begin < 5.0
+    assert not runs_to_its_end(program, Limits(seconds=0.5)), "by itself it would end well, or never"
 
 
 def test_what_a_killed_program_started_is_killed_too(tmp_path: Path) -> None:
+    """The child holds a lock that ends with it; on a busy machine the program gets longer until it is there."""
     mark = tmp_path / "mark"
-    child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
-    program = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
-    assert not runs_to_its_end(program, Limits(seconds=0.7, processes=100))
-    time.sleep(1.5)
-    assert not mark.exists()
+    child = (
+        f"import fcntl, time; file = open({str(mark)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "file.write('locked'); file.flush(); time.sleep(600)"
+    )
+    program = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
+    for seconds in (0.7, 5.0, 60.0):
+        assert not runs_to_its_end(program, Limits(seconds=seconds, processes=100))
+        if mark.exists() and mark.read_text():
+            break
+    with mark.open() as file:
+        assert file.read() == "locked"
+        fcntl.flock(file, fcntl.LOCK_EX)  # waits for the end of a child that is being killed
 
 
 def test_which_code_a_completion_means() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +65,7 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
     return [json.loads(event) for event in events[:-1]]
 
 
-def eventually(true: Any, seconds: float = 20.0) -> bool:
+def eventually(true: Any, seconds: float = 120.0) -> bool:
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(0.02)
@@ -326,8 +327,14 @@ def test_a_body_that_never_comes_and_a_client_that_says_nothing(server: Server, 
 def test_a_client_that_leaves_ends_its_generation(
     server: Server, client: httpx.Client, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, step = [], BatchGenerator.step
-    monkeypatch.setattr(BatchGenerator, "step", lambda own: (steps.append(time.sleep(0.05)), step(own))[1])
+    steps, step, left = [], BatchGenerator.step, threading.Event()
+
+    def stepped(own: BatchGenerator) -> object:
+        """Few steps before the client has left; after them, time for the server to see it."""
+        steps.append(left.wait(120) if len(steps) == 3 else time.sleep(0.05))
+        return step(own)
+
+    monkeypatch.setattr(BatchGenerator, "step", stepped)
     worker = server.models[0].worker
     body = {"model": "policy", "prompt": "Once", "max_tokens": 200, "n": 64, "stream": stream}
     host, port = server.urls["http"].removeprefix("http://").split(":")
@@ -340,6 +347,7 @@ def test_a_client_that_leaves_ends_its_generation(
         if stream:
             assert leaving.recv(20)
         assert eventually(lambda: worker.load > 0)
+    left.set()
     assert eventually(lambda: worker.load == 0)
     assert eventually(lambda: server.metrics.counts["weft_abandoned_total"] == before + 1)
     assert len(steps) < 150  # of the 200 that all tokens take

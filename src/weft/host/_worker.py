@@ -33,6 +33,7 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_die_with_parent, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what rewards print must not mix with the run's own output
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  line by line: a worker that is killed has said it
     try:
         sys.path[:], targets = connection.recv()
     except EOFError:  # let go of again
