@@ -13,10 +13,10 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import sys
 import threading
-import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,6 @@ library = ctypes.CDLL(os.environ["WEFT_CUDA_STAND_IN"])  # torch asks once, whil
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 from weft.kernels.formulas import rms_norm_gradients  # noqa: E402
 
@@ -203,17 +202,19 @@ ASKING = {
 
 
 def _waits(name: str) -> None:
-    stack = traceback.extract_stack()
-    if any("/tests/kernels/" in frame.filename or frame.filename == STAND_INS for frame in stack):
-        return  # a kernel's stand-in asks, not weft
-    frames = [frame for frame in stack if "/src/weft/" in frame.filename]
-    where = f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "elsewhere"
+    where, frame = "elsewhere", sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if "/tests/kernels/" in code.co_filename or code.co_filename == STAND_INS:
+            return  # a kernel's stand-in asks, not weft
+        if where == "elsewhere" and "/src/weft/" in code.co_filename:
+            where = f"{Path(code.co_filename).stem}.{code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
     WAITS[f"{name} in {where}"] += 1
 
 
-def _count_wait(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> None:
-    """Whether the host would wait until the device is done."""
-    here = any(isinstance(x, OnDevice) for x in given)
+def _count_wait(func: Any, args: Any, kwargs: Any, of_device: list[OnDevice]) -> None:
+    """Count an operation for which the host would wait until the device is done."""
     if func is aten.copy_.default:
         across, free = isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice), args[2:3] == (True,)
         if across and not (free or kwargs.get("non_blocking")) and args[1].dim() > 0:
@@ -223,11 +224,11 @@ def _count_wait(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> None:
         across = to is not None and (torch.device(to).type == "cuda") != isinstance(args[0], OnDevice)
         if across and not kwargs.get("non_blocking"):
             _waits("copy")
-    elif func in ASKING and here:
+    elif func in ASKING and of_device:
         _waits(func.__name__.split(".")[0])
-    elif func is aten.repeat_interleave.Tensor and here and kwargs.get("output_size") is None:
+    elif func is aten.repeat_interleave.Tensor and of_device and kwargs.get("output_size") is None:
         _waits("repeat_interleave")
-    elif func in INDEXED and here and any(x is not None and x.dtype == torch.bool for x in args[1]):
+    elif func in INDEXED and of_device and any(x is not None and x.dtype == torch.bool for x in args[1]):
         _waits("index by bool")
 
 
@@ -271,23 +272,45 @@ def uncounted() -> Iterator[None]:
     WAITS.update(before)
 
 
+def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among arguments. Every operation asks, so this is simpler and faster than `torch.utils._pytree`."""
+    for x in given:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _tensors(x)
+        elif isinstance(x, dict):
+            yield from _tensors(x.values())
+
+
+def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        made = [_mapped(change, each) for each in x]
+        return made if isinstance(x, list) else tuple(made)
+    if isinstance(x, dict):
+        return {name: _mapped(change, each) for name, each in x.items()}
+    return change(x)
+
+
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation of torch on the values, if the device would do it."""
     asked = kwargs.get("device")
-    _count_wait(func, args, kwargs, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+    given = [*_tensors(args), *_tensors(kwargs.values())]
+    of_device = [x for x in given if isinstance(x, OnDevice)]
+    _count_wait(func, args, kwargs, of_device)
     if func is aten.copy_.default:
         copy(values(args[0]), values(args[1]), *args[2:])
         return args[0]
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    of_device = [x for x in given if isinstance(x, OnDevice)]
     if of_device and func is not aten._to_copy.default:
         _refuse_mixed(func, args, given)
         if func in UNREPEATABLE and args[0].is_floating_point() and torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(f"{func} does not have a deterministic implementation on CUDA")
-    named = {**tree_map(values, kwargs), **({"device": torch.device("cpu")} if asked is not None else {})}
+    named = _mapped(values, kwargs)
+    if asked is not None:
+        named["device"] = torch.device("cpu")
     if named.get("pin_memory"):
         named["pin_memory"] = False
-    out = _computed(func, tree_map(values, args), named)
+    out = _computed(func, _mapped(values, args) if of_device else args, named)
     if func in (aten.equal.default, aten._local_scalar_dense.default):
         return out
     if not (bool(of_device) if asked is None else torch.device(asked).type == "cuda"):
@@ -302,7 +325,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
             return x
         return known[id(x)] if id(x) in known else OnDevice(x, index)
 
-    return tree_map(brought, out)
+    return _mapped(brought, out)
 
 
 def _refuse_mixed(func: Any, args: Any, given: list[Tensor]) -> None:

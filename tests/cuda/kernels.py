@@ -65,17 +65,22 @@ def _attended(
     q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, enable_gqa: bool,
     score_mod: Callable[..., Tensor] | None,
 ) -> Tensor:  # fmt: skip
-    (batch, heads, length, _), keys, device = q.shape, k.shape[2], q.device
+    (batch, heads, length, _), device = q.shape, q.device
     assert enable_gqa or heads == k.shape[1]
-    k, v = (x.repeat_interleave(heads // k.shape[1], 1).expand(batch, -1, -1, -1).float() for x in (k, v))
-    sizes = (batch, heads, length, keys)
-    index = [
-        torch.arange(n, device=device).view([-1 if i == at else 1 for i in range(4)]) for at, n in enumerate(sizes)
-    ]
+    # Most pages of a pool are listed by no row: their keys are left out, for they would take most of the time.
+    listed = _listed(block_mask, length, k.shape[2])
+    kept = listed.flatten(0, 2).any(0).nonzero()[:, 0]
+    listed, kept = listed[..., kept].to(device), kept.to(device)
+    k, v = (x[:, :, kept].repeat_interleave(heads // k.shape[1], 1).expand(batch, -1, -1, -1).float() for x in (k, v))
+    batches, head, query = (
+        torch.arange(n, device=device).view([-1 if i == at else 1 for i in range(4)])
+        for at, n in enumerate((batch, heads, length))
+    )
+    index = [batches, head, query, kept.view(1, 1, 1, -1)]
     scores = q.float() @ k.transpose(2, 3) * scale
     if score_mod is not None:
         scores = score_mod(scores, *index)
-    seen = block_mask.mask_mod(*index) & _listed(block_mask, length, keys).to(device)
+    seen = block_mask.mask_mod(*index) & listed
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
     return (weights @ v).to(q.dtype)
 

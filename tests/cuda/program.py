@@ -1,13 +1,19 @@
-"""Programs on the stand-in device: `python -m tests.cuda.program PROGRAM FOLDER`; prints what was called as JSON at the end."""
+"""Programs on the stand-in device. `python -m tests.cuda.program` reads lines `[PROGRAM, FOLDER, FLASH]` and answers each with
+an exit code. It imports torch once and forks a process for each program, which leaves `calls.json` and `output.txt` in its
+folder."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.cuda.device import ADDED, WAITS, StandIn  # before torch
 
@@ -15,8 +21,14 @@ from tests.cuda.device import ADDED, WAITS, StandIn  # before torch
 import pytest
 import torch
 
+from benchmarks import gpu as gpu_benchmark
+from benchmarks import gpu_backends
 from tests.cuda import kernels
+from tests.engine.common import Nll, batch_of, engine_of
+from tests.launch import cases
+from tests.tiny import make_llama, make_tokenizer, pair_rows, prompt_answer_rows, prompt_rows, write_jsonl
 from weft.engine import device
+from weft.launch import run
 
 
 def mixed(_: Path) -> None:
@@ -48,15 +60,12 @@ def mixed(_: Path) -> None:
 def gpu(folder: Path) -> None:
     """The sections of `benchmarks/gpu.py` on tiny sizes, one after the other in this process, with prompts that are long enough
     to be shared. Nothing is compiled for a device that is not there."""
-    from benchmarks import gpu as program
-    from benchmarks import gpu_backends
-
     gpu_backends.trainers = lambda where: [("sdpa", False)]
     gpu_backends.caches = lambda where: ["dynamic"]
-    program.SMALL = replace(program.SMALL, decode=(1, 3, 300), grpo=(2, 300, 2, 6))
+    gpu_benchmark.SMALL = replace(gpu_benchmark.SMALL, decode=(1, 3, 300), grpo=(2, 300, 2, 6))
     record, rows = folder / "record.json", {}
     for name in ("limits", "agreement", "sft", "decode", "ragged", "grpo"):
-        assert program.main(["--device", "cuda", "--tiny", "--section", name, "--record", str(record)]) == 0
+        assert gpu_benchmark.main(["--device", "cuda", "--tiny", "--section", name, "--record", str(record)]) == 0
         found = json.loads(record.read_text())
         assert not found["wrong"], found["wrong"]
         rows |= {row["what"]: row["value"] for row in found["rows"]}
@@ -66,27 +75,34 @@ def gpu(folder: Path) -> None:
 
 
 def algorithms(folder: Path) -> None:
-    """Runs from configurations: masters in float32, the network in bfloat16; GRPO repeats bit for bit."""
-    from tests.launch import cases
-    from tests.tiny import make_llama
-    from weft.launch import run
+    """Runs from configurations, two steps or so each: masters in float32, the network in bfloat16; GRPO repeats bit for bit."""
+    prepare_cases(folder)
+    for name in cases.CASES:
+        config = case_of(name, folder)
+        config.device, config.deterministic = "cuda", name == "grpo"
+        run(config)
 
+
+def prepare_cases(folder: Path) -> None:
     cases.prepare(folder)
     make_llama(folder / "wide", hidden_size=64)  # heads of 16, which FlexAttention takes
-    for name, make in cases.CASES.items():
-        config = make(folder, name)
-        config.device, config.deterministic = "cuda", name == "grpo"
-        for role in ("model", "actor", "critic", "rew"):
-            if hasattr(config, role):
-                getattr(config, role).path, getattr(config, role).dtype = str(folder / "wide"), "bfloat16"
-        run(config)
+    write_jsonl(folder / "sft.jsonl", prompt_answer_rows(12))
+    write_jsonl(folder / "pairs.jsonl", pair_rows(8))
+    write_jsonl(folder / "prompts.jsonl", prompt_rows(8))
+
+
+def case_of(name: str, folder: Path) -> Any:
+    config = cases.CASES[name](folder, name)
+    config.total_train_epochs = 1
+    for role in ("model", "actor", "critic", "rew"):
+        if hasattr(config, role):
+            getattr(config, role).path, getattr(config, role).dtype = str(folder / "wide"), "bfloat16"
+    return config
 
 
 def offload(folder: Path) -> None:
     """Weights, masters and optimizer state that leave after every call change no bit, and nothing of them stays."""
-    from tests.engine.common import Nll, batch_of, engine_of
     from tests.engine.torch.lanes import held
-    from tests.tiny import make_llama
     from weft.engine.spec import OptimizerSpec
 
     path = make_llama(folder / "wide", hidden_size=64)
@@ -117,25 +133,15 @@ def offload(folder: Path) -> None:
 
 def second(folder: Path) -> None:
     """A run on the second device, whose thread and kernels have to be told so."""
-    from tests.launch import cases
-    from tests.tiny import make_llama
-    from weft.launch import run
-
-    cases.prepare(folder)
-    make_llama(folder / "wide", hidden_size=64)
-    config = cases.CASES["grpo"](folder, "second")
+    prepare_cases(folder)
+    config = case_of("grpo", folder)
     config.device = "cuda:1"
-    for role in ("model", "actor", "critic", "rew"):
-        if hasattr(config, role):
-            getattr(config, role).path, getattr(config, role).dtype = str(folder / "wide"), "bfloat16"
     run(config)
 
 
 def decode_waits(folder: Path) -> None:
     """A decode step waits for the device once, for its tokens; where ids are left out, once more at most for each such kind of
     settings."""
-    from tests.cuda.device import WAITS
-    from tests.tiny import make_llama
     from weft.engine.base import Request
     from weft.engine.spec import GenerationSpec, ModelSpec
     from weft.registry import backends
@@ -171,8 +177,6 @@ def marked(folder: Path) -> None:
 def waits(folder: Path) -> None:
     """How often the host waits for the device in a training step: of SFT, and of GRPO with supports, in several micro-batches;
     of a mixture of experts. After a first one, in which a loss is checked and a rate measured."""
-    from tests.engine.common import batch_of, engine_of
-    from tests.tiny import make_llama
     from weft.algorithms.grpo import GRPOLoss
     from weft.algorithms.sft import SFTLoss
 
@@ -201,8 +205,6 @@ def waits(folder: Path) -> None:
 def save_experts(path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.tiny import make_tokenizer
-
     make_tokenizer(path)
     sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model(
@@ -211,6 +213,14 @@ def save_experts(path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
+
+# What programs import while they run, here once for all of them.
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "weft.data.loader",
+    "weft.engine.backends.torch",
+)
 
 PROGRAMS: dict[str, Callable[[Path], None]] = {
     "mixed": mixed,
@@ -224,17 +234,39 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def main(name: str, folder: Path, reads_pages: bool) -> None:
+def main(name: str, folder: Path, flash: str) -> None:
     device.MATMUL_SIZES["cuda"] = (64,)  # the rate of products, which means nothing here
-    kernels.install(reads_pages=reads_pages)
+    kernels.install(reads_pages=flash == "pages")
     with StandIn():
         PROGRAMS[name](folder)
-    print(json.dumps(kernels.CALLS))
+    (folder / "calls.json").write_text(json.dumps(kernels.CALLS))
+
+
+def fork(name: str, folder: Path, flash: str) -> int:
+    """Run a program in a forked process; its exit code."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        with (folder / "output.txt").open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        main(name, folder, flash)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The thread of a backward pass may still hold the stand-in, a Python object, when it is done: to let go of it while the
+        # interpreter ends would end the process by a signal.
+        os._exit(code)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "pages")
-    sys.stdout.flush()
-    # The thread of a backward pass may still hold the stand-in, a Python object, when it is done: to let go of it while the
-    # interpreter ends would end the process by a signal.
-    os._exit(0)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.freeze()  # programs look for what is not needed any more among what they made, not among all modules
+    for line in sys.stdin:
+        program, folder, flash = json.loads(line)
+        print(fork(program, Path(folder), flash), flush=True)
