@@ -86,12 +86,7 @@ def parts_of(
             undo.callback(cluster.close)
         experiment = replace(experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()})
         device = resolve_device(control.device) if alone else torch.device(device_kind(experiment))
-        set_deterministic(control.deterministic)
-        set_tf32(control.tf32, device)
-        check_calls(experiment)
-        tokenizers = checked_tokenizers(experiment)
-        experiment = with_dtypes(experiment, device)
-        check_layouts(experiment)
+        experiment, tokenizers = checked_without_data(experiment, device)
         launch = None if alone else _launch(experiment, mode, undo, cluster, anew=anew)
         data = load_data(
             experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed,
@@ -133,6 +128,17 @@ def parts_of(
         )
         undo.pop_all()
     return parts
+
+
+def checked_without_data(experiment: Experiment, device: torch.device) -> tuple[Experiment, dict[str, Tokenizer]]:
+    """(the experiment with its dtypes, its tokenizers), with torch set up for it. Raises `UserError`."""
+    set_deterministic(experiment.control.deterministic)
+    set_tf32(experiment.control.tf32, device)
+    check_calls(experiment)
+    tokenizers = checked_tokenizers(experiment)
+    experiment = with_dtypes(experiment, device)
+    check_layouts(experiment)
+    return experiment, tokenizers
 
 
 def _launch(experiment: Experiment, mode: str, undo: ExitStack, cluster: Cluster | None, *, anew: bool) -> Launch:
