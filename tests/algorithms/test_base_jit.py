@@ -16,6 +16,7 @@ from weft.registry import register_loss
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+QUICKLY = {"xla_backend_optimization_level": 0}  # every case is compiled and runs once
 
 
 @register_loss("test-jit", per="token")
@@ -80,7 +81,8 @@ def test_a_compiled_loss_equals_numpy_and_its_gradient_torchs(case: Case, seed: 
         return value, {name: parts(stat) for name, stat in stats.items()}
 
     arrays = {key: jnp.asarray(values) for key, values in out.items()}
-    (value, made), by = jax.jit(jax.value_and_grad(compute, has_aux=True))(arrays, traced(sample))
+    compiled = jax.jit(jax.value_and_grad(compute, has_aux=True), compiler_options=QUICKLY)
+    (value, made), by = compiled(arrays, traced(sample))
 
     plain, stats = loss({k: np.asarray(v, np.float64) for k, v in out.items()}, Rows(sample), total)
     assert float(value) == pytest.approx(float(plain), rel=1e-10, abs=1e-13)

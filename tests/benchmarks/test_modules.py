@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks.forked import run_module
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 MODULES = sorted(FOLDER.glob("*.py"))
@@ -29,6 +29,5 @@ def test_everything_it_imports_from_weft_is_there(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_it_says_what_it_measures(path: Path) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{path.stem}", "--help"]
-    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr[-2000:]
+    code, out, err = run_module(f"benchmarks.{path.stem}", "--help", cwd=FOLDER.parent)
+    assert code == 0 and out.startswith("usage: "), err[-2000:]

@@ -27,6 +27,15 @@ class Held(TorchDispatchMode):
         self.known = set(self._alive())
         self.most, self.copies = 0, 0
 
+    def __enter__(self) -> Held:
+        gc.freeze()  # what was there before is looked at no more
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        gc.unfreeze()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
