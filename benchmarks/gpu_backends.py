@@ -349,6 +349,7 @@ def exact(model: Any, batch: Any, names: list[str]) -> tuple[torch.Tensor, dict[
     wanted = [name.format(last=last) for name in names]
     prompts, completions = batch.sequences("prompt"), batch.sequences("completion")
     total, found = sum(len(each) for each in completions), []
+    model.zero_grad()  # of a batch before, whose gradients were handed out
     tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.cat([prompt, completion])[None].to(model.device)

@@ -215,6 +215,25 @@ def test_operations_of_a_step_are_those_that_the_engine_counts(monkeypatch: pyte
     assert found == pytest.approx(gpu_backends.operations(made, lengths))
 
 
+def test_gradients_of_one_batch_are_not_those_of_the_next() -> None:
+    """The exact model scores two batches; what it returned for the first stays as it is."""
+    from types import SimpleNamespace
+
+    from benchmarks import gpu_backends
+
+    class Model(torch.nn.Embedding):
+        config, device = SimpleNamespace(num_hidden_layers=1), torch.device("cpu")
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+            return SimpleNamespace(logits=super().forward(input_ids))
+
+    model, name = Model(64, 64), "weight"
+    _, gradients = gpu_backends.exact(model, gpu_backends.batch_of((5, 9), 64), [name])
+    before = gradients[name].clone()
+    _, others = gpu_backends.exact(model, gpu_backends.batch_of((7,), 64), [name])
+    assert torch.equal(gradients[name], before) and not torch.equal(others[name], before)
+
+
 def test_a_run_that_preempts_says_so(tmp_path: Path) -> None:
     """Room for the keys and values of fewer tokens than four sequences come to have."""
     from benchmarks import gpu_backends, gpu_decode

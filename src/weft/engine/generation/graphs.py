@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -145,7 +146,7 @@ def cuda_capture(device: torch.device) -> Capture:
     torch 2.11 asserts that a pool has a graph when another joins it, and a pool may outlive its graphs: a cuBLAS workspace
     keeps it. So the first capture after all graphs are gone takes a new handle.
     """
-    pool: object = None
+    pool: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture(run: Run, inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
