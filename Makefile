@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes of the tests would compile every file again
 
-.PHONY: help demo test test-shuffled test-slow test-processors bench gpu docs docs-serve check format format-check lint types install install-dev clean
+.PHONY: help demo test test-shuffled test-slow test-processors bench gpu gpu-carry docs docs-serve check format format-check lint types install install-dev clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,6 +55,9 @@ bench: install-dev ## every benchmark, against TRL and transformers; an hour; ne
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu: ## on a CUDA GPU: tests, then benchmarks; ends at wrong numbers; half an hour; writes gpu.md (to $$OUT, else benchmarks/results)
 	env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu.py --first
+
+gpu-carry: ## fetch what a bare GPU machine lacks into build/gpu-carry and print the two commands to run there
+	@$(GPU_PYTHON) benchmarks/gpu_carry.py
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 docs: $(STAMP)docs ## the documentation site, in build/site; a broken link is an error

@@ -3,12 +3,15 @@ safetensors, no network, and half an hour at most:
 
     python benchmarks/gpu.py                      # random weights in the shape of Llama-3.2-1B, bfloat16
     python benchmarks/gpu.py --first              # the tests first; ends at the first wrong number (`make gpu`)
+    python benchmarks/gpu.py --minutes 8          # the most telling sections first, within the time; no failure ends it
+    python benchmarks/gpu.py --minutes 4 --second # after that: why it is as fast as it is, and what was left out
     python benchmarks/gpu.py --config DIR         # another config.json
     python benchmarks/gpu.py --profile            # also which kernels take the time
     python benchmarks/gpu.py --device cpu --tiny  # the same program on tiny sizes, to see that it runs
 
 Every section runs in a process of its own with a time limit, and none needs another. After each, `gpu.json` and the page
-`gpu.md` are written to $OUT (else to `benchmarks/results`, from a clean tree alone; with `--tiny` only where $OUT is set).
+`gpu.md` are written to $OUT (else to `benchmarks/results`, from a clean tree alone; with `--tiny` only where $OUT is set). With
+`--minutes` the record is also kept in `build/gpu-run`, where `--second` reads it.
 """
 
 from __future__ import annotations
@@ -17,14 +20,17 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+BEGUN = time.monotonic()  # before torch is imported, which takes seconds
 ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] == str(Path(__file__).resolve().parent):
     sys.path[0] = str(ROOT)  # this folder's modules are a package, whichever way the program is called
@@ -32,78 +38,76 @@ sys.path.insert(1, str(ROOT / "src"))
 
 import torch  # noqa: E402
 
-from benchmarks import bare  # noqa: E402
-from benchmarks.gpu_backends import LLAMA_3_2_1B, TINY, Sizes, Where  # noqa: E402
+from benchmarks import bare, gpu_plan  # noqa: E402
+from benchmarks.gpu_backends import LLAMA_3_1_8B, LLAMA_3_2_1B, QWEN3_0_6B, TINY, TINY_QWEN3, Sizes, Where  # noqa: E402
+from benchmarks.gpu_page import page  # noqa: E402
+from benchmarks.gpu_plan import Section  # noqa: E402
 from benchmarks.gpu_run import Run  # noqa: E402
-from benchmarks.gpu_sections import SECTIONS, free  # noqa: E402
+from benchmarks.gpu_sections import RUNS, SECTIONS, free  # noqa: E402
 from benchmarks.results import require_clean, table  # noqa: E402
 
 FULL = Sizes(
     config=LLAMA_3_2_1B, sft=(2048,) * 4, mixed=(*(128 * n for n in range(1, 16)), 1024), ragged=(700, 31, 256, 5),
-    decode=(1, 8, 64, 256, 512, 1024), compared=64, decode_steps=64, rollout=(512, 128, 512), grpo=(64, 128, 8, 512),
-    times=10, matmul=8192, copied=2**32,
+    long=(QWEN3_0_6B, (8192,)), adapted=(LLAMA_3_1_8B, (1024,) * 4), decode=(64, 8, 1, 256, 512, 1024), compared=64,
+    decode_steps=64, rollout=(512, 128, 512), grpo=(64, 128, 8, 512), times=10, matmul=8192, copied=2**32,
 )  # fmt: skip
 SMALL = Sizes(
-    config=TINY, sft=(32,) * 2, mixed=(5, 20, 9), ragged=(17, 3, 8), decode=(1, 3, 24), compared=3, decode_steps=4,
-    rollout=(6, 8, 6), grpo=(2, 20, 2, 6), times=2, matmul=64, copied=2**16,
+    config=TINY, sft=(32,) * 2, mixed=(5, 20, 9), ragged=(17, 3, 8), long=(TINY_QWEN3, (48,)), adapted=(TINY, (24,) * 2),
+    decode=(1, 3, 24), compared=3, decode_steps=4, rollout=(6, 8, 6), grpo=(2, 20, 2, 6), times=2, matmul=64, copied=2**16,
 )  # fmt: skip
 FIRST = ("tests", "agreement")  # what is wrong in them makes every other figure worthless
+KEPT = ROOT / "build" / "gpu-run"  # git ignores it, so it stays where it is between two commands on one machine
+MOST_BYTES = 12 * 2**20  # of a file that is written
 
 
 @dataclass
 class Report:
-    """What the sections have found so far."""
+    """What the sections have found so far; also written to `kept`."""
 
     facts: dict[str, Any]
     out: Path | None
+    kept: Path | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # section -> why
     wrong: list[str] = field(default_factory=list)
+    not_started: dict[str, str] = field(default_factory=dict)  # section -> why
+    ran: list[str] = field(default_factory=list)
 
     def take(self, name: str, found: dict[str, Any], seconds: float, failure: str | None) -> None:
-        self.rows += found.get("rows", [])
+        self.rows += [{**row, "section": name} for row in found.get("rows", [])]
         self.details[name] = {**found.get("details", {}), "section_s": seconds}
         self.wrong += found.get("wrong", [])
+        self.ran.append(name)
+        self.not_started.pop(name, None)
         if failure is not None:
             self.failed[name] = failure
         self.write()
 
-    def write(self) -> None:
-        if self.out is None:
-            return
-        self.out.mkdir(parents=True, exist_ok=True)
-        written = {
-            **self.facts, "failed": list(self.failed), "why": self.failed, "wrong": self.wrong, "rows": self.rows,
-            "details": self.details,
+    def record(self) -> dict[str, Any]:
+        """Everything that the page is made of."""
+        return {
+            **self.facts, "failed": list(self.failed), "why": self.failed, "wrong": self.wrong, "ran": self.ran,
+            "not_started": self.not_started, "rows": self.rows, "details": self.details,
         }  # fmt: skip
-        (self.out / "gpu.json").write_text(json.dumps(written, indent=2, default=str) + "\n")
-        (self.out / "gpu.md").write_text(self.page())
 
-    def page(self) -> str:
-        """Markdown: what failed, what is wrong, every figure with its goal, and how they came about."""
-        versions = ", ".join(f"{name} {version}" for name, version in self.facts["versions"].items())
-        lines = [f"# weft on {self.facts['device'] or 'this device'}", ""]
-        lines += [
-            f"`{self.facts['command']}`, commit {self.facts['commit']}{' (dirty)' if self.facts['dirty'] else ''}. {versions}.",
-            "",
-        ]
-        lines += [f"- **wrong**: {each}" for each in self.wrong]
-        lines += [f"- **{name} failed**: {why}" for name, why in self.failed.items()]
-        lines += ["", "| what | value | unit | goal | |", "|---|---|---|---|---|"]
-        for row in self.rows:
-            lines.append(f"| {row['what']} | {row['value']:.4g} | {row['unit']} | {row['goal']} | {verdict(row)} |")
-        notes = [note for details in self.details.values() for note in details.get("notes", ())]
-        return "\n".join([*lines, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
+    def write(self) -> None:
+        record = self.record()
+        text = json.dumps(record, indent=2, default=str) + "\n"
+        if len(text) > MOST_BYTES:
+            text = json.dumps({**record, "details": {}}, indent=2, default=str) + "\n"
+        for folder in filter(None, (self.out, self.kept)):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "gpu.json").write_text(text)
+            (folder / "gpu.md").write_text(page(record))
 
-
-def verdict(row: dict[str, Any]) -> str:
-    """Whether a figure reaches its goal."""
-    if not row["goal"]:
-        return ""
-    sign, bound = row["goal"].split()
-    reached = row["value"] >= float(bound) if sign == ">=" else row["value"] <= float(bound)
-    return "reached" if reached else "**missed**"
+    def known(self) -> dict[str, Any]:
+        """What later sections use of earlier ones', those of a run before included."""
+        first = self.facts.get("first") or {"details": {}, "rows": []}
+        limits = self.details.get("limits") or first["details"].get("limits", {})
+        found = {key: limits.get(key) for key in ("products_per_s", "bytes_per_s")}
+        found["slowest"] = gpu_plan.slowest([*first["rows"], *self.rows])
+        return {key: value for key, value in found.items() if value}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -121,15 +125,21 @@ def main(words: list[str] | None = None) -> int:
     if chosen.section is not None:
         known = json.loads(chosen.known) if chosen.known else {}
         profile = chosen.record.parent / "gpu_profile" if chosen.profile else None
-        return _section(chosen.section, Run(sizes, where, chosen.record, profile, known))
-    report = Report(_provenance(where, missing), _folder(chosen.tiny))
+        return _section(
+            chosen.section, Run(sizes, where, chosen.record, profile, known, quick=chosen.minutes is not None)
+        )
+    facts, timed = _provenance(where, missing, chosen.commit), chosen.minutes is not None
+    if timed and chosen.second and (KEPT / "gpu.json").is_file():
+        facts["first"] = {**json.loads((KEPT / "gpu.json").read_text()), "first": None}
+    report = Report(facts, _folder(chosen.tiny), KEPT / "second" if chosen.second else KEPT if timed else None)
     with tempfile.TemporaryDirectory(prefix="weft-gpu-") as folder:
-        for name in chosen.only or [name for name in SECTIONS if chosen.first or name != "tests"]:
-            _apart(name, chosen, report, Path(folder))
-            if chosen.first and name in FIRST and (report.wrong or name in report.failed):
-                print(f"{name}: wrong numbers, so the figures that follow would mean nothing", file=sys.stderr)
-                break
-    print(f"\n{table(report.rows)}")
+        if timed:
+            _within(60 * chosen.minutes, chosen, report, Path(folder))
+        else:
+            _one_by_one(chosen, report, Path(folder))
+    print(
+        f"\n{table([{key: row.get(key, '') for key in ('what', 'value', 'unit', 'goal', 'by')} for row in report.rows])}"
+    )
     if report.out is not None:
         print(f"written to {report.out / 'gpu.json'} and {report.out / 'gpu.md'}")
     for line in [*(f"wrong: {each}" for each in report.wrong), *(f"{n}: {why}" for n, why in report.failed.items())]:
@@ -137,34 +147,117 @@ def main(words: list[str] | None = None) -> int:
     return 1 if report.failed or report.wrong else 0
 
 
+def _one_by_one(chosen: argparse.Namespace, report: Report, folder: Path) -> None:
+    """Every section that is chosen; with `--first` until numbers are wrong."""
+    for name in chosen.only or [name for name in SECTIONS if chosen.first or name != "tests"]:
+        _apart(name, chosen, report, folder)
+        if chosen.first and name in FIRST and (report.wrong or name in report.failed):
+            print(f"{name}: wrong numbers, so the figures that follow would mean nothing", file=sys.stderr)
+            break
+
+
+def _within(seconds: float, chosen: argparse.Namespace, report: Report, folder: Path) -> None:
+    """The sections of the plan until `seconds` after the program began."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of `finally`, which ends what runs
+    planned = gpu_plan.second(report.facts.get("first") or {}) if chosen.second else list(gpu_plan.FIRST)
+    names = [name for name in planned if not chosen.only or name in chosen.only]
+    end = BEGUN + seconds - gpu_plan.MARGIN
+    report.not_started = dict.fromkeys(names, "the run ended before")
+    report.write()
+    print(f"{len(names)} sections within {seconds:.0f} s: {', '.join(names)}", flush=True)
+    for turn in gpu_plan.turns(names):
+        names = names[len(turn) :]
+        left = end - time.monotonic()
+        if left < gpu_plan.LEAST:
+            report.not_started |= {section.name: "no time was left" for section in turn}
+            report.write()
+            continue
+        _together(turn, left, names, chosen, report, folder)
+
+
+def _together(
+    turn: Sequence[Section], left: float, rest: Sequence[str], chosen: argparse.Namespace, report: Report, folder: Path
+) -> None:
+    """Sections that run at the same time; what one prints is printed once it ends."""
+    children = []
+    try:
+        for section in turn:
+            said = (folder / f"{section.name}.txt").open("w+") if len(turn) > 1 else None
+            limit = min(chosen.limit or left, gpu_plan.allowance(section, left, rest))
+            children.append(Child(section.name, chosen, report, folder, limit, said))
+        for child in children:
+            child.finish(report)
+    finally:
+        for child in children:
+            child.end()
+
+
+class Child:
+    """A section in a process of its own. `said` is the file that takes what it prints."""
+
+    def __init__(
+        self,
+        name: str,
+        chosen: argparse.Namespace,
+        report: Report,
+        folder: Path,
+        limit: float,
+        said: IO[str] | None = None,
+    ) -> None:
+        self.name, self.limit, self.said, self.begun = name, limit, said, time.monotonic()
+        profiles = name in gpu_plan.SECOND or chosen.profile
+        self.record = (report.out if profiles and report.out is not None else folder) / f"section_{name}.json"
+        self.record.parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, str(Path(__file__).resolve()), "--section", name, "--record", str(self.record)]
+        words += ["--known", json.dumps(report.known())]
+        words += [f"--device={chosen.device}"] if chosen.device else []
+        words += [f"--config={chosen.config}"] if chosen.config else []
+        words += [f"--minutes={chosen.minutes}"] if chosen.minutes else []
+        words += ["--tiny"] * chosen.tiny + ["--profile"] * profiles
+        print(f"{name}, {limit:.0f} s at most", flush=True)
+        self.process = subprocess.Popen(words, stdout=said, start_new_session=True)
+
+    def finish(self, report: Report) -> None:
+        """Wait until the section ends or its time is over; what it found joins the report."""
+        try:
+            code = self.process.wait(max(0.0, self.limit - (time.monotonic() - self.begun)))
+            failure = f"exit code {code}" if code else None
+        except subprocess.TimeoutExpired:
+            failure = f"did not end within {self.limit:.0f} s"
+        self.end()
+        try:
+            found = json.loads(self.record.read_text()) if self.record.is_file() else {}
+        except json.JSONDecodeError:  # ended while it wrote
+            found = {}
+        self.record.unlink(missing_ok=True)
+        report.take(self.name, found, time.monotonic() - self.begun, failure)
+        if self.said is not None:
+            self.said.seek(0)
+            print(f"{self.name}:\n{self.said.read()}", end="", flush=True)
+            self.said.close()
+        if failure:
+            print(f"  {self.name} {failure}", flush=True)
+
+    def end(self) -> None:
+        """End the process with all that it started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
 def _apart(name: str, chosen: argparse.Namespace, report: Report, folder: Path) -> None:
     """One section in a process of its own."""
-    print(name, flush=True)
-    record = (report.out if chosen.profile and report.out is not None else folder) / f"section_{name}.json"
-    record.parent.mkdir(parents=True, exist_ok=True)
-    known = {key: report.details.get("limits", {}).get(key) for key in ("products_per_s", "bytes_per_s")}
-    words = [sys.executable, str(Path(__file__).resolve()), "--section", name, "--record", str(record)]
-    words += ["--known", json.dumps({key: value for key, value in known.items() if value})]
-    words += [f"--device={chosen.device}"] if chosen.device else []
-    words += [f"--config={chosen.config}"] if chosen.config else []
-    words += ["--tiny"] * chosen.tiny + ["--profile"] * chosen.profile
-    seconds, begin, failure = chosen.limit or SECTIONS[name][1], time.monotonic(), None
+    child = Child(name, chosen, report, folder, chosen.limit or RUNS[name][1])
     try:
-        code = subprocess.run(words, timeout=seconds, check=False).returncode
-        failure = f"exit code {code}" if code else None
-    except subprocess.TimeoutExpired:
-        failure = f"did not end within {seconds} s"
-    found = json.loads(record.read_text()) if record.is_file() else {}
-    record.unlink(missing_ok=True)
-    report.take(name, found, time.monotonic() - begin, failure)
-    if failure:
-        print(f"  {failure}", flush=True)
+        child.finish(report)
+    finally:
+        child.end()
 
 
 def _section(name: str, run: Run) -> int:
     free(run.where)
     run.write()
-    SECTIONS[name][0](run)
+    RUNS[name][0](run)
     run.write()
     return 0
 
@@ -174,14 +267,31 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--config", type=Path, help="folder with a config.json (default: Llama-3.2-1B's shape)")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="these sections")
+    parser.add_argument("--only", nargs="+", choices=RUNS, help="these sections")
     parser.add_argument("--first", action="store_true", help="the tests first, and end where numbers are wrong")
+    parser.add_argument("--minutes", type=_minutes, help="the most telling sections first; end within so many minutes")
+    parser.add_argument(
+        "--second", action="store_true", help="with --minutes: profiles, and what the run before left out"
+    )
     parser.add_argument("--limit", type=int, help="seconds that a section may take (default: its own limit)")
     parser.add_argument("--profile", action="store_true", help="write which kernels take the time, to gpu_profile/")
+    parser.add_argument("--commit", help="the commit that is measured, where git does not say")
     for hidden in ("--section", "--known"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(words)
+    chosen = parser.parse_args(words)
+    if chosen.second and chosen.minutes is None:
+        parser.error("--second needs --minutes, such as --minutes 4")
+    if chosen.first and chosen.minutes is not None:
+        parser.error("--first ends at wrong numbers, and with --minutes nothing does; give one of them")
+    return chosen
+
+
+def _minutes(word: str) -> float:
+    value = float(word)
+    if not 0.5 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"{word} minutes: give 0.5 or more")
+    return value
 
 
 def _folder(tiny: bool) -> Path | None:
@@ -194,19 +304,21 @@ def _folder(tiny: bool) -> Path | None:
     return folder
 
 
-def _provenance(where: Where, missing: list[str]) -> dict[str, Any]:
+def _provenance(where: Where, missing: list[str], commit: str | None) -> dict[str, Any]:
     """How the figures came about."""
     import numpy
     import transformers
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    state = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=False)
+    from weft.engine.device import hardware
+    from weft.engine.flops import model_of
+
     cuda = where.device.type == "cuda"
     return {
         "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
-        "commit": git.stdout.strip() or None,
-        "dirty": bool(state.stdout.strip()),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor(),
+        "commit": _output("git", "rev-parse", "HEAD") or commit,
+        "dirty": bool(_output("git", "status", "--porcelain")),
+        "device": torch.cuda.get_device_name() if cuda else hardware(where.device)["name"],
+        "gpu": model_of(torch.cuda.get_device_name()) if cuda else None,
         "driver": _driver() if cuda else None,
         "versions": {
             "python": platform.python_version(),
@@ -220,12 +332,16 @@ def _provenance(where: Where, missing: list[str]) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-    except FileNotFoundError:
-        return None
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return found[0].strip() if found else None
+
+
+def _output(*words: str) -> str:
+    """What a command prints; nothing where there is no such command, or it fails."""
+    try:
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":

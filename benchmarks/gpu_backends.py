@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-LLAMA_3_2_1B = {
+LLAMA_3_2_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False,
     "mlp_bias": False, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_hidden_layers": 16, "num_key_value_heads": 8, "initializer_range": 0.02, "max_position_embeddings": 131072,
@@ -26,6 +26,21 @@ TINY = {
     **LLAMA_3_2_1B, "head_dim": 16, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
     "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+LLAMA_3_1_8B = {
+    **LLAMA_3_2_1B, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "tie_word_embeddings": False, "rope_scaling": {**LLAMA_3_2_1B["rope_scaling"], "factor": 8.0},
+}  # fmt: skip
+QWEN3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False,
+    "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
+    "num_key_value_heads": 8, "initializer_range": 0.02, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "tie_word_embeddings": True, "vocab_size": 151936, "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}  # fmt: skip
+TINY_QWEN3 = {
+    **QWEN3_0_6B, "head_dim": 16, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,8 @@ class Sizes:
     sft: tuple[int, ...]  # lengths of the sequences of one step
     mixed: tuple[int, ...]  # the same, of all lengths
     ragged: tuple[int, ...]  # what is compared with transformers
+    long: tuple[dict[str, Any], tuple[int, ...]]  # a smaller model, and lengths of the sequences of one step
+    adapted: tuple[dict[str, Any], tuple[int, ...]]  # a larger model with adapters, and the same
     decode: tuple[int, ...]  # numbers of sequences, and last the tokens of context around the timed steps
     compared: int  # that of them at which generate is timed
     decode_steps: int
@@ -102,6 +119,20 @@ def engine(raw: dict[str, Any], where: Where, *, trained: bool, **options: Any) 
     return _built(network, raw, where, trained=trained, **options)
 
 
+def adapted(raw: dict[str, Any], where: Where, rank: int) -> Any:
+    """The same with adapters on every linear layer; the weights beneath are frozen, in the role's dtype."""
+    from weft.checkpoints import hf_io
+    from weft.engine.adapters_spec import LoRASpec
+    from weft.models.network import lora
+    from weft.models.network.transformer import Transformer
+
+    config = hf_io.find_family(raw, None).config(raw)
+    network = Transformer.empty(config, device=where.device, dtype=where.torch_dtype)
+    fill(network)
+    lora.attach(network, r=rank, alpha=2.0 * rank)
+    return _built(network, raw, where, trained=True, lora=LoRASpec(r=rank, alpha=2.0 * rank))
+
+
 def engine_of(path: Path, where: Where) -> Any:
     """The same with the weights of a directory, trained."""
     from weft.checkpoints import hf_io
@@ -123,11 +154,20 @@ def _built(network: Any, raw: dict[str, Any], where: Where, *, trained: bool, **
     if spec.compile:
         common.check_compile(spec, Layout(), where.device)
         compile_blocks(network, fp8=common.fp8_product(spec, where.device))
-    network.requires_grad_(trained)
+    if not spec.has_adapters:
+        network.requires_grad_(trained)
     config = network.config
     facts = {"family": raw["model_type"], "vocab_size": config.vocab_size, "num_layers": config.num_layers}
-    built = BuiltNetwork(network=network, save=_unsaved, cost=_cost(network, frozen=False), facts=facts)
+    built = BuiltNetwork(network=network, save=_unsaved, cost=_cost(network, frozen=spec.has_adapters), facts=facts)
     return TorchEngine(built, spec, Layout(), where.device)
+
+
+def operations(made: Any, lengths: Iterable[int]) -> float:
+    """Floating-point operations of a training step on sequences as `batch_of` makes them, whose first token is given."""
+    import numpy
+
+    sizes = numpy.array(list(lengths))
+    return float(made._built.cost.training(sizes, rows=float(sizes.sum() - len(sizes))))
 
 
 def gradients(made: Any, batch: Any) -> dict[str, torch.Tensor]:
@@ -214,6 +254,48 @@ def kernels(where: Where, head_dim: int) -> dict[str, Any]:
     }
 
 
+def training_attention(where: Where, config: Any) -> str:
+    """The kernel that computes attention over a pack."""
+    from weft.kernels import flash, flex
+
+    if config.attention_softcap is not None and flex.serves(where.device, config.head_dim):
+        return "FlexAttention over packs"
+    if config.attention_softcap is None and flash.serves(where.device, where.torch_dtype, config.head_dim):
+        return f"flash attention {flash.version()} over packs"
+    return "scaled_dot_product_attention" if where.device.type == "cuda" else "weft's CPU kernel"
+
+
+def decoding_attention(generator: Any, where: Where) -> str:
+    """The kernel that computes attention in the decode steps of a generator: torch 2.11 has no flash attention over pages."""
+    from weft.engine.generation.caches import PageCaches
+    from weft.kernels import flash
+
+    if not isinstance(generator._caches, PageCaches):
+        return "scaled_dot_product_attention over slots" if where.device.type == "cuda" else "weft's CPU kernel"
+    config = generator._network.config
+    plain = config.attention_softcap is None and flash.serves(where.device, where.torch_dtype, config.head_dim)
+    if plain and flash.abilities().block_table:
+        return f"flash attention {flash.version()} over pages"
+    return "FlexAttention over pages"
+
+
+def room(made: Any, longest: int, most: int, spec: Any) -> int:
+    """How many sequences of `longest` tokens a generator holds at once, `most` at most: none of them is preempted."""
+    with made.generating(spec) as generator:
+        blocks, admitted = generator._caches.blocks, 0
+        while admitted < most and blocks.admit(("room", admitted), longest):
+            admitted += 1
+        for index in range(admitted):
+            blocks.release(("room", index))
+    return admitted
+
+
+def preempted(generator: Any) -> int:
+    """How often a sequence lost its keys and values, which were computed again."""
+    count: int = generator._scheduler.num_preempted
+    return count
+
+
 def graphs_of(generator: Any) -> Any:
     """The captured graphs of a generator, or None where its device has none."""
     return getattr(getattr(generator, "_caches", None), "graphs", None)
@@ -267,6 +349,7 @@ def exact(model: Any, batch: Any, names: list[str]) -> tuple[torch.Tensor, dict[
     wanted = [name.format(last=last) for name in names]
     prompts, completions = batch.sequences("prompt"), batch.sequences("completion")
     total, found = sum(len(each) for each in completions), []
+    model.zero_grad()  # of a batch before, whose gradients were handed out
     tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.cat([prompt, completion])[None].to(model.device)

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import gpu_backends
 from benchmarks.gpu_backends import Sizes, Where
+from weft.engine.flops import peak_of
 
 
 @dataclass
@@ -26,13 +27,15 @@ class Run:
     where: Where
     record: Path
     profile: Path | None = None
-    known: Mapping[str, float] = field(default_factory=dict)
+    known: Mapping[str, Any] = field(default_factory=dict)
+    quick: bool = False  # leave out what takes long to compile
     rows: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
-    def add(self, what: str, value: float, unit: str, goal: str = "") -> None:
-        self.rows.append({"what": what, "value": float(value), "unit": unit, "goal": goal})
+    def add(self, what: str, value: float, unit: str, goal: str = "", by: str = "") -> None:
+        """A line of the table; `by` names the kernel that computes attention in it."""
+        self.rows.append({"what": what, "value": float(value), "unit": unit, "goal": goal, "by": by})
         print(f"  {what}: {float(value):.4g} {unit}", flush=True)
         self.write()
 
@@ -49,9 +52,17 @@ class Run:
         self.details.setdefault("notes", []).append(f"{what}: {type(error).__name__}: {reason}")
         print(f"  {self.details['notes'][-1]}", flush=True)
 
+    def leave_out(self, part: str) -> None:
+        """A part of the section that does not run, with the reason: the page lists it."""
+        self.details.setdefault("left_out", []).append(part)
+        print(f"  left out: {part}", flush=True)
+        self.write()
+
     def write(self) -> None:
         found = {"rows": self.rows, "details": self.details, "wrong": self.wrong}
-        self.record.write_text(json.dumps(found, indent=2, default=str) + "\n")
+        fresh = self.record.with_suffix(".part")
+        fresh.write_text(json.dumps(found, indent=2, default=str) + "\n")
+        fresh.replace(self.record)  # a process that is ended here leaves what it had
 
     def limit(self, name: str) -> float:
         """`products_per_s` or `bytes_per_s`: from `limits`, else measured now."""
@@ -59,7 +70,16 @@ class Run:
             measured = {"products_per_s": gpu_backends.products, "bytes_per_s": gpu_backends.bandwidth}[name]
             size = self.sizes.matmul if name == "products_per_s" else self.sizes.copied
             self.known = {**self.known, name: measured(self.where, size, self.sizes.times)}
-        return self.known[name]
+        return float(self.known[name])
+
+    def promised(self, name: str) -> float | None:
+        """The same by the GPU's data sheet; None of a device that has none."""
+        if self.where.device.type != "cuda":
+            return None
+        peak = peak_of(torch.cuda.get_device_name(self.where.device))
+        if peak is None:
+            return None
+        return {"products_per_s": 1e12 * peak.tflops, "bytes_per_s": 1e9 * peak.gb_per_s}[name]
 
     def peak(self, what: str) -> None:
         """Most memory since the section began."""
@@ -85,8 +105,18 @@ class Run:
             step()
             self.where.wait()
         shown = profile.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=90)
+        self.details.setdefault("profiles", {})[name] = _kernels(profile, self.where.device.type)
+        self.write()
         self.profile.mkdir(parents=True, exist_ok=True)
         (self.profile / f"profile_{name}.txt").write_text(shown)
+
+
+def _kernels(profile: Any, device: str) -> list[dict[str, Any]]:
+    """What took the most time on the device, the longest first."""
+    time_of = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    found = [(getattr(each, time_of) / 1e3, each.count, each.key) for each in profile.key_averages()]
+    named = [{"ms": ms, "calls": calls, "kernel": key} for ms, calls, key in sorted(found, reverse=True) if ms > 0]
+    return named[:40]
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

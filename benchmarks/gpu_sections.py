@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -15,19 +17,27 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_backends, gpu_peers
+from benchmarks import gpu_algorithms, gpu_backends, gpu_decode, gpu_peers, gpu_probe
 from benchmarks.gpu_backends import Where
+from benchmarks.gpu_decode import graphs_found, sampling, say_preempted
 from benchmarks.gpu_run import Run, relative
 
 ROOT = Path(__file__).resolve().parent.parent
-WARM = 24  # decode steps before the timed ones
 MOST, MEAN = 0.15, 0.03  # by which log-probs may differ that were computed in bfloat16
 GRADIENTS = 0.1  # relative error of a gradient that was computed in bfloat16
 EXACT = 1e-3  # either, in float32
+GAP = 2e-3  # between sampled and recomputed log-probs on average: what a run of reinforcement learning may lose to rounding
+RANK = 16  # of adapters
 GPU_TESTS = (
     "tests/kernels", "tests/engine/generation/test_graphs.py", "tests/engine/generation/test_caches_pages.py",
     "tests/engine/generation/test_generate.py", "tests/engine/test_device.py",
 )  # fmt: skip
+# Those that are skipped where there is no CUDA device: files, and words of their names.
+DEVICE_TESTS = (
+    "tests/kernels/gpu/test_flash.py", "tests/kernels/gpu/test_flex.py", "tests/engine/generation/test_graphs.py",
+    "tests/engine/generation/test_caches_pages.py",
+)  # fmt: skip
+ON_THE_DEVICE = "agrees_with_the_exact_form or agree_with_the_exact_form or automatic_splits or on_the_device"
 # Five parameters: weft's name, and transformers' of the llama family.
 COMPARED = {
     "embed.weight": "model.embed_tokens.weight",
@@ -39,27 +49,77 @@ COMPARED = {
 
 
 def tests(run: Run) -> None:
-    """The repository's tests of kernels, graphs and generation, those that need a CUDA device among them."""
+    """The repository's tests of kernels, graphs and generation, those that need a CUDA device among them; where time is short
+    those alone."""
     lacking = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if lacking:
-        run.note("the tests were left out", ModuleNotFoundError(f"{' and '.join(lacking)} must be installed for them"))
-        run.write()
+        run.leave_out(f"the tests need {' and '.join(lacking)}, which are not installed")
         return
-    words = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow", *GPU_TESTS]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    run.details["tests"] = done.stdout.splitlines()[-60:] + done.stderr.splitlines()[-20:]
-    print("\n".join(run.details["tests"][-12:]), flush=True)
-    run.check("tests: exit code of pytest", done.returncode, 0, "")
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "--tb=short",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+    ]
+    words += [*DEVICE_TESTS, "-k", ON_THE_DEVICE] if run.quick else GPU_TESTS
+    # weft need not be installed: tests, and the processes that they start, find it by the path.
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    said = run.details.setdefault("tests", [])
+    pytest = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert pytest.stdout is not None
+    for line in pytest.stdout:
+        said.append(line.rstrip())
+        print(f"  {line}", end="", flush=True)
+        if len(said) % 20 == 1:
+            run.write()  # a section that is ended leaves what it had
+    code = pytest.wait()
+    run.details["tests"] = said[-200:]
+    for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
+        run.add(
+            f"tests: {outcome.lower()}", sum(f" {outcome} " in f"{line} " for line in said if "::" in line), "tests"
+        )
+    run.check("tests: exit code of pytest", code, 0, "")
 
 
 def limits(run: Run) -> None:
-    """What the device can do at most."""
+    """What the machine is, and what the device can do at most."""
+    run.details["system"] = _system()
+    for what, value in run.details["system"].items():
+        print(f"  {what}: {value}", flush=True)
     for name, what, unit in (
         ("products_per_s", "matrix products", "TFLOP/s"),
         ("bytes_per_s", "copies", "GB/s"),
     ):
         run.details[name] = run.limit(name)
         run.add(what, run.details[name] / (1e12 if unit == "TFLOP/s" else 1e9), unit)
+        promised = run.promised(name)
+        if promised is not None:
+            run.add(f"{what}: share of the data sheet", run.details[name] / promised, "")
+
+
+def _system() -> dict[str, Any]:
+    """Processor, memory and GPU, as the system names them."""
+    query = "name,memory.total,clocks.max.sm,power.limit,ecc.mode.current,mig.mode.current"
+    try:
+        words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv"]
+        gpu = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10).stdout.splitlines()
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        gpu = []
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"gpu": gpu, "cores": os.cpu_count(), "memory_gib": round(memory, 1), "system": platform.platform()}
 
 
 def agreement(run: Run) -> None:
@@ -76,14 +136,17 @@ def agreement(run: Run) -> None:
     made = gpu_backends.engine(sizes.config, where, trained=False)
     count, prompt, samples, new = 3, min(300, sizes.decode[-1]), 3, 40
     asked = gpu_backends.requests(count, prompt, samples, sizes.config["vocab_size"])
-    with made.generating(_sampling(new)) as generator:
+    with made.generating(sampling(new)) as generator:
         generator.submit(asked)
         rows = gpu_backends.drain(generator)
         run.details["kernels"] = gpu_backends.kernels(where, gpu_backends.network_of(made).config.head_dim)
-        run.details["graphs"] = _graphs(run, "agreement", generator)
+        run.details["graphs"] = graphs_found(run, "agreement", generator)
+        run.details["attention"] = gpu_backends.decoding_attention(generator, where)
     batch = gpu_backends.sample_of(asked, rows, samples)
     again = made.forward(batch, frozenset({"logprobs"})).data["logprobs"]
     differ("sampled and recomputed", again, batch.data["logprobs"])
+    gap = float((again.float() - batch.data["logprobs"].float().to(again.device)).abs().mean())
+    run.add("sampled and recomputed: mean gap", gap, "", f"<= {GAP:g}", run.details["attention"])
     network = gpu_backends.network_of(made)
     shared, network.shares_prefixes = network.shares_prefixes, lambda _: False
     repeated = made.forward(batch, frozenset({"logprobs"})).data["logprobs"]
@@ -97,17 +160,23 @@ def agreement(run: Run) -> None:
 
 def _beside_transformers(run: Run, differ: Callable[[str, torch.Tensor, torch.Tensor], None]) -> None:
     sizes, where = run.sizes, run.where
-    lengths = sizes.ragged
+    vocabulary, none = sizes.config["vocab_size"], list[str]()
     with tempfile.TemporaryDirectory(prefix="weft-gpu-") as folder:
         model = gpu_backends.saved_reference(sizes.config, where, Path(folder))
-        batch = gpu_backends.batch_of(lengths, sizes.config["vocab_size"])
+        batch = gpu_backends.batch_of(sizes.ragged, vocabulary)
         theirs, gradients = gpu_backends.exact(model, batch, list(COMPARED.values()))
-        del model
-        free(where)
         made = gpu_backends.engine_of(Path(folder), where)
-        ours = made.forward(batch, frozenset({"logprobs"})).data["logprobs"]
-        differ("weft and transformers", ours, theirs.to(ours.device))
-        found = gpu_backends.gradients(made, batch)
+    ours = made.forward(batch, frozenset({"logprobs"})).data["logprobs"]
+    differ("weft and transformers", ours, theirs.to(ours.device))
+    asked = gpu_backends.requests(3, min(100, sizes.decode[-1]), 1, vocabulary)
+    with made.generating(sampling(20)) as generator:
+        generator.submit(asked)
+        sampled = gpu_backends.sample_of(asked, gpu_backends.drain(generator), 1)
+    forced, _ = gpu_backends.exact(model, sampled, none)
+    differ("sampled by weft and scored by transformers", sampled.data["logprobs"], forced)
+    del model
+    free(where)
+    found = gpu_backends.gradients(made, batch)
     last = gpu_backends.network_of(made).config.num_layers - 1
     most = EXACT if where.dtype == "float32" else GRADIENTS
     for name, hf in COMPARED.items():
@@ -121,46 +190,112 @@ def _beside_transformers(run: Run, differ: Callable[[str, torch.Tensor, torch.Te
     run.peak("agreement")
 
 
+def sft_steps(run: Run) -> Mapping[str, tuple[dict[str, Any], tuple[int, ...]]]:
+    """Name -> (configuration, lengths of the sequences) of every training step that is timed."""
+    sizes = run.sizes
+    return {
+        "sft": (sizes.config, sizes.sft),
+        "sft, mixed lengths": (sizes.config, sizes.mixed),
+        "sft, one sequence of a 0.6B model": sizes.long,
+    }
+
+
 def sft(run: Run) -> None:
-    """A training step on packed tokens, equal lengths and a mixed pack, and the same by `transformers` at its best here."""
+    """A training step on packed tokens: equal lengths, a mixed pack, one long sequence of a smaller model; the first by
+    `transformers` at its best here."""
+    seconds: dict[str, float] = {}
+    goals = {"sft": {"MFU": ">= 0.5"}, "sft, one sequence of a 0.6B model": {"tokens": ">= 52000"}}
+    made: Any = None
+    for name, (config, lengths) in sft_steps(run).items():
+        if name != "sft, mixed lengths":  # which trains the model before it
+            made = None
+            free(run.where)
+            made = gpu_backends.engine(config, run.where, trained=True)
+        seconds[name], step = timed_step(run, made, name, lengths, goals.get(name, {}))
+        if name == "sft":
+            run.profiled("sft", step)
+            run.peak("sft")
+            run.compilations("sft")
+        del step
+    made = None
+    _sft_of_transformers(run, seconds["sft"])
+
+
+def timed_step(
+    run: Run, made: Any, name: str, lengths: tuple[int, ...], goals: Mapping[str, str]
+) -> tuple[float, Callable[[], None]]:
+    """Time training steps of an engine on one pack, with their rate as a share of what the device can do; the median seconds,
+    and the step."""
     from weft.algorithms.sft import SFTLoss
 
+    where, config = run.where, gpu_backends.network_of(made).config
+    by = gpu_backends.training_attention(where, config)
+    batch, most = gpu_backends.batch_of(lengths, config.vocab_size), sum(lengths)
+
+    def step() -> None:
+        made.train([batch], SFTLoss(), max_tokens=most)
+
+    timed = where.seconds(step, run.sizes.times, warm=3)
+    seconds, operations = statistics.median(timed), gpu_backends.operations(made, lengths)
+    run.details[name] = {"seconds": timed, "operations": operations, "attention": by}
+    run.add(f"{name}: step of {most} tokens", 1e3 * seconds, "ms", by=by)
+    run.add(f"{name}: tokens", most / seconds, "tokens/s", goals.get("tokens", ""), by)
+    rate = operations / seconds
+    run.add(f"{name}: MFU", rate / run.limit("products_per_s"), "of random products", goals.get("MFU", ""), by)
+    promised = run.promised("products_per_s")
+    if promised is not None:
+        run.add(f"{name}: MFU by the data sheet", rate / promised, "of the data sheet", by=by)
+    return seconds, step
+
+
+def _sft_of_transformers(run: Run, ours: float) -> None:
+    """The step of `sft` by `transformers`, in each way that people train; weft's takes `ours` seconds here."""
     sizes, where = run.sizes, run.where
-    made = gpu_backends.engine(sizes.config, where, trained=True)
-    rate, seconds = _rate_of_engine(made), {}
-    for name, lengths in (("sft", sizes.sft), ("sft, mixed lengths", sizes.mixed)):
-        batch = gpu_backends.batch_of(lengths, sizes.config["vocab_size"])
-        most = sum(lengths)
-        stats: list[Any] = []
-
-        def step(batch: Any = batch, most: int = most, stats: list[Any] = stats) -> None:
-            stats.extend(made.train([batch], SFTLoss(), max_tokens=most))
-
-        timed = where.seconds(step, sizes.times, warm=3)
-        seconds[name] = statistics.median(timed)
-        operations = rate * statistics.median([s.metrics["mfu"] * s.metrics["seconds"] for s in stats[3:]])
-        run.details[name] = {"seconds": timed, "operations": operations}
-        run.add(f"{name}: step of {most} tokens", 1e3 * seconds[name], "ms")
-        run.add(f"{name}: tokens", most / seconds[name], "tokens/s")
-        run.add(f"{name}: MFU", operations / seconds[name] / run.limit("products_per_s"), "of products", ">= 0.5")
-    run.peak("sft")
-    run.compilations("sft")
-    run.profiled("sft", step)
-    del made, step
     found = {}
     for attention, compiled in gpu_backends.trainers(where):
         free(where)
         name = attention + (", compiled" if compiled else "")
+        if compiled and run.quick:
+            run.leave_out(f"the step of transformers, {name}, since compiling takes a minute")
+            continue
         try:
             model = gpu_backends.reference(sizes.config, where, attention, trained=True)
             theirs = gpu_backends.train_step(model, sizes.sft, sizes.config["vocab_size"], where, compiled=compiled)
             found[name] = statistics.median(where.seconds(theirs, sizes.times, warm=3))
-            run.add(f"sft: transformers, {name}", 1e3 * found[name], "ms")
+            run.add(f"sft: transformers, {name}", 1e3 * found[name], "ms", by=attention)
             del model, theirs
         except Exception as error:
             run.note(f"sft by transformers, {name}", error)
     run.details["sft"]["transformers"] = found
-    run.add("sft: times as fast as transformers' best", min(found.values()) / seconds["sft"], "x", ">= 1.5")
+    if found:
+        run.add("sft: times as fast as transformers' best", min(found.values()) / ours, "x", ">= 1.5")
+
+
+def lora(run: Run) -> None:
+    """A training step of adapters on every linear layer of a frozen 8B model."""
+    config, lengths = run.sizes.adapted
+    made = gpu_backends.adapted(config, run.where, RANK)
+    timed_step(run, made, "adapters of an 8B model", lengths, {"tokens": ">= 12500"})
+    run.peak("adapters of an 8B model")
+
+
+def sft_profile(run: Run) -> None:
+    """Where the time of the slowest training step of `sft` goes."""
+    from weft.algorithms.sft import SFTLoss
+
+    steps = sft_steps(run)
+    name = str(run.known.get("slowest", "sft"))
+    config, lengths = steps.get(name, steps["sft"])
+    made = gpu_backends.engine(config, run.where, trained=True)
+    batch, most = gpu_backends.batch_of(lengths, config["vocab_size"]), sum(lengths)
+
+    def step() -> None:
+        made.train([batch], SFTLoss(), max_tokens=most)
+
+    seconds = statistics.median(run.where.seconds(step, 3, warm=3))
+    by = gpu_backends.training_attention(run.where, gpu_backends.network_of(made).config)
+    run.add(f"{name}: the profiled step", 1e3 * seconds, "ms", by=by)
+    run.profiled("sft", step)
 
 
 def options(run: Run) -> None:
@@ -200,58 +335,6 @@ def options(run: Run) -> None:
             run.note(f"sft, {name}", error)
 
 
-def decode(run: Run) -> None:
-    """Steady decode steps at several batch sizes, against the bytes that they must read, and against `generate`."""
-    sizes, where = run.sizes, run.where
-    *batches, context = sizes.decode
-    steps = min(sizes.decode_steps, max(1, context // 2))
-    prompt = max(1, context - steps // 2 - WARM)
-    made = gpu_backends.engine(sizes.config, where, trained=False)
-    ours = {batch: _decode_step(run, made, batch, prompt, context, steps) for batch in batches}
-    run.peak("decode")
-    run.compilations("decode")
-    del made
-    free(where)
-    compared = sizes.compared
-    model = gpu_backends.reference(sizes.config, where, gpu_backends.attentions(where)[-1], trained=False)
-    found = {}
-    for cache in gpu_backends.caches(where):
-        try:
-            found[cache] = gpu_backends.decode_seconds(model, compared, prompt, steps, where, cache)
-            run.add(f"decode, {compared} sequences: transformers generate, {cache} cache", 1e3 * found[cache], "ms")
-        except Exception as error:
-            run.note(f"generate with a {cache} cache", error)
-    run.details["decode by transformers"] = found
-    run.add(f"decode, {compared} sequences: times as fast", min(found.values()) / ours[compared], "x", ">= 10")
-
-
-def _decode_step(run: Run, made: Any, batch: int, prompt: int, context: int, steps: int) -> float:
-    """The median seconds of a step of `batch` sequences."""
-    where, what = run.where, f"decode, {batch} sequences"
-    with made.generating(_sampling(steps + WARM + 32)) as generator:
-        generator.submit(gpu_backends.requests(batch, prompt, 1, run.sizes.config["vocab_size"]))
-        produced = 0
-        while produced < WARM * batch:  # the prompts, then steps after which this size is captured
-            produced += len(generator.step())
-        turn = min(8, steps)
-        taken = where.seconds(lambda: [generator.step() for _ in range(turn)], max(1, steps // turn))
-        seconds = [turn_seconds / turn for turn_seconds in taken]
-        if batch == run.sizes.compared:
-            run.profiled("decode", lambda: [generator.step() for _ in range(8)])
-        found = _graphs(run, what, generator)
-        generator.abort([str(i) for i in range(batch)])
-    config, network = gpu_backends.network_of(made).config, gpu_backends.network_of(made)
-    weights = sum(p.numel() * p.element_size() for p in network.parameters())
-    keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * where.torch_dtype.itemsize
-    least, median = (weights + batch * context * keys) / run.limit("bytes_per_s"), statistics.median(seconds)
-    run.details[what] = {"seconds": seconds, "least_seconds": least, "graphs": found}
-    run.add(f"{what}: step", 1e3 * median, "ms")
-    run.add(f"{what}: tokens", batch / median, "tokens/s")
-    goal = ">= 0.7" if batch == run.sizes.compared else ""
-    run.add(f"{what}: memory roofline", least / median, "of copies", goal)
-    return median
-
-
 def ragged(run: Run) -> None:
     """Completions of all lengths, so that the batch shrinks: tokens a second, and how many steps ran without a graph."""
     where, (rows, prompt, longest) = run.where, run.sizes.rollout
@@ -261,14 +344,21 @@ def ragged(run: Run) -> None:
     asked = [gpu_backends.of_length(request, length) for request, length in zip(asked, lengths, strict=True)]
 
     def roll() -> None:
-        with made.generating(_sampling(longest)) as generator:
+        with made.generating(sampling(longest)) as generator:
             generator.submit(asked)
             gpu_backends.drain(generator)
-            run.details["graphs"] = _graphs(run, "", generator)
+            run.details["graphs"] = graphs_found(run, "", generator)
+            run.details["attention"] = gpu_backends.decoding_attention(generator, where)
+            say_preempted(run, "ragged rollout", generator)
 
     for turn in ("first", "second"):  # captures and compilations are of the first
         (seconds,) = where.seconds(roll, 1)
-        run.add(f"ragged rollout, {turn} time: {rows} of 1 to {longest} tokens", sum(lengths) / seconds, "tokens/s")
+        run.add(
+            f"ragged rollout, {turn} time: {rows} of 1 to {longest} tokens",
+            sum(lengths) / seconds,
+            "tokens/s",
+            by=run.details["attention"],
+        )
         for what, value in run.details["graphs"].get("counts", {}).items():
             run.add(f"ragged rollout, {turn} time: {what}", value, "so far")
     run.compilations("ragged rollout")
@@ -295,9 +385,12 @@ def grpo(run: Run) -> None:
         return result
 
     def generate() -> Any:
-        with actor.generating(_sampling(new)) as generator:
+        with actor.generating(sampling(new)) as generator:
             generator.submit(asked)
-            return gpu_backends.sample_of(asked, gpu_backends.drain(generator), samples)
+            rows = gpu_backends.drain(generator)
+            run.details["attention"] = gpu_backends.decoding_attention(generator, where)
+            say_preempted(run, "grpo", generator)
+            return gpu_backends.sample_of(asked, rows, samples)
 
     def step() -> Mapping[str, float]:
         batch = timed("generation", generate)
@@ -315,7 +408,8 @@ def grpo(run: Run) -> None:
         run.add(f"grpo: {name}", seconds[-1], "s")
     total = sum(seconds[-1] for seconds in split.values())
     run.add(f"grpo: step of {prompts} x {samples} x {new}", total, "s")
-    run.add("grpo: generated", prompts * samples * new / split["generation"][-1], "tokens/s")
+    rate = prompts * samples * new / split["generation"][-1]
+    run.add("grpo: generated", rate, "tokens/s", by=run.details["attention"])
     run.compilations("grpo")
     run.peak("grpo")
 
@@ -339,31 +433,6 @@ def peers(run: Run) -> None:
                 run.add(f"{name}: generated", prompts * samples * new / seconds, "tokens/s")
             except Exception as error:
                 run.note(name, error)
-
-
-def _graphs(run: Run, what: str, generator: Any) -> dict[str, Any]:
-    """Captured sizes, steps with and without a graph, and why there are none."""
-    graphs = gpu_backends.graphs_of(generator)
-    if graphs is None:
-        return {"captured": 0, "note": "this device has none"}
-    found = {"captured": len(graphs), "note": graphs.note, "counts": dict(getattr(graphs, "counts", {}))}
-    if what:
-        run.add(f"{what}: decode graphs captured", len(graphs), "sizes")
-    return found
-
-
-def _sampling(new: int) -> Any:
-    from weft.engine.spec import GenerationSpec
-
-    return GenerationSpec(max_new_tokens=new, seed=1)
-
-
-def _rate_of_engine(made: Any) -> float:
-    """What the engine's own `mfu` is a share of."""
-    from weft.engine.device import matmul_rate
-
-    first = next(gpu_backends.network_of(made).parameters())
-    return matmul_rate(first.device, first.dtype)
 
 
 def _advantages(batch: Any, samples: int) -> torch.Tensor:
@@ -392,6 +461,12 @@ def free(where: Where) -> None:
 
 # Seconds after which a section is ended, half an hour together; in the order of a first half hour.
 SECTIONS: Mapping[str, tuple[Callable[[Run], None], int]] = {
-    "tests": (tests, 360), "limits": (limits, 60), "agreement": (agreement, 240), "sft": (sft, 300), "decode": (decode, 240),
-    "ragged": (ragged, 120), "grpo": (grpo, 150), "options": (options, 180), "peers": (peers, 150),
+    "tests": (tests, 360), "limits": (limits, 60), "agreement": (agreement, 240), "sft": (sft, 300),
+    "decode": (gpu_decode.decode, 240), "ragged": (ragged, 120), "grpo": (grpo, 150), "options": (options, 180),
+    "peers": (peers, 150),
+}  # fmt: skip
+# With those that run with `--minutes`, or where they are asked for.
+RUNS: Mapping[str, tuple[Callable[[Run], None], int]] = {
+    **SECTIONS, "probe": (gpu_probe.probe, 120), "algorithms": (gpu_algorithms.algorithms, 240), "lora": (lora, 120),
+    "decode_profile": (gpu_decode.decode_profile, 120), "sft_profile": (sft_profile, 120),
 }  # fmt: skip

@@ -27,6 +27,18 @@ def test_devices() -> None:
     assert rate > 1e8 and device.matmul_rate(here, torch.float32) == rate
 
 
+def test_the_rate_is_of_random_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of equal numbers are multiplied at a higher clock on a GPU. The draw leaves the program's own draws alone."""
+    multiplied: list[torch.Tensor] = []
+    monkeypatch.setattr(device, "product", lambda *both: multiplied.extend(both))
+    before = torch.get_rng_state()
+    device._rate(32, torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(torch.get_rng_state(), before)
+    for matrix in multiplied:
+        assert matrix.dtype == torch.bfloat16 and 0.8 < matrix.float().std() < 1.2
+    assert not torch.equal(*multiplied[:2])
+
+
 class Gpu:
     """What torch says of a GPU that is not here."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.engine.flops import Cost, ProductRate, peak_of
+from weft.engine.flops import Cost, ProductRate, model_of, peak_of
 
 
 def test_cost_of_training_by_hand() -> None:
@@ -50,4 +50,5 @@ def test_peaks_by_the_names_that_drivers_give(name: str, peak: tuple[float, floa
 
 
 def test_a_gpu_that_nobody_knows_has_no_peak() -> None:
+    assert model_of("NVIDIA H100 80GB HBM3") == "H100" and model_of("NVIDIA L400") is None
     assert peak_of("NVIDIA L400") is None and peak_of("") is None

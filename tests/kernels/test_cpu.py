@@ -166,7 +166,9 @@ def state():
     calls = ctypes.c_int.in_dll(ctypes.CDLL(None), "mallopt_calls").value
     hooks = [signal.getsignal(kind) for kind in signal.valid_signals()], sys.excepthook, os.getcwd(), sys.path[:]
     random = torch.get_rng_state().tolist(), os.umask(0o22)
-    return dict(os.environ), torch.get_num_threads(), torch.get_num_interop_threads(), limits, flags, calls, hooks, random
+    set_by_torch = "TORCHINDUCTOR_CACHE_DIR"  # by 2.11, once something (transformers) imports its compiler
+    environment = {name: value for name, value in os.environ.items() if name != set_by_torch}
+    return environment, torch.get_num_threads(), torch.get_num_interop_threads(), limits, flags, calls, hooks, random
 before = state()
 """
 CALLS = """

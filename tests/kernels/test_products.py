@@ -86,12 +86,17 @@ def test_sums_of_half_precision_are_not_rounded_to_it(dtype: torch.dtype, monkey
     assert torch.equal(wide_product(left, right, bias, wide), made), "the same bits"
 
 
-def test_a_gpu_is_asked_for_float32_by_the_product_itself() -> None:
-    """On tensors without memory, which go the same way."""
+def test_a_gpu_is_asked_for_float32_by_the_product_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without memory, which go the same way. torch 2.11 cannot add a product to such a sum, so what it is asked for
+    is looked at instead."""
     left, right = (torch.empty(*size, device="meta", dtype=torch.bfloat16) for size in ((5, 64), (30, 64)))
     assert wide_product(left, right).dtype == torch.float32
-    total = torch.empty(5, 30, device="meta")
+    total, asked = torch.empty(5, 30, device="meta"), []
+    monkeypatch.setattr(torch, "addmm", lambda *given, **how: asked.append((given, how)))
     add_product(total, left, right)
+    [((sum_so_far, one, other), how)] = asked
+    assert sum_so_far is total and how == {"out_dtype": torch.float32, "out": total}
+    assert one is left and other.shape == (64, 30)
 
 
 def test_the_gradient_of_a_weight_goes_to_its_sum() -> None:

@@ -219,12 +219,14 @@ def _driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 
 @functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large matrix product, the best of some, measured once."""
+    """Floating-point operations a second of a large product of random matrices, the best of some, measured once."""
     return max(_rate(size, device, dtype) for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"]))
 
 
 def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    # Equal numbers switch fewer transistors than a network's, so a GPU multiplies them at a higher clock: by 13% on an H100.
+    random = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=random) for _ in range(2))
     seconds = []
     for _ in range(MATMUL_REPEATS + 1):  # the first one warms up
         synchronise(device)

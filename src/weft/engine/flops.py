@@ -105,7 +105,14 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 )
 
 
-def peak_of(name: str) -> Peak | None:
-    """Of the GPU that the driver calls so, such as `NVIDIA A100-SXM4-80GB`; None of one that is not in the table."""
+def model_of(name: str) -> str | None:
+    """The model, such as A100 80GB SXM, of the GPU that the driver calls `NVIDIA A100-SXM4-80GB`; None of one that is not in
+    the table."""
     words = name.replace("-", " ").replace("SXM4", "SXM").replace("SXM5", "SXM").split()
-    return next((peak for known, peak in PEAKS if set(known.split()) <= set(words)), None)
+    return next((known for known, _ in PEAKS if set(known.split()) <= set(words)), None)
+
+
+def peak_of(name: str) -> Peak | None:
+    """Of the GPU that the driver calls so; None of one that is not in the table."""
+    model = model_of(name)
+    return None if model is None else dict(PEAKS)[model]

@@ -3,6 +3,7 @@ a capture is stood in for by a function that, as a graph does, reads one buffer 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -166,6 +167,65 @@ def test_a_capture_is_of_the_device_that_it_is_for(monkeypatch: pytest.MonkeyPat
     asked = [(name, at) for name, at in device.asked if name != "graph_pool_handle"]
     assert {name for name, _ in asked} >= {"current_stream", "Stream", "stream", "CUDAGraph", "graph", "set_stream"}
     assert all(at == 1 for _, at in asked) and device.current == 0
+
+
+class Graph:
+    """Alive as long as somebody holds its `replay`."""
+
+    def replay(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Pooled:
+    """torch.cuda as 2.11 treats memory pools: one that had graphs takes another only while one of them is alive."""
+
+    def __init__(self) -> None:
+        self.pools: list[list[weakref.ref[object]]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        return lambda *_, **__: Device()
+
+    def graph_pool_handle(self) -> int:
+        self.pools.append([])
+        return len(self.pools) - 1
+
+    def CUDAGraph(self) -> Graph:
+        return Graph()
+
+    def graph(self, graph: Graph, *, pool: int, **_: object) -> Graph:
+        assert pool == len(self.pools) - 1, "pools that were left are left for good"
+        graphs = self.pools[pool]
+        if graphs and all(each() is None for each in graphs):
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        graphs.append(weakref.ref(graph))
+        return graph
+
+
+def test_graphs_of_three_forms_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each form's first capture comes once no graph of the form before is alive."""
+    cuda = Pooled()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    graphs = DecodeGraphs({"r": run}, CPU, cuda_capture(CPU), after=0)
+    for form in range(3):
+        for rows in (13, 2, 13):
+            graphs("r", step(rows), form=form)
+        assert len(graphs) == 2
+    assert graphs.note is None and graphs.counts == {"captured": 6, "replayed": 9}
+    assert [len(graphs) for graphs in cuda.pools] == [2, 2, 2], "graphs of one form share a pool"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_of_three_forms_on_the_device() -> None:
+    device, weight = torch.device("cuda", 0), torch.randn(5, 7, device="cuda")
+    graphs = DecodeGraphs({"r": lambda numbers: numbers.float() @ weight}, device, cuda_capture(device), after=0)
+    with torch.no_grad():
+        for form in range(3):
+            for rows in (3, 13):
+                numbers = step(rows, seed=form)
+                out = graphs("r", numbers, form=form)
+                torch.testing.assert_close(out, torch.from_numpy(numbers).cuda().float() @ weight)
+    assert graphs.note is None and graphs.counts == {"captured": 6, "replayed": 6}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

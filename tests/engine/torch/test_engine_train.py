@@ -267,6 +267,17 @@ def test_metrics_of_a_step(path: Path) -> None:
     assert 0.0 < metrics["mfu"] < 1.0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mfu_is_a_share_of_the_rate_of_the_role_s_dtype(
+    dtype: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters to train are float32 when they are handed to the engine; passes compute in another dtype."""
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr("weft.engine.torch.engine.matmul_rate", lambda _, of: asked.append(of) or 1e15)
+    [stats] = engine_of(path, dtype=dtype).train([batch_of(GROUPS)], Nll())
+    assert asked == [getattr(torch, dtype)] and 0.0 < stats.metrics["mfu"] < 1e-3
+
+
 @pytest.mark.parametrize("budget", [17, 1000])
 def test_evaluate_gives_the_loss_and_its_statistics_without_a_step(path: Path, budget: int) -> None:
     engine, mask = engine_of(path), [float(i % 3 != 0) for i in range(TOKENS)]

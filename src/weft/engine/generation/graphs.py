@@ -8,9 +8,11 @@ where these have moved, and only then.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -139,10 +141,16 @@ class DecodeGraphs:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures on a CUDA device; all graphs share one memory pool, as no two of their outputs are read at once."""
-    pool = torch.cuda.graph_pool_handle()
+    """Captures on a CUDA device; graphs that are alive share a memory pool, as no two of their outputs are read at once.
+
+    torch 2.11 asserts that a pool has a graph when another joins it, and a pool may outlive its graphs: a cuBLAS workspace
+    keeps it. So the first capture after all graphs are gone takes a new handle.
+    """
+    pool: Any = None
+    alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture(run: Run, inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
+        nonlocal pool
         with using(device):  # streams and the capture are of the thread's device
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(current)
@@ -151,12 +159,15 @@ def cuda_capture(device: torch.device) -> Capture:
                     run(inputs)
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
+            if not alive:
+                pool = torch.cuda.graph_pool_handle()
             # Other threads (data, host memory) may call CUDA meanwhile; only this one's calls are captured.
             try:
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     output = run(inputs)
             finally:  # torch stays on the capture's stream where the capture fails
                 torch.cuda.set_stream(current)
+        alive.add(graph)
         return graph.replay, output
 
     return capture

@@ -103,6 +103,7 @@ class Scheduler:
         self.running: dict[tuple[str, int], Sequence] = {}
         self.prefixes: dict[int, Prefix] = {}
         self._known: dict[tuple[str, int], Sequence] = {}
+        self.num_preempted = 0  # times that a running sequence was sent back, its keys and values to be computed again
         self._longest = 0  # tokens that any of them may come to have
         self._index = PrefixIndex(blocks.least_spared or 0)
 
@@ -188,6 +189,7 @@ class Scheduler:
             else:
                 young = [self.running.popitem()[1]]
                 preempted += young
+                self.num_preempted += 1
             for sequence in young:
                 self._release(sequence)
             self.waiting.extendleft(reversed(young))

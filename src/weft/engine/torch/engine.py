@@ -119,8 +119,8 @@ class TorchEngine:
         self._checked: list[Loss] = []  # losses whose `by_row` is known to be true
         self._network = built.network.eval()
         keep_sums_wide(device)
-        dtype = next(built.network.parameters()).dtype
-        self._rate = ProductRate(lambda: matmul_rate(device, dtype))
+        # A trained network's parameters are float32 until its backend casts them: passes compute in the role's dtype.
+        self._rate = ProductRate(lambda: matmul_rate(device, DTYPES[dtype_of(spec)]))
         home, lane, part = home_of_masters(spec, device), lane_of(device), built.part
         dtype_of_masters = torch.promote_types(DTYPES[dtype_of(spec)], torch.float32)
         self._masters = MasterWeights(

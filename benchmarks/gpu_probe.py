@@ -1,0 +1,158 @@
+"""Each mechanism that weft uses on a GPU, alone and on small inputs, against the same in float64. What fails is a line, and the
+next one goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_run import Run, relative
+
+BFLOAT16 = 0.02  # relative error of sums of products whose factors and results keep 8 bits
+FLOAT32 = 1e-4  # of float32 sums of products of bfloat16 numbers, which are exact
+FLIPPED = 0.02  # share of draws that differ: two kernels' float32 sums differ in the last digit
+TILE = 128  # queries or keys of a block of FlexAttention
+
+
+def probe(run: Run) -> None:
+    """Every check, each with its seconds, the compilations that it waits for included."""
+    device = run.where.device
+    checks: Mapping[str, tuple[Callable[[torch.device], float], float]] = {
+        "float32 sums of bfloat16 products": (wide_products, FLOAT32),
+        "draws by the device": (draws, FLIPPED),
+    }
+    needing_a_gpu: Mapping[str, tuple[Callable[[torch.device], float], float]] = {
+        "flash attention over packs and its gradients": (flash_attention, BFLOAT16),
+        "compiled pointwise formulas": (formulas, BFLOAT16),
+        "FlexAttention over a shared prefix": (flex_attention, BFLOAT16),
+        "captured graphs of three forms in a row": (graphs, FLOAT32),
+    }
+    if device.type == "cuda":
+        checks = {**checks, **needing_a_gpu}
+    else:
+        for name in needing_a_gpu:
+            run.leave_out(f"{name}, which needs a GPU")
+    run.details["kernels"] = abilities()
+    for name, (check, most) in checks.items():
+        begin = time.monotonic()
+        try:
+            run.check(f"{name}: error", check(device), most, "relative")
+        except Exception as error:
+            run.wrong.append(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            run.write()
+        run.add(f"{name}: time", time.monotonic() - begin, "s")
+
+
+def abilities() -> dict[str, str]:
+    """What the installed kernels can do."""
+    from weft.kernels import flash, flex
+
+    return {"flash": str(flash.abilities()), "flash version": str(flash.version()), "flex": str(flex._compiles())}
+
+
+def drawn(device: torch.device, *shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal numbers that are the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def wide_products(device: torch.device) -> float:
+    from weft import kernels
+
+    left, right = drawn(device, 512, 256), drawn(device, 384, 256, seed=1)
+    total = drawn(device, 512, 384, seed=2, dtype=torch.float32)
+    product = left.double().cpu() @ right.double().cpu().T
+    expected = total.double().cpu() + product
+    kernels.add_product(total, left, right)
+    if device.type != "cuda":  # a CPU rounds each product to bfloat16 before it joins the sum
+        return relative(kernels.wide_product(left, right).cpu(), product)
+    return max(relative(kernels.wide_product(left, right).cpu(), product), relative(total.cpu(), expected))
+
+
+def draws(device: torch.device) -> float:
+    """The share of draws that are not the exact ones: the inverse of the distribution function in float64."""
+    from weft.engine.generation import sampling
+
+    logits = drawn(device, 64, 8192, dtype=torch.float32) * 3
+    uniforms = torch.rand(64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    temperatures = torch.ones(64, dtype=torch.float64, device=device)
+    found = sampling.draw_rows(logits, uniforms.to(device), temperatures).tokens.cpu()
+    exact = sampling.inverse_cdf(logits.double().cpu().softmax(-1), uniforms)
+    return float((found != exact).float().mean())
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence, [T, heads, dim] each, with fewer heads of keys and values."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+
+def flash_attention(device: torch.device) -> float:
+    from weft.kernels import AttentionSpec, VarlenLengths, flash
+
+    ends, heads, dim = (0, 250, 600), (32, 8, 8), 64
+    inputs = [drawn(device, ends[-1], count, dim, seed=n).requires_grad_() for n, count in enumerate(heads)]
+    bounds = torch.tensor(ends, dtype=torch.int32, device=device)
+    out = flash.packed(*inputs, VarlenLengths(bounds, bounds, 350, 350), AttentionSpec(dim**-0.5))
+    weights = drawn(device, *out.shape, seed=9)
+    found = (out, *torch.autograd.grad(out, inputs, weights))
+    plain = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    parts = [exact_attention(*(x[a:b] for x in plain), dim**-0.5) for a, b in pairwise(ends)]
+    expected = torch.cat(parts)
+    wanted = (expected, *torch.autograd.grad(expected, plain, weights.double().cpu()))
+    return max(relative(a.detach().cpu(), b.detach()) for a, b in zip(found, wanted, strict=True))
+
+
+def formulas(device: torch.device) -> float:
+    from weft.kernels import formulas as exact
+    from weft.kernels.gpu import compiled
+
+    x, by = drawn(device, 700, 512), drawn(device, 700, 256, seed=1)
+    made = compiled.one_kernel(exact.activated)(x, True, "silu")
+    gradients = compiled.one_kernel(exact.activated_gradients)(by, x, True, "silu", True)
+    wide, wide_by = x.double().cpu(), by.double().cpu()
+    wanted = exact.activated(wide, True, "silu"), *exact.activated_gradients(wide_by, wide, True, "silu", True)
+    return max(relative(a.cpu(), b) for a, b in zip((made, *gradients), wanted, strict=True) if b is not None)
+
+
+def flex_attention(device: torch.device) -> float:
+    """Two completions after one prompt, whose keys and values are there once."""
+    from weft.kernels import AttentionSpec, flex
+
+    prompt, rest, dim = 2 * TILE, TILE, 64
+    bounds = torch.tensor([0, prompt, prompt + rest, prompt + 2 * rest], dtype=torch.int32, device=device)
+    q, k, v = (drawn(device, prompt + 2 * rest, count, dim, seed=n) for n, count in enumerate((8, 2, 2)))
+    mask = flex.pack_mask(bounds, [((0, prompt), (prompt, len(q)))], len(q), None)
+    found = flex.packed(q, k, v, mask, AttentionSpec(dim**-0.5)).double().cpu()
+    wide = [x.double().cpu() for x in (q, k, v)]
+    errors = []
+    for first in (prompt, prompt + rest):
+        own = [torch.cat([x[:prompt], x[first : first + rest]]) for x in wide]
+        errors.append(relative(found[first : first + rest], exact_attention(*own, dim**-0.5)[prompt:]))
+    return max(errors)
+
+
+def graphs(device: torch.device) -> float:
+    """Each form's first capture comes after all graphs of the form before are gone."""
+    import numpy as np
+
+    from weft.engine.generation.graphs import DecodeGraphs, cuda_capture
+
+    weight = drawn(device, 7, 5, dtype=torch.float32)
+    made = DecodeGraphs({"step": lambda numbers: numbers.float() @ weight}, device, cuda_capture(device))
+    random, errors = np.random.default_rng(0), []
+    for form in range(3):
+        for rows in (3, 13):
+            step = random.integers(0, 9, (rows, 7)).astype(np.int32)
+            with torch.no_grad():
+                found = made("step", step, form=form, expected=rows).cpu()
+            errors.append(relative(found, torch.from_numpy(step).double() @ weight.double().cpu()))
+    if made.note is not None:
+        raise RuntimeError(made.note)
+    return max(errors)
