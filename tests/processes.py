@@ -17,7 +17,6 @@ from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from unittest.mock import patch
 
 # Imported by the fork server. None of them starts a thread or opens a device; a name that is missing is imported on first use.
 PRELOADED = [
@@ -36,8 +35,6 @@ PRELOADED = [
     "weft.observe.report",
     "tests.engine.layouts",
 ]
-# Read when libraries are imported, so in the fork server already: no test fetches anything.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 
 
 @cache
@@ -45,8 +42,6 @@ def fork_server() -> ForkServerContext:
     """Return the multiprocessing context whose processes are forked from the one that has imported `PRELOADED`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with patch.dict(os.environ, ENVIRONMENT):
-        forkserver.ensure_running()
     return context
 
 
@@ -85,6 +80,7 @@ def run_weft(
 def _command(
     words: tuple[str, ...], cwd: Path, environment: dict[str, str], prepare: Callable[[], None] | None, folder: Path
 ) -> None:
+    import huggingface_hub.constants
     import torch
 
     from weft.cli.main import main
@@ -99,6 +95,7 @@ def _command(
     sys.orig_argv = [sys.executable, "-m", "weft.cli.main", *words]  # which a supervisor starts again
     os.environ.clear()
     os.environ.update(environment)
+    huggingface_hub.constants.HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE") == "1"  # was read when it was imported
     os.chdir(cwd)
     inherit_fork_server()
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))

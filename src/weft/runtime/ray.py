@@ -271,6 +271,8 @@ class Cluster:
             with quiet("ray"):
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (OSError, RayError, RuntimeError, ValueError) as error:
+            with quiet("ray"), suppress(Exception):
+                ray.shutdown()  # what is half connected, to a head without a node yet, would refuse the next attempt
             raise ConfigError(
                 f"ray_address={address!r}: no Ray cluster answers there ({_reason(error)}); start one with "
                 "`ray start --head` and give its address, or write mode=local"
