@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -67,16 +67,19 @@ def pairs(sizes: Sizes, most: int) -> list[tuple[Layout, Layout]]:
 
 
 def go_through(sizes: Sizes, most: int, kinds: list[tuple[str, bool]], starts: Callable[[Layout], list[int]]) -> int:
+    """Check the plan of every pair of layouts; the number of plans."""
     count = 0
     for form, tied in kinds:
         every = shapes(sizes, tied=tied, form=form)
-        sources = {layout: on(layout, sizes, tied=tied, form=form) for layout in layouts(most, sizes)}
-        for a, source in sources.items():
-            for b in sources:
-                for start in starts(a):
-                    target = sources[b] if start == 0 else on(b, sizes, start=start, tied=tied, form=form)
-                    check(every, source, target, plan(source, target, node_of=nodes_of(4)))
-                    count += 1
+        holdings = cache(
+            partial(on, sizes=sizes, tied=tied, form=form)
+        )  # of a layout from a rank on: many pairs' target
+        for a, b in pairs(sizes, most):
+            source = holdings(a, start=0)
+            for start in starts(a):
+                target = holdings(b, start=start)
+                check(every, source, target, plan(source, target, node_of=nodes_of(4)))
+                count += 1
     return count
 
 
