@@ -229,7 +229,8 @@ class Child:
             found = json.loads(self.record.read_text()) if self.record.is_file() else {}
         except json.JSONDecodeError:  # ended while it wrote
             found = {}
-        self.record.unlink(missing_ok=True)
+        for left in (self.record, self.record.with_suffix(".part")):
+            left.unlink(missing_ok=True)
         report.take(self.name, found, time.monotonic() - self.begun, failure)
         if self.said is not None:
             self.said.seek(0)

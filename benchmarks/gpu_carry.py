@@ -118,12 +118,14 @@ def instructions(commit: str = "", options: str = "") -> str:
 
 
 def _commit() -> str:
-    """The commit of the tree; empty where git does not say."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
+    """The commit of the tree, with a mark where files differ from it; empty where git does not say."""
+    if shutil.which("git") is None:
         return ""
-    return done.stdout.strip()
+    head, changes = (
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+    )
+    return f"{head}+changes" if head and changes else head
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def _beside_generate(run: Run, ours: float, prompt: int, steps: int) -> None:
             run.note(f"generate with a {cache} cache", error)
     run.details["decode by transformers"] = found
     if found:
-        run.add(f"decode, {compared} sequences: times as fast", min(found.values()) / ours, "x", ">= 10")
+        run.add(f"decode, {compared} sequences: times as fast", min(found.values()) / ours, "x")
 
 
 def _decode_step(run: Run, made: Any, batch: int, prompt: int, context: int, steps: int) -> float:
@@ -90,11 +90,10 @@ def _decode_step(run: Run, made: Any, batch: int, prompt: int, context: int, ste
     run.add(f"{what}: step", 1e3 * median, "ms", by=by)
     run.add(f"{what}: tokens", batch / median, "tokens/s", by=by)
     run.add(f"{what}: memory roofline", bytes_read / median / run.limit("bytes_per_s"), "of copies", by=by)
-    promised, goal = run.promised("bytes_per_s"), ">= 0.7" if batch == run.sizes.compared else ""
+    promised = run.promised("bytes_per_s")
     if promised is not None:
-        run.add(
-            f"{what}: memory roofline by the data sheet", bytes_read / median / promised, "of the data sheet", goal, by
-        )
+        rate = bytes_read / median
+        run.add(f"{what}: memory roofline by the data sheet", rate / promised, "of the data sheet", by=by)
     return median
 
 

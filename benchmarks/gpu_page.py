@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.gpu_plan import EVERY
+from benchmarks.gpu_plan import BARS, EVERY
 
 Record = Mapping[str, Any]
-BARS = "H100"  # the GPU that the bars are for
+GPU = "H100"  # that the bars are for
 ABOUT = (
     "weft trains language models after pretraining. This page holds what one run of its GPU benchmark found. A *goal* that "
     "begins with `<=` is a bound of correctness and holds on every device. One that begins with `>=` is a bar of speed for one "
-    f"{BARS}"
+    f"{GPU}"
+)
+WORDS = (
+    "*MFU* is the rate of floating-point operations of a training step, *memory roofline* the rate at which a decode step "
+    "reads the bytes that it must read; both are shares of what this run measured, for products of random matrices and for "
+    "copies, or of what the GPU's data sheet promises. The last column names the kernel that computes attention."
 )
 KERNELS = 12  # lines of a profile
 
@@ -29,10 +34,10 @@ def page(record: Record) -> str:
 
 def _head(record: Record) -> list[str]:
     gpu = record.get("gpu")
-    judged = "." if gpu == BARS else f": on {gpu or 'this device'} such a figure is given without a verdict."
+    judged = "." if gpu == GPU else f": on {gpu or 'this device'} such a figure is given without a verdict."
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
     dirty = " with changes that are not committed" if record.get("dirty") else ""
-    lines = [ABOUT + judged, ""]
+    lines = [ABOUT + judged, "", WORDS, ""]
     lines.append(f"- Command: `{record['command']}`")
     lines.append(f"- Commit: {record['commit'] or 'unknown'}{dirty}")
     lines.append(f"- Device: {record['device'] or 'unknown'}{f', model {gpu}' if gpu else ''}")
@@ -49,6 +54,7 @@ def _body(record: Record) -> list[str]:
     lines += [f"- **{name} failed**: {why}" for name, why in record["why"].items()]
     lines += [] if record["wrong"] or record["why"] else ["Nothing that ran."]
     lines += ["", "## What did not run", "", *(_absent(record) or ["Everything ran."])]
+    lines += ["", "## The bars", "", *_bars(record)]
     for name in _sections(record):
         rows = [row for row in record["rows"] if row.get("section", name) == name]
         details = record["details"].get(name, {})
@@ -60,6 +66,17 @@ def _body(record: Record) -> list[str]:
         lines += ["", *(f"- {note}" for note in notes)] if notes else []
         for profile, kernels in profiles.items():
             lines += ["", *_profile(profile, kernels)]
+    return lines
+
+
+def _bars(record: Record) -> list[str]:
+    """Every bar with its figure of this run, or that there is none."""
+    found = {row["what"]: row for row in record["rows"]}
+    lines = [f"For one {GPU}.", "", "| what | bar | this run | |", "|---|---|---|---|"]
+    for what, goal in BARS.items():
+        value = f"{found[what]['value']:.4g}" if what in found else "not measured"
+        judged = verdict(found[what], record.get("gpu")) if what in found else ""
+        lines.append(f"| {what} | {goal} | {value} | {judged} |")
     return lines
 
 
@@ -92,7 +109,7 @@ def verdict(row: Mapping[str, Any], gpu: str | None) -> str:
     if not row["goal"]:
         return ""
     sign, bound = row["goal"].split()
-    if sign == ">=" and gpu != BARS:
+    if sign == ">=" and gpu != GPU:
         return ""
     reached = row["value"] >= float(bound) if sign == ">=" else row["value"] <= float(bound)
     return "reached" if reached else "**missed**"

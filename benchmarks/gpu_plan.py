@@ -52,6 +52,17 @@ EVERY: Mapping[str, Section] = {
     )
 }
 
+# Figure -> what it has to reach on one H100.
+BARS: Mapping[str, str] = {
+    "sft: MFU": ">= 0.5",
+    "sft, one sequence of a 0.6B model: tokens": ">= 52000",
+    "sft: times as fast as transformers' best": ">= 1.5",
+    "adapters of an 8B model: tokens": ">= 12500",
+    "decode, 64 sequences: memory roofline by the data sheet": ">= 0.7",
+    "decode, 64 sequences: times as fast": ">= 10",
+    "sampled and recomputed: mean gap": "<= 0.002",
+}
+
 # In the order of what a second of each tells, for a machine that is there for minutes.
 FIRST = ("limits", "probe", "algorithms", "agreement", "sft", "decode", "grpo", "lora", "tests")
 SECOND = ("decode_profile", "sft_profile", "ragged")

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks import gpu_backends
 from benchmarks.gpu_backends import Sizes, Where
+from benchmarks.gpu_plan import BARS
 from weft.engine.flops import peak_of
 
 
@@ -34,7 +36,8 @@ class Run:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, what: str, value: float, unit: str, goal: str = "", by: str = "") -> None:
-        """A line of the table; `by` names the kernel that computes attention in it."""
+        """A line of the table, whose goal is its bar where it has one; `by` names the kernel that computes attention."""
+        goal = goal or BARS.get(what, "")
         self.rows.append({"what": what, "value": float(value), "unit": unit, "goal": goal, "by": by})
         print(f"  {what}: {float(value):.4g} {unit}", flush=True)
         self.write()
@@ -114,7 +117,12 @@ class Run:
 def _kernels(profile: Any, device: str) -> list[dict[str, Any]]:
     """What took the most time on the device, the longest first."""
     time_of = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-    found = [(getattr(each, time_of) / 1e3, each.count, each.key) for each in profile.key_averages()]
+    events = list(profile.key_averages())
+    kernels = [
+        each for each in events if each.device_type == DeviceType.CUDA
+    ]  # an operation counts its kernels' time too
+    timed = kernels if device == "cuda" and kernels else events
+    found = [(getattr(each, time_of) / 1e3, each.count, each.key) for each in timed]
     named = [{"ms": ms, "calls": calls, "kernel": key} for ms, calls, key in sorted(found, reverse=True) if ms > 0]
     return named[:40]
 

@@ -57,13 +57,19 @@ def test_bars_are_for_one_gpu_alone(record: dict[str, Any]) -> None:
     assert "on H200 such a figure is given without a verdict" in made and "| >= 0.5 | **missed**" not in made
 
 
+def test_a_bar_without_a_figure_is_not_measured(record: dict[str, Any]) -> None:
+    bars = page(record).split("## The bars")[1].split("\n## ")[0]
+    assert "| sft: MFU | >= 0.5 | 0.25 | **missed** |" in bars
+    assert "| adapters of an 8B model: tokens | >= 12500 | not measured |  |" in bars
+
+
 def test_the_page_of_the_second_command_holds_the_first_run_too(record: dict[str, Any]) -> None:
     second = {
         **record, "rows": [{"what": "ragged", "value": 1.0, "unit": "", "goal": "", "section": "ragged"}], "first": record,
         "details": {"ragged": {"section_s": 3.0}}, "ran": ["ragged"], "why": {}, "wrong": [], "not_started": {},
     }  # fmt: skip
     now, before = page(second).split("# The run before")
-    assert "| ragged | 1 |" in now and "sft: MFU" not in now and "sft: MFU" in before
+    assert "| ragged | 1 |" in now and "## sft" not in now and "| sft: MFU | 0.25 |" in before
 
 
 if __name__ == "__main__":
