@@ -59,6 +59,9 @@ def test_processes_give_what_one_gives(source: Source, rows: Path, tokenizer: To
     assert index == 512 and wrong.startswith("lacks the key 'answer'") and not others and sorted(seen) == [76, 512, 513]
 
 
+def silent_advance(rows: int) -> None: ...
+
+
 def load(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -71,11 +74,14 @@ def test_a_process_that_dies_is_no_hang(source: Source, tokenizer: Tokenizer, mo
 
 def test_a_template_that_no_row_is_to_blame_for_is_one_error(source: Source, rows: Path, with_template: Make) -> None:
     rows.write_text("\n".join(json.dumps({"prompt": [{"role": "user", "content": f"{i}"}]}) for i in range(1100)))
-    for workers in (0, 2):
-        for template, wrong in ((None, "no chat template"), (templates.PARTS, "as a list of parts")):
-            with pytest.raises(UserError, match=wrong) as caught:
-                tokenize(Prompt(), Lengths(), with_template(template), replace(source, num_workers=workers))
-            assert not isinstance(caught.value, DataError)
+    chunk: tokenizing.Chunk = [(f"f:{i}", row) for i, row in enumerate(load(rows)[:20])]
+    for template, wrong in ((None, "no chat template"), (templates.PARTS, "as a list of parts")):
+        tokenizer = with_template(template)
+        with pytest.raises(UserError, match=wrong) as here:
+            tokenize(Prompt(), Lengths(), tokenizer, source)
+        with pytest.raises(UserError, match=wrong) as in_a_process:
+            tokenizing._in_processes(tokenizing.Job(Prompt(), Lengths(), tokenizer), [chunk], 1, silent_advance)
+        assert not any(isinstance(caught.value, DataError) for caught in (here, in_a_process))
 
 
 def test_the_cache_is_used(source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,21 +68,35 @@ def test_it_comes_back_from_host_memory(path: Path, eager: None, monkeypatch: py
 HEADS = [{}, {"sequence_parallel": False}, {"recompute_every": 1}]  # whose ranks wait for each other within a block
 
 
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [("d2f2", {}), ("d2f2", {"recompute_every": 1}), ("p2", {})]
+
+
 @pytest.mark.parametrize(
-    ("layout", "options"),
+    ("layout", "options", "backend"),
     [
-        ("d2f2", {}), ("d2f2", {"recompute_every": 1}), ("p2", {}), ("c2", {}),
-        *(pytest.param("t2", options, marks=pytest.mark.slow) for options in HEADS),
+        *((layout, options, "aot_eager") for layout, options in LAYOUTS),
+        ("c2", {}, "inductor"),
+        *(pytest.param(*case, "inductor", marks=pytest.mark.slow) for case in LAYOUTS),
+        *(pytest.param("t2", options, "inductor", marks=pytest.mark.slow) for options in HEADS),
     ],
     ids=str,
 )  # fmt: skip
-def test_two_processes_are_as_one(layout: str, options: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
+def test_two_processes_are_as_one(
+    layout: str, options: dict[str, Any], backend: str, ranks: Ranks, tmp_path: Path
+) -> None:
     case = Case(options={"compile": True, **options})
     model = layouts.write_model(case, tmp_path / "hf")
     alone = layouts.run(model, "d1", Case(), tmp_path / "alone")
     assert alone is not None
-    many = ranks.run(layouts.run, model, layout, case, tmp_path / "many")
+    many = ranks.run(run_compiled_by, backend, model, layout, case, tmp_path / "many")
     layouts.check(many, alone, tmp_path / "many", tmp_path / "alone")
+
+
+def run_compiled_by(backend: str, *case: Any) -> layouts.Found | None:
+    """`layouts.run` with another backend of torch's compiler: "aot_eager" runs the graphs as they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_backend, "compile_blocks", partial(compile_blocks, backend=backend))
+        return layouts.run(*case)
 
 
 def test_what_cannot_be_compiled_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,15 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import fork_server
 from weft.errors import ConfigError
 from weft.kernels import product
 from weft.kernels.cpu import library as native
@@ -40,14 +41,23 @@ def few_sources(folder: Path) -> Path:
     return sources
 
 
-def in_a_process(code: str = "") -> list[str]:
-    """A command that compiles and loads the library of the same sources."""
-    load = f"from weft.kernels.cpu import library as native; native.FOLDER = Path({str(native.FOLDER)!r})"
-    return [
-        sys.executable,
-        "-c",
-        f"import os; {code}from pathlib import Path; {load}; assert native.library() is not None",
-    ]
+def in_a_process(umask: int = 0o022) -> BaseProcess:
+    """A started process that compiles and loads the library of the same sources."""
+    process = fork_server().Process(target=load_library, args=(native.FOLDER, os.environ["XDG_CACHE_HOME"], umask))
+    process.start()
+    return process
+
+
+def load_library(sources: Path, cache: str, umask: int) -> None:
+    os.umask(umask)
+    os.environ["XDG_CACHE_HOME"] = cache
+    native.FOLDER = sources
+    assert native.library() is not None
+
+
+def ended(process: BaseProcess) -> int | None:
+    process.join(120)
+    return process.exitcode
 
 
 def test_a_second_process_finds_what_the_first_compiled(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,20 +139,20 @@ def test_a_variant_that_the_processor_lacks_is_refused(fresh: Path, monkeypatch:
 
 
 def test_processes_that_compile_at_once_all_get_the_kernels(fresh: Path) -> None:
-    others = [subprocess.Popen(in_a_process(), env=dict(os.environ)) for _ in range(3)]
-    assert [other.wait() for other in others] == [0, 0, 0]
+    others = [in_a_process() for _ in range(3)]
+    assert [ended(other) for other in others] == [0, 0, 0]
     assert len(list(fresh.iterdir())) == 1
 
 
 def test_an_empty_file_is_compiled_again(fresh: Path) -> None:
-    assert subprocess.run(in_a_process(), check=False).returncode == 0
+    assert ended(in_a_process()) == 0
     (kept,) = fresh.iterdir()
     kept.write_bytes(b"")
     assert native.library() is not None and kept.stat().st_size > 10_000
 
 
 def test_others_may_write_to_nothing_whatever_the_umask(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert subprocess.run(in_a_process("os.umask(0); "), check=False).returncode == 0
+    assert ended(in_a_process(umask=0)) == 0
     (kept,) = fresh.iterdir()
     assert {path.stat().st_mode & 0o777 for path in (fresh, kept)} == {0o700}
 
