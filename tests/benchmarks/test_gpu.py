@@ -63,6 +63,7 @@ def run(
     return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=environment, check=False)
 
 
+@pytest.mark.slow
 def test_the_program_runs_with_little_installed(tmp_path: Path) -> None:
     """Python reads `sitecustomize` when the program begins; a section by itself is in the next test."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(absent=ABSENT))
