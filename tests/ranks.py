@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,14 +30,17 @@ DEADLINE = 120.0  # seconds that a function may take, and a rank to start
 
 
 class Ranks:
-    def __init__(self, size: int, folder: Path) -> None:
-        context = fork_server()
+    """`spawned`: each process imports for itself and hashes texts in its own way, as those of a run do."""
+
+    def __init__(self, size: int, folder: Path, *, spawned: bool = False) -> None:
+        context = multiprocessing.get_context("spawn") if spawned else fork_server()
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
             arguments = (rank, size, str(folder / f"store{size}"), theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            with patch.dict(os.environ, {"PYTHONHASHSEED": str(rank + 1)}):
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)

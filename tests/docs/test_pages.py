@@ -65,11 +65,12 @@ def prepare(folder: Path, page: Page, model: Path) -> None:
         (folder / name).write_text(body)
 
 
-def run_commands(folder: Path, commands: list[str]) -> None:
+def run_commands(folder: Path, commands: list[str], *, forked: bool = True) -> None:
+    """Run each command; those of weft in forked processes, or with `forked` off as the program that users start."""
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     for command in commands:
         program, *words = shlex.split(command)
-        if program == "weft":
+        if program == "weft" and forked:
             done = run_weft(words, folder, env)
         else:
             done = subprocess.run(
@@ -97,14 +98,14 @@ def test_the_readme_works_in_an_empty_folder(tmp_path: Path) -> None:
     page = read_page(README)
     for name, body in page.files.items():
         (tmp_path / name).write_text(body)
-    run_commands(tmp_path, page.commands)
+    run_commands(tmp_path, page.commands, forked=False)
     runs = {path.parent.name for path in tmp_path.glob("runs/first/*/report.html")}
     assert runs == {"sft", "rw", "dpo", "ppo", "grpo", "python"}
 
 
 @pytest.mark.slow
 def test_the_home_page_works_in_an_empty_folder(tmp_path: Path) -> None:
-    run_commands(tmp_path, read_page(HOME).commands)
+    run_commands(tmp_path, read_page(HOME).commands, forked=False)
     assert (tmp_path / "runs" / "first" / "sft" / "report.html").exists()
 
 

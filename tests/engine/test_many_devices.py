@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -210,6 +210,27 @@ def staged(schedule: str, layers: int = 5, family: str = "llama", **case: Any) -
 @pytest.mark.parametrize("case", [staged("interleaved_1f1b"), staged("zbv", changes={"tie_word_embeddings": True})])
 def test_several_stages_on_each_of_two_processes(case: Case, ranks: Ranks, compare: Compare) -> None:
     compare(case, "p2", ranks)
+
+
+@pytest.fixture(scope="module")
+def spawned_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(2, tmp_path_factory.mktemp("ranks"), spawned=True) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        (Case(), "d2"), (Case("gpt2"), "t2"), (Case(), "t2"), (Case("mixtral"), "d2e2"),
+        (staged("interleaved_1f1b"), "p2"), (staged("zbv"), "p2"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_processes_with_their_own_imports_and_hashes_are_as_one(
+    case: Case, layout: str, spawned_ranks: Ranks, compare: Compare
+) -> None:
+    """Forked ranks have the imports and the hash seed of one process: they could agree by accident."""
+    compare(case, layout, spawned_ranks)
 
 
 TIED = {"tie_word_embeddings": True}

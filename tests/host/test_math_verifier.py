@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fractions import Fraction
 from math import comb, factorial
 from pathlib import Path
@@ -19,6 +19,17 @@ from tests.host import math_pairs
 from weft.host.verifiers import _symbolic
 from weft.host.verifiers._symbolic import ALLOWANCE, REFILL, SECONDS, Engine
 from weft.host.verifiers.math import boxed, equal, math_answer, right
+from weft.runtime.processes import descendants
+
+
+def spent() -> float:
+    """Processor seconds of this process, of children that have ended, and of those that run: the algebra runs in one."""
+    found = sum(os.times()[:4])
+    for each in descendants():
+        with suppress(OSError):  # it has ended just now
+            stat = Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split()
+            found += sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +97,9 @@ def test_completions_that_say_the_answer(reference: str, completion: str) -> Non
 
 @pytest.mark.parametrize(("reference", "completion"), math_pairs.UNSAID)
 def test_completions_that_do_not(reference: str, completion: str) -> None:
-    begin = time.process_time()
+    begin = spent()
     assert not right(completion, reference)
-    assert time.process_time() - begin < 5
+    assert spent() - begin < 5
 
 
 def test_more_is_judged_rightly_than_by_the_library_alone() -> None:
@@ -232,11 +243,11 @@ def test_slow_answers_take_little_time_together() -> None:
     """Each would take minutes; and a right answer that needs algebra is still right among them."""
     completions = [rf"\boxed{{\sin^{{99}}(x+{k})}}" for k in range(40)] + [r"\boxed{y^2=25-x^2}"] * 2
     answers = [r"\cos(x)^{99}+y"] * 40 + ["x^2+y^2=25"] * 2
-    begin = time.process_time()
+    begin = spent()
     with ThreadPoolExecutor(1) as threads:  # where no alarm signal can be set
         rewards = threads.submit(math_answer, [""] * 42, completions, completion_ids=[], answer=answers).result()
     assert rewards[:40] == [0.0] * 40
-    assert time.process_time() - begin < 20, "6 seconds of processor time"
+    assert spent() - begin < 20, "6 seconds of processor time"
     for _ in range(int(0.5 / REFILL)):
         _symbolic.engine().begin()
     assert right(completions[-1], answers[-1])
@@ -256,11 +267,11 @@ def test_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_library_is_ended_in_whatever_loop_it_is() -> None:
     engine = Engine()
     assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
-    begin = time.process_time()
+    begin = spent()
     for endless in ("$9^{9^{9^{9}}}$", r"$(x+y+z+1)^{400}$", "$((10^{9})^{10^9})!$"):
         engine.begin()
         assert not engine.ask("$(x+1)^{400}$", endless)
-    assert time.process_time() - begin < 25, "6 seconds of processor time"
+    assert spent() - begin < 25, "6 seconds of processor time"
     engine = Engine()
     assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
     assert not engine.ask("$5$", "$" + "(" * 50_000 + "$")
@@ -300,6 +311,6 @@ def test_files_of_the_working_folder_are_not_imported(tmp_path: Path, monkeypatc
 )  # fmt: skip
 def test_hostile_texts_are_wrong_and_hold_nothing_up(text: str) -> None:
     """Without a budget of time some of them take minutes, some for ever."""
-    begin = time.process_time()
+    begin = spent()
     assert not right(text, "6") and not right(text, "x^2+1")
-    assert time.process_time() - begin < 60
+    assert spent() - begin < 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import os
 import subprocess
@@ -378,7 +379,20 @@ def test_a_head_start_that_nobody_wants_takes_no_worker_for_long(make: Make) -> 
     assert not function._begun
 
 
-def test_the_deadline_holds_while_a_worker_starts_again(make: Make, tmp_path: Path) -> None:
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that a pool waits for replies, each time."""
+    seconds: list[float] = []
+
+    def spy(replies: Any, longest: float) -> Any:
+        seconds.append(longest)
+        return concurrent.futures.wait(replies, longest)
+
+    monkeypatch.setattr("weft.host._pool.wait", spy)
+    return seconds
+
+
+def test_the_deadline_holds_while_a_worker_starts_again(make: Make, tmp_path: Path, waited: list[float]) -> None:
     """The first call ends the only process, and the second would hang in the next one."""
     source = tmp_path / "slow_to_import.py"
     source.write_text(
@@ -389,6 +403,7 @@ def test_the_deadline_holds_while_a_worker_starts_again(make: Make, tmp_path: Pa
     function = RewardFunction(f"{source}:f", num_workers=1, timeout_s=2.5)
     with pytest.raises(UserError, match="it ended its process"):
         function(batch([["a"], ["x"]]), context())
+    assert waited and max(waited) <= 2.5
     function.pool.close()
 
 
@@ -453,11 +468,12 @@ def test_a_process_that_dies_is_named(make: Make) -> None:
         function(batch([["a"]]), context())
 
 
-def test_a_hung_call_stops_the_run(make: Make) -> None:
+def test_a_hung_call_stops_the_run(make: Make, waited: list[float]) -> None:
     with pytest.raises(
         UserError, match=r"'hangs' did not finish within reward_timeout_s=0.7 seconds on p1\[0\]; make it faster"
     ):
         make("hangs", timeout_s=0.7, num_workers=2, chunk_size=1)(batch([["a"], ["x"], ["b"]]), context())
+    assert waited and max(waited) <= 0.7
 
 
 def test_a_hung_call_may_get_a_reward_instead(make: Make) -> None:
@@ -502,7 +518,7 @@ def test_workers_end_with_the_process_that_started_them(source: Path, text: str)
     )
     # Not its standard error: a worker that lives on would hold it, and this test would wait for it.
     run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    worker, end = int(run.stdout), time.monotonic() + 120
+    worker, end = int(run.stdout), time.monotonic() + 30
     while _alive(worker) and time.monotonic() < end:
         time.sleep(0.05)
     assert not _alive(worker)

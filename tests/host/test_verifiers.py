@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gzip
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +242,17 @@ def test_programs_that_do() -> None:
 @pytest.mark.parametrize(
     "program", ["while True: pass", "import time; time.sleep(60)", "input('?')\nimport time; time.sleep(60)"]
 )
-def test_endless_programs_are_killed(program: str) -> None:
+def test_endless_programs_are_killed(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    communicate = subprocess.Popen.communicate
+
+    def spy(process: Any, given: bytes, seconds: float) -> Any:
+        waited.append(seconds)
+        return communicate(process, given, seconds)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", spy)
     assert not runs_to_its_end(program, Limits(seconds=0.5)), "by itself it would end well, or never"
+    assert waited == [0.5]
 
 
 def test_what_a_killed_program_started_is_killed_too(tmp_path: Path) -> None:

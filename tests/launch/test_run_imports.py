@@ -32,7 +32,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "quickstart", "sft", "experiment_name=e", "trial_name=t", f"fileroot={folder}", f"model.path={model}",
         f"dataset.path={rows}", "dataset.train_bs_n_seqs=4", "max_steps=1", "device=cpu",
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", CODE, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *words], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     code, *modules = json.loads(done.stdout.splitlines()[-1])
     assert code == 0, done.stderr

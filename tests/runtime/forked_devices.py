@@ -82,6 +82,7 @@ class _Peers:
 
 
 def _serve(rank: int, folder: Path, environment: Mapping[str, str], ready: Connection) -> None:
+    os.environ.clear()  # what the fork server began with
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     process = DeviceProcess(rank, _Peers(folder))

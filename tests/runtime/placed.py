@@ -45,7 +45,8 @@ def hang(model, step, flag):
     if model.step == step and not os.path.exists(flag):
         with open(flag, "w") as file:
             file.write("hangs")
-        while not os.path.exists(f"{flag}.go"):
+        end = time.monotonic() + 3600
+        while not os.path.exists(f"{flag}.go") and time.monotonic() < end:
             time.sleep(0.05)
 
 
