@@ -271,7 +271,7 @@ def test_the_library_is_ended_in_whatever_loop_it_is() -> None:
     for endless in ("$9^{9^{9^{9}}}$", r"$(x+y+z+1)^{400}$", "$((10^{9})^{10^9})!$"):
         engine.begin()
         assert not engine.ask("$(x+1)^{400}$", endless)
-    assert spent() - begin < 12, "6 seconds of processor time, and what starting takes"
+    assert spent() - begin < 15, "6 seconds of processor time, and what starting takes"
     engine = Engine()
     assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
     assert not engine.ask("$5$", "$" + "(" * 50_000 + "$")
