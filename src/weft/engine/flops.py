@@ -113,6 +113,6 @@ def model_of(name: str) -> str | None:
 
 
 def peak_of(name: str) -> Peak | None:
-    """Of the GPU that the driver calls so; None of one that is not in the table."""
+    """Return the peak of the GPU with this driver name, or None if the table lacks it."""
     model = model_of(name)
     return None if model is None else dict(PEAKS)[model]

@@ -42,7 +42,7 @@ GPU_FILES = ("nvidia*", "kfd", "dxg")
 
 
 def launch_devices_anew(experiment: Experiment, mode: str) -> Launch:
-    """As `launch_devices`, in place of devices that were lost: a cluster may take its time to have enough of them again. Raises
+    """Replace lost devices as `launch_devices` starts them: a cluster may take its time to have enough of them again. Raises
     `RunError` where it does not."""
     end = time.monotonic() + RETURN_SECONDS
     while True:
@@ -88,7 +88,7 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
 
 
 def starts_early(experiment: Experiment, mode: str) -> bool:
-    """Whether the run has several devices and all are CPUs of this machine, as far as can be known without torch."""
+    """Return whether the run has several devices and all are CPUs of this machine, as far as can be known without torch."""
     device = experiment.control.device
     if mode != "local" or experiment.num_devices == 1:
         return False

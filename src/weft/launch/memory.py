@@ -112,7 +112,7 @@ class Forecast:
 
 
 def held_memory(device: torch.device) -> float:
-    """GiB that this process holds now: of the device's memory, or on a CPU of its own without pages of files."""
+    """Return the GiB that this process holds now: of the device's memory, or on a CPU of its own without pages of files."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / GIB
     if sys.platform != "linux":

@@ -66,7 +66,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _variant() -> str | None:
-    """What `WEFT_NATIVE` asks for: `native`, a variant, or None for no kernels."""
+    """Return the choice of `WEFT_NATIVE`: `native`, the name of a variant, or None for no kernels."""
     asked = os.environ.get(SWITCH, "").strip().lower()
     if asked in ("", "1", "native"):
         return "native"
