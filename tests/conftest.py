@@ -30,6 +30,16 @@ def _data_dir() -> Path:
     return Path(os.environ.get("WEFT_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 
+@pytest.fixture(autouse=True)
+def _keep_environment() -> Iterator[None]:
+    """Undo what a test, or what it imports, sets in the environment: Ray and deterministic torch do, for instance."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of real data; tests that need it skip where it is absent."""

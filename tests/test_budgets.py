@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGET = {"file": 400, "function": 60, "class": 250, "parameters": 8}
+BUDGET = {"file": 600, "function": 80, "class": 300, "parameters": 8}
 
 # (kind, path, name) -> why this one is larger.
 EXCUSED: dict[tuple[str, str, str], str] = {
@@ -55,9 +55,9 @@ def test_no_excuse_outlives_its_case() -> None:
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
-        ("x = 1\n" * 401, "file"),
-        ("def f():\n" + "    x = 1\n" * 60, "function"),
-        ("class C:\n" + "    x = 1\n" * 250, "class"),
+        ("x = 1\n" * 601, "file"),
+        ("def f():\n" + "    x = 1\n" * 80, "function"),
+        ("class C:\n" + "    x = 1\n" * 300, "class"),
         ("def f(a, b, c, d, e, f, g, h, i): ...\n", "parameters"),
     ],
 )
