@@ -42,8 +42,9 @@ class Nodes:
             "--include-dashboard=false",
         )  # fmt: skip
 
-    def add(self) -> None:
-        self._start(f"--address={self.address}", f"--node-ip-address=127.0.0.{1 + len(self.nodes)}")
+    def add(self, address: str | None = None) -> None:
+        own = address or f"127.0.0.{1 + len(self.nodes)}"
+        self._start(f"--address={self.address}", f"--node-ip-address={own}")
 
     def _start(self, *words: str) -> None:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"]

@@ -102,6 +102,18 @@ def test_a_node_that_is_lost_gives_way_to_another(root, whole, monkeypatch):
         assert timeless(run) == timeless(whole)
 
 
+def test_a_node_that_comes_back_under_another_id_is_taken_up(root, whole, monkeypatch):
+    """It joins before the cluster has given up the node that was lost, and has its address."""
+    with ray_cluster.cluster() as nodes:
+        command, run = on(nodes, root, "back", monkeypatch=monkeypatch)
+        nodes.lose(1)
+        nodes.add(address="127.0.0.2")
+        code, out = command.end(SECONDS)
+        assert code == 0 and command.none_left(20) and nodes.no_workers(), out
+        assert "its node 127.0.0.2 is lost" in (run / "log.txt").read_text()
+        assert timeless(run) == timeless(whole)
+
+
 def test_where_no_node_is_left_one_message_says_who_and_in_which_call(root, monkeypatch):
     with ray_cluster.cluster() as nodes:
         command, run = in_call(nodes, root, "off", "recover_mode=disabled", monkeypatch=monkeypatch)
@@ -109,6 +121,7 @@ def test_where_no_node_is_left_one_message_says_who_and_in_which_call(root, monk
         code, out = command.end(SECONDS)
         assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
         assert f"device 1 ({socket.gethostname()}, process " in errors(out)[0] and "call '" in errors(out)[0], out
+        assert "its node 127.0.0.2 is lost" in errors(out)[0], out
         assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()
 
 

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -23,11 +23,12 @@ import torch
 from tests.processes import fork_server
 from weft.errors import DevicesLost
 from weft.experiment import Experiment
-from weft.runtime.device_process import Command, DeviceProcess, Report, Want, Where
+from weft.runtime.device_process import Activity, Command, DeviceProcess, Report, Want, Where
 from weft.runtime.dispatch import Given, Lost
 
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5
+ACTIVITY_SECONDS = 5.0
 
 
 class _Line:
@@ -147,6 +148,12 @@ class ForkedDevices:
 
     def peak_memory_gb(self) -> float:
         return max(self._each(lambda line: line.ask("peak_memory_gb")))
+
+    def activities(self, ranks: Sequence[int]) -> dict[int, Activity]:
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            asked = {pool.submit(_Line(self._folder, rank).ask, "activity"): rank for rank in ranks}
+            ready, _ = wait(asked, timeout=ACTIVITY_SECONDS)
+            return {asked[each]: each.result() for each in ready}
 
     def close(self, deadline_s: float) -> None:
         for process in self._processes:

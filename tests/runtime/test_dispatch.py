@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from weft.errors import ConfigError, DevicesLost, RunError
 from weft.runtime import dispatch
-from weft.runtime.device_process import DeviceProcess, Report, Where, portable
+from weft.runtime.device_process import Activity, DeviceProcess, Report, Where, portable
 from weft.runtime.dispatch import Dispatch, Given, Job, Lost
 
 
@@ -35,6 +39,7 @@ class Played:
     world: int
     sent: list[tuple[int, int, int, str]] = field(default_factory=list)  # rank, place, number, word
     said: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    doing: dict[int, Activity] = field(default_factory=dict)
 
     @property
     def where(self):
@@ -48,6 +53,9 @@ class Played:
             return [self.said.get(timeout=0.01)]
         except queue.Empty:
             return []
+
+    def activities(self, ranks):
+        return {rank: self.doing[rank] for rank in ranks if rank in self.doing}
 
     def end(self, rank: int, number: int, value: Any = None) -> None:
         self.said.put((rank, [Report(number, "started"), Report(number, "finished", value)]))
@@ -197,6 +205,68 @@ def test_a_call_that_is_overdue_names_the_ranks_it_waits_for():
         pass
     assert str(jobs.overdue(("train", 3), "late")) == "late; it waits for device 1 (host, process 101)"
     jobs.close()
+
+
+@pytest.mark.parametrize(
+    ("doing", "named"),
+    [
+        ({0: Activity(True, "all_reduce (c.py:1)"), 1: Activity(False, "nap (hooks.py:7)")},
+         "device 1 (host, process 101), which is in nap (hooks.py:7)"),
+        ({0: Activity(True, "all_reduce (c.py:1)")}, "device 1 (host, process 101), which does not answer"),
+        ({rank: Activity(True, "all_reduce (c.py:1)") for rank in (0, 1)},
+         "device 0 (host, process 100), device 1 (host, process 101)"),
+        ({}, "device 0 (host, process 100), device 1 (host, process 101)"),
+    ],
+)  # fmt: skip
+def test_of_devices_that_are_late_the_one_that_holds_up_the_others_is_named(doing, named):
+    devices = Played(2, doing=doing)
+    jobs = Dispatch(devices)
+    one, _ = job("x", [0, 1], task=("train", 3))
+    jobs.submit(one)
+    assert str(jobs.overdue(("train", 3), "late")) == f"late; it waits for {named}"
+    jobs.close()
+
+
+@dataclass(frozen=True)
+class MeetLate:
+    """Sum a number over both ranks; rank 1 comes once somebody has made the file."""
+
+    go: Path
+
+    def run(self, process: DeviceProcess, number: int) -> float:
+        if process.rank == 1:
+            self.go.with_suffix(".waits").touch()
+            wait_for_file(self.go)
+        y = torch.ones(1)
+        dist.all_reduce(y)
+        return float(y)
+
+
+def wait_for_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_a_real_device_says_whether_it_waits_for_another(tmp_path):
+    from tests.runtime.forked_devices import ForkedDevices
+
+    devices = ForkedDevices(2)
+    jobs = Dispatch(devices)
+    over: Future[Any] = Future()
+    meet = lambda rank: (MeetLate(tmp_path / "go"), Given())  # noqa: E731
+    jobs.submit(Job("meeting", [0, 1], meet, over.set_result, over.set_exception))
+    wait_for_file(tmp_path / "go.waits")
+    while not devices.activities([0]) or not devices.activities([0])[0].place.startswith("run (test_dispatch.py"):
+        time.sleep(0.01)  # rank 0 comes to the collective in a moment
+    found = devices.activities([0, 1])
+    (tmp_path / "go").touch()
+    assert [found[rank].waits for rank in (0, 1)] == [True, False]
+    assert found[1].place.startswith("wait_for_file (test_dispatch.py:")
+    assert over.result(30)[0].value == 2.0
+    idle = devices.activities([0])[0]
+    assert idle.waits and idle.place.startswith("run_next (device_process.py:")
+    jobs.close()
+    devices.close(0.0)
 
 
 def test_devices_that_are_gone_altogether_end_every_wait():

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.realloc.plan import Transfer
 from weft.runtime.commands import Prepare
-from weft.runtime.device_process import Command, DeviceProcess, Report, Want, Where
+from weft.runtime.device_process import Activity, Command, DeviceProcess, Report, Want, Where
 from weft.runtime.dispatch import Given, Lost
 
 SECONDS = 30.0  # until a device gives another one up, and the test with it
@@ -93,6 +93,9 @@ class ThreadDevices:
 
     def peak_memory_gb(self) -> float:
         return 0.0
+
+    def activities(self, ranks: Sequence[int]) -> dict[int, Activity]:
+        return {rank: self.processes[rank].activity() for rank in ranks}
 
     def close(self, deadline_s: float) -> None:
         """Their threads end with this process."""

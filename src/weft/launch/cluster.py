@@ -81,7 +81,7 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
         told = {**environment(), **control.env}
         deadlines = [call.deadline_s for call in experiment.calls() if call.deadline_s is not None]
         cluster.silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))
-        return cluster.launch(count, kind, {**told, **growing_segments(told)}, nodes)
+        return cluster.launch(count, kind, {**told, **growing_segments(told)})
     except BaseException:
         cluster.close()
         raise

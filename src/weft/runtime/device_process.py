@@ -9,17 +9,21 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import sys
+import sysconfig
 import threading
 import traceback
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+import weft
 from weft.data.sample import SequenceSample
 from weft.engine.device import peak_memory_gb, using
 from weft.engine.profile import Trace
@@ -32,6 +36,8 @@ from weft.runtime.roles import Place
 from weft.runtime.worker import Worker
 
 COLLECTIVE_SECONDS = 1800.0  # a rank that waits longer for the others of a collective gives up
+PACKAGE = str(Path(weft.__file__).parent)
+TORCH_DISTRIBUTED = os.path.join("torch", "distributed")
 TRANSFER_SECONDS = 600.0  # for tensors that another device holds already
 
 
@@ -65,6 +71,14 @@ class Report:
     kind: Literal["started", "announced", "finished", "failed"]
     value: Any = None
     moved: int = 0
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a device is doing: waiting for other devices, or running the code at `place`, a function, file and line."""
+
+    waits: bool
+    place: str
 
 
 class Peers(Protocol):
@@ -108,7 +122,8 @@ class DeviceProcess:
         self._early: dict[int, Queued] = {}
         self._place = 0
         self._lock = threading.Lock()
-        threading.Thread(target=self._work, name="weft-worker", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
+        self._thread.start()
 
     # -- the ranks of the run
 
@@ -215,8 +230,32 @@ class DeviceProcess:
     def peak_memory_gb(self) -> float:
         return peak_memory_gb(self.device)
 
+    def activity(self) -> Activity:
+        """Return what the thread that runs commands is doing, from its stack."""
+        assert self._thread.ident is not None
+        return describe_stack(traceback.extract_stack(sys._current_frames()[self._thread.ident]))
+
     def where(self, address: str) -> Where:
         return Where(self.rank, socket.gethostname(), os.getpid(), address)
+
+
+def describe_stack(stack: Sequence[traceback.FrameSummary]) -> Activity:
+    """Return what a thread with this stack, outermost frame first, is doing. It waits for other devices if weft's or the user's
+    innermost code waits for a collective, for tensors, or for the next command."""
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    own = [
+        index
+        for index, frame in enumerate(stack)
+        if frame.filename.startswith(PACKAGE) or not frame.filename.startswith(libraries)
+    ]
+    inmost = stack[own[-1]]
+    called = stack[own[-1] + 1 :]
+    waits = (
+        inmost.name in ("run_next", "_take")
+        or any(TORCH_DISTRIBUTED in frame.filename for frame in called)
+        or ".wait(" in (inmost.line or "")
+    )
+    return Activity(waits, f"{inmost.name} ({Path(inmost.filename).name}:{inmost.lineno})")
 
 
 def is_of_others(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weft.errors import DevicesLost, RunError
-from weft.runtime.device_process import Command, Report, Want, Where
+from weft.runtime.device_process import Activity, Command, Report, Want, Where
 from weft.runtime.events import Task
 
 # A rank whose peer dies may tell of the broken connection before anybody sees the death, which says more.
@@ -48,6 +48,11 @@ class Devices(Protocol):
 
     def export(self, wants: Sequence[Want]) -> list[bytes]: ...
     def peak_memory_gb(self) -> float: ...
+
+    def activities(self, ranks: Sequence[int]) -> Mapping[int, Activity]:
+        """Return what each of these ranks is doing, without those that don't answer within a few seconds."""
+        ...
+
     def close(self, deadline_s: float) -> None: ...
 
 
@@ -119,7 +124,7 @@ class Dispatch:
         """The error for the call `task` that has passed its deadline, with the ranks that it waits for."""
         with self._lock:
             job = next((job for job in [*self._jobs.values(), *self._held] if job.task == task), None)
-        return DevicesLost(f"{told}; it waits for {self._who(job.waits_for)}" if job is not None else told)
+        return DevicesLost(f"{told}; it waits for {self._describe_late(job.waits_for)}" if job is not None else told)
 
     def close(self) -> None:
         """Hear no more; whoever still waits for a job is told."""
@@ -225,7 +230,16 @@ class Dispatch:
             names = [job.name for job in self._jobs.values() if not set(ranks).isdisjoint(job.waits_for)]
         return f" in {' or '.join(names[:3])}" if names else ""
 
-    def _who(self, ranks: Sequence[int]) -> str:
+    def _describe_late(self, ranks: Sequence[int]) -> str:
+        """Name the devices that hold up a job, of those that have not finished it: the silent ones; else those that don't wait
+        for others themselves, with the code that they run; else all."""
+        activities = self._devices.activities(ranks)
+        silent = [rank for rank in ranks if rank not in activities]
+        if silent and activities:
+            return ", ".join(f"{self._devices.where[rank]}, which does not answer" for rank in silent)
+        busy = {rank: each.place for rank, each in activities.items() if not each.waits}
+        if busy:
+            return ", ".join(f"{self._devices.where[rank]}, which is in {place}" for rank, place in busy.items())
         return ", ".join(str(self._devices.where[rank]) for rank in ranks)
 
     def _expire(self) -> None:
@@ -233,7 +247,7 @@ class Dispatch:
         with self._lock:
             late = next((job for job in self._jobs.values() if job.expires is not None and job.expires < now), None)
         if late is not None:
-            who = self._who(late.waits_for)
+            who = self._describe_late(late.waits_for)
             self._break(DevicesLost(f"{late.name} did not end within {late.seconds:g} s; it waits for {who}"))
 
     def _break(self, error: RunError) -> None:

@@ -25,10 +25,10 @@ from weft.runtime.processes import Process, descendants, kill
 from weft.runtime.scratch import Scratch, remove_leftovers
 from weft.runtime.signals import quiet
 from weft.runtime.supervised import Wire
-from weft.runtime.watch import Watch, check_listens
+from weft.runtime.watch import Watch, check_listens, listens
 
 if TYPE_CHECKING:
-    from weft.runtime.device_process import Command, Report, Want, Where
+    from weft.runtime.device_process import Activity, Command, Report, Want, Where
     from weft.runtime.dispatch import Given, Lost
 
 START_SECONDS = 300.0  # for the devices' processes to be there, with all that they import
@@ -38,6 +38,7 @@ POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
 SILENT_SECONDS = 300.0
 LEAST_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
+ACTIVITY_SECONDS = 5.0  # for a device to say what it is doing; one that stands still does not
 HERE = "Ray's raylet on this machine"
 # Ray's own processes count as gone when nobody listens for so long; after 60 s Ray would end this process.
 OWN_GONE_SECONDS, GONE_SECONDS = 2.0, 20.0
@@ -129,12 +130,24 @@ class _Device:
     def peak_memory_gb(self) -> float:
         return self._process.peak_memory_gb()
 
+    @ray.method(concurrency_group="io")
+    def activity(self) -> Activity:
+        return self._process.activity()
+
 
 class RayDevices:
     """Implements `weft.runtime.dispatch.Devices`. `close` ends the actors, and the Ray that was started for them."""
 
-    def __init__(self, actors: Sequence[Any], where: Sequence[Where], cluster: Cluster, group: Any) -> None:
-        self._actors, self.where = list(actors), list(where)
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        where: Sequence[Where],
+        nodes: Sequence[str],
+        cluster: Cluster,
+        group: Any,
+    ) -> None:
+        """`nodes` are the ids of the machines that the actors are on, by rank."""
+        self._actors, self.where, self._nodes = list(actors), list(where), list(nodes)
         self._cluster, self._group = cluster, group
         self._wire = Wire.of(os.environ)
         self._wire.anew()
@@ -168,7 +181,9 @@ class RayDevices:
             except RayError as error:
                 self._cluster.answers()
                 self._cluster.check_there()  # what became of it says more than what became of a device
-                found.append((rank, Lost(_reason(error))))
+                node = self._cluster.find_lost_node(self._nodes[rank])
+                reason = f"its node {node.address} is lost" if node is not None else _reason(error)
+                found.append((rank, Lost(reason)))
         for each, (rank, since) in list(self._polls.items()):
             if time.monotonic() - since > self._cluster.silent_s:
                 del self._polls[each]
@@ -189,6 +204,17 @@ class RayDevices:
     def peak_memory_gb(self) -> float:
         asked = [actor.peak_memory_gb.remote() for actor in self._actors]
         return max(_ask(self._cluster, asked, "its peak memory", EXPORT_SECONDS))
+
+    def activities(self, ranks: Sequence[int]) -> dict[int, Activity]:
+        if not self._cluster.answers():
+            return {}
+        asked = {self._actors[rank].activity.remote(): rank for rank in ranks}
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ACTIVITY_SECONDS)
+        found: dict[int, Activity] = {}
+        for each in ready:
+            with suppress(RayError):
+                found[asked[each]] = ray.get(each)
+        return found
 
     def close(self, deadline_s: float) -> None:
         if self._cluster.answers():
@@ -284,9 +310,17 @@ class Cluster:
         up = [Node.of(node) for node in ray.nodes() if node["Alive"]]
         return in_order(up, ray.get_runtime_context().get_node_id())
 
-    def launch(self, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]) -> Launch:
+    def find_lost_node(self, id: str) -> Node | None:
+        """Return the machine with this id if Ray has given it up, or if its raylet does not listen any more."""
+        for listed in ray.nodes():
+            if listed["NodeID"] == id:
+                raylet = (listed["NodeManagerAddress"], listed["NodeManagerPort"])
+                return None if listed["Alive"] and listens(raylet) else Node.of(listed)
+        return None
+
+    def launch(self, count: int, device: str, environment: Mapping[str, str]) -> Launch:
         """Begin to start a process for each of `count` devices, neighbours on one node where that can be; see `Launch`."""
-        return Launch(self, count, device, environment, chosen)
+        return Launch(self, count, device, environment)
 
     def remember(self, pids: Collection[int]) -> None:
         """Note processes of devices, for `close`: those of this machine that Ray has started."""
@@ -317,11 +351,10 @@ class Launch:
     the `cluster`.
     """
 
-    def __init__(
-        self, cluster: Cluster, count: int, device: str, environment: Mapping[str, str], chosen: Sequence[Node]
-    ) -> None:
-        self.cluster, self._device, self._environment, self._nodes = cluster, device, environment, chosen
+    def __init__(self, cluster: Cluster, count: int, device: str, environment: Mapping[str, str]) -> None:
+        self.cluster, self._device, self._environment = cluster, device, environment
         self._actors: list[Any] = []
+        self._nodes: list[str] = []  # ids of the machines that the actors are on, by rank
         self._asked: list[Any] = []  # where each of them is
         bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
         self._group = placement_group([bundle] * count, strategy="PACK")
@@ -343,34 +376,45 @@ class Launch:
         asked = [actor.join.remote(actors, address, port, self._device) for actor in actors]
         _ask(cluster, asked, "the other ranks", START_SECONDS)
         cluster.remember([each.pid for each in where])
-        return RayDevices(actors, where, cluster, self._group)
+        return RayDevices(actors, where, self._nodes, cluster, self._group)
 
     def _has_place(self, seconds: float) -> bool:
         """Wait until the devices are free for this run. (`PlacementGroup.ready` would start a process to find out.)"""
-        end, found = time.monotonic() + seconds, False
-        while not found and time.monotonic() < end:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
             self.cluster.check_there()
             try:
-                found = self._group.wait(POLL_SECONDS)
+                if self._group.wait(POLL_SECONDS) and self._find_place():
+                    return True
             except RayError:
                 self.cluster.answers()
                 self.cluster.check_there()  # what became of Ray says more
                 raise
-        return found
+        return False
+
+    def _find_place(self) -> bool:
+        """Take in which machine has which device. Return false while one of the machines is not up: a machine that was lost may
+        have come back under another id, and Ray moves the devices there."""
+        nodes = self.cluster.nodes()
+        self._on: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        self._up = [node for node in nodes if node.id in self._on.values()]
+        return {node.id for node in self._up} == set(self._on.values())
 
     def _begin(self) -> None:
         """Start the actors, and ask each where it is: it imports what a device needs before it answers."""
-        on = placement_group_table(self._group)["bundles_to_node_id"]
+        threads = threads_of(self._on, self._up)
         actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(_Device)
-        for rank, index in enumerate(by_rank(on, self._nodes)):
+        for rank, index in enumerate(by_rank(self._on, self._up)):
             actor = actor_class.options(
                 num_cpus=1,
                 num_gpus=int(self._device == "cuda"),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
             ).remote(rank)
-            threads = os.environ.get("OMP_NUM_THREADS") or str(threads_of(on, self._nodes)[on[index]])
-            told = {**self._environment, "OMP_NUM_THREADS": threads}
+            node = self._on[index]
+            own_threads = os.environ.get("OMP_NUM_THREADS") or str(threads[node])
+            told = {**self._environment, "OMP_NUM_THREADS": own_threads}
             self._actors.append(actor)
+            self._nodes.append(node)
             self._asked.append(actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path]))
 
 

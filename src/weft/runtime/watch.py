@@ -29,7 +29,7 @@ class Watch:
     def check(self, *names: str) -> None:
         """Look at some of them now, or at all."""
         for name in names or self._places:
-            if self.gone is None and not _listens(self._places[name]):
+            if self.gone is None and not listens(self._places[name]):
                 self.gone = self._told(name)
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class Watch:
         heard = dict.fromkeys(self._places, time.monotonic())
         while self.gone is None and not self._over.wait(EVERY_SECONDS):
             for name, place in self._places.items():
-                if _listens(place):
+                if listens(place):
                     heard[name] = time.monotonic()
                 elif time.monotonic() - heard[name] > self._seconds:
                     self.gone = self._told(name)
@@ -66,7 +66,8 @@ def check_listens(address: str) -> None:
         raise OSError("what listens there is another program")
 
 
-def _listens(place: tuple[str, int]) -> bool:
+def listens(place: tuple[str, int]) -> bool:
+    """Return whether a connection to the (host, port) can be made."""
     try:
         socket.create_connection(place, timeout=ANSWER_SECONDS).close()
     except OSError:
