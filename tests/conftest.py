@@ -8,6 +8,7 @@ from tests import environment
 environment.prepare()
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +21,29 @@ hypothesis.settings.register_profile("weft", deadline=None)  # a busy machine is
 hypothesis.settings.load_profile("weft")
 
 ROOT = Path(__file__).resolve().parent.parent
+UNTIL = "WEFT_TEST_UNTIL"  # seconds since the epoch; no test begins after that
+TOO_LATE = f"not run: it would begin after {UNTIL}"
 
 
 def pytest_configure() -> None:
     environment.reset_warnings()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skip tests, and their fixtures, once the time of a CI run is over: a machine at half the speed still ends in time."""
+    if time.time() > float(os.environ.get(UNTIL, "inf")):
+        pytest.skip(TOO_LATE)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Warn of tests that were not run for lack of time, with the files that they are in."""
+    reports = terminalreporter.stats.get("skipped", [])
+    late = [report.nodeid for report in reports if TOO_LATE in str(report.longrepr)]
+    if late:
+        terminalreporter.section("NOT RUN FOR LACK OF TIME", red=True)
+        files = sorted({name.partition("::")[0] for name in late})
+        terminalreporter.write_line(f"!!! {len(late)} tests of: {', '.join(files)}")
 
 
 def _data_dir() -> Path:

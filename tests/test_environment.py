@@ -8,9 +8,12 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests import conftest
 from tests.environment import ASKED, CACHE, SET, cleaned
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +54,29 @@ def test_this_process_has_it() -> None:
     assert asked or not set(HOSTILE) - {"HF_HOME", "XDG_CACHE_HOME", *SET} & set(os.environ)
     with warnings.catch_warnings(record=True):
         warnings.warn("only a warning", ImportWarning, stacklevel=1)
+
+
+def test_no_test_begins_after_the_time_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(conftest.UNTIL, str(time.time() + 1000))
+    conftest.pytest_runtest_setup()
+    monkeypatch.setenv(conftest.UNTIL, str(time.time() - 1))
+    with pytest.raises(pytest.skip.Exception, match="not run"):
+        conftest.pytest_runtest_setup()
+
+
+def test_tests_that_are_not_run_for_lack_of_time_are_told_with_their_files() -> None:
+    def report(name: str, reason: str) -> SimpleNamespace:
+        return SimpleNamespace(nodeid=name, longrepr=("file", 1, f"Skipped: {reason}"))
+
+    late = [report(name, conftest.TOO_LATE) for name in ("tests/b.py::x", "tests/a.py::y", "tests/b.py::z")]
+    lines: list[str] = []
+    terminal: Any = SimpleNamespace(
+        stats={"skipped": [*late, report("tests/c.py::x", "needs a CUDA device")]},
+        section=lambda title, **markup: lines.append(title),
+        write_line=lines.append,
+    )
+    conftest.pytest_terminal_summary(terminal)
+    assert lines == ["NOT RUN FOR LACK OF TIME", "!!! 3 tests of: tests/a.py, tests/b.py"]
 
 
 @pytest.mark.skipif(ASKED in os.environ, reason="another environment is asked for")
