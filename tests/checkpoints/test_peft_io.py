@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def logits(network: Transformer) -> Tensor:
     return common.logits(network, ROW)
 
 
-def save_both(network: Transformer, directory: Path) -> tuple[Path, Path]:
+def save_both(network: Transformer, directory: Path, whole: bool = False) -> tuple[Path, Path]:
     parameters = values(network)
     base = {n: p for n, p in parameters.items() if not lora.is_adapter(n)}
     hf_io.save(directory / "base", base, network.config, network.kind)
@@ -40,6 +41,7 @@ def save_both(network: Transformer, directory: Path) -> tuple[Path, Path]:
         network.config,
         network.kind,
         base=str(directory / "base"),
+        whole=whole,
     )
     return directory / "base", directory / "adapter"
 
@@ -91,6 +93,74 @@ def test_weft_computes_what_peft_saved(name: str, targets: list[str], rank_stabi
     peft_io.load_adapter(tmp_path / "adapter", network)
     assert_close(logits(network), wrapped(ROW[None]).logits[0].detach())
     assert not torch.allclose(logits(network), logits(base), atol=1e-2)
+
+
+TIED = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "olmo2", "phi3", "gpt2", "gpt_neox", "gpt_bigcode", "opt",
+        "mixtral", "qwen3_moe"]  # fmt: skip
+
+
+def with_more_tokens(network: Transformer, rows: int) -> Transformer:
+    """The network with adapters and `rows` more tokens, every row of the embedding trained."""
+    config = replace(network.config, vocab_size=network.config.vocab_size + rows)
+    grown = hf_io.init_random(config, network.kind, seed=3)
+    lora.attach_ranks(grown, {name: (a.lora_a.shape[-2], a.scale) for name, a in lora.adapters(network).items()}, 0.0)
+    held = values(network)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, value in values(grown).items():
+            if value.shape == held[name].shape:
+                value.copy_(held[name])
+            else:
+                value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
+    return grown
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", TIED)
+def test_every_saved_form_of_added_tokens_with_tied_embeddings(name: str, tmp_path: Path) -> None:
+    """PEFT reads the adapter, transformers the merged model, weft both."""
+    changes = {"mlp_only_layers": []} if name == "qwen3_moe" else {}
+    network = adapted(name, tie_word_embeddings=True, **changes)
+    base, _ = save_both(network, tmp_path)
+    grown = with_more_tokens(network, 13)
+    _, adapter = save_both(grown, tmp_path / "grown", whole=True)
+    row = torch.cat([ROW[:5], torch.arange(131, 144)])
+    wanted = common.logits(grown, row)
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    theirs.resize_token_embeddings(144)
+    wrapped = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+    assert_close(wrapped(row[None]).logits[0].detach(), wanted)
+
+    again = peft_io.load_adapted(base, adapter, "lm", torch.float32)
+    assert again.config.tied and again.config.vocab_size == 144
+    assert torch.equal(common.logits(again, row), wanted)
+
+    merged = lora.merge(values(again), lora.scales(again))
+    hf_io.save(tmp_path / "merged", merged, again.config)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert_close(whole(row[None]).logits[0].detach(), common.logits(hf_io.load(tmp_path / "merged"), row))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["embed_tokens", "lm_head"], ["lm_head"]])
+def test_an_adapter_of_peft_that_unties_the_output_matrix(saved: list[str], tmp_path: Path) -> None:
+    base = tiny(tie_word_embeddings=True)
+    hf_io.save(tmp_path / "base", values(base), base.config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False,
+                               modules_to_save=saved)  # fmt: skip
+    wrapped = peft.get_peft_model(model, settings).eval()
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(wrapped.named_parameters()):
+            if "modules_to_save" in name:
+                parameter.add_(0.1 * (number + 1))
+    wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    network = peft_io.load_adapted(tmp_path / "base", tmp_path / "adapter", "lm", torch.float32)
+    assert not network.config.tied
+    assert_close(logits(network), wrapped(ROW[None]).logits[0].detach())
+    with pytest.raises(CheckpointError, match="weft convert merge"):
+        peft_io.load_adapter(tmp_path / "adapter", hf_io.load(tmp_path / "base"))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")

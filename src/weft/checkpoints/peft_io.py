@@ -3,6 +3,8 @@
 weft's adapters stand on unfused layers. Where the checkpoint fuses several (phi3's qkv, GPT-2's c_attn), their adapters
 are one adapter of the sum of their ranks: A stacked, B block-diagonal, with `rank_pattern` and `alpha_pattern` keeping the
 scale. That is exact, and so is the way back. A stack of experts is one adapter an expert under the checkpoint's names.
+
+PEFT unties what `modules_to_save` lists: an embedding that is also the output matrix is stored under both names.
 """
 
 from __future__ import annotations
@@ -12,19 +14,20 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.checkpoints import prefix_files, weight_files
+from weft.checkpoints import hf_io, prefix_files, weight_files
 from weft.errors import CheckpointError
 from weft.models.families.base import Family
 from weft.models.families.keymap import Key, KeyMap
 from weft.models.network.config import TransformerConfig
 from weft.models.network.lora import A, B, adapters, attach_ranks
-from weft.models.network.parameters import canonical
+from weft.models.network.parameters import canonical, values
 from weft.models.network.transformer import Head, Transformer
 from weft.reading import read_object, reading
 from weft.registry import families
@@ -33,6 +36,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 TASKS: dict[str, Head] = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
 EMBEDDINGS = ("embed.weight", "head.weight", "head.bias")  # what is trained whole where tokens were added
+OUTPUT = "lm_head.weight"  # the output matrix of every family's module in transformers 5
 SAME_RANK = 1e-12  # two scales that differ by less are the same
 
 
@@ -42,8 +46,8 @@ def save_adapter(
 ) -> None:  # fmt: skip
     """Write the adapters among `parameters` (canonical names, `lora_a` and `lora_b` included); `scales` by layer.
 
-    `base` is the model they belong to. A value or score head is saved with them, as PEFT does with `modules_to_save`; `whole`:
-    the embedding and the output matrix are, too.
+    `base` is the model they belong to. A value or score head is saved with them, as PEFT does with `modules_to_save`; with
+    `whole`, the embedding and the output matrix are saved too.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,9 +59,10 @@ def save_adapter(
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
         ranks[module] = (a.shape[0], scale * a.shape[0])
-    saved = _saved_whole(keymap, family, head, whole)
+    saved = _saved_whole(family, config, head, whole)
     for hf, name in saved.items():
-        tensors[f"{PREFIX}{hf}"] = parameters[name].detach().contiguous()
+        # Two names may share one tensor, which a safetensors file does not allow.
+        tensors[f"{PREFIX}{hf}"] = parameters[name].detach().clone().contiguous()
     settings = {
         "peft_type": "LORA",
         "task_type": next(task for task, kind in TASKS.items() if (kind == "lm") == (head == "lm")),
@@ -96,12 +101,27 @@ def _export(
             yield module, torch.cat([a for a, _ in pairs]), _fuse(held, [b for _, b in pairs]), scale
 
 
-def _saved_whole(keymap: KeyMap, family: Family, head: Head, embeddings: bool) -> dict[str, str]:
-    """The checkpoint's name -> the parameter's, of what is saved as it is beside the adapters."""
+def _saved_whole(family: Family, config: TransformerConfig, head: Head, embeddings: bool) -> dict[str, str]:
+    """Map names in the checkpoint to the parameters that are saved whole beside the adapters.
+
+    An embedding that is also the output matrix has the names of both. The output matrix also has the name `lm_head`: PEFT
+    goes by modules, and newer versions of transformers call that of every family so, whatever its checkpoints say.
+    """
     saved = {} if head == "lm" else {family.score: "score.weight"}
-    if embeddings:
-        saved |= {hf: keys[0].name for hf, keys in keymap.hf_names().items() if keys[0].name in EMBEDDINGS}
+    if not embeddings:
+        return saved
+    names = family.keymap(config, head).hf_names()
+    saved |= {hf: keys[0].name for hf, keys in names.items() if keys[0].name in EMBEDDINGS}
+    if head == "lm":
+        saved |= dict.fromkeys(_output_names(config), "embed.weight" if config.tied else "head.weight")
     return saved
+
+
+def _output_names(config: TransformerConfig) -> tuple[str, str]:
+    """Names of the output matrix, tied or not: in the family's checkpoints and in the modules of transformers 5."""
+    family: Family = families.get(config.family)
+    names = family.keymap(replace(config, tied=False)).hf_names()
+    return next(hf for hf, keys in names.items() if keys[0].name == "head.weight"), OUTPUT
 
 
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
@@ -196,8 +216,58 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{file} has lora_dropout={rate!r}: it must be from 0 up to, and without, 1")
 
 
+def load_adapted(base: str | Path, adapter: str | Path, head: Head, dtype: torch.dtype) -> Transformer:
+    """Load the model that PEFT computes: `base` with the adapters of a PEFT directory attached.
+
+    The vocabulary grows to that of the saved embedding. An output matrix that differs from the embedding, by its own
+    values or because only the embedding was saved, gets its own parameter in a model that ties the two.
+    """
+    network = hf_io.load(base, head, dtype=dtype)
+    files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
+    config = _config_with(files, network.config, head)
+    if config != network.config:
+        network = _rebuild(network, config)
+    load_adapter(adapter, network)
+    return network
+
+
+def _config_with(files: weight_files.WeightFiles, config: TransformerConfig, head: Head) -> TransformerConfig:
+    """The base's configuration with the vocabulary and the untied output matrix that an adapter's files ask for."""
+    family: Family = families.get(config.family)
+    saved = _saved_whole(family, replace(config, tied=False), head, True)
+    stored = {name: f"{PREFIX}{hf}" for hf, name in saved.items() if f"{PREFIX}{hf}" in files.names}
+    embed, output = stored.get("embed.weight"), stored.get("head.weight")
+    if embed and (output or head != "lm") and len(files.shape(embed)) == 2:
+        config = replace(config, vocab_size=files.shape(embed)[0])
+    if config.tied and head == "lm" and (embed or output):
+        shared = embed and output and torch.equal(files.read(embed), files.read(output))
+        config = replace(config, tied=bool(shared))
+    return config
+
+
+def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
+    """The same network with another vocabulary or an untied output matrix; the adapter fills the new rows."""
+    held = values(network)
+    embed = held["embed.weight"]
+    held = {"head.weight": embed, "head.bias": embed.new_zeros(len(embed)), **held}
+    rebuilt = Transformer.empty(config, network.kind, network.pooling, device="cpu", dtype=embed.dtype)
+    with torch.no_grad():
+        for name, value in values(rebuilt).items():
+            rows = min(len(value), len(held[name]))
+            value[:rows].copy_(held[name][:rows])
+    return rebuilt
+
+
+def replaced_whole(directory: str | Path, network: Transformer) -> dict[str, str]:
+    """Map the tensors that an adapter directory holds whole (a score head, the embedding) to the parameters they replace."""
+    family: Family = families.get(network.config.family)
+    names = weight_files.WeightFiles(Path(directory), single=WEIGHTS).names
+    saved = _saved_whole(family, network.config, network.kind, True)
+    return {f"{PREFIX}{hf}": name for hf, name in saved.items() if f"{PREFIX}{hf}" in names}
+
+
 def load_adapter(directory: str | Path, network: Transformer) -> None:
-    """Attach the adapters of a PEFT directory to `network` and fill them; a saved score head is taken over too.
+    """Attach the adapters of a PEFT directory to `network` and fill them; parameters that it holds whole are replaced.
 
     Raises `CheckpointError` for tensors that the network has no place for.
     """
@@ -221,13 +291,14 @@ def load_adapter(directory: str | Path, network: Transformer) -> None:
         for key in keys:
             layer = key.name.removesuffix(".weight")
             found.setdefault(layer, {})[hf] = (*_unfuse(key, a, b), scale)
-    saved = {f"{PREFIX}{hf}": name for hf, name in _saved_whole(keymap, family, network.kind, True).items()}
+    saved = replaced_whole(folder, network)
     unknown = sorted(set(files.names) - used - set(saved))
     if unknown:
         raise CheckpointError(
             f"{folder / WEIGHTS} holds {unknown[0]} and others like it, for which the model has no layer"
         )
     files.need_floats(files.names)
+    _check_tied(folder / WEIGHTS, files, network)
     attach_ranks(network, {n: _rank(n, parts) for n, parts in found.items()}, settings.get("lora_dropout") or 0.0)
     attached = adapters(network)
     with torch.no_grad():
@@ -242,14 +313,32 @@ def load_adapter(directory: str | Path, network: Transformer) -> None:
                 adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
                 adapter.lora_b.copy_(torch.stack(up) if key.experts else up[0])
         own = canonical(network)
-        for hf in sorted(set(saved) & set(files.names)):
-            values, stored = files.read(hf), own[saved[hf]]
-            if values.shape != stored.data.shape:
+        for hf in sorted(saved):
+            found_values, stored = files.read(hf), own[saved[hf]]
+            if found_values.shape != stored.data.shape:
                 raise CheckpointError(
-                    f"{folder / WEIGHTS}: {hf} is {tuple(values.shape)}, the model's {tuple(stored.data.shape)}: its "
+                    f"{folder / WEIGHTS}: {hf} is {tuple(found_values.shape)}, the model's {tuple(stored.data.shape)}: its "
                     "vocabulary is another one; add the same tokens first"
                 )
-            stored.data.copy_(values)
+            stored.data.copy_(found_values)
+
+
+def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transformer) -> None:
+    """Raise `CheckpointError` where only one name of a tied parameter is stored, or the two have different values."""
+    if not network.config.tied or network.kind != "lm":
+        return
+    held = replaced_whole(file.parent, network)
+    names = sorted(hf for hf, name in held.items() if name == "embed.weight")
+    embedding = [name for name in names if not name.endswith(_output_names(network.config))]
+    if not names:
+        return
+    first = files.read(names[0])
+    if len(embedding) == 1 and len(names) > 1 and all(torch.equal(files.read(name), first) for name in names[1:]):
+        return
+    raise CheckpointError(
+        f"{file}: the embedding and the output matrix differ, and the model ties them ({', '.join(names)}); merge the "
+        "adapter into its base, which unties them: weft convert merge"
+    )
 
 
 def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:

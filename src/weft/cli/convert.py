@@ -159,8 +159,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     head = peft_io.TASKS[settings["task_type"]]
     base = hf_io.resolve(find(arguments.base, Wanted("--base")).path)
     stored = hf_io.Reader(base, head).dtype
-    network = hf_io.load(base, head, dtype=stored)
-    peft_io.load_adapter(adapter, network)
+    network = peft_io.load_adapted(base, adapter, head, stored)
     held = values(network)
     if not any(bool(value.any()) for name, value in held.items() if name.endswith(lora.B)):
         raise CheckpointError(f"{adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?")

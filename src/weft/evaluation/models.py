@@ -147,15 +147,21 @@ def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
 
 
 def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
-    """Add what the adapter changes to the engine's weights."""
+    """Write what the adapter changes into the engine's weights. Raises `CheckpointError` where it changes their shapes."""
+    import torch
+
     from weft.checkpoints import hf_io, peft_io
     from weft.models.network import lora
     from weft.models.network.parameters import values
     from weft.topology import whole
 
-    network = hf_io.load(base, "lm")
-    peft_io.load_adapter(adapter, network)
+    network = peft_io.load_adapted(base, adapter, "lm", torch.float32)
+    if network.config != hf_io.read_config(base)[1]:
+        raise CheckpointError(
+            f"{adapter} has another vocabulary than {base}, or an output matrix apart from the embedding; merge it into its "
+            "base first: weft convert merge"
+        )
     scales = lora.scales(network)
     merged = lora.merge(values(network), scales)
-    changed = ((name, merged[name]) for name in (f"{layer}.weight" for layer in scales))
-    engine.write(((name, whole(tuple(value.shape)), value) for name, value in changed), version=0)
+    names = {f"{layer}.weight" for layer in scales} | {*peft_io.replaced_whole(adapter, network).values()}
+    engine.write(((name, whole(tuple(merged[name].shape)), merged[name]) for name in sorted(names)), version=0)
