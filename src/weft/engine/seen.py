@@ -1,30 +1,51 @@
-"""What training saw of a few samples: the network's own outputs of them, kept for whoever looks at the run."""
+"""What training saw of a few samples: the network's own outputs of them, kept for whoever looks at the run.
+
+Which ones does not depend on ranks or micro-batches: the samples of a run are the same in every layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from weft.data.groups import PART
 from weft.data.sample import SequenceSample
 
-IDS, TOKENS = 4, 2048  # ids of a micro-batch that are kept, and their completion tokens together, but for the first id
+IDS = 3  # ids of a minibatch that are kept
+TOKENS = 65_536  # tokens of all completions of an id; one with more is not kept
 KEPT = ("logprobs", "scores")
 
 
-def first_ids(part: SequenceSample, out: Mapping[Any, Tensor]) -> SequenceSample | None:
-    """The outputs `logprobs` [L] and `scores` [1] by completion of the first ids of a micro-batch, without their gradient and
-    where they are; None where a group was cut, or the loss reads neither."""
+def choose_ids(ids: Iterable[str]) -> list[str]:
+    """Return the `IDS` ids that are kept. The choice among the choices of all ranks is the choice among all their ids."""
+    return sorted(ids, key=lambda id: (zlib.crc32(id.encode("utf-8", "surrogatepass")), id))[:IDS]
+
+
+def keep_outputs(part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collection[str]) -> SequenceSample | None:
+    """Return outputs of the chosen ids of a micro-batch: by completion `logprobs` [L] and `scores` [1].
+
+    They have no gradient and stay on their device. Return None if there are no such ids, if a group was cut, or if the loss
+    reads neither of the two.
+    """
     names = [name for name in KEPT if name in out]
-    if not names or not part.num_ids or any(name in part.metadata for name in (PART, "completion_of")):
+    if not names or any(name in part.metadata for name in (PART, "completion_of")):
         return None
-    tokens = part.starts["completion"][part.offsets["completion"]]  # [num_ids + 1]
-    count = max(1, min(IDS, int(np.searchsorted(tokens, TOKENS, side="right")) - 1))
-    of = part.seqlens["completion"][:count]
-    lengths = {"logprobs": [each.tolist() for each in of], "scores": [[1] * len(each) for each in of]}
-    sizes = {"logprobs": int(tokens[count]), "scores": int(part.offsets["completion"][count])}
-    data = {name: out[name].detach()[: sizes[name]] for name in names}
-    return SequenceSample.from_groups(part.ids[:count], {name: lengths[name] for name in names}, data)
+    offsets = part.offsets["completion"]  # [num_ids + 1], in completions
+    tokens = part.starts["completion"][offsets]  # [num_ids + 1]
+    kept = [index for index, id in enumerate(part.ids) if id in chosen and tokens[index + 1] - tokens[index] <= TOKENS]
+    if not kept:
+        return None
+    groups = [part.seqlens["completion"][index] for index in kept]
+    lengths = {"logprobs": [group.tolist() for group in groups], "scores": [[1] * len(group) for group in groups]}
+    ends = {"logprobs": tokens, "scores": offsets}
+    data = {
+        name: torch.cat([out[name].detach()[int(ends[name][index]) : int(ends[name][index + 1])] for index in kept])
+        for name in names
+    }
+    return SequenceSample.from_groups(
+        [part.ids[index] for index in kept], {name: lengths[name] for name in names}, data
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
+from weft.engine.seen import choose_ids
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
 from weft.runtime.group import WorkerGroup
@@ -79,12 +80,12 @@ class Samples:
         return self._fetch(ids[:GROUPS], [*self._keys, "loss_mask"])
 
     def _trained(self, ids: Sequence[str], step: int, seen: SequenceSample | None) -> SequenceSample | None:
-        """The rows of the step that training told of, the first ones where it told of none; None where this step is not
-        shown, or nothing has a completion."""
+        """Return the rows whose outputs training kept, the same in every layout, or the first rows if it kept none. Return None
+        if this step is not shown, or if nothing has a completion."""
         if not self._in_detail(step):
             return None
         known = set(ids)
-        told = [id for id in seen.ids if id in known][:GROUPS] if seen is not None else []
+        told = choose_ids(id for id in seen.ids if id in known)[:GROUPS] if seen is not None else []
         batch = self._group.fetch(told or ids[:GROUPS], [], ["completion", "prompt", "loss_mask", *PAIRS, *self._keys])
         if "completion" not in batch.keys:
             return None

@@ -19,7 +19,7 @@ from weft.engine.base import StepStats
 from weft.engine.device import synchronise
 from weft.engine.flops import Cost, ProductRate
 from weft.engine.rows import PackLayout, SampleRows
-from weft.engine.seen import first_ids
+from weft.engine.seen import choose_ids, keep_outputs
 from weft.engine.spread import Outputs, Prepared, Spread
 from weft.engine.torch import by_row
 from weft.engine.torch.optimizer import Optimizer
@@ -44,7 +44,8 @@ class PassResults:
     ids: list[list[str]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     operations: list[float] = field(default_factory=list)
-    seen: SequenceSample | None = None  # of the first micro-batch
+    chosen: Sequence[str] = ()  # ids of which outputs are kept
+    seen: list[SequenceSample] = field(default_factory=list)  # these outputs, by micro-batch
 
     def result(self, norm: Tensor | None = None) -> tuple[Accumulated, float]:
         """(the same in plain values, the gradient's norm), for which the host waits once."""
@@ -180,7 +181,7 @@ class Step:
         total = self._denominators(minibatch, loss)
         if total is None:
             return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
-        passes = PassResults()
+        passes = PassResults(chosen=choose_ids(minibatch.ids))
         parts = microbatches.cut(minibatch, self.max_tokens, loss.unit)
         self.spread.run(self.network, parts, _Training(self, loss, total, passes), trains=True)
         self.ready()
@@ -206,7 +207,8 @@ class Step:
         tokens = float(done.tokens)
         speed = {"num_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
         speed["mfu"] = self.rate.share(done.operations / len(ranks), seconds)
-        return StepStats({**metrics, **speed}, skipped=skipped, seen=passes.seen)
+        seen = SequenceSample.gather(passes.seen) if passes.seen else None
+        return StepStats({**metrics, **speed}, skipped=skipped, seen=seen)
 
     def _denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
         """What the loss divides by, over all ranks; None where there is nothing to train."""
@@ -290,8 +292,8 @@ class _Training:
         if (uneven := _uneven(prepared)) is not None:
             value = value + step.aux_loss.of(uneven) / self.total[SEQUENCES]
             stats = {**stats, "balance_loss": Sum(uneven.detach(), len(prepared.layout.lengths))}
-        if not self.passes.losses:
-            self.passes.seen = first_ids(part, out)
+        if (kept := keep_outputs(part, out, self.passes.chosen)) is not None:
+            self.passes.seen.append(kept)
         self.passes.losses.append(value.detach())
         self.passes.stats.append(stats)
         self.passes.ids.append(microbatches.sample_ids(part))
