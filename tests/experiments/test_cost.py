@@ -47,6 +47,16 @@ def test_a_backward_pass_is_two_more_and_recomputation_one() -> None:
     assert call_seconds(TRAINED, twice, mesh("d1"), RATES) == pytest.approx(2 * (3 * forward + 2 * update), rel=1e-12)
 
 
+def test_adapters_save_the_gradients_of_the_weights_that_are_frozen() -> None:
+    forward = call_seconds(NETWORK, SCORE, mesh("d1"), RATES)
+    adapted = replace(TRAINED, trainable=PARAMETERS // 100)
+    update = 2 * PARAMETERS / 100 * 4 * 4 * 3 / 1e9
+    assert call_seconds(adapted, TRAIN, mesh("d1"), RATES) == pytest.approx(2.01 * forward + update, rel=1e-12)
+    slow = replace(RATES, products=1e15, memory=1e15)  # what remains is what tensor ranks send: as much as in full training
+    sent = [call_seconds(network, replace(TRAIN, updates=0), mesh("t2"), slow) for network in (adapted, TRAINED)]
+    assert sent[0] == pytest.approx(sent[1], rel=1e-3)
+
+
 def test_copies_sum_their_gradients_and_shards_gather_their_weights() -> None:
     alone = call_seconds(TRAINED, TRAIN, mesh("d1"), RATES)
     update = 2 * PARAMETERS * 4 * 4 * 3 / 1e9

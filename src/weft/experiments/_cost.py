@@ -144,7 +144,9 @@ def _there(source: Mesh, target: Mesh, rank: int) -> float:
 def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
     """Over all tokens once, and back where it trains."""
     layout, trains = mesh.layout, load.trains
-    passes = (4.0 if network.recompute else 3.0) if trains else 1.0  # in products of one forward pass
+    forwards = 2 if trains and network.recompute else 1
+    # In products of one forward pass: one for gradients of activations, and a share of one for those of trained weights.
+    passes = forwards + (1.0 + network.num_trained / network.parameters if trains else 0.0)
     own = load.tokens / (layout.data * layout.context)  # that go by one device
     parts = max(1, math.ceil(own / load.microbatch))
     rows = load.sequences * (load.new or load.prompt)
@@ -153,7 +155,7 @@ def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
     busy = products + layers * parts * rounds * rates.launch
     band, states = rates.bandwidth(mesh.ranks), own * network.hidden * network.width
     if layout.tensor > 1:
-        sums = 2 * layers * (passes - 1 if trains else 1)  # after attention and after the MLP
+        sums = 2 * layers * (forwards + 1 if trains else 1)  # after attention and after the MLP
         busy += sums * (2 * states * (layout.tensor - 1) / layout.tensor / band + parts * 2 * rates.latency)
     if layout.context > 1:
         kv = own * 2 * network.key * network.width
