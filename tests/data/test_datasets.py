@@ -392,6 +392,13 @@ def test_ids_are_unique(opened: Open) -> None:
         opened("prompt", rows)
 
 
+def test_numbers_of_rows_without_an_id_avoid_the_ids_that_others_have(opened: Open) -> None:
+    given = ["a", None, "1", "row-1", None, 0]
+    rows = [{"id": id, "prompt": "x"} if id is not None else {"prompt": "x"} for id in given]
+    found = opened("prompt", rows)
+    assert [found[i].ids[0] for i in range(6)] == ["a", "row-row-1", "1", "row-1", "4", "0"]
+
+
 def test_tokenizers_that_lack_something(opened: Open, with_template: Make) -> None:
     bare = with_template(None)
     with pytest.raises(UserError, match="no chat template"):

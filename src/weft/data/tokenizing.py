@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import Field, asdict, dataclass, field, replace
 from pathlib import Path
@@ -159,18 +159,19 @@ def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTab
 
 
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
-    """One table of all chunks; ids are checked, and rows without one are numbered."""
+    """Join all chunks to one table; ids are checked, and a row without one gets its number, whatever ids other rows have."""
     problems: list[Problem] = []
     ids: list[str] = []
     encoded: list[Encoded] = []
     numbers: list[int] = []
     seen: dict[str, int] = {}
+    given = {own for samples, _, _ in outcomes for _, own, _ in samples if own is not None}
     start = 0
     for samples, report, found in outcomes:
         problems += [(start + index, wrong, long) for index, wrong, long in found]
         for index, own, sample in samples:
             row = start + index
-            id = own if own is not None else str(row)
+            id = own if own is not None else _number_row(row, given)
             first = seen.setdefault(id, row)
             if first != row:
                 problems.append((row, f"the id {id!r} is taken by {rows[first][0]}; ids are unique in a source", None))
@@ -182,6 +183,14 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     if problems:
         raise DataError(_reports(rows, sorted(problems, key=lambda problem: problem[0])))
     return TokenTable.build(ids, encoded, numbers, sum((report for _, report, _ in outcomes), Report()))
+
+
+def _number_row(row: int, given: Set[str]) -> str:
+    """Return an id for the row with this number which is none of the `given` ones."""
+    id = str(row)
+    while id in given:
+        id = f"row-{id}"
+    return id
 
 
 def _reports(rows: Chunk, problems: Sequence[Problem]) -> list[str]:
