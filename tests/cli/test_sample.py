@@ -74,13 +74,16 @@ def test_best_of_n_is_data_to_train_on(policy: str, scorer: str, prompts: str, t
         (["report", "POLICY"], "--prompts is missing"),
         (["report", "POLICY", "--prompts", "none.jsonl"], "none.jsonl"),
         (["report", "POLICY", "--prompts", "PROMPTS", "--settings", "gredy"], "greedy"),
+        (["report", "POLICY", "SCORER", "--prompts", "PROMPTS"], "it gives scores, not text"),
+        (["report", "POLICY", "missing/model", "--prompts", "PROMPTS"], "missing/model"),
         (["report", "SCORER", "--prompts", "PROMPTS"], "it gives scores, not text"),
         (["best", "POLICY", "--prompts", "PROMPTS", "--reward", "POLICY"], "no reward model"),
     ],
 )
 def test_what_cannot_be_used_is_exit_2(
-    policy: str, scorer: str, prompts: str, words: list[str], message: str, capsys
+    policy: str, scorer: str, prompts: str, words: list[str], message: str, capsys, monkeypatch, tmp_path
 ) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
     named = {"POLICY": policy, "SCORER": scorer, "PROMPTS": prompts}
     assert main(["sample", *(named.get(word, word) for word in words)]) == 2
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -52,7 +52,9 @@ def test_adapters_save_the_gradients_of_the_weights_that_are_frozen() -> None:
     adapted = replace(TRAINED, trainable=PARAMETERS // 100)
     update = 2 * PARAMETERS / 100 * 4 * 4 * 3 / 1e9
     assert call_seconds(adapted, TRAIN, mesh("d1"), RATES) == pytest.approx(2.01 * forward + update, rel=1e-12)
-    slow = replace(RATES, products=1e15, memory=1e15)  # what remains is what tensor ranks send: as much as in full training
+    slow = replace(
+        RATES, products=1e15, memory=1e15
+    )  # what remains is what tensor ranks send: as much as in full training
     sent = [call_seconds(network, replace(TRAIN, updates=0), mesh("t2"), slow) for network in (adapted, TRAINED)]
     assert sent[0] == pytest.approx(sent[1], rel=1e-3)
 

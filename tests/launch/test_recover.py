@@ -164,7 +164,7 @@ def test_a_call_that_hangs_is_named_and_made_again_on_other_devices(root, whole)
     assert code == 0 and command.none_left(), out
     log = (run / "log.txt").read_text()
     assert "node 'ref_inf' (role 'ref', " in log and "did not finish within its deadline_s=15 seconds" in log
-    assert "it waits for device 1 (" in log and "which is in hang (placed.py:" in log and "restart 1 of 3" in log
+    assert "it waits for device 1 (" in log and "which is in hang (placed_hooks.py:" in log and "restart 1 of 3" in log
     assert timeless(run) == timeless(whole)
 
 

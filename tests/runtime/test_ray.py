@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.cases import options, ppo, prepare
 from tests.runtime.placed import Command, timeless, write_hooks
-from weft.errors import RunError
+from weft.errors import ConfigError, RunError
 from weft.experiments import PPOConfig
 from weft.launch import run
 from weft.observe.timeline import read_spans
@@ -161,3 +161,22 @@ def test_a_run_error_names_the_device() -> None:
 
     where = Where(1, "host", 7, "127.0.0.1")
     assert str(portable(RunError("bad"), where)) == "device 1 (host, process 7): bad"
+
+
+def test_what_is_left_of_a_failed_connection_never_stands_in_the_way_of_the_next_one(monkeypatch):
+    """Ray refuses to connect twice with an assertion; a connection that failed halfway counts as one."""
+    from weft.runtime.ray import Cluster
+
+    calls: list[str] = []
+
+    def fail(**options):
+        calls.append("init")
+        raise AssertionError("Perhaps you called ray.init twice by accident?")
+
+    monkeypatch.setattr("weft.runtime.ray.check_listens", lambda address: None)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(ConfigError, match="no Ray cluster answers there"):
+        Cluster.join("127.0.0.1:6379")
+    assert calls == ["shutdown", "init", "shutdown"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from weft.checkpoints.names import SCORERS, Wanted, find
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import AUTO, QUANTIZE, ModelSpec
-from weft.evaluation.models import open_policy, open_scorer
+from weft.evaluation.models import check_talks, open_policy, open_scorer
 from weft.observe.short_names import POLICIES
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 def policy(name: str, given: argparse.Namespace) -> Opened:
     """The model that answers. A run stands for its newest checkpoint."""
     return _told(open_policy(_spec(name, given, Wanted("MODEL", POLICIES), given.chat_template)))
+
+
+def check_policies(names: Iterable[str]) -> None:
+    """Raise `UserError` for the first name that is no model that answers, before any of them is loaded."""
+    for name in names:
+        check_talks(str(find(name, Wanted("MODEL", POLICIES)).path))
 
 
 def scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> Opened:

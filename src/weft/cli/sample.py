@@ -130,6 +130,7 @@ def report(given: argparse.Namespace) -> None:
     if asked and given.prompts is None:
         raise ConfigError("--prompts is missing: name a file of prompts (reports made before need none)")
     settings = _settings(given)
+    _models.check_policies(asked)
     prompts = read_prompts(given.prompts, given.n) if asked else []
     for name in asked:
         opened = _models.policy(name, given)

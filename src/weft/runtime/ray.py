@@ -295,15 +295,19 @@ class Cluster:
         try:
             check_listens(address)  # Ray itself would try for minutes
             with quiet("ray"):
+                if ray.is_initialized():
+                    ray.shutdown()  # the attempt before this one could not
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-        except (OSError, RayError, RuntimeError, ValueError) as error:
+            return cls()
+        except (
+            Exception
+        ) as error:  # a head that has just come back fails in many ways, some of them assertions of Ray's
             with quiet("ray"), suppress(Exception):
                 ray.shutdown()  # what is half connected, to a head without a node yet, would refuse the next attempt
             raise ConfigError(
                 f"ray_address={address!r}: no Ray cluster answers there ({_reason(error)}); start one with "
                 "`ray start --head` and give its address, or write mode=local"
             ) from error
-        return cls()
 
     def nodes(self) -> list[Node]:
         """The machines that are up: this one first, then by address, so that device 0 is where the run was started."""
