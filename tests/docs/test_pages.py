@@ -1,9 +1,8 @@
 """Every page under docs/ and the README: its files are written, its commands are run, as a reader would.
 
 A block opened by ```` ```python file=NAME ```` (or json, jsonl, jinja) is written to NAME in an empty folder; a block
-opened by ```` ```console run ```` runs each line that begins with `$ `. The commands of a block opened by
-```` ```console parsed ```` need a network or a GPU: their options are checked. `MODEL` on a page is a model directory;
-here it is a tiny random one.
+opened by ```` ```bash run ```` is run line by line. The commands of a block opened by ```` ```bash parsed ```` need a network
+or a GPU: their options are checked. `MODEL` on a page is a model directory; here it is a tiny random one.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def read_page(path: Path) -> Page:
         names = [word.removeprefix("file=") for word in info if word.startswith("file=")]
         if names:
             page.files[names[0]] = page.files.get(names[0], "") + block["body"]
-        elif info[:2] in (["console", "run"], ["console", "parsed"]):
+        elif info[:2] in (["bash", "run"], ["bash", "parsed"]):
             joined = block["body"].replace("\\\n", " ")
-            lines = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+            lines = [line for line in joined.splitlines() if line.strip()]
             (page.commands if info[1] == "run" else page.parsed).extend(lines)
     return page
 
@@ -53,6 +52,20 @@ def read_page(path: Path) -> Page:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_commands_can_be_copied_without_a_prompt() -> None:
+    pages = [
+        *PAGES,
+        *(
+            page
+            for each in ("benchmarks", "examples", "recipes", "container", ".")
+            for page in ROOT.glob(f"{each}/*.md")
+        ),
+    ]
+    for page in pages:
+        for block in BLOCK.finditer(page.read_text()):
+            assert not re.search(r"^ *\$ ", block["body"], re.M), f"{page}: {block['body']}"
 
 
 def prepare(folder: Path, page: Page, model: Path) -> None:

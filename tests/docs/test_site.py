@@ -119,7 +119,7 @@ def test_links_and_fences_become_those_of_the_site() -> None:
         render("```python file=a.py\n[a](runs.md)\n```\n", "x.md", "docs/x.md")
         == '```python title="a.py"\n[a](runs.md)\n```\n'
     )
-    assert render("```console run\n$ ls\n```\n", "x.md", "docs/x.md") == "```console\n$ ls\n```\n"
+    assert render("```bash run\nls\n```\n", "x.md", "docs/x.md") == "```bash\nls\n```\n"
 
 
 def test_names_in_tables_break_after_dots() -> None:
