@@ -41,7 +41,7 @@ def keep_outputs(part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collec
         return None
     groups = [part.seqlens["completion"][index] for index in kept]
     lengths = {"logprobs": [group.tolist() for group in groups], "scores": [[1] * len(group) for group in groups]}
-    ends = {"logprobs": tokens, "scores": offsets}
+    ends: dict[str, Any] = {"logprobs": tokens, "scores": offsets}
     data = {
         name: torch.cat([out[name].detach()[int(ends[name][index]) : int(ends[name][index + 1])] for index in kept])
         for name in names
