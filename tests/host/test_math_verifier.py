@@ -74,6 +74,46 @@ def test_unequal_answers(a: str, b: str) -> None:
     assert not equal(a, b) and not equal(b, a)
 
 
+# Pairs whose difference the library's parser drops or evaluates away; and what stays equal all the same.
+DROPPED = [
+    (r"\frac{dy}{dx}=2", r"\frac{dy}{dx}=3"), (r"\frac{dy}{dx}+y=0", r"\frac{dy}{dx}-y=0"), ("y''+y=0", "y'+y=0"),
+    (r"1 \bmod 4", r"3 \bmod 4"), (r"n\equiv 1 \mod 4", r"n\equiv 1 \mod 8"), (r"n\equiv 1 \pmod 4", r"n\equiv 3 \pmod 4"),
+    (r"\gcd(a,b)", r"\gcd(c,d)"), ("a:b:c", "a:c:b"), ("1:2:3", "1:3:2"), ("1:2", "1:2:3"),
+    (r"1, 2, \ldots, n", r"5, 6, 7, \ldots, 2n"), (r"1+2+\cdots+n", r"1+3+\cdots+n"),
+    (r"\lim_{n\to\infty} a_n", r"\lim_{n\to 0} a_n"), (r"\lim_{x\to 0^+} f(x)", r"\lim_{x\to 0^-} f(x)"),
+    (r"\lim_{x\to 0} f(x)", r"\lim_{x\to 1} f(x)"), ("A-a", "a-A"), (r"\Delta", r"\delta"), ("f'(x)", "f(x)"),
+    (r"\angle ABC", r"\angle ACB"), ("A^T", "A"), (r"x \choose 2", r"y \choose 2"), (r"x \cong 3", r"y \cong 3"),
+    (r"x \text{ is even}", r"x \text{ is odd}"), (r"\frac{\partial f}{\partial x}", r"\frac{\partial f}{\partial y}"),
+    ("3 pm", "3 am"), ("5 cm", "5 m"), (r"5\text{ cm}^2", r"5\text{ cm}^3"), (r"2 \text{ and a half}", "2"), ("0x1F", "0x2F"),
+    ("5 million", "5"), (r"5\text{ million}", "5"), (r"(1\ 2\ 3)", r"(1\ 3\ 2)"), ("f(2)=3", "f(3)=3"), ("x^2=4", "4"),
+    (r"3\heartsuit 4", r"4\heartsuit 3"), ("y=2x+1", "z=2x+1"),
+]  # fmt: skip
+KEPT = [
+    (r"n\equiv 1 \mod 4", r"n \equiv 1 \pmod{4}"), (r"n\equiv 1 \pmod 4", r"n\equiv 5 \pmod 4"),
+    (r"x \equiv 1, 3 \pmod 8", r"x\equiv 3,1 \pmod 8"), ("a:b:c", "2a : 2b : 2c"), ("6:9", "2:3"),
+    (r"\gcd(a,b)", r"\gcd( a, b )"),
+    (r"1, 2, \ldots, n", r"1,2,\ldots,n"), (r"\frac{dy}{dx}=2", r"\frac{dy}{dx} = 2"), ("5 million", "5,000,000"),
+    (r"\$2.5\text{ million}", "2500000"), ("5 cm", "5 centimeters"), ("5 cm^2", "5 square cm"), ("0x1F", "31"), ("B", "b"),
+    (r"\lim_{x\to 0}\frac{\sin x}{x}", "1"), (r"\int_0^1 x\,dx", r"\frac12"), (r"\sum_{k=1}^{10} k^2", "385"),
+    (r"\log_a b", r"\frac{\ln b}{\ln a}"),
+    (r"\begin{bmatrix}x+1&0\\0&1\end{bmatrix}", r"\begin{pmatrix}1+x&0\\0&1\end{pmatrix}"),
+    (r"{n\choose 2}", r"\frac{n(n-1)}{2}"), (r"\frac{x}{y}=\frac{2}{3}", "3x=2y"), ("a<b", "b>a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "b"), DROPPED)
+def test_what_a_parser_drops_makes_no_answers_equal(a: str, b: str) -> None:
+    assert equal(a, a) and equal(b, b)
+    assert not equal(a, b) and not equal(b, a)
+    assert not right(box(a), b) and not right(box(b), a)
+
+
+@pytest.mark.parametrize(("a", "b"), KEPT)
+def test_answers_of_the_same_kind_that_are_equal(a: str, b: str) -> None:
+    assert equal(a, b) and equal(b, a)
+    assert right(box(a), b) and right(box(b), a)
+
+
 @given(st.text(max_size=40))
 def test_any_text_is_equal_to_itself_and_raises_nothing(text: str) -> None:
     assert equal(text, text)

@@ -75,8 +75,18 @@ def test_svamp_answers_verify(data_dir: Path) -> None:
         ("-7 and $-5 and -$5, 3/4 or .5", ["-7", "-5", "-5", "3/4", "1/2"]),
         ("3, 4", ["3", "4"]),
         ("1,2345", ["1", "2345"]),
-        ("1/0", []),
+        ("1/0", ["None"]),
         ("none", []),
+        ("5e-05", ["1/20000"]),
+        ("1e6 or 1E+6", ["1000000", "1000000"]),
+        ("10^3, 10^{-3}, 10**2, 10⁻²", ["1000", "1/1000", "100", "1/100"]),
+        (r"2.5 x 10^3 and 2.5 \times 10^{-3}", ["2500", "1/400"]),
+        ("1 000 and 1\u202f000\u202f000 and 1'000", ["1000", "1000000", "1000"]),
+        (r"1{,}000 and 1\,000", ["1000", "1000"]),
+        ("1 1/2, 3½, \\frac{1}{2}, 3\\frac12", ["3/2", "7/2", "1/2", "7/2"]),
+        ("12 cm^2", ["12"]),
+        ("5 million", ["5000000"]),
+        (r"√16, \sqrt{16}, 10^{99999}, 1e99999", ["None"] * 4),
     ],
 )
 def test_numbers(text: str, found: list[str]) -> None:
@@ -85,7 +95,7 @@ def test_numbers(text: str, found: list[str]) -> None:
 
 @given(st.integers(-(10**9), 10**9))
 def test_numbers_survive_their_spellings(n: int) -> None:
-    for text in (str(n), f"{n:,}", f"{n}.00", f"it is {n} apples."):
+    for text in (str(n), f"{n:,}", f"{n:,}".replace(",", " "), f"{n}.00", f"it is {n} apples.", f"{n}e0"):
         assert numbers(text)[-1] == n
 
 
@@ -99,6 +109,33 @@ def test_gsm8k_by_hand() -> None:
     assert one(gsm8k, "15", answer=[None]) is None
     assert one(gsm8k, "15") is None
     assert one(gsm8k, "15", answer=[15]) == 1.0
+
+
+@pytest.mark.parametrize("verifier", [gsm8k, exact])
+@pytest.mark.parametrize(
+    ("reference", "same", "apart"),
+    [
+        (0.00005, "0.00005", "5"),
+        (1e-7, "0.0000001", "1"),
+        (1e22, "10000000000000000000000", "22"),
+        (2.0, "2", "0"),
+        ("1e6", "1000000", "6"),
+        ("10^3", "1000", "3"),
+        ("10^{3}", "1,000", "10"),
+        (1000, "1 000", "0"),
+        (10**6, "1 000 000", "000"),
+        ("2e-3", "0.002", "-3"),
+    ],
+)
+def test_exponents_and_blanks_between_digits(verifier: Any, reference: Any, same: str, apart: str) -> None:
+    assert one(verifier, same, answer=[reference]) == 1.0
+    assert one(verifier, apart, answer=[reference]) == 0.0
+
+
+def test_a_number_that_cannot_be_read_is_no_other_number() -> None:
+    assert one(gsm8k, "First 16, and then √16", answer=["16"]) == 0.0
+    assert one(gsm8k, r"It is \frac{1}{2}", answer=["2"]) == 0.0
+    assert one(gsm8k, "5 million", answer=["5"]) == 0.0
 
 
 # -- format, length, exact
@@ -133,6 +170,8 @@ def test_exact() -> None:
     assert one(exact, " New\nYork ", answer=["new york"]) == 1.0
     assert one(exact, "New York", answer=["new york"], case=True) == 0.0
     assert one(exact, "x") is None
+    assert one(exact, "1.0", answer=["1"]) == 0.0, "references that are texts are compared as texts"
+    assert one(exact, "007", answer=["7"]) == 0.0
 
 
 # -- languages

@@ -8,11 +8,33 @@ from fractions import Fraction
 from typing import Any
 
 COLUMNS = ("answer", "ground_truth", "solution", "target")
+MOST_EXPONENT = 400  # of a power or of scientific notation
+MOST_DIGITS = 1000  # of one number
 
-# A sign counts where no word, digit or bracket stands before it ("5-3" is a difference); commas group three digits.
-SIGN = r"(?:(?<![\w.)])-)?\$?"
-WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))"
-NUMBER = re.compile(rf"{SIGN}{WHOLE}(?:\.\d+)?(?:\s?/\s?\d+)?")
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+SUPERSCRIPT = re.compile("(?<=[0-9)])[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
+          "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}  # fmt: skip
+FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+# A sign counts where no word, digit or bracket stands before it ("5-3" is a difference). Commas, blanks,
+# apostrophes and LaTeX's spaces group three digits ("1,000", "1 000", "1{,}000", "1\\,000").
+GROUP = r"(?:,|\{,\}|\\,|\\ |,\\!|['’]|[ \u00a0\u2007\u2009\u202f])"
+GROUPED = rf"[1-9]\d{{0,2}}(?P<group>{GROUP})\d{{3}}(?:(?P=group)\d{{3}})*(?!\d)"
+POWER = r"\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<{0}_braced>[-+]?\d+)\s*\}}|(?P<{0}>[-+]?\d+))"
+UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)")  # cm^2 holds no number
+NUMBER = re.compile(
+    rf"(?P<root>(?:√|\\sqrt|\bsqrt)\s*[({{]?\s*)?"
+    rf"(?P<sign>(?<![\w.)])-)?(?:\\?\$(?P<inner>-(?=\d))?)?"
+    rf"(?P<whole>(?:{GROUPED}|\d+)(?:\.\d+)?|\.\d+)"
+    rf"(?:[eE](?P<exponent>[-+]?\d+)(?![\w.]*[A-Za-z])"
+    rf"|\s*(?:\\times|\\cdot|[x×·*])\s*10{POWER.format('ten')}"
+    rf"|{POWER.format('power')})?"
+    rf"(?:\s(?P<top>\d+)\s?/\s?(?P<under>\d+)|\s?/\s?(?P<bottom>\d+))?"
+    rf"(?:\s+(?P<scale>{'|'.join(SCALES)})\b)?",
+    re.IGNORECASE,
+)
 
 
 def references(columns: Mapping[str, Sequence[Any]], column: str | None, count: int) -> Sequence[Any]:
@@ -23,18 +45,46 @@ def references(columns: Mapping[str, Sequence[Any]], column: str | None, count: 
     return [None] * count
 
 
-def parse_number(text: str) -> Fraction | None:
-    """The exact value of one number: 1,234 and $5 and 12.50 and 3/4 and -7; None for anything else."""
-    plain = text.replace(",", "").replace("$", "").replace(" ", "")
-    top, slash, bottom = plain.partition("/")
-    try:
-        value = Fraction(top)
-        return value / Fraction(bottom) if slash else value
-    except (ValueError, ZeroDivisionError):
+def numbers(text: str) -> list[Fraction | None]:
+    """Every number in a text, in order; None for one that cannot be read, such as 1/0 or a root.
+
+    Read as one number: 1,234.50, 1 000, $5, -7, 3/4, 1 1/2, 1e-05, 10^3, 2.5 x 10^3, \\frac{1}{2}, 5 million.
+    A minus may be the sign U+2212.
+    """
+    return [_value(match) for match in NUMBER.finditer(_spelled_plainly(text))]
+
+
+def whole_number(text: str) -> Fraction | None:
+    """The value of a text that is one number and nothing else; None for any other text."""
+    plain = _spelled_plainly(text).strip()
+    match = NUMBER.fullmatch(plain)
+    return _value(match) if match else None
+
+
+def _spelled_plainly(text: str) -> str:
+    """The text with one spelling for minus signs, raised digits and fractions."""
+    text = text.replace("\u2212", "-")
+    text = SUPERSCRIPT.sub(lambda match: f"^{match.group().translate(SUPERSCRIPTS)}", text)
+    text = UNIT_POWER.sub(" ", text)
+    text = FRACTION.sub(lambda match: f" {match[1] or match[3]}/{match[2] or match[4]}", text)
+    return re.sub(f"[{''.join(VULGAR)}]", lambda match: f" {VULGAR[match.group()]}", text)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    if match["root"] or len(match.group()) > MOST_DIGITS:
         return None
-
-
-def numbers(text: str) -> list[Fraction]:
-    """Every number in a text, in order. A minus may be the sign U+2212."""
-    found = (parse_number(match.group()) for match in NUMBER.finditer(text.replace("\u2212", "-")))
-    return [value for value in found if value is not None]
+    value = Fraction(re.sub(GROUP, "", match["whole"]))
+    if match["scale"]:
+        value *= 10 ** SCALES[match["scale"].lower()]
+    exponent = int(match["exponent"] or match["ten"] or match["ten_braced"] or 0)
+    power = int(match["power"] or match["power_braced"] or 1)
+    if abs(exponent) > MOST_EXPONENT or abs(power) > MOST_EXPONENT:
+        return None
+    try:
+        value = value**power * Fraction(10) ** exponent
+        if match["top"]:
+            value += Fraction(int(match["top"]), int(match["under"]))
+        value /= int(match["bottom"] or 1)
+    except ZeroDivisionError:
+        return None
+    return -value if match["sign"] or match["inner"] else value

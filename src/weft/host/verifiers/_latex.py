@@ -22,26 +22,47 @@ WORD = re.compile(
     r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|(?:am|an|as|at|be|by|do|he|if|in|is|it|me|my|no|of|on|or|so|to|up|us|we)(?![A-Za-z]))",
     re.IGNORECASE,
 )
+CHOOSE = re.compile(r"\{([^{}]*?)\s*\\choose\s*([^{}]*)\}|^([^{}\\]*?)\s*\\choose\s*([^{}\\]*)$")
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])\.?")
 NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?)(?:/(\d+))?")
+HEXADECIMAL = re.compile(r"0[xX][0-9A-Fa-f]{1,200}")
 MOST_DIGITS = 1000  # of a number
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
 FUNCTION_OF_DEGREES = re.compile(
     r"\\?(sin|cos|tan|sec|csc|cot)\s*[({]?\s*([\d.]+)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*[)}]?"
 )
 DROPPED = re.compile(rf"(?<!\\)\\(?:(?:{WORDS})(?![A-Za-z])|boxed|[\s!,;:])|~|\\?\$|\\?%")
+# Words that change what an answer says; a unit holds none of them.
+MEANT = (
+    r"(?![^{}]*\b(?:half|halves|thirds?|quarters?|and|or|if|when|where|for|is|are|not|mod|remainder|R|even|odd|dozens?|"
+    r"matrix|matrices|more|less|than)\b)"
+)
 UNIT = re.compile(
-    r"(?<=[\d})])\s*(?:\\(?:text|mbox|mathrm|textrm)\{\s*[A-Za-z][^{}]*\}(?:\^\{?\d\}?)?|\\Omega)$"  # 10\ \Omega
+    rf"(?<=[\d}})])\s*(?:\\(?:text|mbox|mathrm|textrm)\{{{MEANT}\s*[A-Za-z][^{{}}]*\}}(?:\^\{{?\d\}}?)?|\\Omega)$"  # 10\ \Omega
+)
+SCALE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALED = re.compile(
+    rf"(?<=\d)\s*(?:\\(?:text|mbox|mathrm|textrm)\{{\s*)?({'|'.join(SCALE)})\b([^{{}}]*\}})?", re.IGNORECASE
 )
 UNITS = (
     "cm|mm|km|ft|in|yd|mi|kg|mg|lb|lbs|oz|ml|cl|hr|hrs|min|sec|mph|kmh|kph|pm|am|cents?|dollars?|euros?|percent|degrees?|radians?|"
     "units?|square|cubic|meters?|metres?|inch(?:es)?|feet|foot|miles?|yards?|hours?|minutes?|seconds?|days?|weeks?|months?|"
     "years?|times|people|ways|sq|th|st|nd|rd"
 )
+# One spelling of units that have several; answers in two different ones of these differ.
+SPELLINGS = {
+    "cm": "centimeters? centimetres?", "mm": "millimeters? millimetres?", "km": "kilometers? kilometres?",
+    "m": "meters? metres?", "ft": "feet foot", "in": "inch inches", "yd": "yards?", "mi": "miles?",
+    "kg": "kilograms?", "g": "grams?", "mg": "milligrams?", "lb": "lbs pounds?", "oz": "ounces?", "ml": "milliliters?",
+    "l": "liters? litres?", "hr": "h hrs hours?", "min": "minutes?", "sec": "s seconds?", "day": "days",
+    "week": "weeks", "month": "months", "year": "years?", "cent": "cents", "dollar": "dollars", "euro": "euros",
+    "percent": "", "degree": "degrees", "radian": "radians", "am": "", "pm": "",
+}  # fmt: skip
+MEASURE = re.compile(r"(?<=[\d})])\s*(square|sq|cubic)?\.?\s*([A-Za-z]+)\s*(?:\^\s*\{?\s*(\d)\s*\}?)?\.?$")
 RATES = r"(?:[kcm]?m|ft|mi|[km]?g|l|L|mol|rad|J|N|V|W)\s*/\s*(?:s|h|hr|min|[cm]?m|k?g|l|L|mol|K)"
 # A unit stands behind a number: a known one, or behind a blank a rate or a word of four letters or more.
 PLAIN_UNIT = re.compile(
-    rf"(?<=\d)(?:\s*(?:{UNITS})(?![A-Za-z])|\s+(?:{RATES}|[A-Za-z]{{4,}})(?![A-Za-z]))[A-Za-z ./]*(?:\^\{{?\d\}}?)?$"
+    rf"(?<=\d){MEANT}(?:\s*(?:{UNITS})(?![A-Za-z])|\s+(?:{RATES}|[A-Za-z]{{4,}})(?![A-Za-z]))[A-Za-z ./]*(?:\^\{{?\d\}}?)?$"
 )
 QUANTITY = re.compile(rf"(\d+(?:\.\d+)?)\s*({UNITS}|[A-Za-z]{{4,}})(?![A-Za-z])\.?[\s,]*(?:and\s)?\s*")
 WRAPPED = re.compile(r"\\(?:text|mbox|mathrm|textrm|operatorname)\{([^{}]*)\}")
@@ -76,8 +97,16 @@ def tidy(answer: str) -> str:
     text = re.sub(r",\\!\s*|(?<=\d)\{,\}(?=\d)", ",", text)
     text = re.sub(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", lambda match: match.group().replace(",", ""), text)
     text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
+    text = SCALED.sub(_scaled, text)
+    text = CHOOSE.sub(r"\\binom{\1\3}{\2\4}", text)
     text = SUCH_THAT.sub(r"\1", AND.sub(", ", text).strip())
     return re.sub(r"(?<![\w.])(\d+)\s+(\d+/\d+)(?![\w.])", r"(\1+\2)", text.replace(r"\varnothing", r"\emptyset"))
+
+
+def _scaled(match: re.Match[str]) -> str:
+    r"""`5\text{ million dollars}` is 5 \cdot 10^6 dollars."""
+    rest = (match[2] or "").removesuffix("}").strip()
+    return rf" \cdot 10^{SCALE[match[1].lower()]}" + (rf"\text{{ {rest}}}" if rest else "")
 
 
 def _without_style(text: str) -> str:
@@ -96,6 +125,8 @@ def _without_style(text: str) -> str:
 def named(text: str) -> tuple[str | None, str]:
     """(what stands before "=" or "is in", in plain form, what stands behind it): x=5 answers with 5."""
     match = NAMED.match(text)
+    if match and match[1].count("{") != match[1].count("}"):
+        return None, text  # the bound of a sum
     return (plain(match[1]), text[match.end() :].strip()) if match else (None, text)
 
 
@@ -112,6 +143,33 @@ def quantities(text: str) -> list[tuple[Fraction, str]] | None:
         parts.append((Fraction(match[1]), match[2].lower()))
         at = match.end()
     return parts if len(parts) > 1 and at == len(rest) else None
+
+
+def measure(text: str) -> tuple[str, int] | None:
+    """(unit in one spelling, its power) of a tidy answer that ends in a unit of measure; None for any other."""
+    match = MEASURE.search(WRAPPED.sub(r" \1", text).strip())
+    if match is None:
+        return None
+    power = {"square": 2, "sq": 2, "cubic": 3}.get(match[1] or "", int(match[3] or 1))
+    for unit, others in SPELLINGS.items():
+        if re.fullmatch("|".join([unit, *others.split()]), match[2].lower()):
+            return unit, power
+    return None
+
+
+def spelled_alike(one: str, other: str) -> bool:
+    """Return whether two texts in plain form differ in letter case at most, where letter case has no meaning."""
+    if one == other:
+        return True
+    return one.casefold() == other.casefold() and not (_case_matters(one) or _case_matters(other))
+
+
+def _case_matters(text: str) -> bool:
+    r"""Letters of a formula that stands for both, as `A-a`; and `\Delta`, which is no `\delta`."""
+    if re.search(r"\\[A-Z]", text):
+        return True
+    letters = set(re.findall("[A-Za-z]", re.sub(r"[A-Za-z]{3,}", " ", text)))
+    return any(letter.swapcase() in letters for letter in letters)
 
 
 def plain(answer: str) -> str:
@@ -147,6 +205,8 @@ def _repeating(match: re.Match[str]) -> str:
 
 def exact(text: str) -> Fraction | None:
     """The value of a number in plain form, decimal point and fraction bar included; None for anything else."""
+    if HEXADECIMAL.fullmatch(text):
+        return Fraction(int(text, 16))
     match = NUMBER.fullmatch(text) if len(text) <= MOST_DIGITS else None
     if match is None:
         return None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from weft.host.verifiers._answers import references
+from weft.host.verifiers._answers import references, whole_number
 from weft.registry import register_verifier
+
+EXPONENT = re.compile(r"\d\s*(?:[eE][-+]?\d|\^|\*\*|[⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹])")
 
 
 @register_verifier("exact")
@@ -21,13 +24,23 @@ def exact(
 ) -> list[float | None]:
     """1 where the completion equals the column `answer` or `ground_truth` (or `column`), else 0; None for rows without one.
 
-    Runs of blanks count as one, those at the ends not at all; letter case matters with `case`.
+    Runs of blanks count as one, those at the ends not at all; letter case matters with `case`. A reference that is a
+    number in the data (0.00005, not "0.00005"), or a text with an exponent ("5e-05", "10^3"), is compared by value.
     """
     answers = references(columns, column, len(completions))
     return [
-        None if answer is None else float(_plain(completion, case) == _plain(str(answer), case))
+        None if answer is None else float(_same(completion, answer, case))
         for completion, answer in zip(completions, answers, strict=True)
     ]
+
+
+def _same(completion: str, answer: Any, case: bool) -> bool:
+    is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
+    if is_number or EXPONENT.search(str(answer)):
+        expected, found = whole_number(str(answer)), whole_number(completion)
+        if expected is not None and found is not None:
+            return expected == found
+    return _plain(completion, case) == _plain(str(answer), case)
 
 
 def _plain(text: str, case: bool) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from weft.host.verifiers import _symbolic as symbolic
 from weft.host.verifiers._answers import references
-from weft.host.verifiers._latex import exact, is_formula, named, plain, quantities, tidy
+from weft.host.verifiers._latex import exact, is_formula, measure, named, plain, quantities, spelled_alike, tidy
+from weft.host.verifiers._relations import known_congruence, known_ratio
 from weft.host.verifiers._sets import braces, bracketed, inequality, listed, united
 from weft.host.verifiers._stated import boxed, boxes, said
 from weft.host.verifiers._value import same_value
@@ -27,7 +28,7 @@ def equal(answer: str, reference: str) -> bool:
     """Whether an answer is the reference: 1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1, {1,2} = {2,1}; [0,1) differs from (0,1].
 
     What can be told without doubt (numbers, lists, tuples, intervals, the same spelling, the same value) is decided here;
-    computer algebra (`math_verify`) decides the rest.
+    computer algebra (`math_verify`) decides the rest, and counts only where no letter or number of either was lost.
     """
     symbolic.engine().begin()
     return _equal(answer, reference)
@@ -46,9 +47,18 @@ def _known(one: str, other: str) -> bool | None:
     known = _known_quantities(one, other)
     if known is not None:
         return known
+    known = known_congruence(one, other, _equal)
+    if known is not None:
+        return known
+    units = measure(one), measure(other)
+    if None not in units and units[0] != units[1]:
+        return False
     a, b = plain(one), plain(other)
-    if a.casefold() == b.casefold():
+    if spelled_alike(a, b):
         return True
+    known = known_ratio(a, b)
+    if known is not None:
+        return known
     numbers = exact(a), exact(b)
     if None not in numbers:
         return numbers[0] == numbers[1]
@@ -176,8 +186,9 @@ def math_answer(
     The answer is what the last `\boxed{}` holds; without one (and without `strict`) what follows "the answer is", or the last
     formula or number. The reference is the column `answer` or `ground_truth` (or `column`): the answer itself, or a solution
     that boxes it. Fractions, roots, percent signs, degrees, units, tuples, intervals, sets and lists are compared for what
-    they mean; an expression that was not simplified counts. An answer that algebra does not decide in its time (two seconds,
-    less where many are slow) gets 0.
+    they mean; an expression that was not simplified counts. Computer algebra finds two answers equal only if every letter
+    and number of both took part; where its parser drops something, only the same spelling counts. An answer
+    that algebra does not decide in its time (two seconds, less where many are slow) gets 0.
     """
     rewards: list[float | None] = []
     for completion, reference in zip(completions, references(columns, column, len(completions)), strict=True):

@@ -1,0 +1,87 @@
+"""Answers that are ratios, `a:b:c`, or congruences, `n \\equiv 1 \\pmod 4`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from weft.host.verifiers._expression import parse
+from weft.host.verifiers._latex import exact, plain, split_top
+from weft.host.verifiers._value import same_value
+
+MODULUS = re.compile(
+    r"^(?P<rest>.*?)\s*,?\s*(?:\(\s*)?(?:\\pmod|\\[bp]?mod|\\(?:text|mathrm|operatorname)\{\s*mod(?:ulo)?\s*\}"
+    r"|(?<![A-Za-z\\])mod(?:ulo)?(?![A-Za-z]))\s*(?P<modulus>\{[^{}]*\}|[^{}()]+?)\s*\)?$"
+)
+CONGRUENT = re.compile(r"\\equiv(?![A-Za-z])|≡")
+
+
+def known_ratio(one: str, other: str) -> bool | None:
+    """Whether two ratios in plain form are proportional; None where either is none or this cannot be told."""
+    parts, others = _ratio(one), _ratio(other)
+    if parts is None and others is None:
+        return None
+    if parts is None or others is None:
+        return False if max(len(parts or ()), len(others or ())) > 2 else None  # 3:4 may be 3/4
+    if len(parts) != len(others):
+        return False
+    verdicts = [
+        same_value(f"({part})*({others[0]})", f"({match})*({parts[0]})")
+        for part, match in zip(parts[1:], others[1:], strict=True)
+    ]
+    if False in verdicts:
+        return False
+    if None not in verdicts:
+        return True
+    return None if len(parts) == 2 else False
+
+
+def _ratio(text: str) -> list[str] | None:
+    parts = split_top(text, ":")
+    if len(parts) < 2 or any(not part or parse(part) is None for part in parts):
+        return None
+    return parts
+
+
+def known_congruence(one: str, other: str, equal: Callable[[str, str], bool]) -> bool | None:
+    """Whether two congruences in tidy form say the same; None where neither is one.
+
+    The left sides agree or one is left out, the moduli agree, and so do the residues up to multiples of the modulus.
+    """
+    first, second = _congruence(one), _congruence(other)
+    if first is None and second is None:
+        return None
+    if first is None or second is None:
+        return False
+    (left, residue, modulus), (other_left, other_residue, other_modulus) = first, second
+    if left and other_left and not equal(left, other_left):
+        return False
+    return equal(modulus, other_modulus) and _same_residues(residue, other_residue, modulus, equal)
+
+
+def _congruence(text: str) -> tuple[str, str, str] | None:
+    """(left side or "", residue, modulus)."""
+    match = MODULUS.match(text)
+    if match is None or not match["rest"].strip():
+        return None
+    sides = CONGRUENT.split(match["rest"])
+    if len(sides) > 2:
+        return None
+    left = sides[0].strip() if len(sides) == 2 else ""
+    return left, sides[-1].strip(), match["modulus"].strip("{} ")
+
+
+def _same_residues(one: str, other: str, modulus: str, equal: Callable[[str, str], bool]) -> bool:
+    found = [_residues(text, modulus) for text in (one, other)]
+    if None not in found:
+        return found[0] == found[1]
+    return equal(one, other)
+
+
+def _residues(text: str, modulus: str) -> set[Fraction] | None:
+    size = exact(plain(modulus))
+    values = [exact(plain(part)) for part in split_top(text, ",")]
+    if not size or None in values:
+        return None
+    return {value % size for value in values if value is not None}
