@@ -40,6 +40,8 @@ MISREAD = re.compile(
     r"(?<![\^\d])\d+(?:\s|\\[ ,;:!]|~)+\d|\^\s*(?:\{\s*)?(?:T|\\top)(?![A-Za-z])"
     r"|\^\s*(?:\{\s*[-+]\s*\}|[-+](?!\s*[\dA-Za-z\\({.]))"
 )
+# The words of a sentence up to the verb before its formula, as in "The probability is \frac{3}{4}."
+INTRODUCTION = re.compile(r"^[A-Za-z][A-Za-z ,']*\b(?:is|are|equals)\s+(?=\\)")
 LETTER_COMMAND = re.compile(rf"\\(?:{'|'.join(GREEK)}|pi)(?![A-Za-z])")
 CAPITAL = re.compile(rf"\\(?:{'|'.join(name for name in GREEK if name[0].isupper())})(?![A-Za-z])")
 SIGN = re.compile(r"[-+]")
@@ -88,7 +90,7 @@ def stated_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
         if formulas:
             inside = next(group for group in formulas[-1].groups() if group is not None)
     if inside is None and "\\" in text:
-        inside = text
+        inside = INTRODUCTION.sub("", text).rstrip(".")
     if inside is None:
         found = parsed(text)
         inside = str(found[-1]) if found else text
