@@ -97,7 +97,7 @@ def test_processes_of_devices_are_told_how_torch_allocates(root, monkeypatch, ow
         def nodes(self):
             return [Node("n", "here", "127.0.0.1", 4, 0)]
 
-        def launch(self, count, kind, environment, nodes):
+        def launch(self, count, kind, environment):
             told.append(environment)
 
     monkeypatch.setattr("weft.runtime.ray.Cluster.start", lambda *_: Here())
