@@ -101,6 +101,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 def search(words: Sequence[str], *, as_json: bool) -> None:
     """Build the experiment of `weft quickstart WORDS` and print where the search places its calls."""
     from weft.cli.quickstart import configured
+    from weft.experiments.common import build_experiment
     from weft.launch.hub import fetch_configs
 
     given = {word.partition("=")[0] for word in words}
@@ -108,9 +109,9 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
     config, notes = configured([*words, *names, "allocation_mode=search"])
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    experiment = config.build()
+    experiment = build_experiment(config)
     if fetch_configs(experiment, data=False):
-        experiment = config.build()  # again, with what the models' own files say
+        experiment = build_experiment(config)  # again, with what the models' own files say
     if not experiment.search:
         missing = [note for note in experiment.plan_notes if "config.json" in note]
         if missing:

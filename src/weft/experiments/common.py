@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, ClassVar
+from types import FunctionType
+from typing import Any, ClassVar, Protocol
 
 from weft.engine.spec import FLASH
 from weft.errors import ConfigError
@@ -256,10 +257,70 @@ class RunConfig(ABC):
 
     @abstractmethod
     def build(self) -> Experiment:
-        """The experiment, checked as far as no torch is needed. Raises `UserError`: the option, its value and the rule."""
+        """Return the experiment, checked as far as no torch is needed. Raises `UserError`: the option, its value and the rule.
+
+        What runs is `build_experiment(config)`, which calls a subclass's `initial_setup` where it has one.
+        """
+
+    def initial_setup(self) -> Experiment:
+        """Return the experiment, under the name that ReaL has for it. A subclass overrides this method or `build`, not both."""
+        return self.build()
 
     def control(self) -> Control:
         """The run options as the runtime reads them."""
         own = {spec.name for spec in fields(self)}
         shared = {spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own}
         return Control(**shared, loggers=self.logger.enabled(), env=self.launch.env)
+
+
+class Buildable(Protocol):
+    """A configuration of an experiment; `RunConfig` is one."""
+
+    def build(self) -> Experiment: ...
+
+
+# Methods by which a subclass of ReaL's configurations changes a run, and what does the same in weft.
+NEVER_CALLED = {
+    "rpcs": "change a call with experiment.with_mfc(NAME, ...) in build()",
+    "models": "set the options of the roles, such as rew.backend, or change experiment.roles in build()",
+    "datasets": "set dataset.type and dataset.args, or change experiment.dataset in build()",
+    "eval_datasets": "set dataset.valid_path, or change experiment.evaluation in build()",
+    "allocations": "set {call}.layout and {call}.device_mesh",
+    "search_kwargs": "set search.*",
+    "scheduling_setup": "set n_nodes, n_gpus_per_node and slurm.*; only register_experiment's classes have this method",
+}
+GUIDE = """Write the edits of ReaL's guide as
+    return super().initial_setup().with_mfc("rew_inf", interface="NAME", args={...}, post_hooks=[])
+and set rew.backend=null in place of a model_worker that is given a tokenizer for its model"""
+
+
+def build_experiment(config: Buildable) -> Experiment:
+    """Return the experiment that a configuration describes: by `initial_setup` where a subclass overrides it, else by `build`.
+
+    Raises `ConfigError` where a subclass overrides both, or methods of ReaL's that weft never calls.
+    """
+    if not isinstance(config, RunConfig):
+        return config.build()
+    own = [cls for cls in type(config).__mro__ if not cls.__module__.startswith("weft.")]
+    overridden = {name for cls in own for name in vars(cls)}
+    name = type(config).__name__
+    for method, instead in NEVER_CALLED.items():
+        if any(isinstance(vars(cls).get(method), FunctionType | property) for cls in own):
+            raise ConfigError(f"{name} defines {method}, which weft never calls; {instead}")
+    if "initial_setup" not in overridden:
+        return config.build()
+    if "build" in overridden:
+        raise ConfigError(f"{name} overrides build() and initial_setup(), and a run follows one of them; keep one")
+    try:
+        return config.initial_setup()
+    except AttributeError as error:
+        if type(error.obj).__module__.startswith("weft."):
+            raise ConfigError(_missing(name, error)) from error
+        raise
+
+
+def _missing(name: str, error: AttributeError) -> str:
+    """What to write in place of an attribute that ReaL's objects have and weft's do not."""
+    if isinstance(error.obj, Experiment):
+        return f"{name}.initial_setup: weft's Experiment has no {error.name}. {GUIDE}"
+    return f"{name}.initial_setup: weft's {type(error.obj).__name__} has no {error.name}; see docs/coming-from/real.md"

@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, unknown_name
 from weft.experiment import Experiment
 from weft.experiments._models import settled_roles
+from weft.experiments.common import Buildable, build_experiment
 from weft.launch import foreign
 from weft.launch.recover import Driven
 from weft.observe.configuration import flat, left_open
@@ -27,12 +28,6 @@ if TYPE_CHECKING:
     from weft.runtime.ray import Cluster
 
 MODES = ("local", "ray", "slurm")
-
-
-class Buildable(Protocol):
-    """A configuration: `SFTConfig` and its kin, or a class of the user's."""
-
-    def build(self) -> Experiment: ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ def built(config: Buildable | Experiment) -> Experiment:
     """The experiment, with the names of the options that `config` leaves open and weft has settled."""
     if isinstance(config, Experiment):
         return settled_roles(config)
-    experiment = config.build()
+    experiment = build_experiment(config)
     if not is_dataclass(config) or isinstance(config, type):
         return experiment
     given = dict(flat(to_mapping(config)))

@@ -21,7 +21,8 @@ from pathlib import Path
 from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import SlurmSpec
-from weft.launch.run import Buildable, built, dry_run, with_files, without_weights
+from weft.experiments.common import Buildable
+from weft.launch.run import built, dry_run, with_files, without_weights
 from weft.options import read, validate
 from weft.registry import import_user_code
 
