@@ -104,3 +104,11 @@ def test_what_weft_would_not_follow_is_refused(config: type[PPOConfig], message:
 def test_mistakes_in_the_users_own_code_are_shown_as_they_are(options: dict[str, Any]) -> None:
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'models'"):
         build_experiment(OwnMistake(**options))
+
+
+def test_options_that_nobody_sets_are_known(options: dict[str, Any]) -> None:
+    config = OwnSetup(**options)
+    config.ppo.kl_ctl = 0.3
+    left = build_experiment(config).left_at_default
+    assert {"seed", "bonus", "ppo.gae_lambda", "critic.optimizer.lr"} <= left
+    assert not {"ppo.kl_ctl", "actor.path", "experiment_name"} & left

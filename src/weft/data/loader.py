@@ -13,7 +13,7 @@ from weft.data import features
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
 from weft.data.columns import check_names
 from weft.data.counts import SourceCount, render
-from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, Tokenized
+from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, Tokenized, is_by_index
 from weft.data.mixture import Share, generator, hold_out, per_epoch
 from weft.data.named.prepare import Split, cache_root, mode_of, prepare
 from weft.data.progress import Reporter, show, silent
@@ -170,7 +170,7 @@ class SourceReader:
         share = source.valid_split
         if share is None:
             share = 0.0 if source.valid_path or self.spec.valid_path else self.spec.valid_split
-        if not isinstance(dataset, MapDataset):
+        if not is_by_index(dataset):
             if share:
                 raise ConfigError(
                     f"{name}: an iterable dataset cannot be split; set dataset.valid_path instead of valid_split"
@@ -209,7 +209,7 @@ class SourceReader:
         """All rows of a validation path, whatever path the arguments name for training."""
         args = {name: value for name, value in source.args.items() if name != "path"}
         type, dataset = self.of_valid._build(replace(source, args=args))
-        if not isinstance(dataset, MapDataset):
+        if not is_by_index(dataset):
             raise ConfigError(f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index")
         part = Part(name, dataset, np.arange(len(dataset)))
         report = dataset.table.report if isinstance(dataset, Tokenized) else None
@@ -248,7 +248,7 @@ class SourceReader:
             ) from error
         name = f"{source.named} ({Path(source.path).stem})" if source.named else ""
         dataset = make(util=replace(self.util, columns=source.columns, name=name), **arguments)
-        if not isinstance(dataset, MapDataset | StreamDataset):
+        if not (is_by_index(dataset) or isinstance(dataset, StreamDataset)):
             raise ConfigError(
                 f"dataset type {type!r}: {make.__name__} has neither __len__ and __getitem__ (samples by index) "
                 "nor __iter__ (whole batches)"
@@ -256,7 +256,7 @@ class SourceReader:
         if not isinstance(dataset, Tokenized):
             if source.columns:
                 raise ConfigError(f"dataset.columns: dataset type {type!r} reads its rows itself; leave columns out")
-            features.check_own(spec, type, by_index=isinstance(dataset, MapDataset))
+            features.check_own(spec, type, by_index=is_by_index(dataset))
         return type, dataset
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from types import FunctionType
 from typing import Any, ClassVar, Protocol
 
@@ -16,7 +16,7 @@ from weft.experiments._allocation import SearchSpec
 from weft.experiments._machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import HOOKS as NAMED_HOOKS
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
-from weft.options import option, read
+from weft.options import leaves, option, read
 
 
 @dataclass
@@ -301,6 +301,20 @@ def build_experiment(config: Buildable) -> Experiment:
     """
     if not isinstance(config, RunConfig):
         return config.build()
+    return replace(_build(config), left_at_default=_left_at_default(config))
+
+
+def _left_at_default(config: RunConfig) -> frozenset[str]:
+    """Return the dotted names of the options that nobody has set; none where the class has no configuration of its own."""
+    try:
+        usual = {leaf.name: leaf.default for leaf in leaves(type(config)())}
+    except TypeError:  # a user's class that takes arguments
+        return frozenset()
+    return frozenset(leaf.name for leaf in leaves(config) if leaf.name in usual and usual[leaf.name] == leaf.default)
+
+
+def _build(config: RunConfig) -> Experiment:
+    """The experiment, by the method that the class of `config` overrides."""
     own = [cls for cls in type(config).__mro__ if not cls.__module__.startswith("weft.")]
     overridden = {name for cls in own for name in vars(cls)}
     name = type(config).__name__

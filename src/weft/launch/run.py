@@ -61,7 +61,7 @@ def run(config: Buildable | Experiment, *, mode: str | None = None, show: Show |
     from weft.runtime.directory import RunDirectory, RunLock, admit
 
     directory = RunDirectory.of(experiment.control)
-    goes_on = admit(directory, experiment.control, experiment.resolved())
+    goes_on = admit(directory, experiment.control, experiment.resolved(), experiment.left_at_default)
     lock = RunLock(directory.path)
     lock.take()
     try:
@@ -84,7 +84,9 @@ def dry_run(
 
     lines = planned(experiment, mode, data=data, width=width)
     try:
-        admit(RunDirectory.of(experiment.control), experiment.control, experiment.resolved())
+        admit(
+            RunDirectory.of(experiment.control), experiment.control, experiment.resolved(), experiment.left_at_default
+        )
     except ConfigError as error:  # of no weight for a plan
         lines.append(f"note: the run itself would be refused: {error}")
     return lines

@@ -66,7 +66,7 @@ def start(
     _check_networks(experiment)
     if print_only:
         return script(request)
-    admit(directory, experiment.control, experiment.resolved())
+    admit(directory, experiment.control, experiment.resolved(), experiment.left_at_default)
     number = submit(request)
     names = f"-e {experiment.control.experiment_name} -f {experiment.control.trial_name}"
     where = "" if experiment.control.fileroot == "./runs" else f" --fileroot {shlex.quote(experiment.control.fileroot)}"

@@ -16,8 +16,8 @@ from weft.options import validate
 from weft.registry import experiments
 
 
-def registered(name: str, trial_name: str) -> Experiment:
-    """The experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
+def registered(name: str, trial_name: str, *, allocation_mode: str | None = None) -> Experiment:
+    """Return the experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
 
     It is a function returning an `Experiment` (or a configuration that builds one), or a class with
     `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`. Either may be a `functools.partial`.
@@ -27,6 +27,7 @@ def registered(name: str, trial_name: str) -> Experiment:
     thing = experiments.get(name)
     made = thing()
     if isinstance(made, RunConfig):
+        made.allocation_mode = allocation_mode or made.allocation_mode
         made = build_experiment(made)
     elif inspect.isclass(_called(thing)):
         if not hasattr(made, "initial_setup"):
@@ -36,6 +37,11 @@ def registered(name: str, trial_name: str) -> Experiment:
         made = made.initial_setup()
     if not isinstance(made, Experiment):
         raise ConfigError(f"experiment {name!r} gives a {type(made).__name__}; it must return an Experiment")
+    if allocation_mode not in (None, made.config.get("allocation_mode")):
+        raise ConfigError(
+            f"--allocation_mode {allocation_mode}: the layouts of {name!r} are settled in its code, which returns an "
+            "Experiment; set allocation_mode there, or return the configuration and not what its build() returns"
+        )
     config = {**made.config, "experiment_name": name, "trial_name": trial_name} if made.config else {}
     asked = scheduling(name)
     env = {**(asked.env if asked is not None else {}), **made.control.env}

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -94,8 +94,13 @@ class RunDirectory:
         return sorted(int(match[1]) for match in found if match)
 
 
-def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) -> bool:
-    """Whether to go on with the run that the directory holds (True) or begin one (False), by `recover_mode`.
+def admit(
+    directory: RunDirectory, control: Control, config: Mapping[str, Any], left_at_default: Collection[str] = ()
+) -> bool:
+    """Decide whether to go on with the run that the directory holds (True) or begin one (False), by `recover_mode`.
+
+    `left_at_default` names the options that the user leaves as they are. Where the run's own file lacks one of them, an older
+    weft has written it, and the run had no other value.
 
     Raises `ConfigError` where neither may be done: another configuration, a finished run, files that are no run's.
     Changes nothing.
@@ -114,7 +119,7 @@ def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) 
         raise ConfigError(f"{path} holds a run already, and recover_mode=disabled goes on with none; {anew}")
     if control.resume_from is not None:
         return True
-    changed = differences(directory.read_config(), as_plain(config))
+    changed = differences(directory.read_config(), as_plain(config), unset=left_at_default)
     if changed:
         more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise ConfigError(
@@ -131,15 +136,20 @@ def as_plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)) or {}
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """`option: there -> here` for every dotted option that differs, apart from those that change nothing computed."""
+def differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "", *, unset: Collection[str] = ()
+) -> list[str]:
+    """Return `option: there -> here` for every dotted option that differs, apart from those that change nothing computed, and
+    from those of `unset` that `one` lacks."""
     found: list[str] = []
     for key in dict.fromkeys([*one, *other]):
         if not prefix and key in FREE:
             continue
         a, b, name = one.get(key), other.get(key), f"{prefix}{key}"
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{name}.")
+        if isinstance(b, Mapping) and (isinstance(a, Mapping) or (key not in one and b)):
+            found += differences(a or {}, b, f"{name}.", unset=unset)
+        elif key not in one and name in unset:
+            continue
         elif a != b:
             found.append(f"{name}: {_short(a)} there, {_short(b)} here")
     return found

@@ -58,6 +58,15 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> SequenceSample: ...
 
 
+def is_by_index(dataset: Any) -> TypeGuard[MapDataset]:
+    """Return whether a dataset has samples by index.
+
+    A torch `IterableDataset` has none, though it inherits a `__getitem__` that raises, and may have a length.
+    """
+    bases = ((base.__module__, base.__name__) for base in type(dataset).__mro__)
+    return isinstance(dataset, MapDataset) and ("torch.utils.data.dataset", "IterableDataset") not in bases
+
+
 @runtime_checkable
 class StreamDataset(Protocol):
     """Whole batches, laid out by the dataset; every `iter()` begins an epoch and repeats the same batches."""
