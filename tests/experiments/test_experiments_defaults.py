@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from tests.experiments.test_common_build import build, files
 from weft import registry
 from weft.errors import ConfigError
+from weft.experiment import Control
+from weft.experiments import SFTConfig
 from weft.graph.mfc import HostFunction, Node
 from weft.options import leaves
 
@@ -119,3 +122,11 @@ def test_an_option_has_one_default_wherever_it_is_set(name: str) -> None:
         own = own_defaults(node)
         shared = own.keys() & options.keys() - OF_THEIR_OWN.keys()
         assert {key: own[key] for key in shared} == {key: options[key] for key in shared}, node.name
+
+
+def test_the_run_options_have_the_defaults_of_what_the_runtime_reads() -> None:
+    options = {leaf.name: leaf.default for leaf in leaves(SFTConfig())}
+    own = {spec.name: spec.default for spec in fields(Control) if spec.default is not MISSING}
+    shared = own.keys() & options.keys() - {"imports"}  # none of either: a tuple there, a list here
+    assert len(shared) > 20
+    assert {name: own[name] for name in shared} == {name: options[name] for name in shared}
