@@ -79,9 +79,7 @@ def test_a_cut_completion_may_keep_its_reward() -> None:
 
 def test_reward_shaping() -> None:
     batch = sample([[1], [1]], rewards=[3.0, -100.0], values=[0.0] * 4, finished=[1.0, 1.0])
-    function = by_hand(
-        kl_ctl=0.0, reward_output_bias=1.0, reward_output_scaling=0.5, max_reward_clip=5.0, **PLAIN
-    )
+    function = by_hand(kl_ctl=0.0, reward_output_bias=1.0, reward_output_scaling=0.5, max_reward_clip=5.0, **PLAIN)
     assert call(function, batch)[0]["advantages"] == [1.0, -5.0]
 
 
