@@ -1,4 +1,4 @@
-"""Where rows come from: JSON, JSONL(.gz) and Parquet files, directories of them, and the hub. Rows know their line."""
+"""Where rows come from: JSON, JSONL(.gz), Parquet and Arrow files, directories of them, and the hub. Rows know their line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import IO, Any
 
 import huggingface_hub
 
-from weft.data import hub
+from weft.data import arrow, hub
 from weft.errors import DataError, nearest
 from weft.reading import check_file, files_below, reading, reason
 
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".parquet")
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", arrow.PARQUET, arrow.ARROW)
+SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")  # hold no rows where `datasets` saved Arrow files
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval"),
@@ -28,7 +29,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands; written `FILE:LINE` (in Parquet the row's number)."""
+    """Where a row stands; written `FILE:LINE` (in Parquet and Arrow files the row's number)."""
 
     file: str
     line: int
@@ -61,6 +62,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         check_file(place, path, DataError)
     below = [f for f in files_below(place, path, DataError) if f.name.endswith(SUFFIXES)]
     files = sorted(f for f in below if f.exists() and not _hidden(f.relative_to(place)))
+    if any(f.name.endswith(arrow.ARROW) for f in files):
+        files = [f for f in files if f.name not in SIDECARS]
     if not files:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
     kept = (
@@ -84,10 +87,8 @@ def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Plac
     check_file(file, str(file), DataError)
     if file.stat().st_size == 0:
         raise DataError(f"{file}: the file is empty")
-    if file.name.endswith(".parquet"):
-        rows = _parquet_rows(file)
-    else:
-        rows = _text_rows(file)
+    of_arrow = file.name.endswith((arrow.PARQUET, arrow.ARROW))
+    rows: Iterator[tuple[int, Any]] = arrow.read(file) if of_arrow else _text_rows(file)
     count = 0
     for line, value in rows:
         count += 1
@@ -200,17 +201,6 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
 def _after(blank: re.Pattern[str], text: str, at: int) -> int:
     skipped = blank.match(text, at)
     return skipped.end() if skipped else at
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet  # a quarter of a second, so only where a file is of this form
-
-    number = 0
-    with reading(f"{file}: not Parquet, or damaged", DataError):
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
 
 
 def _from_hub(path: str) -> Path:

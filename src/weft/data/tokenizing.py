@@ -27,7 +27,7 @@ from weft.data.table import Report, TokenTable
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError, UserError
 
-VERSION = 4  # part of the cache's key; raised when the same rows give other ids
+VERSION = 5  # part of the cache's key; raised when the same rows give other ids
 PARALLEL_BYTES = 8 << 20  # smaller files are tokenized about as soon as a second process has started
 CHUNK = 512
 LACKS = re.compile(r"lacks the key '[^']*'")

@@ -11,7 +11,9 @@ Node = Mapping[str, Any]
 
 
 def is_tree(row: Row) -> bool:
-    return isinstance(row.get("prompt"), Mapping) and "replies" in row["prompt"]
+    """Return whether a row is a tree of messages; the first one may have no replies."""
+    root = row.get("prompt")
+    return isinstance(root, Mapping) and ("replies" in root or "message_id" in root)
 
 
 def threads(row: Row) -> Iterator[list[Node]]:

@@ -25,7 +25,7 @@ from weft.data.spec import SourceSpec
 from weft.errors import ConfigError, DataError, nearest
 from weft.registry import datasets, readers
 
-VERSION = 1  # raised when the same rows give other examples
+VERSION = 2  # raised when the same rows give other examples
 OF_TYPE = {
     "prompt_answer": "sft", "chat": "sft", "text": "sft", "paired_comparison": "rm", "preference": "rm", "ranking": "rm",
     "prompt": "rl",
