@@ -109,7 +109,7 @@ def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
     """A text of the row. Raises `BadRow` for other types, and for one that is empty or blank where it must not be."""
     value = row[key]
     if not isinstance(value, str):
-        raise BadRow(f"{key!r} must be text, not {_kind(value)}")
+        raise BadRow(f"{key!r} must be text, not {kind_of(value)}")
     if not may_be_empty and not value.strip():
         raise BadRow(f"{key!r} is empty")
     return value
@@ -119,10 +119,10 @@ def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
     """A list of non-empty texts. Raises `BadRow` saying which entry is wrong."""
     value = row[key]
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise BadRow(f"{key!r} must be a list of texts, not {_kind(value)}")
+        raise BadRow(f"{key!r} must be a list of texts, not {kind_of(value)}")
     for number, entry in enumerate(value, 1):
         if not isinstance(entry, str):
-            raise BadRow(f"{key!r}, entry {number}, must be text, not {_kind(entry)}")
+            raise BadRow(f"{key!r}, entry {number}, must be text, not {kind_of(entry)}")
         if not entry.strip():
             raise BadRow(f"{key!r}, entry {number}, is empty")
     if len(value) < at_least:
@@ -158,8 +158,9 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _kind(value: Any) -> str:
-    kinds = {dict: "a mapping", list: "a list", bool: "true or false", type(None): "null"}
+def kind_of(value: Any) -> str:
+    """The kind of a JSON value in words."""
+    kinds = {str: "text", dict: "a mapping", list: "a list", bool: "true or false", type(None): "null"}
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "a number"
     return kinds.get(type(value), type(value).__name__)

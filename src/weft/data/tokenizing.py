@@ -19,7 +19,9 @@ from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol
 
 from weft.data.columns import Columns, renamed
+from weft.data.cuts import Cut, joined
 from weft.data.lengths import Encoded, Lengths, fit
+from weft.data.messages import unread_keys
 from weft.data.progress import Reporter, show
 from weft.data.rows import BadRow, Row, TooLong, Watched, row_id
 from weft.data.sources import Unreadable, content_hash, find_files, read_rows
@@ -113,15 +115,19 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
     problems: list[Problem] = []
     counts = Counter[str]()
     read, held = set[str](), set[str]()
+    cuts: list[Cut] = []
     for index, (_, given) in enumerate(chunk):
         try:
             if isinstance(given, Unreadable):
                 raise BadRow(given.wrong)
             row = Watched(given)
             held.update(name for name, value in given.items() if value not in (None, "", []))
-            own, unused = row_id(row, job.form.id_key), set[str]()
-            for encoded in job.form.encode(row, job.tokenizer):
+            own = row_id(row, job.form.id_key)
+            with unread_keys() as unused:
+                made = job.form.encode(row, job.tokenizer)
+            for encoded in made:
                 unused |= encoded.unused
+                cuts += [replace(cut, row=index) for cut in encoded.cut]
                 kept, done = fit(encoded, job.lengths, job.tokenizer.bos_id)
                 counts.update([*done, "both"] if len(done) > 1 else done)
                 if kept is not None:
@@ -135,7 +141,7 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
                 continue
             problems.append((index, str(error), error if isinstance(error, TooLong) else None))
     cut = counts["prompt"], counts["answer"], counts["both"], counts["dropped"]
-    report = Report(len(chunk), *cut, frozenset(read), frozenset(held))
+    report = Report(len(chunk), *cut, frozenset(read), frozenset(held), joined(cuts))
     return samples, report, problems
 
 
@@ -166,7 +172,7 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     numbers: list[int] = []
     seen: dict[str, int] = {}
     given = {own for samples, _, _ in outcomes for _, own, _ in samples if own is not None}
-    start = 0
+    start, total = 0, Report()
     for samples, report, found in outcomes:
         problems += [(start + index, wrong, long) for index, wrong, long in found]
         for index, own, sample in samples:
@@ -179,10 +185,11 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
             ids.append(f"{id}/{sample.part}" if sample.part else id)
             encoded.append(sample)
             numbers.append(row)
+        total += replace(report, cut=tuple(replace(cut, row=start + cut.row) for cut in report.cut))
         start += report.rows
     if problems:
         raise DataError(_reports(rows, sorted(problems, key=lambda problem: problem[0])))
-    return TokenTable.build(ids, encoded, numbers, sum((report for _, report, _ in outcomes), Report()))
+    return TokenTable.build(ids, encoded, numbers, total)
 
 
 def _number_row(row: int, given: Set[str]) -> str:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Protocol, TypeGuard, get_type_hints, runtime_c
 from weft.data import dialogue
 from weft.data.asked import conversation, prompt_text
 from weft.data.columns import Columns
+from weft.data.cuts import joined
 from weft.data.lengths import Encoded, Lengths
-from weft.data.messages import CONTEXT, FACTS, Message
+from weft.data.messages import CONTEXT, FACTS, REASONING, Message
 from weft.data.prefix import common_prefix
 from weft.data.progress import Reporter, show
 from weft.data.redrawn import Redrawn
@@ -243,7 +244,8 @@ def continued(
         before = [{**message, "train": False} for message in context]
         found.append(tokenizer.mask_chat([*before, *reply], tools))
     unused = frozenset().union(*(each.unused for each in found))
-    return grouped([each.ids for each in found], [each.mask for each in found], unused=unused, **more)
+    cut = joined(cut for each in found for cut in each.cut)
+    return grouped([each.ids for each in found], [each.mask for each in found], unused=unused, cut=cut, **more)
 
 
 def check_replies(messages: Sequence[Message], where: str = "", *, may_be_empty: bool = False) -> None:
@@ -252,6 +254,6 @@ def check_replies(messages: Sequence[Message], where: str = "", *, may_be_empty:
     if not turns:
         raise BadRow(f"there is no turn of the assistant{where}")
     for number, message in enumerate(messages, 1):
-        said = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+        said = message["content"].strip() or message.get("tool_calls") or message.get(REASONING)
         if message["role"] == "assistant" and not said and not (may_be_empty and number == len(messages)):
             raise BadRow(f"message {number}{where}: the assistant's content is empty")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.data import trees
-from weft.data.asked import as_messages, with_system
+from weft.data.asked import as_messages, listed_messages, with_system
 from weft.data.datasets.base import TableDataset, check_replies, grouped
 from weft.data.lengths import Encoded
 from weft.data.messages import Message, normalise
@@ -55,9 +55,9 @@ class Chat:
         keys = (self.messages_key,) if self.messages_key else MESSAGE_KEYS
         prompt, completion = first_of(row, PROMPT_KEYS), answer_messages(row)
         if first_of(row, keys) is not None or prompt is None or completion is None:
-            return normalise(row[need(row, keys, "chat")])
-        context = [{**message, "train": False} for message in as_messages(row[prompt], "user")]
-        return [*context, *as_messages(row[completion], "assistant")]
+            return listed_messages(row, need(row, keys, "chat"))
+        context = [{**message, "train": False} for message in as_messages(row, prompt, "user")]
+        return [*context, *as_messages(row, completion, "assistant")]
 
     def _conversation(self, messages: Sequence[Message], tools: Any, tokenizer: Tokenizer, part: str) -> Encoded:
         check_replies(messages)
@@ -65,7 +65,7 @@ class Chat:
             last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
             messages = [m if index == last else {**m, "train": False} for index, m in enumerate(messages)]
         found = tokenizer.mask_chat(messages, tools)
-        return grouped([found.ids], [found.mask], part=part, unused=found.unused)
+        return grouped([found.ids], [found.mask], part=part, unused=found.unused, cut=found.cut)
 
 
 @register_dataset("chat")

@@ -50,7 +50,7 @@ class Prompt:
         ids, unused = tokenizer.encode_context(messages, row.get("tools"))
         if not ids:
             raise BadRow(f"the chat template renders {key!r} as nothing")
-        if not isinstance(row[key], str) and as_messages(row[key], "user")[-1]["role"] == "assistant":
+        if not isinstance(row[key], str) and as_messages(row, key, "user")[-1]["role"] == "assistant":
             unused |= {f"{key}[] of the last reply"}
         return [Encoded(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
 
