@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import templates
 
-from tests.data import templates
 from weft.data.cuts import Cut, missing
 from weft.data.loader import load_data
 from weft.data.spec import DatasetSpec

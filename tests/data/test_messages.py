@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import templates
 
-from tests.data import templates
 from weft.data.loader import load_data
 from weft.data.messages import normalise, unread_keys
 from weft.data.spec import DatasetSpec

@@ -24,6 +24,7 @@ from weft.data.rows import (
     BadRow,
     Row,
     first_of,
+    is_tree,
     looks_like,
     need,
     row_id,
@@ -62,7 +63,7 @@ class Replied:
 def replied_rows(row: Row, number: int) -> Iterator[Replied]:
     """What a row of any form with replies holds: rankings, pairs, answers, conversations; Open-Assistant's trees hold several.
     Raises `BadRow` for a row without a reply."""
-    if trees.is_tree(row):
+    if is_tree(row):
         yield from _of_tree(row)
         return
     name, form = row_id(row) or str(number), looks_like(row)

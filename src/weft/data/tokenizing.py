@@ -75,6 +75,7 @@ class Source:
     progress: Reporter = show
     columns: Columns = field(default_factory=dict)  # as the form calls them -> as the file does
     name: str = ""  # what to call it while it is read; "": by its path
+    most: int | None = None  # samples after which no more rows are read, and nothing is kept; None: all are read
 
 
 Chunk = list[tuple[str, Row | Unreadable]]  # (place, row)
@@ -89,6 +90,8 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
     """
     form.check(tokenizer)
     files = find_files(source.path, source.split)
+    if source.most is not None:
+        return _first_samples(Job(form, lengths, tokenizer), files, source, source.most)
     kept = _cache_file(form, lengths, tokenizer, source, files)
     table = _from_cache(kept)
     if table is None:
@@ -161,6 +164,21 @@ def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTab
             for chunk in chunks:
                 outcomes.append(encode_rows(job, chunk))
                 advance(len(chunk))
+    return _assemble(rows, outcomes)
+
+
+def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -> TokenTable:
+    """The samples of the first rows, until there are `most` of them, or a row that cannot be used."""
+    read = (row for file in files for row in read_rows(file))
+    rows: Chunk = []
+    outcomes: list[Outcome] = []
+    found = 0
+    for place, row in renamed(read, source.columns, source.path):
+        rows.append((str(place), row))
+        outcomes.append(encode_rows(job, rows[-1:]))
+        found += len(outcomes[-1][0])
+        if found >= most or outcomes[-1][2]:
+            break
     return _assemble(rows, outcomes)
 
 

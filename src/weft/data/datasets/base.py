@@ -44,6 +44,7 @@ class DatasetUtility:
     random_window: float = 0.0
     columns: Columns = field(default_factory=dict)  # of this source: as the form calls them -> as the file does
     name: str = ""  # of this source, where it is known by one
+    most: int | None = None  # samples after which no more rows are read; None: all are read
 
     @property
     def redraws(self) -> bool:
@@ -82,7 +83,7 @@ def build_table(
 
     Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot be used.
     """
-    source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns, util.name)
+    source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns, util.name, util.most)
     job = Job(*configure(form, options), util.tokenizer)
     table = tokenize(job.form, job.lengths, job.tokenizer, source)
     if not (util.redraws or BAD in table.report.read):

@@ -11,7 +11,7 @@ from weft.data.asked import as_messages, listed_messages, with_system
 from weft.data.datasets.base import TableDataset, check_replies, grouped
 from weft.data.lengths import Encoded
 from weft.data.messages import Message, normalise
-from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, Row, answer_messages, first_of, need
+from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, Row, answer_messages, first_of, is_tree, need
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
@@ -37,13 +37,13 @@ class Chat:
         tokenizer.check_template()
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        if trees.is_tree(row):
+        if is_tree(row):
             return [self._thread(path, tokenizer) for path in trees.threads(row)]
         return [self._conversation(with_system(row, self._messages(row)), row.get("tools"), tokenizer, "")]
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded:
         """The sample of a row that has this id, alone."""
-        if not trees.is_tree(row):
+        if not is_tree(row):
             return self.encode(row, tokenizer)[0]
         path = next(path for path in trees.threads(row) if id.endswith(f"/{path[-1]['message_id']}"))
         return self._thread(path, tokenizer)
