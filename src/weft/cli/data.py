@@ -320,7 +320,7 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
     named |= {path: path for path in (spec.train_path or spec.path, spec.valid_path) if path}
     for path, title in ({path: path for path in paths} or named).items():
         read = [each for file in find_files(path) for each in read_rows(file)]
-        rows = [(str(place if title == path else replace(place, file=title)), row) for place, row in read]
+        rows = [(str(place), row) for place, row in read]
         found = look(rows, phrases)
         where = "" if title == path else f" of {path}"
         console.print(f"{title}: {found.rows:,} rows{where}", style="bold", markup=False)

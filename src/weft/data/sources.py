@@ -18,6 +18,7 @@ from weft.errors import DataError, nearest
 from weft.reading import check_file, files_below, reading, reason
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", arrow.PARQUET, arrow.ARROW)
+ORIGIN = "weft: made of"  # key of a row that was made of another one: that one's place
 SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")  # hold no rows where `datasets` saved Arrow files
 SPLITS = {
     "train": ("train", "training"),
@@ -29,13 +30,14 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands; written `FILE:LINE` (in Parquet and Arrow files the row's number)."""
+    """Where a row stands; written `FILE:LINE` (in Parquet and Arrow files the row's number), or `FILE` where `line` is 0: the
+    row was made of several."""
 
     file: str
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" if self.line else self.file
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 
 
 def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
-    """Every row of a file with its place; what cannot be read comes as `Unreadable`.
+    """Every row of a file with its place, which is that of the row it was made of where it says so (`ORIGIN`); what cannot be
+    read comes as `Unreadable`.
 
     `texts_as`: a row that is a text alone is a row with that column.
 
@@ -96,7 +99,8 @@ def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Plac
             value = {texts_as: value}
         if not isinstance(value, Mapping | Unreadable):
             value = Unreadable(f"a row must be a JSON object, not {type(value).__name__}")
-        yield Place(str(file), line), value
+        origin = value.pop(ORIGIN, None) if isinstance(value, dict) else None
+        yield Place(str(file), line) if origin is None else Place(*origin), value
     if count == 0:
         raise DataError(f"{file}: the file has no rows")
 

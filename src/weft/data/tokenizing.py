@@ -99,7 +99,7 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
         _to_cache(kept, table)
     if not len(table):
         raise DataError(
-            f"{source.path}: no row is left: all {table.report.rows} are longer than the limits; "
+            f"{source.name or source.path}: no row is left: all {table.report.rows} are longer than the limits; "
             "raise dataset.max_seqlen or dataset.max_prompt_len"
         )
     return table
