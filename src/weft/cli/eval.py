@@ -123,12 +123,11 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
 
 def _kind(path: str, split: str | None) -> str:
     """What form the first row has. Raises `ConfigError` where it tells none with an order of replies."""
-    from weft.data import trees
-    from weft.data.rows import looks_like
+    from weft.data.rows import is_tree, looks_like
     from weft.data.sources import Unreadable, find_files, read_rows
 
     place, row = next(read_rows(find_files(path, split)[0]))
-    found = None if isinstance(row, Unreadable) else "ranking" if trees.is_tree(row) else looks_like(row)
+    found = None if isinstance(row, Unreadable) else "ranking" if is_tree(row) else looks_like(row)
     if found is None:
         raise ConfigError(f"{place}: this row tells no form; set --type to preference, paired_comparison or ranking")
     return found

@@ -17,6 +17,8 @@ from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, T
 from weft.data.mixture import Share, generator, hold_out, per_epoch
 from weft.data.named.prepare import Split, cache_root, mode_of, prepare
 from weft.data.progress import Reporter, show, silent
+from weft.data.rows import OF_TREES, is_tree
+from weft.data.sources import Unreadable, find_files, read_rows
 from weft.data.spec import DatasetSpec, SourceSpec, sources_of
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
@@ -57,17 +59,25 @@ class SourceData:
 
 
 def load_data(
-    spec: DatasetSpec, dataset_type: str, tokenizer: Tokenizer, *, seed: int, progress: Reporter | bool | None = None
+    spec: DatasetSpec,
+    dataset_type: str,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    progress: Reporter | bool | None = None,
+    most: int | None = None,
 ) -> LoadedData:
     """Read, tokenize (or take from the cache) and mix the training and validation rows.
 
-    `dataset_type` is the experiment's own; `dataset.type` and a source's `type` go before it. `progress` False is silent.
+    `dataset_type` is the experiment's own; `dataset.type` and a source's `type` go before it, and of files of Open-Assistant
+    trees the type that reads those. `progress` False is silent. With `most`, no more rows of a source are read once so many
+    samples of it are made.
     Raises `ConfigError` for options that do not fit, `DataError` with a report on every bad row.
     """
     reporter: Reporter = show if progress is None or progress is True else silent if progress is False else progress
     tokenizer = features.dressed(spec, tokenizer)
     util = DatasetUtility(
-        tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window
+        tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window, most=most
     )
     reader = SourceReader(spec, spec.type or dataset_type, util)
     named, said = reader.at_hand(named_apart(given_sources(spec)))
@@ -217,7 +227,7 @@ class SourceReader:
 
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
         """The dataset object: the user's arguments, and those of weft's options that its constructor names."""
-        type = source.type or self.type
+        type = source.type or self.spec.type or type_of_rows(source, self.type)
         make = datasets.get(type)
         features.check(self.spec, type)
         check_names(source.columns, type, source.args)
@@ -258,6 +268,14 @@ class SourceReader:
                 raise ConfigError(f"dataset.columns: dataset type {type!r} reads its rows itself; leave columns out")
             features.check_own(spec, type, by_index=is_by_index(dataset))
         return type, dataset
+
+
+def type_of_rows(source: SourceSpec, usual: str) -> str:
+    """The usual type, or the one that reads Open-Assistant trees where the first row of the source is one."""
+    if usual not in OF_TREES or not source.path or source.named is not None:
+        return usual
+    _, row = next(read_rows(find_files(source.path, source.split)[0]))
+    return OF_TREES[usual] if not isinstance(row, Unreadable) and is_tree(row) else usual
 
 
 def given_sources(spec: DatasetSpec) -> list[SourceSpec]:

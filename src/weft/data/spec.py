@@ -201,7 +201,7 @@ class DatasetSpec:
     train_path: str | None = option(None, "the same as path")
     valid_path: str | None = option(None, "validation rows; evaluated every eval_freq_*")
     path: str | None = option(
-        None, "training rows, or prompts: JSON, JSONL(.gz), Parquet, a hub name, or a directory of them"
+        None, "training rows, or prompts: JSON, JSONL(.gz), Parquet, Arrow, a hub name, or a directory of them"
     )
     type: str | None = option(None, "dataset type: a form in docs/datasets.md or a registered name")
     args: dict[str, Any] = option({}, "arguments of the dataset class")

@@ -8,12 +8,10 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
+from weft.data.byte_tokenizer import byte_level
 from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, is_by_index
 from weft.data.mixture import Share
 from weft.data.progress import silent
@@ -58,11 +56,7 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
 
 def small_tokenizer() -> Tokenizer:
     """One token a byte, `<s>`, `</s>`, and a chat template; no file is read."""
-    alphabet = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = tokenizers.Tokenizer(models.BPE(alphabet, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    hf = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    hf = byte_level()
     hf.chat_template = TEMPLATE
     return Tokenizer(hf)
 

@@ -103,6 +103,15 @@ def chosen(entry: Entry, place: Path) -> Files:
     return Files(train, valid)
 
 
+def named_file(entry: Entry, file: Path) -> str:
+    """A file of a dataset as errors name it: with the dataset's name, and one that came from the hub by its name there."""
+    parts = file.parts
+    if entry.repo is not None and "snapshots" in parts:
+        inside = parts[parts.index("snapshots") + 2 :]
+        return f"{entry.name}: {'/'.join((entry.repo, *inside))}"
+    return f"{entry.name}: {file}"
+
+
 def rows_of(entry: Entry, file: Path) -> Iterator[tuple[Place, Row | Unreadable]]:
     """The rows of a file; of plain text the records that `separator` ends, as `{text: ..}`."""
     if entry.rows_in is not None and file.name.endswith(".json") and (rows := _inside(file, entry.rows_in)) is not None:
