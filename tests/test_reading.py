@@ -140,3 +140,13 @@ def test_the_home_of_nobody() -> None:
         Path("~nobody-of-this-name/x").expanduser()
     assert "no home here" in str(reading.place_problem(caught.value))
     assert reading.place_problem(RuntimeError("a bug")) is None
+
+
+def test_a_pipe_or_a_device_in_a_folder_that_a_library_opens_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    reading.check_folder(tmp_path, "MODEL")
+    (tmp_path / "tokenizer.json").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="MODEL: .*tokenizer.json is a pipe or a device, and no file; remove it"):
+        reading.check_folder(tmp_path, "MODEL")

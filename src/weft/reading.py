@@ -108,6 +108,18 @@ def check_file(path: str | Path, what: str, kind: type[UserError] = UserError, m
         raise kind(f"{what}: has {found.st_size:,} bytes, and at most {most:,} are read")
 
 
+def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> None:
+    """Raises `kind` where a folder whose files a library opens holds a pipe or a device, which it would wait for."""
+    with reading(what, kind):
+        for entry in os.scandir(folder):
+            try:
+                mode = entry.stat().st_mode
+            except FileNotFoundError:  # a link to nothing
+                continue
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise kind(f"{what}: {entry.path} is a pipe or a device, and no file; remove it")
+
+
 def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
     """Every file in a folder and those below it, links to folders not followed. Raises `kind` for one of very many entries: who
     writes / means another."""

@@ -20,9 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from weft import writing
 from weft.errors import CheckpointError, RunError
 from weft.reading import check_file, read_object, reading, reason
 from weft.topology import Slice, whole
+from weft.writing import replacing
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -318,31 +320,16 @@ def shard_name(index: int, count: int) -> str:
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one file, under another name until it is complete. Raises `RunError` where the disk refuses."""
-    partial = file.with_name(f".{file.name}.tmp")
     try:
-        partial.touch()
-        mode = partial.stat().st_mode  # what the user's umask gives; safetensors writes files that only the owner reads
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, {"format": "pt"})
-        partial.chmod(mode)
-        finish(partial, file)
+        with replacing(file) as partial:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, {"format": "pt"})
     except (OSError, SafetensorError) as failed:
-        partial.unlink(missing_ok=True)
         raise RunError(f"{file} could not be written: {failed}") from failed
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a small file under another name and rename it when it is complete. Raises `RunError` where the disk refuses."""
-    partial = file.with_name(f".{file.name}.tmp")
+    """Write a small file, under another name until it is complete. Raises `RunError` where the disk refuses."""
     try:
-        partial.write_text(text)
-        finish(partial, file)
+        writing.write(file, text)
     except OSError as failed:
-        partial.unlink(missing_ok=True)
         raise RunError(f"{file} could not be written: {failed}") from failed
-
-
-def finish(partial: Path, file: Path) -> None:
-    """Bring a complete file to disk and give it its name."""
-    with partial.open("rb") as handle:
-        os.fsync(handle.fileno())
-    partial.replace(file)

@@ -18,6 +18,7 @@ from weft.data.mixture import hold_out
 from weft.data.rows import BadRow
 from weft.data.sources import Unreadable, find_files, read_rows
 from weft.errors import ConfigError, DataError
+from weft.writing import replacing
 
 COUNT = ("count", "counts")  # the same as stats
 EPILOG = """examples:
@@ -115,9 +116,8 @@ def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
         raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
     count = 0
     with (
-        gzip.open(path, "wt", encoding="utf-8")
-        if path.endswith(".gz")
-        else Path(path).open("w", encoding="utf-8") as out
+        replacing(Path(path)) as partial,
+        (gzip.open if path.endswith(".gz") else open)(partial, "wt", encoding="utf-8") as out,
     ):
         for each in objects:
             out.write(json.dumps(each, ensure_ascii=False) + "\n")

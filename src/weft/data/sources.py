@@ -71,6 +71,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     if not kept:
         found = sorted({name for f in files if (name := _split_of(f.relative_to(place)))})
         raise DataError(f"{path}: no files of the split {split!r}; it has {', '.join(found) or 'no named splits'}")
+    for file in kept:
+        check_file(file, str(file), DataError)
     return kept
 
 

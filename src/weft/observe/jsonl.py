@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import numbers
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-TEMPORARY = ".tmp"
+from weft.observe.lenient import cleaned
+from weft.observe.metrics import is_step
+from weft.reading import MOST_DEPTH
+from weft.writing import opened, replacing
 
 
 def plain(value: Any) -> Any:
@@ -29,17 +31,29 @@ def plain(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, oldest first; nothing where there is no file. A half-written last line is left out."""
+    """Yield the objects of a file that have a step, oldest first; nothing where there is no regular file.
+
+    A line that cannot be read, such as a half-written last one, is left out.
+    """
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
+            row = read_row(line)
+            if row is not None:
                 yield row
+
+
+def read_row(line: str) -> dict[str, Any] | None:
+    """Return the object of a line; None for a line that cannot be read or has no step."""
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict) or not is_step(row.get("step")):
+            return None
+        suspect = line.count("[") + line.count("{") > MOST_DEPTH or "\\ud" in line or "\\uD" in line
+        return dict(cleaned(row)) if suspect else row
+    except (ValueError, RecursionError):
+        return None
 
 
 class StepFile:
@@ -56,7 +70,7 @@ class StepFile:
         """Write objects as lines, all at once."""
         lines = "".join(json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with opened(self.path, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(lines)
 
     def truncate(self, step: int) -> None:
@@ -75,12 +89,8 @@ class StepFile:
 
     def _rewrite(self, change: Callable[[bytes], bytes]) -> None:
         """The file with every line changed, in one move."""
-        temporary = self.path.with_name(self.path.name + TEMPORARY)
-        with self.path.open("rb") as old, temporary.open("wb") as new:
+        with self.path.open("rb") as old, replacing(self.path) as partial, partial.open("wb") as new:
             new.writelines(change(line) for line in old)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(temporary, self.path)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The objects of the file, oldest first."""
@@ -89,7 +99,5 @@ class StepFile:
 
 def _step_of(line: bytes) -> float:
     """The step of a line; infinite for one that cannot be read, so that it is dropped."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+    row = read_row(line.decode("utf-8", errors="replace"))
+    return math.inf if row is None else row["step"]
