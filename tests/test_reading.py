@@ -148,5 +148,5 @@ def test_a_pipe_or_a_device_in_a_folder_that_a_library_opens_is_refused(tmp_path
     (tmp_path / "link").symlink_to("nowhere")
     reading.check_folder(tmp_path, "MODEL")
     (tmp_path / "tokenizer.json").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match="MODEL: .*tokenizer.json is a pipe or a device, and no file; remove it"):
+    with pytest.raises(UserError, match=r"MODEL: .*tokenizer\.json is a pipe or a device, and no file; remove it"):
         reading.check_folder(tmp_path, "MODEL")
