@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from weft.errors import UserError
+from weft.reading import refuse_url
 
 TEMPORARY = ".tmp"
 
@@ -22,8 +23,10 @@ TEMPORARY = ".tmp"
 def destination(path: Path) -> Path:
     """Return the path of the file to write: `path`, or the file that a link of this name leads to.
 
-    Raises `UserError` for anything but a regular file or a new name, and `OSError` for a link that leads to itself.
+    Raises `UserError` for a URL and for anything but a regular file or a new name, and `OSError` for a link that leads to
+    itself.
     """
+    refuse_url(path, str(path))
     try:
         found = os.stat(path)
     except FileNotFoundError:

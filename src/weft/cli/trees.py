@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.cli.parsing import check_paths
 from weft.data import message_trees
 from weft.data.message_trees import Tree, Wanted
 from weft.data.mixture import hold_out
@@ -32,6 +33,7 @@ EPILOG = """examples:
 def main(argv: Sequence[str]) -> int:
     """Run `weft data trees ...`. Raises `UserError` for files and options that cannot be used."""
     arguments = _parser().parse_args(list(argv))
+    check_paths(arguments)
     if arguments.command is None:
         _parser().print_help()
         return 2

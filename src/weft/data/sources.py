@@ -15,7 +15,7 @@ import huggingface_hub
 
 from weft.data import hub
 from weft.errors import DataError, nearest
-from weft.reading import check_file, files_below, reading, reason
+from weft.reading import check_file, files_below, reading, reason, refuse_url
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".parquet")
 SPLITS = {
@@ -50,6 +50,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     `split` keeps the files of that split by their names; without it, files named after a split other than train are left
     out where some are named train. Raises `DataError` where there is nothing to read.
     """
+    refuse_url(path, path, DataError)
     place = Path(path).expanduser()
     if place.is_file():
         if not place.name.endswith(SUFFIXES):

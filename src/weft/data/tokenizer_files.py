@@ -21,7 +21,7 @@ from weft.data.rows import TooLong
 from weft.data.spec import TokenizerSpec
 from weft.data.template_check import template_problem
 from weft.errors import ConfigError, DataError, NoTemplate, UserError, nearest
-from weft.reading import check_file, check_folder, read_object, read_text, reading, reason
+from weft.reading import check_file, check_folder, read_object, read_text, reading, reason, refuse_url
 
 Hf = TypeVar("Hf", bound=PreTrainedTokenizerBase)
 SENTENCEPIECE = "tokenizer.model"
@@ -81,6 +81,7 @@ def read(
         if model.exists() and spm.is_sentencepiece(model):
             config = place / "tokenizer_config.json"
             return _from_sentencepiece(model, read_object(config, str(config)) if config.exists() else {})
+    refuse_url(path, asked)
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
         raise UserError(f"{asked}: no such file or directory")
     if place.is_dir():

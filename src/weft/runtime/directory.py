@@ -18,7 +18,7 @@ import yaml
 from weft.errors import ConfigError
 from weft.experiment import Control
 from weft.observe.lenient import read_json
-from weft.reading import make_folder, read_text, reading
+from weft.reading import make_folder, read_text, reading, refuse_url
 from weft.runtime import disk
 from weft.writing import opened
 
@@ -61,6 +61,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, control: Control) -> RunDirectory:
+        refuse_url(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
         return cls(Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name)
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
+from weft.reading import refuse_url
 from weft.writing import destination
 
 FILE = "answers.sqlite"
@@ -32,6 +33,7 @@ def place(cache: str | bool | None) -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "weft" / "judge" / FILE
     if not isinstance(cache, str):
         raise ConfigError(f"judge: cache={cache!r} must be the path of a folder or a file, or false for none")
+    refuse_url(cache, f"judge: cache={cache}", ConfigError)
     path = Path(cache).expanduser()
     return path if path.is_file() or path.suffix in ENDINGS else path / FILE
 
