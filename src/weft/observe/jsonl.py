@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,23 @@ def read_row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
         if not isinstance(row, dict) or not is_step(row.get("step")):
             return None
-        suspect = line.count("[") + line.count("{") > MOST_DEPTH or "\\ud" in line or "\\uD" in line
-        return dict(cleaned(row)) if suspect else row
+        if line.count("[") + line.count("{") > MOST_DEPTH:
+            cleaned(row)  # which refuses what nests too deep
+        return row
     except (ValueError, RecursionError):
         return None
+
+
+def listed(steps: Sequence[int], most: int = 8) -> str:
+    """Return whole numbers in rising order as text, neighbours as ranges: `1-3, 7, 9-20`, at most so many of them."""
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:most]]
+    return ", ".join(texts) + (f" and {len(ranges) - most} more ranges" if len(ranges) > most else "")
 
 
 class StepFile:
@@ -77,6 +90,11 @@ class StepFile:
         """Keep the lines of steps up to `step`, as they are; later ones, and a half-written last one, go."""
         if self.path.is_file():
             self._rewrite(lambda line: line if line.endswith(b"\n") and _step_of(line) <= step else b"")
+
+    def missing(self, first: int, last: int) -> list[int]:
+        """Return the steps from `first` to `last` that have no line which can be read, in order."""
+        there = {int(row["step"]) for row in self.rows()}
+        return [step for step in range(first, last + 1) if step not in there]
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
         """Put `more` into the object of `step`, at once: a kill leaves the line as it was or as it will be."""

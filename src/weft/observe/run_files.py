@@ -12,9 +12,9 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.observe.jsonl import read_rows
-from weft.observe.lenient import read_config, read_json
+from weft.observe.lenient import cleaned, read_config, read_json
 from weft.observe.masking import masked
-from weft.observe.metrics import finite
+from weft.observe.metrics import LARGEST
 from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import Span, read_spans
 
@@ -24,6 +24,7 @@ TIMELINE, GRAPH, LOG = "timeline.json", "graph.svg", "log.txt"
 KNOWN = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
 STATUSES = ("running", "finished", "stopped", "failed")  # that a run writes; without one of them it is unfinished
 LOG_LINES = 400
+NUMBERS = (float, int)
 HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20  # of a timeline, whose middle a long run's report leaves out
 QUIET_SECONDS = 600.0  # a run that has written nothing for so long is not called running
 
@@ -84,21 +85,22 @@ class RunFiles:
         for line in self.lines:
             step = float(line["step"])
             for name, value in line.items():
-                if finite(value):
+                if type(value) in NUMBERS and -LARGEST < value < LARGEST:
                     column = known(name)
                     if column is None:
                         column = columns[name] = ([], [])
                     column[0].append(step)
                     column[1].append(float(value))
-        return columns
+        return {cleaned(name): column for name, column in columns.items()}
 
     @cached_property
     def _gaps(self) -> Counter[str]:
+        """Metric -> lines on which it is NaN, infinite, or too large to be drawn."""
         return Counter(
             name
             for line in self.lines
             for name, value in line.items()
-            if value is None or (isinstance(value, int | float) and not finite(value))
+            if value is None or (type(value) in NUMBERS and not -LARGEST < value < LARGEST)
         )
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.errors import UserError
 from weft.observe.jsonl import read_row
-from weft.observe.lenient import read_json
+from weft.observe.lenient import cleaned, read_json
 from weft.observe.metrics import EVAL, TIME, finite, headline, is_step, last_part
 from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet
 from weft.reading import MOST_YAML, read_text
@@ -159,7 +159,7 @@ def last_lines(metrics: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     read = map(read_row, rows)  # None: torn, or the rest of a line that begins before the tail
-    return [line for line in read if line is not None]
+    return [cleaned(line) for line in read if line is not None]
 
 
 def tree_bytes(folder: Path) -> int:

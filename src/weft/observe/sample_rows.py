@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.observe.jsonl import read_row
+from weft.observe.lenient import cleaned
 from weft.observe.metrics import finite
 
 SAMPLES = "samples.jsonl"
@@ -83,7 +84,8 @@ def _step(line: bytes) -> int | None:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    return read_row(line.decode("utf-8", errors="replace"))
+    row = read_row(line.decode("utf-8", errors="replace"))
+    return None if row is None else dict(cleaned(row))
 
 
 def groups(rows: Iterable[Mapping[str, Any]], most: int = GROUPS) -> dict[float, list[Group]]:
