@@ -35,8 +35,8 @@ CONTENTS = {
         "long": f'{{"status": "running", "step": {LONG}}}', "big": '{"status": "finished", "step": 1e300}', "null": "null",
     },
     "config.yaml": {
-        "bomb": BOMB, "deep": DEEPER[:2000], "half": 'trial_name: "\\ud800"\n"\\udfff": 1\n', "bytes": b"sft:\n\xff\xfe: 1\n",
-        "types": "1: 2\n2020-01-01: 2021-01-01\n? [a, b]\n: 3\nsft: !!set {a, b}\nppo: !!binary aGk=\n", "self": "a: &a [*a]\n",
+        "bomb": BOMB, "deep": DEEPER[:300], "half": 'trial_name: "\\ud800"\n"\\udfff": 1\n', "bytes": b"sft:\n\xff\xfe: 1\n",
+        "types": "1: 2\n2020-01-01: 2021-01-01\nsft: !!set {a, b}\nppo: !!binary aGk=\n", "keys": "? [a, b]\n: 3\n", "self": "a: &a [*a]\n",  # noqa: E501
         "steps": f"max_steps: {LONG}\nsft: {{lr: {LONG}, x: .nan, y: .inf}}\n",
     },
     "metrics.jsonl": {
