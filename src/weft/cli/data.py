@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import TOKENIZERS, Wanted, find
 from weft.cli.data_options import DataConfig, configure, named_options, stack_options
+from weft.cli.parsing import check_paths
 from weft.data.sources import check_at_hand
 from weft.data.spec import DatasetSpec, TokenizerSpec, sources_of
 from weft.errors import ConfigError, DataError, NoTemplate
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
         return code
     parser = _parser()
     arguments, rest = parser.parse_known_args(list(argv))
+    check_paths(arguments)
     if arguments.command is None:
         parser.print_help()
         return 2

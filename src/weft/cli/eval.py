@@ -13,6 +13,7 @@ from weft.cli import _models
 from weft.cli.data_options import COPY, assignments_behind, named_options
 from weft.cli.parsing import Parser
 from weft.errors import ConfigError
+from weft.writing import destination
 
 EPILOG = """examples:
   weft eval rm runs/E/T pairs.jsonl
@@ -45,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     given = parser().parse_args(list(argv))
     from weft.evaluation.reward_model import by_category, evaluate
 
+    if given.out is not None:
+        destination(given.out)  # refused before the model is loaded
     tried = _tried(given)
     opened = _models.scorer(given.model, given, "MODEL")
     figures: dict[str, Any] = {}

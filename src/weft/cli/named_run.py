@@ -7,6 +7,7 @@ from pathlib import Path
 
 from weft.errors import ConfigError
 from weft.observe.run_list import find_runs, is_run, list_runs
+from weft.reading import refuse_url
 
 RUNS, LATEST = "./runs", "latest"
 SHOWN = 6
@@ -16,6 +17,7 @@ LIKENESS = 0.6  # of each part of a name to that of the run that may have been m
 
 def find_run(word: str, root: Path) -> Path:
     """The directory of a run: a path, `EXPERIMENT/TRIAL` below `root`, or `latest`. Raises `ConfigError`."""
+    refuse_url(word, word, ConfigError)
     given = Path(word).expanduser()
     for path in (given, root / given):
         if is_run(path):

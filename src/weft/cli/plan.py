@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import Wanted, find
 from weft.cli import plan_memory
+from weft.cli.parsing import check_paths
 from weft.engine.memory import BYTES
 from weft.errors import ConfigError
 from weft.topology import Layout, Mesh, parse_mesh
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `weft plan ...`; returns the exit code. Raises `UserError` for layouts that do not fit the model or the devices."""
     parser, realloc_parser = _parsers()
     arguments = parser.parse_args(list(argv))
+    check_paths(arguments)
     if arguments.command is None:
         parser.print_help()
         return 2

@@ -15,7 +15,7 @@ import huggingface_hub
 
 from weft.data import arrow, hub
 from weft.errors import DataError, nearest
-from weft.reading import check_file, files_below, reading, reason
+from weft.reading import check_file, files_below, reading, reason, refuse_url
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", arrow.PARQUET, arrow.ARROW)
 ORIGIN = "weft: made of"  # key of a row that was made of another one: that one's place
@@ -53,6 +53,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     `split` keeps the files of that split by their names; without it, files named after a split other than train are left
     out where some are named train. Raises `DataError` where there is nothing to read.
     """
+    refuse_url(path, path, DataError)
     place = Path(path).expanduser()
     if place.is_file():
         if not place.name.endswith(SUFFIXES):
@@ -76,6 +77,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     if not kept:
         found = sorted({name for f in files if (name := _split_of(f.relative_to(place)))})
         raise DataError(f"{path}: no files of the split {split!r}; it has {', '.join(found) or 'no named splits'}")
+    for file in kept:
+        check_file(file, str(file), DataError)
     return kept
 
 

@@ -25,6 +25,7 @@ from weft.data.template_check import template_problem, within
 from weft.data.turns import Template, leading_token
 from weft.errors import ConfigError, DataError
 from weft.reading import reading
+from weft.writing import write
 
 UNDRESSED = Dress()
 
@@ -284,7 +285,7 @@ class Tokenizer:
         values = json.loads(config.read_text())
         if values.get("tokenizer_class") == "TokenizersBackend":
             values["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows too
-            config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+            write(config, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 class StreamDecoder:

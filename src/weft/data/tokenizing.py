@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ from weft.data.sources import Unreadable, content_hash, find_files, read_rows
 from weft.data.table import Report, TokenTable
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError, UserError
+from weft.writing import write
 
 VERSION = 5  # part of the cache's key; raised when the same rows give other ids
 PARALLEL_BYTES = 8 << 20  # smaller files are tokenized about as soon as a second process has started
@@ -320,6 +320,8 @@ def _cache_file(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Sour
 
 def _from_cache(file: Path) -> TokenTable | None:
     """The table in `file`, or None where there is none or it cannot be read."""
+    if not file.is_file():
+        return None
     try:
         return TokenTable.from_bytes(file.read_bytes())
     except (OSError, DataError, KeyError, json.JSONDecodeError):
@@ -328,12 +330,8 @@ def _from_cache(file: Path) -> TokenTable | None:
 
 def _to_cache(file: Path, table: TokenTable) -> None:
     """Write under a temporary name, then rename. A cache that cannot be written is done without, with a note."""
-    part = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(table.to_bytes())
-        os.replace(part, file)
+        write(file, table.to_bytes())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         print(f"note: tokenized rows are not kept in {file.parent} ({error.strerror})", file=sys.stderr)

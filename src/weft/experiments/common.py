@@ -17,6 +17,7 @@ from weft.experiments._machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import HOOKS as NAMED_HOOKS
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
 from weft.options import leaves, option, read
+from weft.reading import url_problem
 
 
 @dataclass
@@ -33,7 +34,7 @@ class WandbSpec:
     name: str | None = option(None, "name of the run; trial_name when absent")
     prefix: str | None = option(None, "put before the name of every metric")
     id: str | None = option(None, "id of the run; a resumed run continues its own when absent")
-    dir: str | None = option(None, "folder of its local files; the run's own when absent")
+    dir: str | None = option(None, "folder of its local files; the run's own when absent", check=url_problem)
 
 
 @dataclass
@@ -149,7 +150,7 @@ class RunConfig(ABC):
     fileroot: str = option(
         "./runs",
         "folder of all runs; this one's is fileroot/experiment_name/trial_name",
-        check=lambda path: None if path.strip() else "names no folder; write ./runs, say",
+        check=lambda path: url_problem(path) if path.strip() else "names no folder; write ./runs, say",
     )
     mode: str = option(
         "local",
@@ -214,7 +215,9 @@ class RunConfig(ABC):
         at_least=1,
     )
     resume_from: str | None = option(
-        None, "recovery point, checkpoint or run directory to resume from, in place of the run's own last point"
+        None,
+        "recovery point, checkpoint or run directory to resume from, in place of the run's own last point",
+        check=url_problem,
     )
     max_tokens_per_microbatch: int = option(16384, "maximum tokens of one forward pass, for every call", at_least=1)
     deterministic: bool = option(

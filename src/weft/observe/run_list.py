@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,8 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.observe.metrics import EVAL, TIME, finite, headline, last_part
-from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, is_quiet
+from weft.errors import UserError
+from weft.observe.jsonl import read_row
+from weft.observe.lenient import cleaned, read_json
+from weft.observe.metrics import EVAL, TIME, finite, headline, is_step, last_part
+from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet
+from weft.reading import MOST_YAML, read_text
 
 RECORD = "run.json"  # who started the run, how, and with what
 MARKS = (CONFIG, STATUS, METRICS, RECORD)
@@ -76,8 +79,11 @@ def find_runs(root: Path) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder looks like the directory of a run."""
-    return any((folder / name).is_file() for name in MARKS)
+    """Return whether a folder looks like the directory of a run."""
+    try:
+        return any((folder / name).is_file() for name in MARKS)
+    except OSError:  # a folder of somebody else
+        return False
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -91,11 +97,12 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     """What the files of one run say, as far as they can be read."""
     status, record, top = read_json(run / STATUS), read_json(run / RECORD), _top_keys(run / CONFIG)
     lines = last_lines(run / METRICS)
-    algorithm = str(record.get("algorithm") or "") or next((name for name in ALGORITHMS if name in top), None)
+    named = record.get("algorithm")
+    algorithm = (named if isinstance(named, str) else "") or next((name for name in ALGORITHMS if name in top), None)
     metric = _headline(algorithm, dict.fromkeys(name for line in lines for name in line))
     value = next((line[metric] for line in reversed(lines) if metric in line), None) if metric else None
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
-    step = max((int(each) for each in steps if finite(each)), default=None)
+    step = max((int(each) for each in steps if is_step(each)), default=None)
     said = _status(run, status, alive)
     total = _whole(record.get("total_steps")) or _whole(top.get("max_steps"))
     folder = run.absolute()
@@ -124,47 +131,35 @@ def _headline(algorithm: str | None, names: Iterable[str]) -> str | None:
 
 
 def _status(run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool] | None) -> str:
-    said = str(written.get("status") or "unfinished")
+    said = str(written.get("status"))
+    if said not in STATUSES:
+        return "unfinished"
     if said != "running":
         return said
     works = alive(run) if alive is not None else not is_quiet(run)
     return said if works else "unfinished"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object of a file; empty where it is missing, torn or something else."""
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
 def _top_keys(config: Path) -> dict[str, str]:
     """The keys at the top of a config.yaml with what stands beside them. To parse a hundred such files would take seconds."""
     try:
-        return dict(TOP_KEY.findall(config.read_text(encoding="utf-8", errors="replace")))
-    except OSError:
+        return dict(TOP_KEY.findall(read_text(config, str(config), most=MOST_YAML)))
+    except UserError:
         return {}
 
 
 def last_lines(metrics: Path) -> list[dict[str, Any]]:
     """The last lines that have a step, oldest first."""
+    if not metrics.is_file():
+        return []
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             rows = file.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found = []
-    for row in rows:
-        try:
-            line = json.loads(row)
-        except ValueError:  # torn, or the rest of a line that begins before the tail
-            continue
-        if isinstance(line, dict) and finite(line.get("step")):
-            found.append(line)
-    return found
+    read = map(read_row, rows)  # None: torn, or the rest of a line that begins before the tail
+    return [cleaned(line) for line in read if line is not None]
 
 
 def tree_bytes(folder: Path) -> int:
@@ -192,6 +187,7 @@ def _changed(run: Path) -> float | None:
 
 def _whole(value: Any) -> int | None:
     try:
-        return int(value)
+        number = int(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    return number if is_step(number) else None

@@ -11,14 +11,16 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast, get_args
 
 import yaml
 
 from weft.errors import ConfigError
 from weft.experiment import Control
-from weft.reading import make_folder
+from weft.observe.lenient import read_json
+from weft.reading import make_folder, read_text, reading, refuse_url
 from weft.runtime import disk
+from weft.writing import opened
 
 Status = Literal["running", "stopped", "failed", "finished"]
 LOGS = "logs"  # of the processes of many devices
@@ -59,6 +61,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, control: Control) -> RunDirectory:
+        refuse_url(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
         return cls(Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name)
 
     @property
@@ -74,10 +77,10 @@ class RunDirectory:
 
     def status(self) -> Status | None:
         """How the run ended, "running" where it did not come to say; None where there is none."""
-        try:
-            return json.loads((self.path / STATUS).read_text())["status"]
-        except (OSError, ValueError, KeyError):
-            return "running" if self.holds_run() else None
+        said = read_json(self.path / STATUS).get("status")
+        if said in get_args(Status):
+            return cast(Status, said)
+        return "running" if self.holds_run() else None
 
     def set_status(self, status: Status, step: int) -> None:
         disk.write_text(self.path / STATUS, json.dumps({"status": status, "step": step, "time": time.time()}) + "\n")
@@ -86,7 +89,14 @@ class RunDirectory:
         disk.write_text(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> dict[str, Any]:
-        return yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8")) or {}
+        """The options in `config.yaml`. Raises `ConfigError` where it cannot be read."""
+        what = str(self.path / CONFIG)
+        text = read_text(what, what, ConfigError)
+        with reading(what, ConfigError):
+            found = yaml.safe_load(text)
+        if not isinstance(found, dict):
+            raise ConfigError(f"{what}: holds no options; choose another trial_name")
+        return found
 
     def saved_steps(self, role: str) -> list[int]:
         """Steps of a role's checkpoints, oldest first; only whole ones have their name."""
@@ -179,7 +189,7 @@ class RunLock:
         self._made = [folder for folder in folders if not folder.exists()]
         make_folder(self._path.parent, f"fileroot: {self._path.parent}", ConfigError)
         while self._file is None:
-            file = self._path.open("a+", encoding="utf-8")
+            file = opened(self._path, "a+", encoding="utf-8")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -213,12 +223,14 @@ class RunLock:
 def owner(run: Path) -> int | None:
     """The process that writes a run, or None where nobody holds its lock."""
     path = run / LOCK
+    if not path.is_file():
+        return None
     try:
         with path.open("r+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                return int(json.loads(path.read_text())["pid"])
+                return int(read_json(path)["pid"])
             return None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None

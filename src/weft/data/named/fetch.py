@@ -20,6 +20,7 @@ from weft.data.named.entry import Entry
 from weft.data.rows import Row
 from weft.data.sources import SUFFIXES, Place, Unreadable, find_files, read_rows
 from weft.errors import DataError, nearest
+from weft.writing import destination, rename
 
 READ_S = 60.0  # without a byte of a file
 PARQUET = "refs/convert/parquet"  # where the hub keeps every dataset as CONFIG/SPLIT/*.parquet
@@ -187,7 +188,7 @@ def _from_url(entry: Entry, cache: Path) -> Path:
             with part.open("wb") as stream:
                 while block := answer.read(1 << 20):
                     stream.write(block)
-        os.replace(part, target)
+        rename(part, destination(target))
     except (OSError, TimeoutError) as error:
         part.unlink(missing_ok=True)
         raise DataError(_missing(entry, cache, _reason(error))) from error

@@ -24,6 +24,7 @@ from weft.data.sources import ORIGIN, Place, Unreadable, content_hash
 from weft.data.spec import SourceSpec
 from weft.errors import ConfigError, DataError, nearest
 from weft.registry import datasets, readers
+from weft.writing import destination, rename, write
 
 VERSION = 2  # raised when the same rows give other examples
 OF_TYPE = {
@@ -174,13 +175,13 @@ class _Making:
             if split.share > 0 and not own:
                 counts = _divide(parts, hold_out(groups, split.share).tolist())
             for part, name in zip(parts, names, strict=True):
-                os.replace(part, name)
+                rename(part, destination(name))
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
         kept = {key: count for key, count in left_out.items() if count}
         report = {"type": found, "train": counts[0], "valid": counts[1], "left_out": kept}
-        (folder / "report.json").write_text(json.dumps(report))
+        write(folder / "report.json", json.dumps(report))
         return report
 
     def _write(
@@ -242,7 +243,7 @@ class _Rows:
 def _divide(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
     """Move the rows that are held out from the first file to the second; how many each has."""
     whole = parts[0].with_name(f"{parts[0].name}.all")
-    os.replace(parts[0], whole)
+    rename(parts[0], whole)
     with whole.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:
         for line, out in zip(lines, held, strict=True):
             (valid if out else train).write(line)
