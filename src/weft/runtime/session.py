@@ -195,7 +195,7 @@ class Session:
             observer.log_plan(self.plan)
             if not parts.plan_shown:
                 self._show.plan(self.plan, observer.view)
-        for note in self._notes:
+        for note in [*self._notes, *self._master.notes]:
             observer.note(note)
 
     # -- the run
