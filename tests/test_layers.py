@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "errors",
         "extras",
         "reading",
+        "redaction",
         "registry",
         "options",
         "randomness",
@@ -41,6 +42,7 @@ FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
 # One floor is one row of rooms: a room looks into its neighbour only where this says so. No arrow may close a loop.
 NEIGHBOURS = {
+    ("errors", "redaction"), ("observe", "redaction"),
     ("registry", "errors"), ("reading", "errors"), ("options", "errors"), ("options", "reading"),
     ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),
     ("observe", "extras"), ("observe", "errors"), ("observe", "registry"), ("observe", "options"), ("observe", "reading"),

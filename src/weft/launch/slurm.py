@@ -23,6 +23,7 @@ from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import SlurmSpec
 from weft.launch.run import Buildable, built, dry_run, with_files, without_weights
 from weft.options import read, validate
+from weft.redaction import masked_words
 from weft.registry import import_user_code
 
 FOLDER, SCRIPT, JOB = "slurm", "job.sh", "job.json"
@@ -60,6 +61,12 @@ def start(
     from weft.runtime.directory import RunDirectory, admit
 
     experiment = _experiment(config)
+    shown = masked_words(command)
+    if shown != list(command):
+        raise ConfigError(
+            f"mode=slurm: the command is written into the job's script, and holds a secret: {shlex.join(shown)}; write "
+            "${oc.env:NAME} as its value and export NAME, which sbatch passes on"
+        )
     directory = RunDirectory.of(experiment.control)
     request = request_of(experiment, command, directory.path, asked)
     _check_networks(experiment)

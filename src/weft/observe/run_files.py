@@ -14,11 +14,11 @@ from typing import Any
 
 from weft.errors import ConfigError, UserError
 from weft.observe.jsonl import read_rows
-from weft.observe.masking import masked
 from weft.observe.metrics import finite
 from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import Span, read_spans
 from weft.reading import parse_yaml
+from weft.redaction import masked, redacted
 
 CONFIG, STATUS, METRICS, RECORD = "config.yaml", "status.json", "metrics.jsonl", "run.json"
 HARDWARE, PROFILE = "hardware.txt", "profile"  # what the device is; the folder of traces
@@ -66,7 +66,7 @@ class RunFiles:
             spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
             config=_config(directory / CONFIG),
-            log=(_text(directory / LOG) or "").splitlines()[-LOG_LINES:],
+            log=[redacted(line) for line in (_text(directory / LOG) or "").splitlines()[-LOG_LINES:]],
             status=_status(directory),
             hardware=(_text(directory / HARDWARE) or "").strip(),
             traces=sorted(f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")),
@@ -131,7 +131,7 @@ def _record(path: Path) -> dict[str, Any]:
         loaded = json.loads(_text(path) or "")
     except ValueError:
         return {}
-    return loaded if isinstance(loaded, dict) else {}
+    return masked(loaded) if isinstance(loaded, dict) else {}
 
 
 def _status(directory: Path) -> str:

@@ -18,6 +18,7 @@ import yaml
 from weft.errors import ConfigError
 from weft.experiment import Control
 from weft.reading import make_folder
+from weft.redaction import masked
 from weft.runtime import disk
 
 Status = Literal["running", "stopped", "failed", "finished"]
@@ -114,7 +115,7 @@ def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) 
         raise ConfigError(f"{path} holds a run already, and recover_mode=disabled goes on with none; {anew}")
     if control.resume_from is not None:
         return True
-    changed = differences(directory.read_config(), as_plain(config))
+    changed = differences(masked(directory.read_config()), masked(as_plain(config)))
     if changed:
         more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise ConfigError(
