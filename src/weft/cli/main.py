@@ -20,6 +20,7 @@ from weft import __version__
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
 from weft.observe.memory import growing_segments, keep_freed_memory
 from weft.reading import place_problem
+from weft.redaction import redacted
 
 GROUPS = {
     "train and sample": {
@@ -157,8 +158,8 @@ def _wrapped(text: str) -> str:
 
 def _show(message: str, words: Sequence[str]) -> None:
     if "--debug" in words:
-        traceback.print_exc()
-    print(message, file=sys.stderr)
+        print(redacted(traceback.format_exc()), file=sys.stderr)
+    print(redacted(message), file=sys.stderr)
 
 
 def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:

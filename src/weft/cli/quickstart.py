@@ -17,6 +17,7 @@ from weft.errors import ConfigError, nearest
 from weft.experiments._common_options import NAMES
 from weft.experiments.common import RunConfig, build_experiment
 from weft.options import Config, coerce, read, to_mapping, validate
+from weft.redaction import masked, redacted
 from weft.runtime.supervised import Wire
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _run(
         import yaml
 
         validate(config)
-        print(yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True), end="")
+        print(yaml.safe_dump(masked(to_mapping(config)), sort_keys=False, allow_unicode=True), end="")
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
@@ -166,7 +167,7 @@ def tell_start(experiment: Experiment, *, several: bool) -> None:
 def tell(notes: Sequence[str]) -> None:
     """Notes for the user, once for each run."""
     for note in notes if speaks() else ():
-        print(f"note: {note}", file=sys.stderr)
+        print(redacted(f"note: {note}"), file=sys.stderr)
 
 
 def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:

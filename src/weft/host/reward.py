@@ -21,6 +21,7 @@ from weft.host._results import Value
 from weft.host._routes import Route, Routes
 from weft.host._texts import Texts
 from weft.host.base import HostContext, Stateless
+from weft.host.verifiers._sandbox import described, protections
 from weft.registry import register_function
 
 Vector = npt.NDArray[np.float64]
@@ -28,6 +29,7 @@ MOST_WORKERS = 8
 CALLS_PER_WORKER = 4  # a hung call then loses a small part of the batch
 KEPT = 1  # batches that a head start outlives, for ids that come later than others
 SHOWN = 5  # ids in a message
+CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 
 
 @register_function("reward")
@@ -84,6 +86,9 @@ class RewardFunction(Stateless):
             raise ConfigError(f"reward: keep_parts has one column a part, and column={self.column!r} lets rows differ")
         self.pool = Pool(self.routes.targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1))
         self.pool.start()
+        self.notes: Sequence[str] = ()
+        if any(target.module == CODE for target in self.routes.targets):
+            self.notes = described(protections())
         self._begun: dict[str, Call] = {}  # by id, until the batch that holds it
         self._batches = 0  # that were computed
 

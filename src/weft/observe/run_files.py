@@ -13,10 +13,10 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.observe.jsonl import read_rows
 from weft.observe.lenient import cleaned, read_config, read_json
-from weft.observe.masking import masked
 from weft.observe.metrics import LARGEST
 from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import Span, read_spans
+from weft.redaction import masked, redacted
 
 CONFIG, STATUS, METRICS, RECORD = "config.yaml", "status.json", "metrics.jsonl", "run.json"
 HARDWARE, PROFILE = "hardware.txt", "profile"  # what the device is; the folder of traces
@@ -65,11 +65,11 @@ class RunFiles:
             spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
             config=_config(directory / CONFIG),
-            log=(_text(directory / LOG) or "").splitlines()[-LOG_LINES:],
+            log=[redacted(line) for line in (_text(directory / LOG) or "").splitlines()[-LOG_LINES:]],
             status=_status(directory),
             hardware=(_text(directory / HARDWARE) or "").strip(),
             traces=sorted(f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")),
-            record=read_json(directory / RECORD),
+            record=masked(read_json(directory / RECORD)),
         )
 
     @property

@@ -88,6 +88,11 @@ class Master:
         self._kept: dict[Firing, Sequence[str]] = {}  # what they kept, of those that are over
         self._gone: list[str] = []  # ids that nobody will need once all that was decided is done
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines for people at the start of the run."""
+        return self._runner.functions.notes
+
     def step(self) -> StepResult | None:
         """Run until the node that steps follow has fired and all that its ids need is done; None where data are used up.
 

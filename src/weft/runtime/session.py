@@ -17,6 +17,7 @@ from weft.observe.plan import Plan
 from weft.observe.progress import Show
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
+from weft.redaction import masked
 from weft.runtime import disk
 from weft.runtime.checkpoints import Checkpoints
 from weft.runtime.directory import RunDirectory, Status
@@ -195,7 +196,7 @@ class Session:
             observer.log_plan(self.plan)
             if not parts.plan_shown:
                 self._show.plan(self.plan, observer.view)
-        for note in self._notes:
+        for note in [*self._notes, *self._master.notes]:
             observer.note(note)
 
     # -- the run
@@ -318,8 +319,9 @@ def resumable(control: Control, point: int, step: int | None = None) -> str:
 
 
 def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:
-    """What a run's directory holds from the beginning; the configuration. `anew`: a process begins to work on the run."""
-    directory, config = parts.directory, parts.experiment.resolved()
+    """Write what a run's directory holds from the beginning, and return the configuration, without its secrets. `anew`: a
+    process begins to work on the run."""
+    directory, config = parts.directory, masked(parts.experiment.resolved())
     directory.write_config(config)
     directory.set_status("running", step)
     disk.write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
