@@ -1,4 +1,5 @@
-"""List the runs in a folder: how far each one is, its last reward or loss, its size."""
+"""List the runs in a folder: how far each is, its validation metric (else its last reward or loss), its size, and what is out
+of range in it."""
 
 from __future__ import annotations
 
@@ -68,6 +69,10 @@ def main(argv: Sequence[str]) -> int:
         piped = int(told) if told.isdecimal() and int(told) else PIPED
         console = Console(width=None if terminal else piped, highlight=False)
         console.print(table(runs, console.width))
+        for run in runs:
+            if run.flagged:
+                told = Text.assemble((f"! {run.experiment}/{run.trial}: ", "bold yellow"), str(run.diagnosis))
+                console.print(told, soft_wrap=not terminal)
     else:
         print(f"no run in {given.root}" + (" is like that" if given.status or given.algorithm else ""))
     return 0
@@ -107,7 +112,8 @@ def table(runs: Sequence[RunSummary], width: int) -> Table:
             right = name in ("steps", "size", "age")
             made.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left")
     for run, row in zip(runs, rows, strict=True):
-        texts = (Text(row[name], style=COLORS.get(run.status, "") if name == "status" else "") for name in names)
+        colour = "yellow" if run.flagged else COLORS.get(run.status, "")
+        texts = (Text(row[name], style=colour if name == "status" else "") for name in names)
         made.add_row(*texts)
     return made
 
@@ -117,7 +123,7 @@ def _cells(run: RunSummary) -> dict[str, str]:
     return {
         "run": f"{run.experiment}/{run.trial}",
         "algorithm": run.algorithm or UNKNOWN,
-        "status": run.status,
+        "status": f"{run.status} !" if run.flagged else run.status,
         "steps": steps(run),
         "last": f"{title(run.metric)} {number(run.value)}" if run.metric else UNKNOWN,
         "size": size(run.num_bytes),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, UserError
+from weft.observe.diagnosis import Diagnosis, judge
 from weft.observe.jsonl import read_rows
 from weft.observe.masking import masked
 from weft.observe.metrics import finite
@@ -65,7 +66,7 @@ class RunFiles:
             samples=read_samples(directory / SAMPLES),
             spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
-            config=_config(directory / CONFIG),
+            config=read_config(directory / CONFIG),
             log=(_text(directory / LOG) or "").splitlines()[-LOG_LINES:],
             status=_status(directory),
             hardware=(_text(directory / HARDWARE) or "").strip(),
@@ -109,6 +110,11 @@ class RunFiles:
         """(steps, values) of a metric, where it is finite."""
         return self._columns.get(name, ([], []))
 
+    def diagnosis(self) -> Diagnosis | None:
+        """What is wrong with the run; None where it is too short to be judged."""
+        algorithm = self.record.get("algorithm")
+        return judge(self.lines, str(algorithm) if algorithm else None, lambda: self.config, self.samples)
+
     def not_finite(self, name: str) -> int:
         """Steps whose value of a metric was NaN or infinite."""
         return self._gaps[name]
@@ -118,7 +124,8 @@ def _text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The options of a run with secrets masked; empty where they cannot be read."""
     try:
         loaded, _ = parse_yaml(_text(path) or "", str(path))
     except UserError:
