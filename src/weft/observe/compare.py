@@ -110,8 +110,9 @@ def named(runs: Sequence[RunFiles]) -> list[Named]:
 
 def common_step(runs: Sequence[RunFiles]) -> float | None:
     """The last step that all runs have made; None where one has made none."""
-    last = [run.lines[-1]["step"] if run.lines else None for run in runs]
-    return min(last) if last and None not in last else None
+    if not all(run.lines for run in runs):
+        return None
+    return min(float(run.lines[-1]["step"]) for run in runs)
 
 
 def until(run: RunFiles, name: str, step: float | None) -> list[float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from weft.observe import charts, completions, configuration, sections, timing
 from weft.observe.charts import Chart
+from weft.observe.filmstrip import filmstrip
 from weft.observe.page import Page, Section, folded, write
 from weft.observe.palette import DARK
 from weft.observe.run_files import RunFiles
@@ -43,6 +44,7 @@ def page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
         top=_hero(run, hero),
         sections=[
             Section("curves", "Curves", curves(drawn, 1 if hero else 0)),
+            Section("filmstrip", "Fixed prompts", filmstrip(run.answers)),
             Section("completions", completions.heading(run), said),
             Section("time", "Time", _time(run, spans)),
             Section("machine", "Machine", _machine(run)),

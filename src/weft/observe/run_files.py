@@ -14,6 +14,7 @@ from typing import Any
 
 from weft.errors import ConfigError, UserError
 from weft.observe.diagnosis import Diagnosis, judge
+from weft.observe.filmstrip import FILE as FILMSTRIP
 from weft.observe.jsonl import read_rows
 from weft.observe.masking import masked
 from weft.observe.metrics import finite
@@ -47,6 +48,7 @@ class RunFiles:
     hardware: str = ""
     traces: Sequence[str] = ()  # of steps that were profiled, by their paths in the directory
     record: Mapping[str, Any] = field(default_factory=dict)
+    answers: Sequence[Mapping[str, Any]] = ()  # to fixed prompts, from step to step
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
@@ -72,6 +74,7 @@ class RunFiles:
             hardware=(_text(directory / HARDWARE) or "").strip(),
             traces=sorted(f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")),
             record=_record(directory / RECORD),
+            answers=list(read_rows(directory / FILMSTRIP)),
         )
 
     @property
