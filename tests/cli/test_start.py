@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,3 +165,19 @@ def test_a_file_may_be_imported_twice(folder: Path) -> None:
     registry.import_user_code(["calm.py"])
     registry.import_user_code([str(folder / "calm.py"), "calm.py"])
     assert "test-calm" in registry.quickstarts
+
+
+def test_stop_takes_what_show_takes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "runs" / "a" / "b"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("experiment_name: a\n")
+    stopped: list[Path] = []
+    module = importlib.import_module("weft.launch.stop")
+    monkeypatch.setattr(module, "stop_run", lambda run: stopped.append(run) or "stopped")
+    for word in ("a/b", "runs/a/b", str(run), "latest"):
+        assert main(["stop", word]) == 0
+    assert [path.resolve() for path in stopped] == [run.resolve()] * 4
+    assert main(["stop", "a/bb"]) == 2
+    assert "did you mean runs/a/b?" in capsys.readouterr().err

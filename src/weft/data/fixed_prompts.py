@@ -65,8 +65,8 @@ def read_fixed_prompts(
         raise DataError(f"{option}={path}: there are no prompts in it")
     lengths = [len(ids) for ids in tokens]
     flat = np.array([id for ids in tokens for id in ids], dtype=np.int64)
-    ids = [str(number) for number in range(len(tokens))]
-    return SequenceSample.from_default(ids, {"prompt": lengths}, {"prompt": flat})
+    names = [str(number) for number in range(len(tokens))]
+    return SequenceSample.from_default(names, {"prompt": lengths}, {"prompt": flat})
 
 
 def _tokens(row: Any, tokenizer: Tokenizer, *, as_chat: bool) -> list[int]:
