@@ -49,6 +49,7 @@ class Control:
     eval_freq_steps: int | None = None
     eval_freq_epochs: int | None = None
     eval_freq_secs: float | None = None
+    eval_prompts: str | None = None
     log_freq_steps: int = 1
     save_total_limit: int | None = None
     save_milestone_freq_steps: int | None = None
@@ -94,6 +95,7 @@ class Experiment:
     data_role: str  # the role whose tokenizer makes the token ids
     placement: Mapping[str, Layout] = field(default_factory=dict)
     evaluation: Evaluation | None = None
+    fixed_prompts: Evaluation | None = None  # answers those of `control.eval_prompts`
     init_from: Mapping[str, str] = field(default_factory=dict)  # role -> role it starts as a copy of
     saved_roles: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)  # the resolved options, written to config.yaml
@@ -138,9 +140,9 @@ class Experiment:
             self.mesh_of(call)
 
     def calls(self) -> list[MFCDef]:
-        """Every model function call, those of the evaluation last."""
-        evaluated = self.evaluation.graph.model_calls() if self.evaluation else ()
-        return [*self.graph.model_calls(), *evaluated]
+        """Every model function call, those of the evaluation and of fixed prompts last."""
+        beside = [each.graph.model_calls() for each in (self.evaluation, self.fixed_prompts) if each is not None]
+        return [*self.graph.model_calls(), *(call for calls in beside for call in calls)]
 
     def meshes(self) -> dict[str, Mesh]:
         """Where each role's own weights are: on the mesh of the call that trains it; else on the one that the role names; and

@@ -92,3 +92,26 @@ def test_following_ends_with_the_run(
 def test_wrong_input_is_exit_2(words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert weft.main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_is_named_as_show_takes_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "config.yaml").write_text("a: 1\n")
+    (run / "status.json").write_text(json.dumps({"status": "finished"}))
+    (run / "log.txt").write_text("2026-01-01 00:00:00  step 1\n")
+    for words in (["e/t"], ["runs/e/t"], [str(run)], ["latest"], ["e/t", "--fileroot", "runs"]):
+        assert weft.main(["logs", *words]) == 0
+        assert "step 1" in capsys.readouterr().out
+    for words, told in (
+        (["e/tt"], "e/tt: there is no such run; did you mean runs/e/t?"),
+        (["e/t", "-e", "e"], "names a run, and so do -e and -f; leave one out"),
+        (["-e", "e"], "-f TRIAL is missing; write weft logs -e EXPERIMENT -f TRIAL, or weft logs RUN"),
+        (["--lines", "3"], "which run? Write weft logs RUN, such as weft logs latest"),
+    ):
+        assert weft.main(["logs", *words]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_run_that_has_only_begun_has_logs_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "logs" / "worker-0.log").write_text("starting\n")
+    assert weft.main(["logs", "e/t"]) == 0
+    assert "starting" in capsys.readouterr().out

@@ -85,3 +85,38 @@ def test_a_pipe_has_the_width_that_columns_says(tmp_path, monkeypatch, capsys):
 def test_sizes_and_ages_are_short():
     assert [size(n) for n in (5, 1500, 12_345_678, 7e9)] == ["5 B", "1.5 kB", "12.3 MB", "7 GB"]
     assert age(None) == "–"
+
+
+def test_a_demo_is_one_line_with_all_its_bytes(tmp_path, capsys):
+    for trial in ("sft", "ppo", "grpo"):
+        write_run(tmp_path, f"demo-2/{trial}", age=100.0 if trial != "grpo" else 10.0)
+    (tmp_path / "demo-2" / "material").mkdir()
+    (tmp_path / "demo-2" / "material" / "rows").write_bytes(b"r" * 500_000)
+    write_run(tmp_path, "demo/mine")  # a user's own: there is no material
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("demo-2") == 2 and "demo/mine" in out
+    line = next(line for line in out.splitlines() if "demo-2 (3 runs)" in line)
+    assert line.split()[3:5] == ["demo", "finished"] and "loss 0.25" in line and "531 kB" in line and "10 s" in line
+    assert f"weft ls {tmp_path / 'demo-2'} lists the runs of this demo" in out
+    assert len(names(capsys, str(tmp_path / "demo-2"))) == 3
+    assert len(names(capsys, str(tmp_path), "--status", "finished")) == 4
+    main([str(tmp_path), "--json"])
+    assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+def test_what_is_out_of_range_stands_below_the_list_and_takes_the_place_of_the_tick(tmp_path, capsys):
+    run = write_run(tmp_path, "e/bad", step=20)
+    rows = [{"step": n, "train/loss": 1.0 + n} for n in range(1, 21)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_run(tmp_path, "e/good", step=20)
+    main([str(tmp_path)])
+    out = capsys.readouterr().out.splitlines()
+    assert next(line for line in out if line.startswith("e/bad")).split()[2:4] == ["finished", "!"]
+    assert [line for line in out if line.startswith("! ")] == [
+        "! e/bad: loss rose from 4 to 19. Usually the learning rate is too high. Try a lower model.optimizer.lr, or a longer "
+        "warm-up."
+    ]
+    main([str(tmp_path), "--json"])
+    found = {run["trial"]: run["diagnosis"] for run in json.loads(capsys.readouterr().out)}
+    assert found["bad"].startswith("loss rose") and found["good"] == "nothing is out of range"

@@ -133,8 +133,8 @@ def test_what_a_step_does_is_counted_and_said(material: Path) -> None:
     assert experiment.updates_per_firing == {"actor_train": 8}
     assert experiment.node("actor_train").args["num_minibatches"] == 4
     assert experiment.plan_notes == (
-        "a step: 8 prompts x 4 = 32 completions of at most 6 tokens, prompts of at most 506",
-        "a step: 32 completions x 2 epochs, minibatches of 8: 8 optimizer steps of actor",
+        "completions of at most 6 tokens, prompts of at most 506",
+        "a step's completions are trained on in minibatches of 8, for 2 epochs",
         "preferences: one pair a prompt, the best and the worst of its 4 completions, if their rewards differ",
     )
     every = build(material, *words, "online_dpo.pairs=all")
@@ -278,4 +278,4 @@ def test_a_reward_model_a_moving_reference_minibatches_and_all_pairs(material: P
         assert step["preferences/tied_fraction"] == 0.0  # no two scores of the reward model are equal
         assert step["actor_train/num_tokens"] > 0
     log = (done.directory / "log.txt").read_text()
-    assert "12 completions x 2 epochs, minibatches of 6: 4 optimizer steps of actor" in log
+    assert "in minibatches of 6, for 2 epochs" in log and "12 completions, 4 optimizer steps" in log

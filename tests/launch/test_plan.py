@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,3 +134,15 @@ def test_without_data_and_the_device_the_plan_has_what_is_known() -> None:
     rows = dict(made.rows)
     assert rows["data"] == "not read, so the number of steps is not known" and rows["device"] == "a GPU of 80 GB"
     assert "step" not in rows and "memory" not in rows and not any("torch" in line for line in made.whole())
+
+
+def test_the_details_repeat_no_number_of_the_table() -> None:
+    for made in (plan(ppo(Path(), "runs").build()), plan(grpo(Path(), "runs").build())):
+        numbers = {
+            found
+            for _, text in made.rows[1:5]
+            for found in re.findall(r"\d+ (?:completions|steps?|optimizer steps?)", text)
+        }
+        details = "\n".join(line for line in made.details if not line.startswith("memory"))
+        assert not [found for found in numbers if found in details] and "parameters" not in details
+        assert "actor: learning rate 0.001 (constant)" in made.details

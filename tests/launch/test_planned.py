@@ -143,3 +143,12 @@ def test_a_name_that_is_in_use_or_none_at_all_is_no_hindrance(
     assert main(["quickstart", "sft", *words, "--dry-run=config"]) == 0
     assert "fits: the device needs about " in capsys.readouterr().out
     assert main(["quickstart", "sft", *words]) == 2 and "experiment_name" in capsys.readouterr().err
+
+
+def test_each_number_is_printed_once(folder: Path) -> None:
+    lines = dry_run(config(SFTConfig, folder, "model", "rows.jsonl", device="cpu"))
+    text = "\n".join(lines)
+    assert not any(line.startswith("memory: ") for line in lines) and text.count("fits: ") == 1
+    needed = lines[-1].split("needs about ")[1].split(" of ")[0]
+    assert text.count(needed) == 1 and text.count("16 samples") == 1 and text.count("parameters, ") == 1
+    assert text.count(lines[-1].split(" of ")[1].split(":")[0]) == 2, "the device's own row, and the verdict"

@@ -38,10 +38,10 @@ def two(tmp_path: Path) -> list[Path]:
 def test_the_page_says_which_run_was_better_and_why(tmp_path: Path) -> None:
     page = Page(build_comparison(two(tmp_path), tmp_path / "c.html").read_text())
     assert page.sections() == ["top", "settings", "metrics", "curves", "answers"]
-    assert "fast ended with the higher reward: 7.8 against 1.95 (slow)." in page.text
+    assert "fast ended with the higher reward: 7.2 against 1.8 (slow)." in page.text
     assert "They differ in actor.optimizer.lr (1e-05, 0.0001)." in page.text
     assert "actor.optimizer.eps" not in page.text
-    assert "7.8 ✓" in page.text and "1.95 ✓" not in page.text
+    assert "7.2 ✓" in page.text and "1.8 ✓" not in page.text
     assert page.text.count("q12") == 1 and page.text.count("a12") == 2
 
 
@@ -71,9 +71,9 @@ def test_a_loss_is_better_where_it_is_lower_but_not_a_policys(tmp_path: Path) ->
     ]
     runs = [write_run(tmp_path / name, metrics__jsonl=text) for name, text in zip(("a", "b"), texts, strict=True)]
     page = Page(build_comparison(runs, tmp_path / "c.html").read_text())
-    assert "ended with the lower loss" in page.text and "0.05132 ✓" in page.text
+    assert "ended with the lower loss" in page.text and "0.0559 ✓" in page.text
     rl = Page(build_comparison(two(tmp_path), tmp_path / "d.html").read_text())
-    assert "0.05132 ✓" not in rl.text, "the reward decides, and a policy's loss says nothing"
+    assert "0.0559 ✓" not in rl.text, "the reward decides, and a policy's loss says nothing"
 
 
 def test_runs_that_share_nothing_and_runs_that_are_alike(tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ def test_rewards_from_different_sources_are_not_compared(tmp_path: Path) -> None
     model = {"reward": None, "rew": {"path": "runs/e/rw/checkpoints/model/step28"}}
     page = rewarded(tmp_path, model, {"reward": "gsm8k", "rew": {"path": None}})
     assert "The rewards come from different sources and cannot be compared. They differ in" in page.text
-    assert "ended with" not in page.text and "7.8 ✓" not in page.text
+    assert "ended with" not in page.text and "7.2 ✓" not in page.text
     assert "runs/e/rw@step28" in page.text and "checkpoints" not in page.text
     page = rewarded(tmp_path, {"reward": "gsm8k"}, {"reward": "gsm8k"})
-    assert "ended with the higher reward" in page.text and "7.8 ✓" in page.text
+    assert "ended with the higher reward" in page.text and "7.2 ✓" in page.text
 
 
 def test_a_curve_that_repeats_another_of_its_node_is_left_out(tmp_path: Path) -> None:
@@ -145,6 +145,112 @@ def test_what_data_hold_shows_as_text(tmp_path: Path) -> None:
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert not any(attrs.get("src") == "x" or "onerror" in attrs for _, attrs in page.tags)
     assert json.loads(page.data)["tokens"]
+
+
+def noisy(slope: float, steps: int, spread: float = 0.0) -> str:
+    """A reward that rises by `slope` a step and jumps up and down by `spread`."""
+    jumps = [0.0, 1.0, -1.0, 0.5, -0.5, 1.0, -0.5]
+    rows = [line(s) | {"reward/reward": slope * s + spread * jumps[s % 7]} for s in range(1, steps + 1)]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_runs_of_unequal_length_are_compared_at_their_common_step(tmp_path: Path) -> None:
+    short, long = two(tmp_path)
+    (short / "metrics.jsonl").write_text(noisy(0.2, 20))
+    (long / "metrics.jsonl").write_text(noisy(0.1, 80))
+    page = Page(build_comparison([short, long], tmp_path / "c.html").read_text())
+    assert "At step 20, the last that all have made, slow has the higher reward: 3.6 against 1.8 (fast)." in page.text
+    assert "3.6 ✓" in page.text and "ended with" not in page.text, "the longer run ended at 7.65"
+
+
+def test_a_run_that_goes_on_is_called_so_everywhere(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    (other / "status.json").write_text('{"status": "running"}')
+    runs = named([RunFiles.read(path) for path in (one, other)])
+    told = verdict(runs)
+    assert "At step 20, the last that all have made," in told and "fast (running)</b> has the higher reward" in told
+    assert [item.label for item in comparison_charts(runs)[0].lines] == ["slow", "fast (running)"]
+    page = Page(build_comparison([one, other], tmp_path / "c.html").read_text())
+    assert ("th", {"scope": "col"}) in page.tags and page.text.count("fast (running)") >= 3
+
+
+def test_a_difference_within_the_noise_is_none(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    (one / "metrics.jsonl").write_text(noisy(0.0, 40, spread=0.1))
+    (other / "metrics.jsonl").write_text(noisy(0.001, 40, spread=0.1))
+    told = verdict(named([RunFiles.read(path) for path in (one, other)]))
+    assert "ended alike within noise" in told and "higher" not in told
+    (other / "metrics.jsonl").write_text(noisy(0.05, 40, spread=0.1))
+    assert "fast</b> ended with the higher reward" in verdict(named([RunFiles.read(path) for path in (one, other)]))
+
+
+def losses(folder: Path, node: str, scale: float, **config: Any) -> Path:
+    rows = [{"step": s, f"{node}/loss": scale / s, f"{node}/kl": 0.1 + scale / s} for s in range(1, 21)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    return write_run(folder, metrics__jsonl=text, config__yaml=yaml.safe_dump({"trial_name": folder.name} | config))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        (
+            ("train", {"sft": {}}),
+            ("actor_train", {"grpo": {}}),
+            "loss means something else in each of these runs (sft, grpo)",
+        ),
+        (
+            ("train", {"sft": {}}),
+            ("train", {"distill": {}}),
+            "loss means something else in each of these runs (sft, distill)",
+        ),
+        (
+            ("actor_train", {"grpo": {}}),
+            ("actor_train", {"grpo": {}}),
+            "loss means something else in each of these runs (grpo",
+        ),
+        (("t", {"dpo": {"beta": 0.1}}), ("t", {"dpo": {"beta": 0.5}}), "loss is computed in different ways (dpo.beta)"),
+        (
+            ("train", {"sft": {}, "dataset": {"path": "a"}}),
+            ("train", {"sft": {}, "dataset": {"path": "b"}}),
+            "loss was measured on different rows",
+        ),
+    ],
+)
+def test_losses_that_mean_different_things_are_not_compared(
+    one: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]], told: str, tmp_path: Path
+) -> None:
+    paths = [losses(tmp_path / f"run{n}", node, n + 1.0, **config) for n, (node, config) in enumerate((one, other))]
+    for runs in (paths, paths[::-1]):
+        listed = named([RunFiles.read(path) for path in runs])
+        said = verdict(listed)
+        assert told.partition("(sft")[0].strip() in said
+        assert "lower" not in said and "ended" not in said
+        drawn = [[item.label for item in chart.lines] for chart in comparison_charts(listed) if chart.title == "loss"]
+        alike = one[1] == other[1]
+        assert drawn == ([[r.label for r in listed]] if alike else [[r.label] for r in listed])
+        page = build_comparison(runs, tmp_path / "c.html").read_text()
+        assert 'class="better"' not in page and ("A measure has several charts" in page) is not alike
+
+
+def test_validation_on_the_same_rows_compares_runs_of_different_data(tmp_path: Path) -> None:
+    runs = []
+    for name, value in (("a", 0.5), ("b", 0.4)):
+        rows = [{"step": s, "train/loss": 1.0, "eval/loss": value} for s in range(1, 11)]
+        options = {"trial_name": name, "sft": {}, "dataset": {"path": name, "valid_path": "v"}}
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        runs.append(write_run(tmp_path / name, metrics__jsonl=text, config__yaml=yaml.safe_dump(options)))
+    assert "b</b> ended with the lower eval loss: <b>0.4</b> against 0.5 (a)" in verdict(
+        named([RunFiles.read(run) for run in runs])
+    )
+
+
+def test_curves_of_rewards_from_different_sources_are_drawn_apart(tmp_path: Path) -> None:
+    runs = two(tmp_path)
+    for run, source in zip(runs, ("gsm8k", "math"), strict=True):
+        (run / "config.yaml").write_text(yaml.safe_dump({"trial_name": run.name, "reward": source}))
+    found = comparison_charts(named([RunFiles.read(run) for run in runs]))
+    assert [[item.label for item in chart.lines] for chart in found if chart.title == "reward"] == [["slow"], ["fast"]]
+    assert [[item.label for item in chart.lines] for chart in found if chart.title == "KL"] == [["slow", "fast"]]
 
 
 def test_how_many_runs_a_page_takes(tmp_path: Path) -> None:

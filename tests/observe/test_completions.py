@@ -56,7 +56,7 @@ def test_a_pair_says_which_is_which() -> None:
     ]
     run = of(*rows)
     page = Page(completions(run)[0])
-    assert heading(run) == "Pairs" and "margin 0.25, right order" in page.text
+    assert heading(run) == "Pairs of the dataset" and "margin 0.25, right order" in page.text
     assert page.text.index("chosen c1") < page.text.index("rejected c0")
     rows[0]["score"] = 2.0
     assert "wrong order" in Page(completions(of(*rows))[0]).text
@@ -66,7 +66,7 @@ def test_rows_that_were_trained_on_mark_what_counts() -> None:
     row = {"step": 1, "id": "1", "k": 0, "prompt": "", "completion": "a b", "tokens": ["a", " b"], "logprobs": [-1.0, -2.0],
            "trained": [0, 1], "loss": 2.0}  # fmt: skip
     html, tokens = completions(of(row))
-    assert heading(of(row)) == "Samples" and tokens[0]["trained"] == [0, 1]
+    assert heading(of(row)) == "Rows of the dataset" and tokens[0]["trained"] == [0, 1]
     assert "loss 2" in Page(html).text and "prompt" not in [attrs.get("aria-label") for _, attrs in Page(html).tags]
 
 

@@ -15,7 +15,7 @@ def test_the_list_has_a_row_for_each_run_with_values_to_sort_by(tmp_path: Path) 
     page = Page(Dashboard(tmp_path).answer("", {}).body)
     links = [attrs["href"] for tag, attrs in page.tags if tag == "a" and (attrs.get("href") or "").startswith("run?")]
     assert sorted(map(str, links)) == ["run?name=exp%2Fone", "run?name=exp%2Ftwo"]
-    assert page.text.count("finished") == 2 and "12 of 12" in page.text and "reward 1.2" in page.text
+    assert page.text.count("finished") == 2 and "12 of 12" in page.text and "reward 1.05" in page.text
     assert [attrs["value"] for tag, attrs in page.tags if attrs.get("name") == "run"] != []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.observe.differences import differing, rewards_compare
+from weft.observe.differences import apart, differing
 from weft.observe.run_files import RunFiles
 
 RUN = {"experiment_name": "e", "trial_name": "t"}
@@ -59,4 +59,5 @@ def test_what_weft_chose_is_no_difference_until_somebody_sets_it() -> None:
     ],
 )
 def test_where_rewards_come_from(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
-    assert rewards_compare([files(one), files(other)]) is same
+    found = apart([files(one), files(other)], ["rew_inf/reward", "reward/reward"])
+    assert (not found) is same

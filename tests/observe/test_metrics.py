@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from weft.observe.metrics import direction, duration, headline, number, rank, tokens_per_second
+from weft.observe.metrics import direction, duration, headline, leading, number, rank, title, tokens_per_second
 from weft.observe.pace import Pace, sparkline
 
 
@@ -18,10 +18,35 @@ from weft.observe.pace import Pace, sparkline
         (["train/accuracy", "train/loss"], "train/loss"),
         (["train/accuracy"], "train/accuracy"),
         (["step", "eval/reward", "time/reward"], None),
+        (["train/accuracy", "train/kendalltau", "train/loss"], "train/accuracy"),
+        (["actor_train/loss", "actor_train/rewards/accuracies"], "actor_train/rewards/accuracies"),
     ],
 )
 def test_the_headline_is_reward_or_loss(names: list[str], wanted: str | None) -> None:
     assert headline(names) == wanted
+
+
+@pytest.mark.parametrize(
+    ("names", "algorithm", "wanted"),
+    [
+        (["train/loss", "train/accuracy", "eval/loss", "eval/accuracy", "eval/a/loss"], "sft", "eval/loss"),
+        (["train/loss", "train/accuracy", "eval/loss", "eval/accuracy"], "rw", "eval/accuracy"),
+        (["actor_train/rewards/accuracies", "eval/rewards/accuracies", "eval/loss"], None, "eval/rewards/accuracies"),
+        (["rew_inf/reward", "actor_train/loss", "eval/pass@1", "eval/reward"], "ppo", "eval/reward"),
+        (["rew_inf/reward", "actor_train/loss"], "ppo", "rew_inf/reward"),
+        (["step", "step_seconds"], None, None),
+    ],
+)
+def test_validation_goes_before_training(names: list[str], algorithm: str | None, wanted: str | None) -> None:
+    assert leading(names, algorithm) == wanted
+
+
+def test_a_number_of_validation_is_called_so() -> None:
+    assert [title(name) for name in ("eval/reward", "eval/rewards/accuracies", "a/reward")] == [
+        "eval reward",
+        "eval accuracy",
+        "reward",
+    ]
 
 
 def test_more_reward_and_less_loss_are_better() -> None:
@@ -90,7 +115,7 @@ def test_a_line_says_step_epoch_reward_tokens_seconds_and_eta() -> None:
     line = {"step": 1, "epoch": 0.02, "step_seconds": 2.0, "r/reward": -0.25, "t/kl": 0.01, "t/num_tokens": 4000.0}
     pace.step(line | {"eval/reward": -0.5})
     text = pace.text()
-    assert text == "step  1/60  epoch 0.02  reward -0.25  KL 0.01  eval reward -0.5  2,000 tokens/s  2.0 s  ETA 1:58"
+    assert text == "step  1/60  epoch 0.02  eval reward -0.5  reward -0.25  KL 0.01  2,000 tokens/s  2.0 s  ETA 1:58"
 
 
 def test_best_and_summary_follow_the_direction() -> None:
@@ -98,4 +123,4 @@ def test_best_and_summary_follow_the_direction() -> None:
     for step, loss in enumerate([3.0, 1.0, 2.0], 1):
         pace.step({"step": step, "train/loss": loss})
     assert pace.best == 1.0
-    assert pace.summary("finished") == "finished after step 3 in 0.0 s, loss 3 -> 2 (best 1)"
+    assert pace.summary("finished") == "finished after step 3 in 0.0 s, loss 3 -> 2 (-1)"

@@ -141,11 +141,11 @@ def test_a_resumed_run_is_summed_up_from_its_beginning() -> None:
     view.expect(3, 2, [{"step": 1.0, "loss": 1.0}, {"step": 2.0, "loss": 0.25}])
     view.step({"step": 3.0, "loss": 0.5}, shown=True)
     (line,) = view.close("finished")
-    assert line.startswith("finished after step 3 of 3 in") and "since step 2, loss 1 -> 0.5 (best 0.25)" in line
+    assert line.startswith("finished after step 3 of 3 in") and "since step 2, loss 1 -> 0.5 (-0.5)" in line
     elsewhere = PlainView(terminal())
     elsewhere.expect(3, 2)
     elsewhere.step({"step": 3.0, "loss": 0.5}, shown=True)
-    assert elsewhere.close("finished")[0].endswith("loss 0.5 -> 0.5 (best 0.5) since step 2")
+    assert elsewhere.close("finished")[0].endswith("loss 0.5 since step 2")
 
 
 def test_closing_leaves_one_line_and_notes_scroll_by() -> None:

@@ -115,12 +115,12 @@ def test_a_whole_run_has_every_part(tmp_path: Path) -> None:
         "one",
         "finished",
         "12 steps",
-        "went from 0.1 to 1.2",
+        "Reward went from 0.25 to 1.05 (+0.8); best 1.05 at step 12.",
         ["actor", "optimizer"][1] + ".lr",
         "1e-05",
     ):
         assert part in page.text
-    assert "best 1.2" in page.text and "a12" in page.text and "q1" in page.text
+    assert "best 1.05" in page.text and "a12" in page.text and "q1" in page.text
     assert [h for h, _ in page.tags if h == "h1"] == ["h1"]
 
 
@@ -234,7 +234,7 @@ def test_what_is_no_run_is_the_users_to_mend(tmp_path: Path) -> None:
 def test_evaluation_is_told_in_the_terms_of_the_headline() -> None:
     lines = [{"step": s, "train/loss": 2.0, "eval/accuracy": 0.25, "eval/loss": 3.0 + s} for s in (1, 2)]
     tiles = sections.tiles(run_of(*lines))
-    assert "<dt>eval loss</dt><dd>5<small>first 4</small>" in tiles
+    assert "<dt>eval loss</dt><dd>5<small>best 4</small>" in tiles
 
 
 # -- what is on the charts

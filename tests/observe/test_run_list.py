@@ -107,15 +107,29 @@ def test_a_file_of_two_names_counts_once_and_links_out_are_not_followed(tmp_path
 @pytest.mark.parametrize(
     ("algorithm", "metric"),
     [
-        ("rw", "train/accuracy"),
-        ("dpo", "actor_train/rewards/accuracies"),
-        ("sft", "actor_train/loss"),
-        ("ppo", "actor_train/loss"),
+        ("rw", "eval/accuracy"),
+        ("dpo", "eval/rewards/accuracies"),
+        ("sft", "eval/loss"),
+        ("ppo", "eval/loss"),
     ],
 )
-def test_models_that_judge_show_their_accuracy(algorithm: str, metric: str, tmp_path: Path) -> None:
-    lines = {"eval/accuracy": 0.1, "train/accuracy": 0.7, "actor_train/rewards/accuracies": 0.6}
+def test_validation_is_shown_and_of_models_that_judge_their_accuracy(
+    algorithm: str, metric: str, tmp_path: Path
+) -> None:
+    lines = {"train/accuracy": 0.7, "actor_train/rewards/accuracies": 0.6}
+    lines |= {f"eval/{name}": 0.1 for name in ("loss", "accuracy", "rewards/accuracies")}
     run = write_run(tmp_path / "e" / "t", **lines)
     (run / "run.json").write_text(json.dumps({"algorithm": algorithm}))
     (found,) = list_runs(tmp_path)
-    assert found.metric == metric
+    assert (found.metric, found.value) == (metric, 0.1)
+
+
+def test_a_noisy_metric_is_the_mean_of_its_last_steps_and_validation_its_last_value(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "e" / "t")
+    rows = [{"step": n, "r/reward": 0.5 + 0.1 * (-1) ** n} for n in range(1, 21)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list_runs(tmp_path)[0].value == pytest.approx(0.5 + 0.1 / 5), "of steps 16 to 20, not 0.6"
+    rows[9] |= {"eval/reward": 0.3}
+    rows[14] |= {"eval/reward": 0.56}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (list_runs(tmp_path)[0].metric, list_runs(tmp_path)[0].value) == ("eval/reward", 0.56)

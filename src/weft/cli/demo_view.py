@@ -52,7 +52,7 @@ class StageView:
     def asked(self, line: str) -> None:
         self._doing = line
 
-    def close(self, status: str) -> list[str]:
+    def close(self, status: str, *, flagged: bool = False) -> list[str]:
         if self._live is not None:
             self._live.stop()
         return [self._pace.summary(status)]

@@ -1,4 +1,4 @@
-"""`weft logs -e E -f T`: what a run and its workers have written, the first failure first."""
+"""`weft logs RUN`: what a run and its workers have written, the first failure first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from weft.cli.named_run import add_run, given_run
 from weft.cli.parsing import Parser
 from weft.errors import ConfigError
-from weft.experiments import _checks as checks
 from weft.observe.logs import Failure, Follower, LogFile, failures, log_files
 
 POLL_SECONDS = 0.5
@@ -18,22 +18,14 @@ QUIET_POLLS = 4  # without a line, after which a run that nobody works on is ove
 def main(argv: Sequence[str]) -> int:
     """Exit code 0. Raises `UserError` where there is no such run or worker."""
     parser = Parser(prog="weft logs", description="Show the logs of a run, the first failure first.")
-    parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
-    parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")
-    parser.add_argument("--fileroot", help="folder of runs (./runs)")
+    add_run(parser)
     parser.add_argument("--worker", type=int, metavar="N", help="the process of one device alone")
     parser.add_argument("--lines", type=int, default=20, metavar="N", help="last lines of each log (20)")
     parser.add_argument("--follow", action="store_true", help="go on showing what is added until the run is over")
     given = parser.parse_args(argv)
-    for flag, value in (("-e EXPERIMENT", given.experiment), ("-f TRIAL", given.trial)):
-        if value is None:
-            raise ConfigError(f"{flag} is missing; write weft logs -e EXPERIMENT -f TRIAL")
     if given.lines < 0:
         raise ConfigError(f"--lines {given.lines}: must be at least 0, which shows no lines")
-    checks.check_names(experiment_name=given.experiment, trial_name=given.trial)
-    from weft.launch.stop import run_directory
-
-    run = run_directory(given.experiment, given.trial, given.fileroot or "./runs")
+    run = given_run(given, "logs")
 
     def files() -> list[LogFile]:
         return [file for file in log_files(run) if given.worker is None or file.worker == given.worker]

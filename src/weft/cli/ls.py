@@ -1,9 +1,11 @@
-"""List the runs in a folder: how far each one is, its last reward or loss, its size."""
+"""List the runs in a folder: how far each is, its validation metric (else its last reward or loss), its size, and what is out
+of range in it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +20,12 @@ from rich.text import Text
 from weft.cli.parsing import Parser
 from weft.errors import ConfigError, unknown_name
 from weft.observe.metrics import number, title
-from weft.observe.run_list import RunSummary, list_runs
+from weft.observe.run_list import RunSummary, list_runs, tree_bytes
 
 STATUSES = ("running", "finished", "stopped", "failed", "unfinished")
 COLORS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unfinished": "yellow"}
+UNFINISHED_FIRST = ("running", "failed", "unfinished", "stopped", "finished")
+DEMO, MATERIAL = re.compile(r"demo(-\d+)?"), "material"  # folders of `weft demo`, and what it keeps beside its runs
 WIDE = 110  # columns from which there is room for what tells less
 PIPED = 200  # columns where the output is no terminal, and COLUMNS says nothing
 LEAST = 24  # columns of a run's name before other columns are left out
@@ -39,6 +43,7 @@ SORTS: dict[str, Callable[[RunSummary], Any]] = {
 }
 EPILOG = """examples:
   weft ls                               the runs in ./runs, the newest first
+  weft ls runs/demo                     the runs of one demo, which is a single line elsewhere
   weft ls /data/runs --sort size        the largest first
   weft ls --status running,failed
   weft ls --json | jq '.[0].path'"""
@@ -56,7 +61,10 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     if given.sort not in SORTS:
         raise unknown_name("--sort", given.sort, SORTS)
-    runs = chosen(Path(given.root).expanduser(), _words(given.status), _words(given.algorithm))
+    root, filtered = Path(given.root).expanduser(), bool(given.status or given.algorithm)
+    runs = chosen(root, _words(given.status), _words(given.algorithm))
+    if not given.json and not filtered:
+        runs = with_demos_folded(runs, root)
     runs.sort(key=SORTS[given.sort])
     if given.reverse:
         runs.reverse()
@@ -68,8 +76,14 @@ def main(argv: Sequence[str]) -> int:
         piped = int(told) if told.isdecimal() and int(told) else PIPED
         console = Console(width=None if terminal else piped, highlight=False)
         console.print(table(runs, console.width))
+        for demo in (run.path for run in runs if not run.trial):
+            console.print(f"weft ls {demo} lists the runs of this demo", style="bright_black", soft_wrap=True)
+        for run in runs:
+            if run.flagged:
+                line = Text.assemble((f"! {run.experiment}/{run.trial}: ", "bold yellow"), str(run.diagnosis))
+                console.print(line, soft_wrap=not terminal)
     else:
-        print(f"no run in {given.root}" + (" is like that" if given.status or given.algorithm else ""))
+        print(f"no run in {given.root}" + (" is like that" if filtered else ""))
     return 0
 
 
@@ -87,6 +101,40 @@ def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> li
         for run in list_runs(root, is_alive)
         if (not statuses or run.status in statuses) and (not algorithms or run.algorithm in algorithms)
     ]
+
+
+def with_demos_folded(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
+    """The runs, with those of one `weft demo` as a single entry without a trial, where its folder is not itself the root."""
+    found: dict[Path, list[RunSummary]] = {}
+    for run in runs:
+        folder = run.path.parent
+        if DEMO.fullmatch(folder.name) and (folder / MATERIAL).is_dir() and folder.resolve() != root.resolve():
+            found.setdefault(folder, []).append(run)
+    alone = [run for run in runs if not any(run in each for each in found.values())]
+    return alone + [_demo(folder, each) for folder, each in found.items()]
+
+
+def _demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
+    """A demo as one entry: the least finished of its runs, the newest metric, all of its bytes."""
+    newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
+    told = next((run for run in newest if run.metric is not None), newest[0])
+    return RunSummary(
+        path=folder,
+        experiment=f"{folder.name} ({len(runs)} run{'s' if len(runs) > 1 else ''})",
+        trial="",
+        algorithm="demo",
+        status=min((run.status for run in runs), key=_place),
+        step=None,
+        total_steps=None,
+        metric=told.metric,
+        value=told.value,
+        num_bytes=tree_bytes(folder),
+        changed=newest[0].changed,
+    )
+
+
+def _place(status: str) -> int:
+    return UNFINISHED_FIRST.index(status) if status in UNFINISHED_FIRST else len(UNFINISHED_FIRST)
 
 
 def table(runs: Sequence[RunSummary], width: int) -> Table:
@@ -107,7 +155,8 @@ def table(runs: Sequence[RunSummary], width: int) -> Table:
             right = name in ("steps", "size", "age")
             made.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left")
     for run, row in zip(runs, rows, strict=True):
-        texts = (Text(row[name], style=COLORS.get(run.status, "") if name == "status" else "") for name in names)
+        colour = "yellow" if run.flagged else COLORS.get(run.status, "")
+        texts = (Text(row[name], style=colour if name == "status" else "") for name in names)
         made.add_row(*texts)
     return made
 
@@ -115,9 +164,9 @@ def table(runs: Sequence[RunSummary], width: int) -> Table:
 def _cells(run: RunSummary) -> dict[str, str]:
     """Column -> what stands there."""
     return {
-        "run": f"{run.experiment}/{run.trial}",
+        "run": f"{run.experiment}/{run.trial}" if run.trial else run.experiment,
         "algorithm": run.algorithm or UNKNOWN,
-        "status": run.status,
+        "status": f"{run.status} !" if run.flagged else run.status,
         "steps": steps(run),
         "last": f"{title(run.metric)} {number(run.value)}" if run.metric else UNKNOWN,
         "size": size(run.num_bytes),

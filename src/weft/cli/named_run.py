@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import argparse
 from difflib import SequenceMatcher
 from pathlib import Path
 
 from weft.errors import ConfigError
+from weft.experiments._checks import check_names
+from weft.observe.logs import RUN_LOG as LOG
 from weft.observe.run_list import find_runs, is_run, list_runs
 from weft.reading import refuse_url
 
 RUNS, LATEST = "./runs", "latest"
+LOCK, LAUNCHERS = "run.lock", ("logs", "slurm")  # what a process holds, and what those who start processes write
 SHOWN = 6
 SUGGESTED = 3
 LIKENESS = 0.6  # of each part of a name to that of the run that may have been meant
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Let a command take a run as `weft show` does, or by `-e EXPERIMENT -f TRIAL`."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
+    parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name, in place of RUN")
+    parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name, in place of RUN")
+    parser.add_argument("--fileroot", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
+
+
+def given_run(given: argparse.Namespace, command: str) -> Path:
+    """The directory of the run that the words of `add_run` name; what was started may not have written a step yet. Raises
+    `ConfigError`."""
+    root = Path(given.fileroot or RUNS).expanduser()
+    named = (given.experiment, given.trial)
+    if given.run is not None:
+        if named != (None, None):
+            raise ConfigError(f"weft {command} {given.run}: names a run, and so do -e and -f; leave one out")
+        return _begun(given.run, root) or find_run(given.run, root)
+    if None in named:
+        if named == (None, None):
+            raise ConfigError(f"weft {command}: which run? Write weft {command} RUN, such as weft {command} latest")
+        flag = "-f TRIAL" if given.trial is None else "-e EXPERIMENT"
+        raise ConfigError(f"{flag} is missing; write weft {command} -e EXPERIMENT -f TRIAL, or weft {command} RUN")
+    check_names(experiment_name=given.experiment, trial_name=given.trial)
+    from weft.launch.stop import run_directory
+
+    return run_directory(given.experiment, given.trial, str(root))
+
+
+def _begun(word: str, root: Path) -> Path | None:
+    """A directory with the marks of a process or a job that has written no line of metrics."""
+    given = Path(word).expanduser()
+    return next(
+        (p for p in (given, root / given) if any((p / mark).exists() for mark in (LOCK, LOG, *LAUNCHERS))), None
+    )
 
 
 def find_run(word: str, root: Path) -> Path:

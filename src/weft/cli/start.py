@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft import registry
+from weft.cli.named_run import add_run, given_run
 from weft.cli.parsing import Parser
 from weft.cli.quickstart import tell, tell_start
 from weft.cli.real import ALLOCATIONS
@@ -125,11 +126,17 @@ def find_config(argv: Sequence[str]) -> int:
 
 def stop(argv: Sequence[str]) -> int:
     """Ask a run to end after its step, wait until it has, and say so."""
-    given = named_parser("weft stop", "End a run after its step; the same command resumes it.").parse_args(argv)
-    _check(given, "stop")
-    from weft.launch import stop as stop_run
+    parser = Parser(prog="weft stop", description="End a run after its step; the same command resumes it.")
+    add_run(parser)
+    parser.add_argument(
+        "--mode", default="local", help="how the run was started; not needed, weft finds its process or job"
+    )
+    given = parser.parse_args(argv)
+    _check_mode(given.mode)
+    run = given_run(given, "stop")
+    from weft.launch.stop import stop_run
 
-    print(stop_run(given.experiment, given.trial, fileroot=given.fileroot or "./runs"))
+    print(stop_run(run))
     return 0
 
 
@@ -147,13 +154,17 @@ def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _check_mode(mode: str) -> None:
+    problem = checks.mode_problem(mode)
+    if problem:
+        raise ConfigError(f"--mode {mode}: {problem}")
+
+
 def _check(given: argparse.Namespace, command: str) -> None:
     for flag, value in (("-e EXPERIMENT", given.experiment), ("-f TRIAL", given.trial)):
         if value is None:
             raise ConfigError(
                 f"{flag} is missing; write weft {command} -e EXPERIMENT -f TRIAL (weft start --list shows experiments)"
             )
-    problem = checks.mode_problem(given.mode)
-    if problem:
-        raise ConfigError(f"--mode {given.mode}: {problem}")
+    _check_mode(given.mode)
     checks.check_names(experiment_name=given.experiment, trial_name=given.trial)

@@ -185,6 +185,7 @@ class SourceReader:
                 raise ConfigError(
                     f"{name}: an iterable dataset cannot be split; set dataset.valid_path instead of valid_split"
                 )
+            assert isinstance(dataset, StreamDataset)
             return SourceData(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
         if not len(dataset):
             raise DataError(f"{name}: the dataset is empty")

@@ -94,7 +94,7 @@ def _calls(marks: Mapping[str, str]) -> list[str]:
 def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
     """Return whether the name of a call is missing, or all of its arguments."""
     arguments = [path for path in marks if path.startswith(f"{call}.")]
-    return call in missing or (bool(arguments) and missing.issuperset(arguments))
+    return call in missing or (bool(arguments) and missing >= set(arguments))
 
 
 def writes(text: str, content: str) -> bool:

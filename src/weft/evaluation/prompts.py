@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from weft.data.asked import conversation, need_prompt, prompt_text
+from weft.data.fixed_prompts import MOST_REPORTED, prompt_rows
 from weft.data.messages import Message
 from weft.data.rows import BadRow
-from weft.data.sources import Unreadable, find_files, read_rows
+from weft.data.sources import Unreadable
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
-
-MOST_REPORTED = 20
-TEXT = (".txt", ".text")
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,8 @@ def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
 
     Rows hold a prompt or messages in the columns that datasets go by. Raises `DataError` naming each row that does not.
     """
-    rows = _texts(path) if path.endswith(TEXT) else _rows(path)
     prompts, wrong = list[Prompt](), list[str]()
-    for place, row in rows:
+    for place, row in prompt_rows(path):
         if limit is not None and len(prompts) >= limit:
             break
         try:
@@ -56,21 +52,6 @@ def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
     if not prompts:
         raise DataError(f"{path}: there are no prompts in it")
     return prompts
-
-
-def _texts(path: str) -> Iterator[tuple[str, Any]]:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"{path}: no such file")
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            yield f"{path}:{number}", {"prompt": line}
-
-
-def _rows(path: str) -> Iterator[tuple[str, Any]]:
-    for file in find_files(path):
-        for place, row in read_rows(file, texts_as="prompt"):
-            yield str(place), row
 
 
 def _prompt(row: Any, number: str) -> Prompt:

@@ -13,6 +13,7 @@ from weft.errors import ConfigError, unknown_name
 from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import _checks as checks
 from weft.experiments._allocation import HEURISTIC, SEARCH, allocated
+from weft.experiments._fixed_prompts import fixed_prompts
 from weft.experiments._models import Run, option_of, settled
 from weft.experiments._searched import searched, unread
 from weft.experiments.common import MFCOptions, RunConfig
@@ -90,6 +91,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     elif config.allocation_mode == SEARCH:
         called = {call.role: plan.roles[call.role] for call in experiment.graph.model_calls()}
         experiment = replace(experiment, plan_notes=(*experiment.plan_notes, *unread(called)))
+    experiment = replace(experiment, fixed_prompts=fixed_prompts(config, experiment))
     placement = {node.name: experiment.mesh_of(node).layout for node in experiment.graph.model_calls()}
     _check_calls(experiment)
     return replace(experiment, placement=placement)
@@ -202,10 +204,10 @@ def _check_sizes(config: RunConfig, plan: Plan) -> None:
 def _control(config: RunConfig, dataset: DatasetSpec) -> Control:
     """The run options. Raises `ConfigError` where evaluation is asked for and there is nothing to evaluate on."""
     asked = [n for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs") if getattr(config, n) is not None]
-    if asked and not has_validation(dataset):
+    if asked and config.eval_prompts is None and not has_validation(dataset):
         raise ConfigError(
             f"{asked[0]}={getattr(config, asked[0])}: there is nothing to evaluate on; "
-            "set dataset.valid_path, or dataset.valid_split=0.05 to set training rows aside"
+            "set dataset.valid_path, dataset.valid_split=0.05 to set training rows aside, or eval_prompts"
         )
     return config.control()
 

@@ -36,6 +36,10 @@ FLASH_3 = "flash_attn_interface"  # the package of flash attention 3
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
+def file_problem(path: str) -> str | None:
+    return None if Path(path).expanduser().is_file() else "there is no such file"
+
+
 def mode_problem(mode: str) -> str | None:
     if mode in MODES:
         return None

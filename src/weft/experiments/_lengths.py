@@ -21,11 +21,12 @@ def context_of(config: RunConfig) -> int | None:
     The reward model's does not count: it may read the text in tokens of its own.
     """
     named = {spec.name: getattr(config, spec.name) for spec in fields(config) if spec.name != "rew"}
-    found = [_context(value) for value in named.values() if isinstance(value, ModelSpec)]
+    found = [model_context(value) for value in named.values() if isinstance(value, ModelSpec)]
     return min((each for each in found if each is not None), default=None)
 
 
-def _context(spec: ModelSpec) -> int | None:
+def model_context(spec: ModelSpec) -> int | None:
+    """A model's context in tokens; None where no config.json is at hand that states one."""
     values = checks.model_config(spec)
     for holder in (values, values.get("text_config")):
         if isinstance(holder, dict):

@@ -161,7 +161,7 @@ class Policy:
             syncs=self._syncs() if "ref" in roles else [],
             init_from=init_from,
             updates_per_firing={node.name: self.updates for node in trains},
-            notes=[*_step_notes(self, [node.role for node in trains]), *notes],
+            notes=[*_step_notes(self), *notes],
         )
         return assemble(self.config, plan)
 
@@ -316,16 +316,20 @@ def epochs(count: int) -> str:
     return f"{count} epoch" if count == 1 else f"{count} epochs"
 
 
-def _step_notes(policy: Policy, trained: Sequence[str]) -> list[str]:
-    """What one step does, for the plan that is printed before the run."""
-    count, size = policy.completions, policy.completions // policy.minibatches
+def pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
+    """How a step's completions are trained on, where that is not all of them once."""
+    if passes == minibatches == 1:
+        return []
+    return [f"a step's completions are trained on in minibatches of {completions // minibatches}, for {epochs(passes)}"]
+
+
+def _step_notes(policy: Policy) -> list[str]:
+    """What one step does beside the counts of the plan's table."""
     most = policy.dataset.max_prompt_len
     prompts = "" if most is None else f", prompts of at most {most}"
     return [
-        f"a step: {policy.batch} prompts x {policy.samples} = {count} completions of at most {policy.gen.max_new_tokens} "
-        f"tokens{prompts}",
-        f"a step: {count} completions x {epochs(policy.options.ppo_epochs)}, minibatches of {size}: {policy.updates} optimizer "
-        f"steps of {' and of '.join(trained)}",
+        f"completions of at most {policy.gen.max_new_tokens} tokens{prompts}",
+        *pass_notes(policy.options.ppo_epochs, policy.completions, policy.minibatches),
         *_lag_notes(policy.options),
         *service_notes(policy.config),
     ]

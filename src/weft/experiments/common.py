@@ -200,6 +200,18 @@ class RunConfig(ABC):
     )
     eval_freq_epochs: int | None = option(None, "epochs between evaluations", at_least=1)
     eval_freq_secs: float | None = option(None, "seconds between evaluations", at_least=0.0)
+    eval_prompts: str | None = option(
+        None,
+        "file of a few prompts (JSON, JSONL, Parquet, or .txt with one a line) that the trained model answers, greedily, "
+        "before the first step, at every evaluation and at the end; the report shows how the answers change",
+        check=checks.file_problem,
+    )
+    eval_prompts_max_new_tokens: int | None = option(
+        None,
+        "maximum tokens of such an answer; absent: the algorithm's gen.max_new_tokens, or 128 where it samples nothing, and at "
+        "most half of the model's context",
+        at_least=1,
+    )
     log_freq_steps: int = option(
         1, "steps between lines of the log and of the loggers; metrics.jsonl has every step", at_least=1
     )

@@ -21,7 +21,7 @@ from weft.experiment import Experiment
 from weft.experiments import _checks as checks
 from weft.experiments._assemble import Plan, assemble, batches, check, evaluating, type_of
 from weft.experiments._lengths import Lengths, asked_for, with_answers
-from weft.experiments._policy import SAMPLING, SUPPORT, epochs
+from weft.experiments._policy import SAMPLING, SUPPORT, pass_notes
 from weft.experiments._roles import check_same_vocabulary, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
@@ -278,19 +278,13 @@ class _Distillation:
         )  # fmt: skip
 
     def notes(self) -> list[str]:
-        """What one step does, for the plan that is printed before the run."""
+        """What one step does beside the counts of the plan's table."""
         options, lines = self.options, list[str]()
         if self.share:
-            what = f"{self.size} prompts x {options.samples_per_prompt} = {self.completions} completions"
-            if self.share < 1.0:
-                what = f"of {self.size} rows about {self.share:.0%}, drawn anew each step, get completions"
-            lines.append(f"a step: {what} of at most {self.gen.max_new_tokens} tokens from the student")
+            rows = f"about {self.share:.0%} of the rows, drawn anew each step, get " if self.share < 1.0 else ""
+            lines.append(f"{rows}completions of at most {self.gen.max_new_tokens} tokens from the student")
         if self.size:
-            part, updates = self.completions // self.minibatches, self.minibatches * options.ppo_epochs
-            lines.append(
-                f"a step: {self.completions} completions x {epochs(options.ppo_epochs)}, minibatches of {part}: {updates} "
-                "optimizer steps of actor"
-            )
+            lines += pass_notes(options.ppo_epochs, self.completions, self.minibatches)
         if options.loss_type == "gkd":
             lines.append(f"teacher: the {options.top_k} likeliest ids of each token, and one event for all others")
         return lines

@@ -14,7 +14,10 @@ import torch
 from weft.checkpoints.config_file import set_by
 from weft.checkpoints.hf_io import read_config, read_raw
 from weft.checkpoints.kind import OTHERS_RUN, OWN_RUN
+from weft.data.features import dressed
+from weft.data.fixed_prompts import read_fixed_prompts
 from weft.data.loader import LoadedData, load_data
+from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.auto import chosen
 from weft.engine.backends.common import check_copies, check_spec, with_dtype
@@ -25,6 +28,7 @@ from weft.engine.torch.engine import DTYPES, dtype_of
 from weft.engine.torch.source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
+from weft.experiments._lengths import model_context
 from weft.experiments._models import option_of
 from weft.launch.cluster import device_kind, launch_devices, launch_devices_anew
 from weft.launch.facts import facts_of
@@ -40,6 +44,7 @@ from weft.runtime.commands import Build
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import LOGS, RunDirectory
 from weft.runtime.evaluate import Evaluator
+from weft.runtime.fixed_prompts import FixedPrompts
 from weft.runtime.group import WorkerGroup
 from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
@@ -92,6 +97,7 @@ def parts_of(
             experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed,
             progress=False if quiet else None,
         )  # fmt: skip
+        asked = fixed_prompts_of(experiment, tokenizers)
         check_longest(experiment, data.longest)
         horizon = Horizon.of(experiment, data.train)
         check_steps(control.profile_steps, horizon.steps)
@@ -125,6 +131,7 @@ def parts_of(
             ending=next_lines(experiment, directory.path),
             farewell=farewell(expected, room) if alone else None,
             plan_shown=not alone and announce is not None,
+            fixed_prompts=_fixed_prompts(experiment, group, asked, tokenizers, directory),
         )
         undo.pop_all()
     return parts
@@ -288,6 +295,32 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
             shared[key] = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code, option)
         tokenizers[role] = shared[key]
     return tokenizers
+
+
+def fixed_prompts_of(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> SequenceSample | None:
+    """The prompts of `eval_prompts` in the form of the run's rows; None where there are none. Raises `DataError`."""
+    path = experiment.control.eval_prompts
+    if path is None or experiment.fixed_prompts is None:
+        return None
+    (call,) = experiment.fixed_prompts.graph.model_calls()
+    context = model_context(experiment.roles[call.role])
+    spec = experiment.dataset
+    as_chat = bool(spec.args.get("as_chat", (spec.type or experiment.dataset_type) == "chat"))
+    tokenizer = dressed(replace(spec, system_tags=False, system_tag_length=False), tokenizers[call.role])
+    most = None if context is None else context - int(call.args["max_new_tokens"])
+    return read_fixed_prompts(path, tokenizer, as_chat=as_chat, most=most)
+
+
+def _fixed_prompts(
+    experiment: Experiment,
+    group: WorkerGroup,
+    prompts: SequenceSample | None,
+    tokenizers: Mapping[str, Tokenizer],
+    directory: RunDirectory,
+) -> FixedPrompts | None:
+    if experiment.fixed_prompts is None or prompts is None:
+        return None
+    return FixedPrompts(experiment, experiment.fixed_prompts, group, prompts, tokenizers, directory.path)
 
 
 def _evaluator(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -18,6 +19,7 @@ from weft.topology import LETTERS, Layout, Mesh
 
 MODELS = 3  # lines for models at most, and fewer where there is much else: more share one, frozen ones first
 PATH = 24  # signs of a path that are shown
+MERGED = re.compile(r"\d+ models, ")  # how the text of a line for several models begins
 WORTH_TELLING = 0.1  # of the device's memory: a run that needs less has no memory to think of
 
 Facts = Mapping[str, Mapping[str, Any]]
@@ -46,10 +48,15 @@ def plan_of(
     if several:
         below.append(("layouts", _layouts(experiment)))
     below.append(("devices" if several else "device", _device(experiment, numerics)))
-    rows += [*_models(experiment, facts, min(MODELS, LINES - len(rows) - len(below))), *below]
+    models = _models(experiment, facts, min(MODELS, LINES - len(rows) - len(below)))
+    rows += [*models, *below]
     told = () if data is None else data.notes
     unused = set() if data is None else {note for count in data.counts for note in count.unused_notes()}
-    details = [*_details(experiment, horizon, facts, data, expected), *(note for note in told if note in unused)]
+    details = [
+        *_details(experiment, horizon, facts, data, expected),
+        *_roles(experiment, facts, models),
+        *(note for note in told if note in unused),
+    ]
     notes = [*_model_notes(experiment), *(note for note in told if note not in unused)]
     return Plan(rows, notes, [*details, *_versions(numerics)])
 
@@ -227,12 +234,10 @@ def _device(experiment: Experiment, numerics: Mapping[str, Any]) -> str:
 def _details(
     experiment: Experiment, horizon: Horizon | None, facts: Facts, data: LoadedData | None, expected: Forecast
 ) -> Iterator[str]:
-    yield from () if data is None else data.table().splitlines()
+    yield from () if data is None else _sources(data)
     own = _model_notes(experiment)
     yield from (note for note in experiment.plan_notes if note not in own)
     yield from () if horizon is None else _node_counts(experiment, horizon)
-    for role, spec in experiment.roles.items():
-        yield f"{role}: {_describe(spec, facts[role])}"
     said: dict[str, list[str]] = {}  # who is noted the same says it once
     for role in experiment.roles:
         for note in facts[role].get("notes", ()):
@@ -249,30 +254,37 @@ def _details(
             yield f"parameters of {role} {move}"
 
 
+def _sources(data: LoadedData) -> list[str]:
+    """The table of the sources, where it tells more than the row of the plan: several, validation rows, rows that were cut."""
+    counts = data.counts
+    plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].notes("")
+    return [f"rows: {counts[0].name}, of type {counts[0].type}"] if plain else data.table().splitlines()
+
+
 def _node_counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
-    for call, samples in _sampling(experiment):
-        yield (
-            f"{call.name}: {many(samples * call.batch_size, 'completion')} per step, "
-            f"{number(samples * horizon.num_ids)} per epoch"
-        )
+    """What the plan's table does not tell of single nodes: which of several samples how much, and which begins later."""
+    sampling = list(_sampling(experiment))
+    if len(sampling) > 1:
+        yield from (f"{call.name}: {many(samples, 'completion')} of each prompt" for call, samples in sampling)
     for node in experiment.trained_nodes():
-        updates = experiment.updates_per_firing.get(node.name, 1)
-        per_epoch, total = horizon.updates(experiment, node.name)
         frozen = experiment.roles[node.role].optimizer.frozen_epochs
-        trained = horizon.trained_updates(experiment, node.name)
-        told = f", none in the first {'epoch' if frozen == 1 else f'{frozen} epochs'}" if trained != total else ""
-        yield (
-            f"{node.name}: {many(updates, 'optimizer step')} per step, {number(per_epoch)} per epoch, "
-            f"{number(trained)} in all{told}"
-        )
+        if horizon.trained_updates(experiment, node.name) != horizon.updates(experiment, node.name)[1]:
+            yield f"{node.name}: no optimizer step in the first {'epoch' if frozen == 1 else f'{frozen} epochs'}"
 
 
-def _describe(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
-    trainable, total = facts.get("num_trainable", 0), facts.get("num_parameters", 0)
-    rate = f" at learning rate {spec.optimizer.peak_lr:g} ({spec.optimizer.lr_scheduler_type})"
-    trained = f", {amount(trainable)} trained{rate}" if spec.trained else ", frozen"
-    kind = f"{facts.get('family', spec.backend)}, {amount(total)} parameters{trained}, {spec.dtype}"
-    return f"{spec.path or spec.tokenizer.path} ({kind})"
+def _roles(experiment: Experiment, facts: Facts, models: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """What the plan's table leaves out of each role: the whole path, the learning rate, and all of it where a row of the table
+    is of several models."""
+    merged = [role for roles, text in models if MERGED.match(text) for role in roles.split(", ")]
+    for role, spec in experiment.roles.items():
+        path = spec.path or spec.tokenizer.path or ""
+        told = [path] if (short(path) != path or len(path) > PATH) and path not in " ".join(spec.notes) else []
+        if role in merged:
+            told = [_short(spec, facts[role])]
+        if spec.trained:
+            told.append(f"learning rate {spec.optimizer.peak_lr:g} ({spec.optimizer.lr_scheduler_type})")
+        if told:
+            yield f"{role}: {', '.join(told)}"
 
 
 def _versions(numerics: Mapping[str, Any]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from weft.launch.facts import facts_of
 from weft.launch.memory import Forecast, forecast, place_name
 from weft.launch.plan import plan_of
 from weft.launch.target import Target
+from weft.observe.plan import Plan
 from weft.runtime.check import check_calls
 from weft.runtime.profiling import check_steps
 from weft.runtime.schedule import Horizon
@@ -60,7 +61,12 @@ def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int 
     facts = facts_of(experiment, target.device, tokenizers)
     target, expected = _forecast(experiment, facts, batches, target)
     plan = plan_of(experiment, horizon, facts, {"hardware": target.said}, read, expected)
-    return [*plan.whole(width), *notes, *_verdict(experiment, target, expected)]
+    return [*_without_verdict(plan).whole(width), *notes, *_verdict(experiment, target, expected)]
+
+
+def _without_verdict(plan: Plan) -> Plan:
+    """The plan without the memory that its verdict tells."""
+    return replace(plan, hidden=["memory"], details=[line for line in plan.details if not line.startswith("memory: ")])
 
 
 def assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:

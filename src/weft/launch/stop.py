@@ -14,14 +14,17 @@ POLL_SECONDS = 0.1
 
 
 def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", deadline_s: float = 600.0) -> str:
+    """Stop a run by its names, as `stop_run` does. Raises `ConfigError` where there is no such run too."""
+    return stop_run(run_directory(experiment_name, trial_name, fileroot), deadline_s=deadline_s)
+
+
+def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
     """Send SIGTERM to the run's job or process and wait until it is gone; it finishes its step and writes a recovery point.
 
-    Returns what happened, for people. Raises `ConfigError` where there is no such run or nobody runs it, `RunError` where it
-    does not end in time.
+    Returns what happened, for people. Raises `ConfigError` where nobody runs it, `RunError` where it does not end in time.
     """
     from weft.runtime.directory import owner
 
-    run = run_directory(experiment_name, trial_name, fileroot)
     job = slurm.running_job(run)
     if job is not None:
         return slurm.cancel(run, job[0], deadline_s=deadline_s)

@@ -70,7 +70,8 @@ class Target:
         assert self.usable is not None
         many = f"each of {self.count} devices" if self.count > 1 else "the device"
         holds = "fits" if needed <= self.usable else "does NOT fit"
-        return f"{holds}: {many} needs about {size(needed)}{scope} of {size(self.usable)}: {self.name}"
+        name = self.name.replace(f", {size(self.usable)}", "")  # which stands before it
+        return f"{holds}: {many} needs about {size(needed)}{scope} of {size(self.usable)}: {name}"
 
 
 def memory_of(gpu: str) -> float:

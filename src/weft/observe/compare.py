@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,24 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.observe import charts, configuration
+from weft.observe import charts, configuration, trend
 from weft.observe.answers import answers
 from weft.observe.chart_groups import Curves, moves, node_of, parts, same
 from weft.observe.charts import Chart, Line
-from weft.observe.differences import differing, rewards_compare, versions
+from weft.observe.diagnosis import POLICIES
+from weft.observe.differences import ALGORITHM, SOURCES, apart, differing, meaning, versions
 from weft.observe.metric_help import find
-from weft.observe.metrics import COUNTERS, EVAL, TIME, direction, duration, headline, last_part, number, rank, title
+from weft.observe.metrics import (
+    COUNTERS,
+    EVAL,
+    TIME,
+    direction,
+    duration,
+    evaluation_of,
+    headline,
+    last_part,
+    number,
+    rank,
+    title,
+)
 from weft.observe.page import Page, Section, folded, shown, write
 from weft.observe.palette import HUES, Hue
 from weft.observe.report import curves
 from weft.observe.run_files import RunFiles
-from weft.observe.sections import best, count
+from weft.observe.sections import count, status
 
 NAME = "compare.html"
 MOST = len(HUES)
-TENTH = 10  # final values are means over the last 1 / TENTH of the steps: one step alone is noise
 REWARD = "reward"
 CLOSE = 0.01  # relative: below this two values are called equal
+RUNNING = "running"
+APART = (
+    '<p class="note">A measure has several charts where it means something else in each run, such as the losses of two '
+    "algorithms or rewards from two sources.</p>"
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +55,11 @@ class Named:
     run: RunFiles
     label: str
     hue: Hue
+
+    @property
+    def told(self) -> str:
+        """The name with a word for a run whose numbers are not its last ones."""
+        return f"{self.label} ({RUNNING})" if self.run.status == RUNNING else self.label
 
 
 def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
@@ -51,8 +74,8 @@ def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Pag
         raise ConfigError(f"{len(runs)} runs: a comparison takes 2 to {MOST}")
     listed = named(runs)
     found = comparison_charts(listed)
-    main = _headline(runs)
-    hero = next((chart for chart in found if main and chart.lines[0].name == main), None)
+    main = _decider(listed)
+    hero = next((chart for chart in found if main and any(line.name in main for line in chart.lines)), None)
     drawn = ([hero] if hero else []) + [chart for chart in found if chart is not hero]
     said, tokens = answers([(each.label, each.hue, each.run) for each in listed])
     return Page(
@@ -61,7 +84,7 @@ def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Pag
         sections=[
             Section("settings", "What differs", _settings(listed)),
             Section("metrics", "Metrics", _metrics(listed)),
-            Section("curves", "Curves", curves(drawn, 1 if hero else 0)),
+            Section("curves", "Curves", (APART if _split(found) else "") + curves(drawn, 1 if hero else 0)),
             Section("answers", "Answers to the same prompts", said),
         ],
         footer=f"Built {time.strftime('%Y-%m-%d %H:%M')} from "
@@ -85,25 +108,51 @@ def named(runs: Sequence[RunFiles]) -> list[Named]:
     return [Named(run, label, hue) for run, label, hue in zip(runs, labels, HUES, strict=False)]
 
 
-def final(run: RunFiles, name: str) -> float | None:
-    """The mean of a metric over the last tenth of its steps."""
-    values = run.series(name)[1]
-    last = values[-max(1, len(values) // TENTH) :]
-    return sum(last) / len(last) if last else None
+def common_step(runs: Sequence[RunFiles]) -> float | None:
+    """The last step that all runs have made; None where one has made none."""
+    if not all(run.lines for run in runs):
+        return None
+    return min(float(run.lines[-1]["step"]) for run in runs)
 
 
-def _headline(runs: Sequence[RunFiles]) -> str | None:
-    """The metric that decides: the first run's headline, where the others have the same measure."""
-    name = headline(runs[0].names)
-    return name if name and all(_same_measure(run, name) for run in runs) else None
+def until(run: RunFiles, name: str, step: float | None) -> list[float]:
+    """The values of a metric up to a step; all of them without one."""
+    steps, values = run.series(name)
+    return list(values) if step is None else [value for at, value in zip(steps, values, strict=True) if at <= step]
 
 
-def _same_measure(run: RunFiles, name: str) -> str | None:
-    """What a run calls the measure that another calls `name`: nodes may have other names."""
-    if name in run.names:
-        return name
-    wanted = (name.startswith(EVAL), parts(name)[1])
-    return next((other for other in run.names if (other.startswith(EVAL), parts(other)[1]) == wanted), None)
+def final(run: RunFiles, name: str, step: float | None = None) -> float | None:
+    """A metric at `step`, or at the run's end: of evaluations the last, of training the mean of the last steps."""
+    values = until(run, name, step)
+    if not values:
+        return None
+    return values[-1] if name.startswith(EVAL) else trend.end(values)
+
+
+def _decider(listed: Sequence[Named]) -> list[str] | None:
+    """What each run calls the metric that decides which is better; None where they share none that can be compared."""
+    names = _wanted(listed)
+    runs = [each.run for each in listed]
+    return None if names is None or _is_policy_loss(runs, names) or apart(runs, names) else names
+
+
+def _wanted(listed: Sequence[Named]) -> list[str] | None:
+    """What each run calls its headline, of the validation rows where all have such; None where that is another measure."""
+    runs = [each.run for each in listed]
+    own = [headline(run.names, run.record.get("algorithm")) for run in runs]
+    valid = [evaluation_of(name, run.names) for name, run in zip(own, runs, strict=True)]
+    for found in (valid, own):
+        names = [name for name in found if name is not None]
+        if len(names) == len(runs) and len({last_part(name) for name in names}) == 1 and not apart(runs, names):
+            return names
+    names = [name for name in own if name is not None]
+    return names if len(names) == len(runs) and len({last_part(name) for name in names}) == 1 else None
+
+
+def _is_policy_loss(runs: Sequence[RunFiles], names: Sequence[str]) -> bool:
+    """Return whether it is a loss that says nothing about how good the model is."""
+    policy = any(configuration.algorithm(run) in POLICIES for run in runs)
+    return policy and any(last_part(name).endswith("loss") for name in names)
 
 
 # -- the first screen
@@ -120,25 +169,65 @@ def _top(listed: Sequence[Named], hero: Chart | None) -> str:
 
 
 def verdict(listed: Sequence[Named]) -> str:
-    """Which run was better, in a sentence."""
-    name = _headline([each.run for each in listed])
-    if name is None:
-        return "These runs share no metric that says which of them is better."
-    if last_part(name) == REWARD and not rewards_compare([each.run for each in listed]):
-        return f"The rewards come from different sources and cannot be compared. {_why(listed)}"
-    values = [(final(each.run, _same_measure(each.run, name) or name), each.label) for each in listed]
-    known = [(value, label) for value, label in values if value is not None]
+    """Which run was better, in a sentence or two; or why that cannot be said."""
+    runs, names = [each.run for each in listed], _wanted(listed)
+    if names is None:
+        own = [(each, headline(each.run.names, each.run.record.get("algorithm"))) for each in listed]
+        told = ", ".join(f"{escape(each.label)} by its {escape(title(name))}" for each, name in own if name)
+        judged = f" Each is judged by something else: {told}." if told else ""
+        return f"These runs share no metric that says which of them is better.{judged}"
+    if _decider(listed) is None:
+        return f"{_refusal(runs, names)} {_why(listed)}"
+    step, name = common_step(runs), names[0]
+    found = [(final(run, each, step), one) for run, each, one in zip(runs, names, listed, strict=True)]
+    known = [(value, one) for value, one in found if value is not None]
+    if len(known) < len(listed):
+        return f"Not every run has measured its {escape(title(name))} by step {number(step)}."
     way = direction(name) or 1
-    ordered = sorted(known, key=lambda pair: -way * pair[0])
-    (first, winner), *others = ordered
-    what = escape(title(name))
-    if all(equal(first, value) for value, _ in others):
-        return f"By their {what} the runs ended alike: {number(first)}."
-    rest = ", ".join(f"{number(value)} ({escape(label)})" for value, label in others)
+    (first, winner), *others = sorted(known, key=lambda pair: -way * pair[0])
+    what, at = escape(title(name)), _when(listed, step)
+    width = _noise(runs, names, step)
+    if all(equal(first, value) or abs(first - value) <= width for value, _ in others):
+        values = ", ".join(f"{number(value)} ({escape(one.told)})" for value, one in known)
+        noise = f" within noise (± {number(width)})" if width else ""
+        return (f"{at} the runs are" if at else "The runs ended") + f" alike{noise} in their {what}: {values}."
+    rest = ", ".join(f"{number(value)} ({escape(one.told)})" for value, one in others)
     word = "higher" if way > 0 else "lower"
-    return (
-        f"<b>{escape(winner)}</b> ended with the {word} {what}: <b>{number(first)}</b> against {rest}. {_why(listed)}"
-    )
+    better = f"<b>{escape(winner.told)}</b>"
+    verb = f"{at} {better} has" if at else f"{better} ended with"
+    noise = f", with a noise of ± {number(width)}" if width else ""
+    return f"{verb} the {word} {what}: <b>{number(first)}</b> against {rest}{noise}. {_why(listed)}"
+
+
+def _when(listed: Sequence[Named], step: float | None) -> str:
+    """The step at which runs are compared, where that is not the end of all of them."""
+    ends = {each.run.lines[-1]["step"] for each in listed if each.run.lines}
+    going = any(each.run.status == RUNNING for each in listed)
+    return f"At step {number(step)}, the last that all have made," if len(ends) > 1 or going else ""
+
+
+def _noise(runs: Sequence[RunFiles], names: Sequence[str], step: float | None) -> float:
+    """The noise of a difference between two of the runs, the noisiest ones; 0 where it is not known."""
+    if names[0].startswith(EVAL):  # of the same rows
+        return 0.0
+    found = sorted((trend.end_noise(until(run, name, step)) or 0.0) for run, name in zip(runs, names, strict=True))
+    width = sum(each * each for each in found[-2:]) ** 0.5
+    largest = max(abs(final(run, name, step) or 0.0) for run, name in zip(runs, names, strict=True))
+    return width if width > trend.ROUNDING * largest else 0.0
+
+
+def _refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
+    """Why the runs' headlines cannot be compared."""
+    what, different = last_part(names[0]), apart(runs, names)
+    if what == REWARD and any(option in SOURCES for option in different):
+        return "The rewards come from different sources and cannot be compared."
+    word = escape(title(names[0]))
+    if ALGORITHM in different or not different:
+        kinds = ", ".join(escape(configuration.algorithm(run) or "unknown") for run in runs)
+        return f"The {word} means something else in each of these runs ({kinds}), so it does not say which is better."
+    if any(option.startswith("dataset.") for option in different):
+        return f"The {word} was measured on different rows and cannot be compared."
+    return f"The {word} is computed in different ways ({', '.join(map(escape, different))}) and cannot be compared."
 
 
 def _why(listed: Sequence[Named]) -> str:
@@ -161,21 +250,24 @@ def equal(one: float, other: float) -> bool:
 
 def _card(each: Named, listed: Sequence[Named]) -> str:
     run, told = each.run, []
-    name = _headline([one.run for one in listed])
+    decider = _decider(listed)
     if run.lines:
         told.append(count(run.lines[-1]["step"], "step"))
     if epochs := run.series("epoch")[1]:
         told.append(count(round(epochs[-1], 3), "epoch"))
     if seconds := run.series("step_seconds")[1]:
         told.append(duration(sum(seconds)))
-    own = _same_measure(run, name) if name else headline(run.names)
+    own = decider[list(listed).index(each)] if decider else headline(run.names, run.record.get("algorithm"))
     reached = ""
     if own and (values := run.series(own)[1]):
-        reached = f"<div>best {escape(title(own))} {number(best(own, values))}, last {number(values[-1])}</div>"
+        good, _ = trend.best(own, values)
+        reached = f"<div>{escape(title(own))} {number(final(run, own))}, best {number(good)}</div>"
+    found = run.diagnosis()
+    doubts = f'<p class="diagnosis wrong">{escape(found.text)}</p>' if found is not None and not found.sound else ""
     return (
         f'<li><h3><i class="pick" style="{charts.css(each.hue)}"></i>{escape(each.label)} '
-        f'<span class="status {escape(run.status)}">{escape(run.status)}</span></h3>'
-        f"<div>{escape(configuration.algorithm(run) or '')} {', '.join(told)}</div>{reached}</li>"
+        f"{status(run.status, flagged=bool(doubts))}</h3>"
+        f"<div>{escape(configuration.algorithm(run) or '')} {', '.join(told)}</div>{reached}{doubts}</li>"
     )
 
 
@@ -204,13 +296,13 @@ def _table(listed: Sequence[Named], rows: Sequence[tuple[str, Sequence[str]]]) -
 def _cells(listed: Sequence[Named], values: Sequence[str]) -> str:
     """The name of the run goes with each value, for screens on which they stand one under the other."""
     return "".join(
-        f'<td data-run="{escape(each.label)}">{shown(value)}</td>' for each, value in zip(listed, values, strict=True)
+        f'<td data-run="{escape(each.told)}">{shown(value)}</td>' for each, value in zip(listed, values, strict=True)
     )
 
 
 def _heads(listed: Sequence[Named]) -> str:
     return "".join(
-        f'<th scope="col"><i class="pick" style="{charts.css(each.hue)}"></i>{escape(each.label)}</th>'
+        f'<th scope="col"><i class="pick" style="{charts.css(each.hue)}"></i>{escape(each.told)}</th>'
         for each in listed
     )
 
@@ -225,23 +317,22 @@ def _metrics(listed: Sequence[Named]) -> str:
     telling = [row for known, row in rows if known]
     rest = [row for known, row in rows if not known]
     more = folded(f"<b>{len(rest)}</b> more", _numbers(listed, rest), "more metrics") if rest else ""
-    note = '<p class="note">Means over the last tenth of the steps; the best value where better is known.</p>'
+    at = _when(listed, common_step([each.run for each in listed]))
+    note = (
+        f'<p class="note">{at} ' if at else '<p class="note">'
+    ) + "Means over the last steps, and the last evaluations; ✓ marks the best where better is known.</p>"
     return note + _numbers(listed, telling or rest) + (more if telling else "")
 
 
 def _metric_rows(listed: Sequence[Named]) -> Iterator[tuple[bool, str]]:
     """(whether it is a telling one, the row) of every measure, the telling ones first."""
     runs = [each.run for each in listed]
-    judged, compare = last_part(_headline(runs) or "") == REWARD, rewards_compare(runs)
+    step = common_step(runs)
     for names in _measures(listed):
-        values = [final(each.run, name) if name else None for each, name in zip(listed, names, strict=True)]
+        values = [final(run, name, step) if name else None for run, name in zip(runs, names, strict=True)]
         first = next(name for name in names if name)
         known = [value for value in values if value is not None]
-        last = last_part(first)
-        senseless = (judged and last.endswith("loss")) or (
-            not compare and last.endswith(REWARD)
-        )  # a policy's loss is none
-        way = 0 if senseless else direction(first)
+        way = 0 if _is_policy_loss(runs, [first]) or _rewarded(listed, first) else direction(first)
         top = max(known, key=lambda value: way * value) if way and len(known) > 1 else None
         cells = "".join(_cell(value, top) for value in values)
         about = find(first)
@@ -249,6 +340,11 @@ def _metric_rows(listed: Sequence[Named]) -> Iterator[tuple[bool, str]]:
         head = f'<th scope="row">{escape(_label(first))}{unit}</th>'
         row = f'<tr title="{escape(about.what if about else "")}">{head}{cells}</tr>'
         yield rank(first)[0] < rank("unknown")[0], row
+
+
+def _rewarded(listed: Sequence[Named], name: str) -> bool:
+    """Return whether a loss stands beside a reward, which decides in its place."""
+    return last_part(name).endswith("loss") and any(last_part(n) == REWARD for each in listed for n in each.run.names)
 
 
 def _cell(value: float | None, top: float | None) -> str:
@@ -265,7 +361,7 @@ def _measures(listed: Sequence[Named]) -> list[list[str | None]]:
         for name in each.run.names:
             if name in COUNTERS:
                 continue
-            key = _key(name)
+            key = (_key(name), tuple(meaning(each.run, name).items()))
             names = found.setdefault(key, [None] * len(listed))
             names[place] = names[place] or name
     ordered = sorted(found.values(), key=lambda names: rank(next(name for name in names if name)))
@@ -281,6 +377,14 @@ def _measures(listed: Sequence[Named]) -> list[list[str | None]]:
             curves.add((place, node_of(name)), listed[place].run.series(name), len(kept))
         kept.append(names)
     return kept
+
+
+def _split(drawn: Sequence[Chart]) -> bool:
+    """Return whether some measure has a chart for each of several runs."""
+    found: dict[str, list[set[int]]] = {}
+    for chart in drawn:
+        found.setdefault(chart.title, []).append({line.run for line in chart.lines})
+    return any(one.isdisjoint(other) for runs in found.values() for one, other in itertools.combinations(runs, 2))
 
 
 def _repeats(listed: Sequence[Named], names: Sequence[str | None], other: Sequence[str | None]) -> bool:
@@ -339,7 +443,7 @@ def comparison_charts(listed: Sequence[Named]) -> list[Chart]:
     for names in measures:
         first = next(name for name in names if name)
         lines = [
-            Line(name, each.label, each.hue, *charts.thinned(*each.run.series(name), most), run=place)
+            Line(name, each.told, each.hue, *charts.thinned(*each.run.series(name), most), run=place)
             for place, (each, name) in enumerate(zip(listed, names, strict=True))
             if name
         ]

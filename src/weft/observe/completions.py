@@ -18,16 +18,26 @@ SHOWN = (
     "step", "id", "k", "prompt", "completion", "reward", "score", "answer", "tokens", "logprobs", "advantages", "trained",
     "rank", "comparison", "margin", "finished", "finish_reason", "advantage", "log_ratio", "loss",
 )  # fmt: skip
+TRAINED_ON = frozenset(("rank", "loss"))  # keys that samples of the data have, and the model's answers don't
+DATASET_NOTE = (
+    "Rows of the dataset that a step trained on, as the model reads them. Nothing here was written by the model."
+)
+WRITTEN = frozenset(("reward", "finished"))  # and keys that answers have, also where a graph ranks them
 ENDED = "ended with EOS or a stop text"
 COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
 
 
 def heading(run: RunFiles) -> str:
-    """What the samples are."""
+    """What the samples are: written by the model, or rows that it was trained on."""
     rows = run.samples
-    if any("rank" in row for row in rows):
-        return "Pairs"
-    return "Samples" if rows and all("reward" not in row and "loss" in row for row in rows) else "Completions"
+    if not rows or any(not of_dataset(row) for row in rows):
+        return "Completions"
+    return "Pairs of the dataset" if any("rank" in row for row in rows) else "Rows of the dataset"
+
+
+def of_dataset(row: Mapping[str, Any]) -> bool:
+    """Return whether a sample is a row of the data, which the model did not write."""
+    return not TRAINED_ON.isdisjoint(row) and WRITTEN.isdisjoint(row)
 
 
 def completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
@@ -44,7 +54,8 @@ def completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
         + "</div>"
         for step, found in by_step.items()
     )
-    return f'{_tools(tokens)}<div class="tabs" role="group" aria-label="Step">{tabs}</div>{panels}', tokens
+    note = f'<p class="note">{DATASET_NOTE}</p>' if run.samples and all(map(of_dataset, run.samples)) else ""
+    return f'{note}{_tools(tokens)}<div class="tabs" role="group" aria-label="Step">{tabs}</div>{panels}', tokens
 
 
 def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:

@@ -16,6 +16,7 @@ from weft.observe.metrics import number, title
 from weft.observe.page import Page, Section
 from weft.observe.run_files import RunFiles
 from weft.observe.run_list import RunSummary, find_runs, list_runs
+from weft.observe.sections import status
 
 HOME = "./"
 Alive = Callable[[Path], bool]
@@ -130,11 +131,12 @@ def _row(name: str, run: RunSummary) -> str:
     if run.step and run.total_steps:
         share = f'<i class="meter" aria-hidden="true"><i style="width:{min(100, 100 * run.step // run.total_steps)}%"></i></i>'
     last = f"{title(run.metric)} <b>{number(run.value)}</b>" if run.metric and run.value is not None else "–"
+    told = f'<p class="diagnosis wrong">{escape(str(run.diagnosis))}</p>' if run.flagged else ""
     since = "" if run.changed is None else age(time.time() - run.changed)
     cells = (
-        _cell(name, f'<a href="run?name={quote(name, safe="")}">{escape(name)}</a>'),
+        _cell(name, f'<a href="run?name={quote(name, safe="")}">{escape(name)}</a>{told}'),
         _cell(run.algorithm or "", escape(run.algorithm or "–")),
-        _cell(run.status, f'<span class="status {escape(run.status)}">{escape(run.status)}</span>'),
+        _cell(run.status, status(run.status, flagged=run.flagged)),
         _cell("" if run.step is None else str(run.step), f"{share}{steps}"),
         _cell("" if run.value is None else str(run.value), last),
         _cell(str(run.num_bytes), size(run.num_bytes)),

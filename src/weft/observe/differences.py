@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.observe import configuration
+from weft.observe.diagnosis import POLICIES
+from weft.observe.metric_help import CRITIC, PREFERENCES, REWARD, find
+from weft.observe.metrics import EVAL, last_part
 from weft.observe.run_files import RunFiles
 
 ALGORITHM = "algorithm"
@@ -17,6 +20,9 @@ SOURCES = (
     "rew_step",
     "rew_weight",
 )  # options that say what a reward is
+TRAINING_ROWS = ("path", "train_path", "named", "sources")  # of dataset.*: which rows are trained on
+VALIDATION_ROWS = ("valid_path", "valid_split")
+FREE_OF_SCALE = ("accuracies", "kendalltau")  # of preferences, whatever beta is
 FACTS = ("commit", "host", "hardware")
 
 
@@ -60,14 +66,37 @@ def _called(name: str, real: Sequence[str | None]) -> str:
     return name if not name.startswith(f"{ALGORITHM}.") else f"{'|'.join(sorted(groups))}.{name.partition('.')[2]}"
 
 
-def rewards_compare(runs: Sequence[RunFiles]) -> bool:
-    """Whether a reward means the same in all runs: it comes from the same reward model and functions, as far as is known."""
-    found = []
-    for run in runs:
-        options = dict(configuration.flat(run.config))
-        if any(not configuration.unset(options.get(name)) for name in SOURCES[:4]):
-            found.append([configuration.written(options.get(name)) for name in SOURCES])
-    return all(each == found[0] for each in found)
+def meaning(run: RunFiles, name: str) -> dict[str, str]:
+    """What a metric's number depends on beside the model, by option: numbers of runs can be compared where it is the same.
+
+    A loss depends on the algorithm and its options, a reward on what gives it, and both on the rows they are measured on. Time,
+    memory, lengths and the like depend on none of these.
+    """
+    about, last = find(name), last_part(name)
+    group = about.group if about is not None else ""
+    options, algorithm = dict(configuration.flat(run.config)), configuration.algorithm(run) or ""
+    told: list[str] = []
+    loss = last.endswith("loss")
+    if group in (REWARD, CRITIC):
+        known = any(not configuration.unset(options.get(option)) for option in SOURCES[:4])
+        told += SOURCES if known else ()
+    elif not loss and group != PREFERENCES and last not in ("accuracy", "token_accuracy", "nll", "perplexity"):
+        return {ALGORITHM: algorithm} if last == "grad_norm" else {}
+    if (loss or group == PREFERENCES) and last not in FREE_OF_SCALE and algorithm not in POLICIES:
+        told += [option for option in options if option.startswith(f"{algorithm}.") and ".gen." not in option]
+    valid = [f"dataset.{option}" for option in VALIDATION_ROWS] if name.startswith(EVAL) else []
+    given = valid and not configuration.unset(options.get(valid[0]))
+    told += valid[:1] if given else [*valid, *(f"dataset.{option}" for option in TRAINING_ROWS)]
+    kind = {ALGORITHM: algorithm} if group not in (REWARD, CRITIC) else {}
+    return kind | {option: configuration.written(options.get(option)) for option in told}
+
+
+def apart(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
+    """The options that keep the runs' numbers from being compared, where each calls the measure by its name in `names`. A run
+    whose configuration is not known keeps from nothing."""
+    found = [meaning(run, name) for run, name in zip(runs, names, strict=True) if run.config]
+    options = dict.fromkeys(option for each in found for option in each)
+    return [option for option in options if len({each[option] for each in found if option in each}) > 1]
 
 
 def versions(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:

@@ -12,13 +12,16 @@ from functools import cache
 @dataclass(frozen=True)
 class MetricHelp:
     """One kind of metric. `pattern` fits the name without its node, or the whole name where it has none; `healthy` may be
-    empty where no range says anything."""
+    empty where no range says anything. A run whose metric is below `least` or above `most` is called out; these bounds are
+    wider than the healthy range, so that a healthy run is not."""
 
     pattern: str
     group: str
     unit: str
     what: str
     healthy: str = ""
+    least: float | None = None
+    most: float | None = None
 
 
 LEARNING, POLICY, REWARD, CRITIC, PREFERENCES = "Learning", "Policy", "Rewards", "Critic", "Preferences"
@@ -69,10 +72,16 @@ HELP = (
     MetricHelp(
         "skipped_updates", LEARNING, "updates", "Optimizer steps that were left out: a veto, or a loss that was not finite.",
         "0 or rare.",
+        most=0.2,
     ),
-    MetricHelp("nonfinite", LEARNING, "", "1 where a loss or gradient was not finite and the update was left out.", "Absent."),
+    MetricHelp(
+        "nonfinite", LEARNING, "",
+        "1 where a loss or gradient was not finite and the update was left out.", "Absent.", most=0.0,
+    ),
     MetricHelp("frozen", LEARNING, "", "1 while the role's weights wait for the critic's warm-up.", "Only at the start."),
-    MetricHelp("balance_loss", LEARNING, "", "How unevenly the tokens are spread over experts; 1 is even.", "Near 1."),
+    MetricHelp(
+        "balance_loss", LEARNING, "", "How unevenly the tokens are spread over experts; 1 is even.", "Near 1.", most=3.0,
+    ),
     # -- rewards
     MetricHelp(
         "reward", REWARD, "", "Mean reward of the step's completions, before any KL is taken off.",
@@ -86,64 +95,72 @@ HELP = (
     MetricHelp(
         "frac_reward_zero_std", REWARD, "share", "Prompts whose completions all got the same reward. They teach nothing.",
         "Below 0.5. Near 1: the prompts are all too easy or too hard.",
+        most=0.9,
     ),
     MetricHelp(
         "reward_after_kl", REWARD, "", "Mean reward with the KL penalty taken off: what PPO makes large.", "Rises with reward."
     ),
     MetricHelp(
-        "reward_clipped_fraction", REWARD, "share", "Rewards outside max_reward_clip.", "Near 0; otherwise raise the limit."
+        "reward_clipped_fraction", REWARD, "share", "Rewards outside max_reward_clip.",
+        "Near 0; otherwise raise the limit.", most=0.2,
     ),
     MetricHelp("return", REWARD, "", "Mean discounted sum of rewards from a token on: the critic's target.", "As reward."),
     MetricHelp("advantage_std", REWARD, "", "Spread of advantages before whitening.", "Above 0, without jumps."),
     MetricHelp("pass@*", REWARD, "share", "Prompts of which one of k completions passes.", "Rises, above avg@k."),
     MetricHelp("avg@*", REWARD, "share", "Completions that pass.", "Rises."),
-    MetricHelp("kept_fraction", REWARD, "share", "Prompts that the filter let pass.", "Above 0.3."),
+    MetricHelp("kept_fraction", REWARD, "share", "Prompts that the filter let pass.", "Above 0.3.", least=0.1),
     MetricHelp("overlong_penalty", REWARD, "", "What completions lose by their length, a mean.", "Near 0."),
     MetricHelp("baseline_reward", REWARD, "", "Reward of the greedy completion.", "Rises with reward."),
     MetricHelp("steps", REWARD, "steps", "Steps of reasoning that were judged, a mean over completions.", ""),
     MetricHelp("requests", REWARD, "requests", "What was asked of a judge.", ""),
-    MetricHelp("unreadable", REWARD, "completions", "Completions whose verdict could not be read.", "Near 0."),
+    MetricHelp("unreadable", REWARD, "completions", "Completions whose verdict could not be read.", "Near 0.", most=0.5),
     MetricHelp("*put_tokens", REWARD, "tokens", "What a judge read or wrote in this step.", ""),
     MetricHelp("cost", REWARD, "", "What a judge cost in this step, at the price that was set.", ""),
-    MetricHelp("timeouts", REWARD, "completions", "Completions whose reward function did not end in time.", "0."),
-    MetricHelp("died", REWARD, "completions", "Completions whose reward process died.", "0."),
+    MetricHelp("timeouts", REWARD, "completions", "Completions whose reward function did not end in time.", "0.", most=0.5),
+    MetricHelp("died", REWARD, "completions", "Completions whose reward process died.", "0.", most=0.5),
     MetricHelp("score", REWARD, "", "Mean score of the reward model. Only differences mean something.", "Stays bounded."),
     # -- policy
     MetricHelp(
         "kl", POLICY, "nats per token", "How far the policy is from its reference.",
-        "Grows slowly; usual ends are 0.01 to 0.5 per token. Fast growth: raise the KL weight or lower the learning rate.",
+        "Grows slowly; usual ends are 0.01 to 0.5 per token. Above 1, or fast growth: raise the KL weight or lower the "
+        "learning rate.",
+        most=1.0,
     ),
-    MetricHelp("kl_exact", POLICY, "nats per token", "KL to the reference over the whole vocabulary.", "As kl."),
+    MetricHelp("kl_exact", POLICY, "nats per token", "KL to the reference over the whole vocabulary.", "As kl.", most=1.0),
     MetricHelp(
         "kl_k?_per_completion", POLICY, "nats", "KL to the reference, summed over a completion.", "Grows slowly."
     ),
-    MetricHelp("kl_k?", POLICY, "nats per token", "KL to the reference as it is taken off the reward.", "As kl."),
+    MetricHelp("kl_k?", POLICY, "nats per token", "KL to the reference as it is taken off the reward.", "As kl.", most=1.0),
     MetricHelp(
         "kl_coef", POLICY, "", "Weight of the KL.", "Constant, or moved by the adaptive controller towards its target."
     ),
     MetricHelp(
         "entropy", POLICY, "nats per token", "How undecided the policy is.",
         "Falls slowly. Near 0: the policy always says the same and no longer learns.",
+        least=0.01,
     ),
     MetricHelp(
         "clip_ratio", POLICY, "share", "Tokens whose importance ratio was clipped.",
         "0 to 0.2. 0 with one update per batch. Above 0.3: the updates are too large.",
+        most=0.4,
     ),
     MetricHelp(
         "approx_kl", POLICY, "nats per token", "How far an update moved the policy from the one that sampled.",
         "Below about 0.02.",
+        most=0.2,
     ),
-    MetricHelp("importance_ratio", POLICY, "", "Mean of p(new) / p(sampled) over tokens.", "Close to 1."),
+    MetricHelp("importance_ratio", POLICY, "", "Mean of p(new) / p(sampled) over tokens.", "Close to 1.", least=0.5, most=2.0),
     MetricHelp(
         "sampler_logprob_diff", POLICY, "nats",
         "Gap between log-probs as sampled and as recomputed for training, before the first update.",
         "Below 1e-3 in bfloat16, below 1e-5 in float32. More: sampling and training do not compute the same.",
+        most=0.05,
     ),
     MetricHelp("policy_loss", POLICY, "", "The policy's part of the loss.", "Near 0."),
     MetricHelp("staleness", POLICY, "train steps", "How much newer the trained weights are than those that sampled.", "Low."),
     MetricHelp("weight", POLICY, "", "Weight of a token that makes up for a sampler that computes otherwise.", "Close to 1."),
-    MetricHelp("bounded_fraction", POLICY, "share", "Tokens whose weight was bounded.", "Near 0."),
-    MetricHelp("effective_fraction", POLICY, "share", "Tokens that the weighted ones are worth.", "Above 0.9."),
+    MetricHelp("bounded_fraction", POLICY, "share", "Tokens whose weight was bounded.", "Near 0.", most=0.3),
+    MetricHelp("effective_fraction", POLICY, "share", "Tokens that the weighted ones are worth.", "Above 0.9.", least=0.5),
     MetricHelp("covariance", POLICY, "", "Mean covariance of log-probs and advantages.", ""),
     MetricHelp("chosen_fraction", POLICY, "share", "Tokens of the highest covariance, which are treated apart.", "Small."),
     # -- critic
@@ -151,8 +168,9 @@ HELP = (
     MetricHelp(
         "explained_variance", CRITIC, "share", "How much of the returns' spread the critic predicts.",
         "Rises above 0.3. Below 0: worse than a constant; warm the critic up or raise its learning rate.",
+        least=-0.2,
     ),
-    MetricHelp("value_clip_ratio", CRITIC, "share", "Tokens whose value was clipped.", "Below 0.3."),
+    MetricHelp("value_clip_ratio", CRITIC, "share", "Tokens whose value was clipped.", "Below 0.3.", most=0.5),
     MetricHelp("value", CRITIC, "", "Mean of the critic's values.", "Close to return."),
     MetricHelp("values", CRITIC, "", "Mean of the critic's values before the update.", "Close to return."),
     # -- preferences
@@ -175,7 +193,10 @@ HELP = (
     ),
     MetricHelp("kl_baseline", PREFERENCES, "nats", "KTO's reference point: KL to the reference.", "Small, at least 0."),
     MetricHelp("reward_shift", PREFERENCES, "", "BCO's running mean of implicit rewards.", "Moves slowly."),
-    MetricHelp("tied_fraction", PREFERENCES, "share", "Pairs of completions with the same reward. They teach nothing.", "Low."),
+    MetricHelp(
+        "tied_fraction", PREFERENCES, "share",
+        "Pairs of completions with the same reward. They teach nothing.", "Low.", most=0.9,
+    ),
     MetricHelp("reward_margin", PREFERENCES, "", "Reward of the better completion less that of the worse.", "Above 0."),
     # -- distillation
     MetricHelp("forward_kl", DISTILLATION, "nats per token", "KL from the teacher to the student.", "Falls."),
@@ -187,10 +208,12 @@ HELP = (
     MetricHelp(
         "response_length", GENERATION, "tokens", "Mean length of completions.",
         "Moves slowly. A jump to the limit or to 1: read the completions.",
+        least=1.5,
     ),
     MetricHelp(
         "truncated_fraction", GENERATION, "share", "Completions that were cut by gen.max_new_tokens.",
         "Below 0.1; otherwise raise gen.max_new_tokens.",
+        most=0.3,
     ),
     MetricHelp("interruptions", GENERATION, "", "How often sampling stopped to take up new weights.", ""),
     MetricHelp("sampled_fraction", GENERATION, "share", "Prompts that the model answered itself; others kept their answers.",
@@ -203,7 +226,9 @@ HELP = (
         "0.3 to 0.6 on a GPU with long batches; lower for small models.",
     ),
     MetricHelp("num_bytes_moved", SPEED, "bytes", "Tensors that came from other devices for this call.", "Level."),
-    MetricHelp("prompts_in_part", GENERATION, "share", "Prompts that were longer than the model reads, and cut.", "Near 0."),
+    MetricHelp(
+        "prompts_in_part", GENERATION, "share", "Prompts that were longer than the model reads, and cut.", "Near 0.", most=0.3,
+    ),
     MetricHelp("cached_fraction", SPEED, "share", "Outputs that came from the cache on disk.", "1 from the second epoch on."),
 )  # fmt: skip
 

@@ -17,6 +17,9 @@ LARGEST = 1e100  # of the numbers that are shown: squares and sums of them are n
 
 # Last parts of names, most telling first: the first that a run has is its headline.
 HEADLINES = ("reward", "loss", "accuracy")
+# Of models that judge, what tells more than the loss does: by the algorithm, or by a metric that they alone have.
+JUDGED = {"rw": "accuracy", "dpo": "accuracies"}
+MARKS_OF_JUDGES = {"kendalltau": "accuracy", "accuracies": "accuracies"}
 # Shown before all others, in this order; the rest is a click away.
 TELLING = (
     "reward", "accuracy", "accuracies", "token_accuracy", "loss", "value_loss", "perplexity", "kl", "kl_exact", "margin",
@@ -76,14 +79,31 @@ def direction(name: str) -> int:
     return -1 if any(last == word or last.endswith(f"_{word}") for word in FALLING) else 0
 
 
-def headline(names: Iterable[str]) -> str | None:
-    """The metric that tells how a run goes: reward, else loss, else accuracy. None without any of them."""
+def headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
+    """The training metric that tells how a run goes: reward; of reward models and DPO the accuracy; else loss, else accuracy.
+    None without any of them."""
     known = [name for name in names if not name.startswith((TIME, EVAL))]
-    for wanted in HEADLINES:
-        for name in known:
-            if last_part(name) == wanted:
-                return name
-    return None
+    lasts = [last_part(name) for name in known]
+    judged = JUDGED.get(algorithm or "")
+    if algorithm is None:
+        judged = next((MARKS_OF_JUDGES[last] for last in lasts if last in MARKS_OF_JUDGES), None)
+    wanted = HEADLINES if judged is None else (HEADLINES[0], judged, *HEADLINES[1:])
+    return next((known[lasts.index(word)] for word in wanted if word in lasts), None)
+
+
+def evaluation_of(name: str | None, names: Iterable[str]) -> str | None:
+    """The validation metric, over all sources, of what the training metric `name` measures; else of the reward, accuracy or
+    loss. None for a run that is not evaluated."""
+    known = set(names)
+    own = () if name is None else (name.partition("/")[2], last_part(name))
+    return next((f"{EVAL}{word}" for word in (*own, "reward", "accuracy", "loss") if f"{EVAL}{word}" in known), None)
+
+
+def leading(names: Iterable[str], algorithm: str | None = None) -> str | None:
+    """The metric to show where there is room for one number: of the validation rows where there are any, else of training."""
+    known = list(names)
+    name = headline(known, algorithm)
+    return evaluation_of(name, known) or name
 
 
 def rank(name: str) -> tuple[int, int]:
@@ -94,9 +114,11 @@ def rank(name: str) -> tuple[int, int]:
 
 
 def title(name: str) -> str:
-    """A name as a headline says it: `rew_inf/reward` -> `reward`, `actor_train/clip_ratio` -> `clip ratio`."""
+    """A name as a headline says it: `rew_inf/reward` -> `reward`, `actor_train/clip_ratio` -> `clip ratio`, `eval/reward` ->
+    `eval reward`."""
     last = last_part(name)
-    return TITLES.get(last) or last.replace("_", " ")
+    told = TITLES.get(last) or last.replace("_", " ")
+    return f"eval {told}" if name.startswith(EVAL) else told
 
 
 def tokens_per_second(line: Line) -> float | None:

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import RunError, UserError
+from weft.observe.completions import of_dataset
 from weft.observe.jsonl import StepFile, listed, read_rows
+from weft.observe.lenient import read_json
 from weft.observe.logs import RUN_LOG, append
 from weft.observe.memory import peak_memory_gb
 from weft.observe.metrics import finite
 from weft.observe.plan import Plan
-from weft.observe.progress import View, make_view
+from weft.observe.progress import OUTCOMES, View, make_view
 from weft.observe.renewal import Renewal
+from weft.observe.run_list import RECORD, diagnose
 from weft.observe.run_record import RunRecord
 from weft.observe.sinks import RunInfo, Sink, make_sinks
 from weft.observe.timeline import RUN, Timeline
 from weft.redaction import redacted
 
-TRAINED_ON = {"rank", "loss"}  # keys of samples that the data hold, and not the model's answers
 METRICS, SAMPLES, TIMELINE, LOG = "metrics.jsonl", "samples.jsonl", "timeline.json", RUN_LOG
 
 
@@ -128,7 +130,7 @@ class Observer:
         terminal and loggers show those that the model wrote; rows of the data have a `rank` or a `loss`."""
         with self._told(SAMPLES):
             self._samples.extend({"step": step, **row} for row in rows)
-        written = [row for row in rows if not TRAINED_ON & row.keys()]
+        written = [row for row in rows if not of_dataset(row)]
         if written:
             self._view.sample(step, written[0])
         if written and step % self._every == 0:
@@ -170,14 +172,17 @@ class Observer:
             self._samples.truncate(step)
 
     def close(self, status: str = "finished", last: Sequence[str] = ()) -> None:
-        """End the live view with one line that sums up and the `last` ones, and the loggers. A second call does nothing."""
+        """End the live view with one line that sums up, one that judges the run, and the `last` ones; and the loggers. A second
+        call does nothing."""
         if self._closed:
             return
         self._closed = True
         self._renewal.stop()
-        for line in self._view.close(status):
+        algorithm = str(read_json(self.directory / RECORD).get("algorithm") or "") or None
+        found = diagnose(self.directory, algorithm) if status in OUTCOMES else None
+        for line in self._view.close(status, flagged=found is not None and not found.sound):
             self._log(line)
-        for line in last:
+        for line in [*([] if found is None else [f"check: {found.text}"]), *last]:
             self.note(line)
         for sink in self._sinks:
             sink.close()

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.observe.metrics import direction, duration, headline, last_part, number, title, tokens_per_second
+from weft.observe import trend
+from weft.observe.metrics import duration, evaluation_of, headline, last_part, number, title, tokens_per_second
 
 RECENT = 50  # steps whose pace the remaining time is taken from
 BARS = "▁▂▃▄▅▆▇█"
@@ -33,6 +34,7 @@ class Pace:
     epoch: float = 0.0
     name: str | None = None  # of the headline
     values: list[float] = field(default_factory=list)
+    evaluations: dict[str, list[float]] = field(default_factory=dict)  # `eval/...` over all sources -> its values
     latest: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,9 @@ class Pace:
         self.name = self.name or headline(numbers)
         if self.name is not None and self.name in numbers:
             self.values.append(numbers[self.name])
+        evaluated = evaluation_of(self.name, numbers)
+        if evaluated is not None:
+            self.evaluations.setdefault(evaluated, []).append(numbers[evaluated])
 
     @property
     def elapsed(self) -> float:
@@ -77,10 +82,10 @@ class Pace:
 
     @property
     def best(self) -> float | None:
-        """The best value of the headline so far."""
+        """The best value of the headline so far, a mean over several steps."""
         if not self.values or self.name is None:
             return None
-        return min(self.values) if direction(self.name) < 0 else max(self.values)
+        return trend.best(self.name, self.values)[0]
 
     def beside(self, count: int = 3) -> list[tuple[str, float]]:
         """(title, value) of the latest line's other telling numbers, most telling first, one of each kind."""
@@ -100,10 +105,10 @@ class Pace:
     def text(self) -> str:
         """The latest step as one plain line."""
         parts = [self.counted(), f"epoch {self.epoch:.2f}"]
+        parts += [f"{title(name)} {number(value)}" for name, value in self.evaluated()]
         if self.name is not None and self.name in self.latest:
             parts.append(f"{title(self.name)} {number(self.latest[self.name])}")
         parts += [f"{name} {number(value)}" for name, value in self.beside(2)]
-        parts += [f"eval {title(name)} {number(value)}" for name, value in self.evaluated()]
         rate = tokens_per_second(self.latest)
         parts += [f"{number(round(rate))} tokens/s"] if rate else []
         parts += [duration(self.latest["step_seconds"])] if "step_seconds" in self.latest else []
@@ -111,26 +116,31 @@ class Pace:
         return "  ".join(parts)
 
     def evaluated(self) -> list[tuple[str, float]]:
-        """(name, value) of the latest evaluation over all sources: what the headline measures, or else the loss."""
-        wanted = (last_part(self.name or ""), "loss", "reward", "accuracy")
-        for word in wanted:
-            if f"eval/{word}" in self.latest:
-                return [(word, self.latest[f"eval/{word}"])]
-        return []
+        """(metric, value) of the latest line's evaluation over all sources: what the headline measures, or else the loss."""
+        name = evaluation_of(self.name, self.latest)
+        return [] if name is None else [(name, self.latest[name])]
 
     def summary(self, status: str) -> str:
         """The run in one line, for its end."""
         return ", ".join(self.summary_parts(status))
 
     def summary_parts(self, status: str) -> list[str]:
-        """How it ended, and its headline from the first step to the last."""
+        """How it ended, and its course: of the evaluations where there are any, then of the headline in training."""
         of = f" of {self.total}" if self.total is not None else ""
         since = f" since step {self._since}" if self._since else ""
         parts = [f"{status} after step {self.done}{of} in {duration(self.elapsed)}{since}"]
+        courses = list(self.evaluations.items())
         if self.name is not None and self.values:
-            course = f"{number(self.values[0])} -> {number(self.values[-1])} (best {number(self.best)})"
-            parts.append(f"{title(self.name)} {course}" + ("" if self._whole else since))
-        return parts
+            courses.append((self.name, self.values))
+        return parts + [f"{title(name)} {course(values)}" + ("" if self._whole else since) for name, values in courses]
+
+
+def course(values: Sequence[float]) -> str:
+    """Where a metric began and where it ended: `0.33 -> 0.3375 (+0.0075, within noise)`."""
+    if len(values) == 1:
+        return number(values[0])
+    moved = trend.change(values)
+    return f"{number(moved.first)} -> {number(moved.last)} ({moved.text()})"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

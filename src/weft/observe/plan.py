@@ -14,11 +14,13 @@ ARROW, GLUED = " -> ", " ->\N{NO-BREAK SPACE}"  # a line never ends in an arrow'
 
 @dataclass(frozen=True)
 class Plan:
-    """`rows` are (label, text) of the table; `notes` stand below it; `details` are for the log and for `--verbose`."""
+    """`rows` are (label, text) of the table; `notes` stand below it; `details` are for the log and for `--verbose`. Rows with a
+    `hidden` label are left out."""
 
     rows: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
     details: Sequence[str] = ()
+    hidden: Sequence[str] = ()
 
     def short(self, width: int | None = None) -> list[str]:
         """The table and the notes. `width` is the terminal's; None cuts and wraps nothing."""
@@ -30,8 +32,9 @@ class Plan:
 
     def _table(self, width: int | None, *, short: bool = False) -> Iterator[str]:
         column = min(LABEL, max((len(label) for label, _ in self.rows), default=0))
-        begins = [f"{label:<{column}}  " for label, _ in self.rows]
-        texts = [text for _, text in self.rows]
+        rows = [row for row in self.rows if row[0] not in self.hidden]
+        begins = [f"{label:<{column}}  " for label, _ in rows]
+        texts = [text for _, text in rows]
         cells = [
             [text] if width is None else _wrapped(text, width, len(begin), column + 2)
             for begin, text in zip(begins, texts, strict=True)

@@ -29,6 +29,7 @@ REFRESHES = 4  # a second
 SPARE_LINES = 2  # of the terminal, below the view: the cursor's and one more
 SPARKS, LEAST_SPARKS = 60, 8  # signs of the headline's course: at most, and where it ends a line at least
 UNREAD = "nobody reads the output any more; the run goes on, and log.txt in its directory has every line"
+FLAGGED = ("!", "yellow")  # in place of the tick, where something is out of range
 OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}
 
 
@@ -50,7 +51,9 @@ class View(Protocol):
         """Somebody has asked the run to stop. Called in the handler of a signal, in the middle of anything."""
         ...
 
-    def close(self, status: str) -> list[str]: ...
+    def close(self, status: str, *, flagged: bool = False) -> list[str]:
+        """End the view with a line that sums the run up; `flagged`: something is out of range in it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class PlainView:
         with suppress(OSError):  # not the console: it may be in the middle of a line
             os.write(2, f"\n{line}\n".encode())
 
-    def close(self, status: str) -> list[str]:
+    def close(self, status: str, *, flagged: bool = False) -> list[str]:
         line = self._pace.summary(status)
         self.note(line)
         return [line]
@@ -190,13 +193,14 @@ class LiveView:
     def asked(self, line: str) -> None:
         self._asked = line  # drawn with the next picture: a handler must not write into the one that is being drawn
 
-    def close(self, status: str) -> list[str]:
+    def close(self, status: str, *, flagged: bool = False) -> list[str]:
         if self._live.is_started:
             self._console.pop_render_hook()
         self._live.stop()
-        sign, colour = OUTCOMES.get(status, ("·", QUIET))
+        sign, colour = FLAGGED if flagged and status == "finished" else OUTCOMES.get(status, ("·", QUIET))
         parts = [Text.assemble((f"{sign} ", colour), (self._run, STRONG))]
-        *first, last = self._pace.summary_parts(status)
+        told = self._pace.summary_parts(status)
+        *first, last = told
         parts += [Text(f"{part},") for part in first] + [Text(last)]
         lines = packed(parts, self._console.width, " ", indent=2)
         left = self._console.width - lines[-1].cell_len - 2
@@ -204,7 +208,7 @@ class LiveView:
             lines[-1].append(f"  {sparkline(self._pace.values, min(24, left))}", ACCENT)
         for line in lines:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
-        return [self._pace.summary(status)]
+        return [", ".join(told)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -258,8 +262,8 @@ class LiveView:
             line.append(sparkline(pace.values, min(SPARKS, width - line.cell_len - len(best))), ACCENT)
             line.append(best, QUIET)
             lines.append(_line(line))
-        facts = [(name, number(value)) for name, value in pace.beside()]
-        facts += [(f"eval {name}", number(value)) for name, value in pace.evaluated()]
+        facts = [(title(name), number(values[-1])) for name, values in pace.evaluations.items()]
+        facts += [(name, number(value)) for name, value in pace.beside()]
         rate, seconds = tokens_per_second(pace.latest), pace.latest.get("step_seconds")
         facts += [("tokens/s", number(round(rate)))] if rate else []
         facts += [("s per step", number(seconds))] if seconds else []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft.observe import charts, completions, configuration, sections, timing
 from weft.observe.charts import Chart
-from weft.observe.metrics import headline
+from weft.observe.filmstrip import filmstrip
 from weft.observe.page import Page, Section, folded, write
 from weft.observe.palette import DARK
 from weft.observe.run_files import RunFiles
@@ -33,8 +33,8 @@ def build_report(run_dir: Path | str, status: str | None = None) -> Path:
 def page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
     """The page of a run; with a `live` tag one that renews itself."""
     found = charts.all_charts(run)
-    main = headline(run.names)
-    hero = next((chart for chart in found if chart.lines[0].name == main), None)
+    main = sections.shown_metrics(run)[:1]
+    hero = next((chart for chart in found if any(line.name in main for line in chart.lines)), None)
     drawn = ([hero] if hero else []) + [chart for chart in found if chart is not hero]
     said, tokens = completions.completions(run) if run.samples else ("", [])
     spans = timing.Spans.of(run.spans)
@@ -44,6 +44,7 @@ def page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
         top=_hero(run, hero),
         sections=[
             Section("curves", "Curves", curves(drawn, 1 if hero else 0)),
+            Section("filmstrip", "Fixed prompts", filmstrip(run.answers)),
             Section("completions", completions.heading(run), said),
             Section("time", "Time", _time(run, spans)),
             Section("machine", "Machine", _machine(run)),
@@ -61,11 +62,12 @@ def page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
 def _hero(run: RunFiles, chart: Chart | None) -> str:
     experiment, trial = run.title
     curve = charts.html(chart, 0, large=True) if chart else ""
-    tiles = sections.tiles(run)
+    tiles, found = sections.tiles(run), run.diagnosis()
+    mark = sections.status(run.status, flagged=found is not None and not found.sound)
     return (
         f'<section class="hero{"" if chart else " alone"}" id="top"><div class="intro">'
-        f'<p class="eyebrow">{escape(experiment)}<span class="status {escape(run.status)}">{escape(run.status)}</span></p>'
-        f'<h1>{escape(trial)}</h1><p class="lede">{sections.lede(run)}</p></div>{curve}'
+        f'<p class="eyebrow">{escape(experiment)}{mark}</p>'
+        f'<h1>{escape(trial)}</h1><p class="lede">{sections.lede(run)}</p>{sections.verdict(found)}</div>{curve}'
         f"{f'<dl class=tiles>{tiles}</dl>' if tiles else ''}</section>"
     )
 

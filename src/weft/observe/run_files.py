@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
+from weft.observe.diagnosis import Diagnosis, judge
+from weft.observe.filmstrip import FILE as FILMSTRIP
 from weft.observe.jsonl import read_rows
 from weft.observe.lenient import cleaned, read_config, read_json
 from weft.observe.metrics import LARGEST
@@ -45,6 +47,7 @@ class RunFiles:
     hardware: str = ""
     traces: Sequence[str] = ()  # of steps that were profiled, by their paths in the directory
     record: Mapping[str, Any] = field(default_factory=dict)
+    answers: Sequence[Mapping[str, Any]] = ()  # to fixed prompts, from step to step
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
@@ -64,12 +67,13 @@ class RunFiles:
             samples=read_samples(directory / SAMPLES),
             spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
-            config=_config(directory / CONFIG),
+            config=read_options(directory / CONFIG),
             log=[redacted(line) for line in (_text(directory / LOG) or "").splitlines()[-LOG_LINES:]],
             status=_status(directory),
             hardware=(_text(directory / HARDWARE) or "").strip(),
             traces=sorted(f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")),
             record=masked(read_json(directory / RECORD)),
+            answers=list(read_rows(directory / FILMSTRIP)),
         )
 
     @property
@@ -114,6 +118,11 @@ class RunFiles:
         """(steps, values) of a metric, where it is finite."""
         return self._columns.get(name, ([], []))
 
+    def diagnosis(self) -> Diagnosis | None:
+        """What is wrong with the run; None where it is too short to be judged."""
+        algorithm = self.record.get("algorithm")
+        return judge(self.lines, str(algorithm) if algorithm else None, lambda: self.config, self.samples)
+
     def not_finite(self, name: str) -> int:
         """Steps whose value of a metric was NaN or infinite."""
         return self._gaps[name]
@@ -123,7 +132,8 @@ def _text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_options(path: Path) -> dict[str, Any]:
+    """The options of a run with secrets masked; empty where they cannot be read."""
     try:
         return dict(masked(read_config(path)))
     except ConfigError:

@@ -1,35 +1,30 @@
-"""The runs in a folder, a line each: what `weft ls` lists. Only the ends of files are read, so a hundred runs take no time."""
+"""The runs in a folder, a line each: what `weft ls` lists. Of long files only the ends are read, so a hundred runs take no
+time."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError
+from weft.observe import trend
+from weft.observe.diagnosis import ALGORITHMS, FINE, Diagnosis, judge
 from weft.observe.jsonl import read_row
 from weft.observe.lenient import cleaned, read_json
-from weft.observe.metrics import EVAL, TIME, finite, headline, is_step, last_part
-from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet
+from weft.observe.metrics import EVAL, finite, is_step, leading
+from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet, read_options
+from weft.observe.sample_rows import SAMPLES
 from weft.reading import MOST_YAML, read_text
 
 RECORD = "run.json"  # who started the run, how, and with what
 MARKS = (CONFIG, STATUS, METRICS, RECORD)
-ALGORITHMS = (
-    "online_dpo",
-    "distill",
-    "ppo",
-    "grpo",
-    "dpo",
-    "rw",
-    "sft",
-    "gen",
-)  # groups of options, the telling ones first
-JUDGED = {"rw": "accuracy", "dpo": "accuracies"}  # what tells more than the loss does
 TAIL_BYTES = 1 << 16  # of metrics.jsonl, which hold the last line of any run
+WHOLE_BYTES = 1 << 20  # of a file of lines that is read whole; of a longer one half as much at each end
 TOP_KEY = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)
 
 
@@ -44,10 +39,16 @@ class RunSummary:
     status: str  # running, finished, stopped, failed; unfinished where nobody works on it and nobody wrote how it ended
     step: int | None
     total_steps: int | None
-    metric: str | None  # the headline metric
-    value: float | None  # its last value
+    metric: str | None  # the metric that tells most, of the validation rows where there are any
+    value: float | None  # the last evaluation; in training the mean of the last steps
     num_bytes: int
     changed: float | None
+    diagnosis: str | None = None  # what is out of range; None where the run is too short to be judged
+
+    @property
+    def flagged(self) -> bool:
+        """Return whether something is out of range."""
+        return self.diagnosis not in (None, FINE)
 
 
 def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[RunSummary]:
@@ -96,11 +97,12 @@ def _folders(folder: Path) -> list[Path]:
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
     """What the files of one run say, as far as they can be read."""
     status, record, top = read_json(run / STATUS), read_json(run / RECORD), _top_keys(run / CONFIG)
-    lines = last_lines(run / METRICS)
+    lines = end_lines(run / METRICS)
     named = record.get("algorithm")
     algorithm = (named if isinstance(named, str) else "") or next((name for name in ALGORITHMS if name in top), None)
-    metric = _headline(algorithm, dict.fromkeys(name for line in lines for name in line))
-    value = next((line[metric] for line in reversed(lines) if metric in line), None) if metric else None
+    metric = leading(dict.fromkeys(name for line in lines for name in line), algorithm)
+    value = _value(metric, lines)
+    found = diagnose(run, algorithm, lines)
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
     step = max((int(each) for each in steps if is_step(each)), default=None)
     said = _status(run, status, alive)
@@ -115,19 +117,25 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
         step=step,
         total_steps=step if said == "finished" and step is not None else total,
         metric=metric,
-        value=float(value) if value is not None and finite(value) else None,
+        value=value,
         num_bytes=tree_bytes(run),
         changed=_changed(run),
+        diagnosis=None if found is None else found.text,
     )
 
 
-def _headline(algorithm: str | None, names: Iterable[str]) -> str | None:
-    """The metric by which runs of an algorithm are compared: of models that judge their accuracy."""
-    known = list(names)
-    own = [
-        name for name in known if not name.startswith((TIME, EVAL)) and last_part(name) == JUDGED.get(algorithm or "")
-    ]
-    return own[0] if own else headline(known)
+def diagnose(run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None) -> Diagnosis | None:
+    """Judge a run by the ends of its files; `lines` are those of its metrics, where they are read already."""
+    metrics = end_lines(run / METRICS) if lines is None else lines
+    return judge(metrics, algorithm, cache(lambda: read_options(run / CONFIG)), end_lines(run / SAMPLES))
+
+
+def _value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """A metric as one number: of evaluations the last, of training steps the mean of the last ones."""
+    if metric is None or not (there := [line[metric] for line in lines if metric in line]) or not finite(there[-1]):
+        return None
+    values = [float(each) for each in there if finite(each)]
+    return values[-1] if metric.startswith(EVAL) else trend.end(values)
 
 
 def _status(run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool] | None) -> str:
@@ -150,15 +158,28 @@ def _top_keys(config: Path) -> dict[str, str]:
 
 def last_lines(metrics: Path) -> list[dict[str, Any]]:
     """The last lines that have a step, oldest first."""
-    if not metrics.is_file():
+    return _lines(metrics, lambda size: [(max(0, size - TAIL_BYTES), size)])
+
+
+def end_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that have a step, oldest first; of a long file those at its two ends."""
+    half = WHOLE_BYTES // 2
+    return _lines(path, lambda size: [(0, size)] if size <= WHOLE_BYTES else [(0, half), (size - half, size)])
+
+
+def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> list[dict[str, Any]]:
+    """The lines in these parts of a file, without those that are torn or begin before their part."""
+    rows: list[str] = []
+    if not path.is_file():
         return []
     try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            rows = file.read().decode("utf-8", errors="replace").splitlines()
+        with path.open("rb") as file:
+            for start, stop in parts(os.fstat(file.fileno()).st_size):
+                file.seek(start)
+                rows += file.read(stop - start).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    read = map(read_row, rows)  # None: torn, or the rest of a line that begins before the tail
+    read = map(read_row, rows)  # None: torn, or the rest of a line that begins before its part
     return [cleaned(line) for line in read if line is not None]
 
 

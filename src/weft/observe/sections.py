@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from weft.observe.metrics import direction, duration, finite, headline, last_part, number, title, tokens_per_second
+from weft.observe import trend
+from weft.observe.diagnosis import Diagnosis
+from weft.observe.metrics import (
+    EVAL,
+    duration,
+    evaluation_of,
+    finite,
+    headline,
+    last_part,
+    number,
+    title,
+    tokens_per_second,
+)
 from weft.observe.page import shown
 from weft.observe.run_files import RunFiles
 
@@ -20,24 +32,49 @@ def lede(run: RunFiles) -> str:
     if epochs := run.series("epoch")[1]:
         parts.append(f"{count(round(epochs[-1], 3), 'epoch')} of data")
     text = ", ".join(parts) + (f", {duration(seconds)} of training." if seconds else ".")
-    name = headline(run.names)
-    if name is None:
-        return escape(text)
+    told = [moved(run, name) for name in shown_metrics(run)]
+    return " ".join([escape(text), *told])
+
+
+def shown_metrics(run: RunFiles) -> list[str]:
+    """What a run is judged by: its validation metric where it has one, then that of training."""
+    name = headline(run.names, run.record.get("algorithm"))
+    evaluated = evaluation_of(name, run.names)
+    return [each for each in (evaluated, name) if each is not None]
+
+
+def moved(run: RunFiles, name: str) -> str:
+    """The course of a metric in a sentence: its ends and its best value, as means over several steps, with their noise."""
     steps, values = run.series(name)
-    what = title(name)
-    good = best(name, values)
-    at = steps[values.index(good)]
-    moved = f"{what[0].upper()}{what[1:]} went from {number(values[0])} to <b>{number(values[-1])}</b>"
-    return f"{escape(text)} {moved}; best {number(good)} at step {number(at)}."
+    what = escape(title(name))
+    what = what[0].upper() + what[1:]
+    if len(values) == 1:
+        return f"{what} is <b>{number(values[0])}</b>."
+    course = trend.change(values)
+    good, at = trend.best(name, values)
+    return (
+        f"{what} went from {number(course.first)} to <b>{number(course.last)}</b> ({escape(course.text())}); best "
+        f"{number(good)} at step {number(steps[at])}."
+    )
+
+
+def status(word: str, *, flagged: bool = False) -> str:
+    """How a run stands, as a mark; with a sign of its own where something is out of range."""
+    kind = f"{word} flagged" if flagged else word
+    return f'<span class="status {escape(kind)}">{escape(word)}{" !" if flagged else ""}</span>'
+
+
+def verdict(found: Diagnosis | None) -> str:
+    """What is out of range, and what to try, as a line of the first screen; empty for a run that cannot be judged yet."""
+    if found is None:
+        return ""
+    kind, word = ("fine", "Check") if found.sound else ("wrong", "Look at this")
+    return f'<p class="diagnosis {kind}"><b>{word}:</b> {escape(found.text)}</p>'
 
 
 def count(value: float, word: str) -> str:
     """1 step, 2 steps."""
     return f"{number(value)} {word if value == 1 else f'{word}s'}"
-
-
-def best(name: str, values: Sequence[float]) -> float:
-    return min(values) if direction(name) < 0 else max(values)
 
 
 def tiles(run: RunFiles) -> str:
@@ -51,19 +88,14 @@ def tiles(run: RunFiles) -> str:
 def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     if not run.lines:
         return
-    name = headline(run.names)
-    if name is not None:
+    for name in shown_metrics(run):
         _, values = run.series(name)
-        yield title(name), number(values[-1]), f"best {number(best(name, values))}"
-    for word in (f"eval/{last_part(name or '')}", "eval/reward", "eval/accuracy", "eval/loss"):
-        if word in run.names:
-            _, values = run.series(word)
-            yield f"eval {last_part(word)}", number(values[-1]), f"first {number(values[0])}"
-            break
+        good, _ = trend.best(name, values)
+        yield title(name), number(values[-1] if name.startswith(EVAL) else trend.end(values)), f"best {number(good)}"
     kl = next((metric for metric in run.names if last_part(metric) == "kl"), None)
     if kl is not None:
         _, values = run.series(kl)
-        yield "KL", number(values[-1]), f"highest {number(max(values))}"
+        yield "KL", number(trend.end(values)), f"highest {number(max(values))}"
     epochs = run.series("epoch")[1]
     yield "steps", number(run.lines[-1]["step"]), count(round(epochs[-1], 3), "epoch") if epochs else ""
     if seconds := run.series("step_seconds")[1]:

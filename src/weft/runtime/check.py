@@ -17,10 +17,12 @@ METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dic
 
 
 def calls_of(experiment: Experiment) -> dict[str, MFCDef]:
-    """Every model function call by the name under which a worker group knows it; those of the evaluation are prefixed."""
+    """Every model function call by the name under which a worker group knows it; those of the evaluation and of fixed prompts
+    are prefixed."""
     found = {node.name: node for node in experiment.graph.model_calls()}
-    if experiment.evaluation:
-        found |= {EVALUATION + node.name: node for node in experiment.evaluation.graph.model_calls()}
+    for beside in (experiment.evaluation, experiment.fixed_prompts):
+        if beside is not None:
+            found |= {EVALUATION + node.name: node for node in beside.graph.model_calls()}
     return found
 
 
@@ -40,8 +42,8 @@ def wanted_minibatches(node: MFCDef) -> Minibatches:
 
 def check_calls(experiment: Experiment) -> None:
     """Raises `UserError` for a method that an interface lacks, arguments it does not take, an unknown function or hook."""
-    graphs = [experiment.graph, *([experiment.evaluation.graph] if experiment.evaluation else [])]
-    for graph in graphs:
+    beside = [each.graph for each in (experiment.evaluation, experiment.fixed_prompts) if each is not None]
+    for graph in (experiment.graph, *beside):
         for node in graph.nodes:
             if isinstance(node, MFCDef):
                 _check_call(experiment, node)

@@ -45,6 +45,8 @@ FREE = (
     "progress",
     "profile_steps",
     "log_freq_steps",
+    "eval_prompts",
+    "eval_prompts_max_new_tokens",
     "logger",
     "fileroot",
     "imports",

@@ -23,6 +23,7 @@ from weft.runtime.checkpoints import Checkpoints
 from weft.runtime.directory import RunDirectory, Status
 from weft.runtime.evaluate import Evaluator
 from weft.runtime.firing_recorder import FiringRecorder
+from weft.runtime.fixed_prompts import FixedPrompts
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS, Master, StepResult
 from weft.runtime.profiling import Profiling
@@ -57,6 +58,7 @@ class Parts:
     ending: Sequence[str] = ()
     hardware: str = ""  # a line on what a device is, for the report
     plan_shown: bool = False
+    fixed_prompts: FixedPrompts | None = None
 
 
 class Session:
@@ -68,7 +70,8 @@ class Session:
         self._points = RecoveryPoints(parts.directory.recover)
         roles, limit = parts.experiment.saved_roles, self._control.save_total_limit
         self._checkpoints = Checkpoints(parts.directory, roles, parts.group, limit)
-        self._due = frequencies(self._control, evaluates=parts.evaluator is not None)
+        evaluates = parts.evaluator is not None or parts.fixed_prompts is not None
+        self._due = frequencies(self._control, evaluates=evaluates)
         self._saved_step = self._point_step = self._evaluated_step = 0
         self._under_way = 0  # the step that is being made, or whose line is being written
         self._signals = Signals()
@@ -192,6 +195,8 @@ class Session:
             parts.experiment, parts.samples, self._directory.path, observer
         )
         self._recorder.truncate(self.step)
+        if parts.fixed_prompts is not None:
+            parts.fixed_prompts.truncate(self.step)
         if plan:
             observer.log_plan(self.plan)
             if not parts.plan_shown:
@@ -208,6 +213,8 @@ class Session:
             self._profiling.kept(lambda: self.step, lambda: self._under_way),
             self._signals.heard(lambda: self._under_way, self._observer.asked),
         ):
+            if self.step == 0:
+                self._ask_fixed_prompts()
             while not self._over():
                 try:
                     self._under_way = self.step + 1
@@ -271,12 +278,22 @@ class Session:
         self._observer.renew_report()
 
     def _evaluate(self) -> dict[str, float]:
-        if self._parts.evaluator is None or self._evaluated_step == self.step:
+        evaluator = self._parts.evaluator
+        if self._evaluated_step == self.step:
             return {}
         self._evaluated_step = self.step
+        self._ask_fixed_prompts()
+        if evaluator is None:
+            return {}
         self._master.settle()
         with self._span("evaluate"):
-            return self._parts.evaluator.run(self.step)
+            return evaluator.run(self.step)
+
+    def _ask_fixed_prompts(self) -> None:
+        if self._parts.fixed_prompts is not None:
+            self._master.settle()
+            with self._span("eval_prompts"):
+                self._parts.fixed_prompts.answer(self.step)
 
     def _save(self, *, milestone: bool) -> None:
         with self._span("save"):

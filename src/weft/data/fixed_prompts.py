@@ -1,0 +1,78 @@
+"""A file of a few prompts that a model is asked again and again: its rows, and their tokens in the form of a run's own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.data.datasets.prompt import Prompt
+from weft.data.rows import BadRow
+from weft.data.sample import SequenceSample
+from weft.data.sources import Unreadable, find_files, read_rows
+from weft.data.tokenizer import Tokenizer
+from weft.errors import DataError
+from weft.reading import check_file, reading
+
+MOST_REPORTED = 20
+TEXT = (".txt", ".text")
+
+
+def prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """(place, row) of a JSON, JSONL(.gz) or Parquet file, a text in JSON quotes a line, or a .txt file with a prompt a line."""
+    if path.endswith(TEXT):
+        yield from _texts(path)
+        return
+    for file in find_files(path):
+        for place, row in read_rows(file, texts_as="prompt"):
+            yield str(place), row
+
+
+def _texts(path: str) -> Iterator[tuple[str, Any]]:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"{path}: no such file")
+    check_file(file, path, DataError)
+    with reading(path, DataError, "name a file of text"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"{path}:{number}", {"prompt": line}
+
+
+def read_fixed_prompts(
+    path: str, tokenizer: Tokenizer, *, as_chat: bool, most: int | None, option: str = "eval_prompts"
+) -> SequenceSample:
+    """The prompts as the key `prompt`, with the ids 0, 1, ... `as_chat`: a text is the user's message; rows with messages are
+    rendered anyway. `most` tokens of one. Raises `DataError` naming each row that is no prompt or too long."""
+    tokens: list[list[int]] = []
+    wrong: list[str] = []
+    for place, row in prompt_rows(path):
+        try:
+            ids = _tokens(row, tokenizer, as_chat=as_chat)
+            if most is not None and len(ids) > most:
+                raise BadRow(f"the prompt has {len(ids):,} tokens, and the model's context leaves {most:,} for it")
+            tokens.append(ids)
+        except (BadRow, DataError) as error:
+            wrong.append(f"{place}: {error}")
+            if len(wrong) == MOST_REPORTED:
+                break
+    if wrong:
+        raise DataError("\n".join([f"{option}={path}: these rows cannot be asked:", *wrong]))
+    if not tokens:
+        raise DataError(f"{option}={path}: there are no prompts in it")
+    lengths = [len(ids) for ids in tokens]
+    flat = np.array([id for ids in tokens for id in ids], dtype=np.int64)
+    names = [str(number) for number in range(len(tokens))]
+    return SequenceSample.from_default(names, {"prompt": lengths}, {"prompt": flat})
+
+
+def _tokens(row: Any, tokenizer: Tokenizer, *, as_chat: bool) -> list[int]:
+    if isinstance(row, Unreadable):
+        raise BadRow(row.wrong)
+    if not isinstance(row, Mapping):
+        raise BadRow("it is no JSON object")
+    (encoded,) = Prompt(as_chat=as_chat).encode(row, tokenizer)
+    return list(encoded.prompt)

@@ -1,0 +1,56 @@
+"""Answers to the fixed prompts of a run, from step to step: one strip for each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from weft.observe.metrics import finite, number
+from weft.observe.page import shown
+from weft.observe.sample_rows import pick
+
+FILE = "eval_prompts.jsonl"
+FRAMES = 12  # steps of a strip, evenly chosen, with the first and the last
+STRIPS = 20  # prompts
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def filmstrip(rows: Rows) -> str:
+    """A strip a prompt: what the model answered at several steps, beside each other. Empty without answers."""
+    found: dict[str, dict[float, Mapping[str, Any]]] = {}
+    for row in rows:
+        if finite(row.get("step")):
+            found.setdefault(str(row.get("id")), {})[float(row["step"])] = row
+    if not found:
+        return ""
+    steps = pick(sorted({step for answers in found.values() for step in answers}), FRAMES)
+    strips = "".join(_strip(answers, steps) for answers in list(found.values())[:STRIPS])
+    more = len(found) - STRIPS
+    note = (
+        "The same prompts, answered greedily at several steps: scroll sideways. Answers that are the same as the one before "
+        "are grey."
+    ) + (f" {more} more prompts are in {FILE}." if more > 0 else "")
+    return f'<p class="note">{note}</p>{strips}'
+
+
+def _strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[float]) -> str:
+    there = [answers[step] for step in steps if step in answers]
+    before = [None, *(row.get("completion") for row in there)]
+    frames = "".join(_frame(row, same=row.get("completion") == last) for row, last in zip(there, before, strict=False))
+    prompt = shown(str(there[0].get("prompt") or "")) if there else ""
+    return (
+        f'<article class="strip"><div class="prompt" tabindex="0" aria-label="prompt">{prompt}</div>'
+        f'<ol class="frames" tabindex="0" role="list" aria-label="answers by step, scrolls sideways">{frames}</ol></article>'
+    )
+
+
+def _frame(row: Mapping[str, Any], *, same: bool) -> str:
+    said = shown(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    cut = ' <span class="warn">cut by length</span>' if row.get("finish_reason") == "length" else ""
+    tokens = f"{escape(number(float(row['tokens'])))} tokens" if finite(row.get("tokens")) else ""
+    return (
+        f'<li class="frame{" same" if same else ""}"><b>Step {escape(number(float(row["step"])))}</b>'
+        f'<div class="completion">{said}</div><footer><span>{tokens}</span>{cut}</footer></li>'
+    )

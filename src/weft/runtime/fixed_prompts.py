@@ -1,0 +1,65 @@
+"""Has the trained model answer a few fixed prompts at every evaluation, and keeps the answers in the run's directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from weft.data.sample import SequenceSample
+from weft.data.tokenizer import Tokenizer
+from weft.experiment import Evaluation, Experiment
+from weft.graph.ready import Firing
+from weft.observe.filmstrip import FILE
+from weft.observe.jsonl import StepFile
+from weft.runtime.group import EVALUATION, WorkerGroup
+from weft.runtime.node_runner import NodeRunner
+from weft.runtime.samples import Samples
+from weft.runtime.store import TensorStore
+
+
+class FixedPrompts:
+    """`prompts` are samples with the key `prompt`. Their ids get a prefix in the group, so they never meet training ids."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        evaluation: Evaluation,
+        group: WorkerGroup,
+        prompts: SequenceSample,
+        tokenizers: Mapping[str, Tokenizer],
+        directory: Path,
+    ) -> None:
+        (self._call,) = evaluation.graph.model_calls()
+        self._prefix = f"{EVALUATION}{self._call.name}/"
+        self._prompts = replace(prompts, ids=tuple(f"{self._prefix}{id}" for id in prompts.ids))
+        self._group = group
+        self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
+        self._samples = Samples(evaluation.graph, group, tokenizers[self._call.role])
+        self._file = StepFile(directory / FILE)
+
+    def truncate(self, step: int) -> None:
+        """Forget answers beyond the recovery point that a restart goes on from."""
+        self._file.truncate(step)
+
+    def answer(self, step: int) -> None:
+        """Ask all prompts after `step` completed steps, with nothing else under way, and write the answers; once a step."""
+        if any(row.get("step") == step for row in self._file.rows()):
+            return
+        metas, ids = TensorStore(), self._prompts.ids
+        metas.put(self._group.put(self._prompts))
+        self._runner.start(Firing(self._call.name, ids, step), metas)
+        self._runner.wait()
+        rows = self._samples.generations(ids)
+        self._group.discard(ids)
+        self._file.extend(
+            {
+                "step": step,
+                "id": row["id"].removeprefix(self._prefix),
+                "prompt": row["prompt"],
+                "completion": row["completion"],
+                "tokens": len(row["completion_ids"]),
+                "finish_reason": row["finish_reason"],
+            }
+            for row in rows
+        )

@@ -1,0 +1,72 @@
+"""Ends of noisy curves, their best values, and whether a change is more than noise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from weft.observe import trend
+from weft.observe.trend import Change
+
+
+def test_an_end_is_a_mean_of_several_steps() -> None:
+    assert [trend.num_last(n) for n in (1, 3, 9, 15, 60, 400)] == [1, 1, 3, 5, 6, 40]
+    assert [trend.num_first(n) for n in (1, 3, 9, 15, 60, 400)] == [1, 1, 3, 5, 5, 5]
+    assert trend.end([0.0] * 10 + [1.0, 2.0, 3.0, 4.0, 5.0]) == 3.0
+
+
+def test_the_best_value_is_no_single_lucky_batch() -> None:
+    values = [0.5] * 15
+    values[3] = 1.0
+    assert trend.best("r/reward", values) == (pytest.approx(0.6), 4), "five steps, the lucky one among them"
+    assert trend.best("t/loss", [3.0, 1.0, 2.0]) == (1.0, 1)
+    assert trend.best("t/loss", [-value for value in values])[0] == pytest.approx(-0.6)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (Change(0.33, 0.3375, 0.04), "+0.0075, within noise"),
+        (Change(0.33, 0.54, 0.04), "+0.21 ± 0.04"),
+        (Change(2.0, 0.5, 0.25), "-1.5 ± 0.25"),
+        (Change(1.0, 2.0), "+1"),
+        (Change(1.0, 2.0, 1e-12), "+1"),
+        (Change(0.5, 0.5), "+0"),
+    ],
+)
+def test_a_change_is_shown_with_its_noise(change: Change, text: str) -> None:
+    assert change.text() == text
+
+
+@pytest.mark.parametrize("count", [8, 12, 20, 40, 100, 400])
+def test_noise_alone_is_hardly_ever_called_a_change(count: int) -> None:
+    draws = random.Random(count)
+    found = [trend.change([draws.gauss(0.3, 0.1) for _ in range(count)]).within_noise for _ in range(400)]
+    # At a rate of 5%, 400 draws hold 20 +- 4.4 changes; 40 are out of reach.
+    assert found.count(False) <= 40
+
+
+@pytest.mark.parametrize("count", [12, 20, 40, 100, 400])
+def test_a_rise_and_a_steep_fall_are_seen_through_noise(count: int) -> None:
+    draws = random.Random(count)
+    rise = [0.3 + 0.4 * step / count + draws.gauss(0, 0.05) for step in range(count)]
+    fall = [0.6 + 4 * 0.5 ** (step / (count / 15)) + draws.gauss(0, 0.02) for step in range(count)]
+    assert trend.change(rise).delta > 0 and not trend.change(rise).within_noise
+    assert trend.change(fall).delta < 0 and not trend.change(fall).within_noise
+
+
+def test_noise_that_lasts_for_several_steps_is_noise() -> None:
+    draws, wrong = random.Random(1), 0
+    for _ in range(200):
+        value, values = 0.0, []
+        for _ in range(150):
+            value = 0.5 * value + draws.gauss(0, 1)
+            values.append(value)
+        wrong += not trend.change(values[50:]).within_noise
+    assert wrong <= 20, "10% at most, where independent steps would give a third"
+
+
+def test_few_values_make_no_claim() -> None:
+    assert trend.change([0.1, 0.9, 0.2, 0.8, 0.3, 0.7, 0.4]).noise is None
+    assert trend.end_noise([0.1] * 7) is None and trend.end_noise([0.1] * 8) == 0.0
