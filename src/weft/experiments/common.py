@@ -183,8 +183,12 @@ class RunConfig(ABC):
         check=checks.allocation_problem,
     )
     search: SearchSpec = option(SearchSpec(), "what allocation_mode=search and --dry-run reckon with")
-    total_train_epochs: int = option(1, "passes over the training data", at_least=1)
-    max_steps: int | None = option(None, "stop after this many steps", at_least=1)
+    total_train_epochs: int = option(1, "passes over the training data, where max_steps is absent", at_least=1)
+    max_steps: int | None = option(
+        None,
+        "length of a run in steps, in place of total_train_epochs; gen ends with its prompts if these are fewer",
+        at_least=1,
+    )
     save_freq_steps: int | None = option(None, "steps between checkpoints; the last step is always saved", at_least=1)
     save_freq_epochs: int | None = option(None, "epochs between checkpoints", at_least=1)
     save_freq_secs: float | None = option(None, "seconds between checkpoints", at_least=0.0)

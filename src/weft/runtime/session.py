@@ -249,7 +249,7 @@ class Session:
         position, control = self._master.position, self._control
         if control.max_steps is not None and position.step >= control.max_steps:
             return True
-        return position.epochs_done >= control.total_train_epochs
+        return position.epochs_done >= self._parts.experiment.most_epochs
 
     def _between(self, result: StepResult) -> None:
         """After a step: measure, write the line, save, write a recovery point. A signal ends the run here."""
