@@ -89,6 +89,7 @@ def test_urls(url: str, shown: str) -> None:
         ("token=None, key=''", "token=None, key=''"),
         ("unknown key: learning_rat; did you mean learning_rate?", "unknown key: learning_rat; did you mean learning_rate?"),
         ("row 3: the key 'scores' is missing", "row 3: the key 'scores' is missing"),
+        ("options are written key=value: seed=3", "options are written key=value: seed=3"),
         ("eos_token='</s>' has no id", "eos_token='</s>' has no id"),
     ],
 )  # fmt: skip

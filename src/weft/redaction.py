@@ -34,7 +34,7 @@ IN_MAPPING = re.compile(r"([{,]\s*)(['\"]?)([\w.\-]+)\2(\s*:\s*)(\"[^\"]*\"|'[^'
 HEADER = re.compile(
     r"\b((?:proxy-)?authorization\s*:\s*|bearer\s+)((?:(?:bearer|basic|token)\s+)?[^\s,'\"]+)", re.IGNORECASE
 )
-PLAIN = ("none", "null", "true", "false", "")
+PLAIN = ("none", "null", "true", "false", "value", "")  # `key=value` is how options are written
 
 
 def is_secret(name: str) -> bool:
@@ -83,7 +83,7 @@ def redacted(text: str) -> str:
 
 
 def _hidden(name: str, value: str) -> str:
-    return MASK if is_secret(name) and value.strip("'\" ").lower() not in PLAIN else value
+    return MASK if is_secret(name) and value.strip("'\" .:").lower() not in PLAIN else value
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
