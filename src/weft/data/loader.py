@@ -272,8 +272,8 @@ class SourceReader:
 
 
 def type_of_rows(source: SourceSpec, usual: str) -> str:
-    """The usual type, or the one that reads Open-Assistant trees where the first row of the source is one."""
-    if usual not in OF_TREES or not source.path or source.named is not None:
+    """The usual type, or the one that reads Open-Assistant trees where the first row at the source's path is one."""
+    if usual not in OF_TREES or not source.path or not Path(source.path).expanduser().exists():
         return usual
     _, row = next(read_rows(find_files(source.path, source.split)[0]))
     return OF_TREES[usual] if not isinstance(row, Unreadable) and is_tree(row) else usual
