@@ -448,7 +448,7 @@ def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
         ("nan", r"'nan' failed on p1\[1\]: it returned nan; return a finite number"),
         (
             "huge",
-            r"'huge' failed on p1\[1\]: it returned 1e\+308; a reward is at most 1e\+18 in size"),
+            r"'huge' failed on p1\[1\]: it returned 1e\+308; a reward is at most 1e\+18 in size",
         ),
         ("text", r"'text' failed on p0\[0\]: it returned 'good' \(str\)"),
         ("short", r"'short' failed.*it returned 2 rewards for 1 completions"),
