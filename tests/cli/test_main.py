@@ -307,3 +307,56 @@ def test_what_people_type_is_led_to_what_weft_takes(
 ) -> None:
     assert weft.main(["quickstart", "sft", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["config", "ls"], ["nothing"]], ids=" ".join)
+def test_output_that_nobody_reads_is_no_error(words: list[str], buffered: str, tmp_path: Path) -> None:
+    """As in `weft ... | head -0`, and with the errors going there too."""
+    code = f"from weft.cli.main import main\nraise SystemExit(main({words!r}))"
+    for errors in (subprocess.PIPE, subprocess.STDOUT):
+        reader, writer = os.pipe()
+        os.close(reader)
+        environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=writer,
+            stderr=errors,
+            check=False,
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+        )
+        os.close(writer)
+        assert done.returncode in (0, 2, 141)
+        if errors == subprocess.PIPE:
+            assert "Traceback" not in done.stderr and "Broken" not in done.stderr and "ignored" not in done.stderr
+
+
+def test_a_broken_connection_is_told_where_the_output_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_words: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("weft.cli.ls.main", broken)
+    assert weft.main(["ls"]) == 1
+    assert "BrokenPipeError" in capsys.readouterr().err
+
+
+def test_a_working_directory_that_was_removed_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for words in (
+        ["ls"],
+        ["quickstart", "sft", *names()],
+        ["show", "latest"],
+        ["demo"],
+        ["data", "inspect", "a.jsonl"],
+    ):
+        assert weft.main(words) == 2
+        assert capsys.readouterr().err.startswith("error: the working directory was removed; change to another one")
+    assert weft.main(["--help"]) == 0

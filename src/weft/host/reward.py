@@ -17,7 +17,7 @@ from weft.algorithms.base import host_array
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError, RunError, UserError
 from weft.host._pool import Pool, Reply
-from weft.host._results import Value
+from weft.host._results import MOST_REWARD, Value
 from weft.host._routes import Route, Routes
 from weft.host._texts import Texts
 from weft.host.base import HostContext, Stateless
@@ -118,6 +118,7 @@ class RewardFunction(Stateless):
         rewards = self._with_scores(sums, batch, context)
         if self.on_timeout is not None:
             context.record("timeouts", sums.timeouts)
+        self._check_size(rewards, texts)
         record_rewards(rewards, texts.group, context)
         return self._sample(rewards, sums, batch)
 
@@ -130,6 +131,16 @@ class RewardFunction(Stateless):
         if self.by_token:
             made = made.update(batch.like("completion", token_rewards=sums.by_token.astype(np.float32)))
         return made
+
+    def _check_size(self, rewards: Vector, texts: Texts) -> None:
+        """Raise `UserError` for a sum of parts that is too large, though none of them is. Scores that are not finite are the
+        reward model's: training names them."""
+        large = np.flatnonzero(np.isfinite(rewards) & (np.abs(rewards) > MOST_REWARD))
+        if len(large):
+            raise UserError(
+                f"the reward of {texts.names[int(large[0])]} is {rewards[large[0]]:g} with the weights of "
+                f"{', '.join(self.routes.labels)}; it is at most {MOST_REWARD:g} in size, or the loss is not finite: lower them"
+            )
 
     def _calls(self, texts: Texts, ids: Sequence[str]) -> list[Call]:
         """All completions, those of consecutive prompts together that the same functions reward, `chunk_size` prompts at a
