@@ -18,6 +18,7 @@ import pytest
 from tests.serve.serving import TOKEN, make_reward, serving
 from tests.tiny import make_llama
 from weft.data.tokenizer import Tokenizer
+from weft.serve import openai_api
 from weft.serve.front import Front
 from weft.serve.served import Served
 from weft.serve.server import Server
@@ -205,3 +206,24 @@ def test_large_json_is_read_as_small_json_is(root: Path) -> None:
         for wrong in ("{", "[]", prompt + "[], " * 300_000 + "[]]}", prompt + "1.5" + ", 1" * 100 + "]}"):
             reply = client.post("/v1/completions", content=wrong + blanks)
             assert reply.status_code == 400 and reply.json()["error"]["message"], wrong[:40]
+
+
+SLOW = """{% for m in messages %}
+{% for i in range(99999 if m.content == 'slow' else 1) %}{% for j in range(999) %}{{ j }}{% endfor %}{% endfor %}
+{{ m.content }}
+{% endfor %}"""
+
+
+def test_a_template_without_end_is_stopped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_api, "TEMPLATE_SECONDS", 0.3)
+    with (
+        serving(str(root / "policy")) as server,
+        httpx.Client(base_url=server.urls["http"], headers=AUTH, timeout=60) as client,
+    ):
+        server.models[0].tokenizer.hf.chat_template = SLOW
+        with ThreadPoolExecutor(1) as other:
+            messages = [{"role": "user", "content": "slow"}]
+            reply = other.submit(client.post, "/v1/chat/completions", json={"model": "policy", "messages": messages})
+            healthy(server)
+        assert reply.result().status_code == 400
+        assert "the chat template takes longer than 0.3 s" in reply.result().json()["error"]["message"]

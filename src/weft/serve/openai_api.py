@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from weft.data.messages import normalise
+from weft.data.template_check import TookTooLong, within
 from weft.engine.base import TokenEvent
 from weft.errors import UserError
 from weft.serve.asgi import Exchange, Refused
@@ -26,6 +27,7 @@ from weft.serve.text import GrowingText, Said
 from weft.serve.worker import Job
 
 MOST_PROMPTS = 128
+TEMPLATE_SECONDS = 2.0  # for a conversation; what a template has made in longer takes too long to clear away
 PAUSE = 16  # tokens that one request reads in a row
 
 
@@ -66,13 +68,19 @@ class Completions:
         if tokenizer.chat_template is None:
             raise Refused(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
         self._check_bytes(num_bytes(messages), "messages")
+        began = time.monotonic()
         try:
             tokenizer.check_template()
-            text = tokenizer.render(normalise(messages), add_generation_prompt=True)
+            with within(TEMPLATE_SECONDS):
+                text = tokenizer.render(normalise(messages), add_generation_prompt=True)
             self._check_bytes(num_bytes(text), "messages")  # a template may repeat them
             return tokenizer.encode(text, bos=tokenizer.chat_bos)
-        except UserError as error:
-            raise Refused(400, str(error), param="messages") from None
+        except (UserError, TookTooLong) as error:
+            late = time.monotonic() - began > TEMPLATE_SECONDS
+            said = (
+                f"the chat template takes longer than {TEMPLATE_SECONDS:g} s on these messages" if late else str(error)
+            )
+            raise Refused(400, said, param="messages") from None
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
         """A text, token ids, or a list of either; ids may be an array."""
